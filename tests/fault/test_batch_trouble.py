@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from support.coordinating import PATIENCE_S, is_over, submit
 from support.databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch.client.functions import described
+from tinsmith.batch.client.functions import describe_function
 from tinsmith.batch.coordinator import coordinator as coordinators
 from tinsmith.batch.coordinator import hosts
 from tinsmith.batch.coordinator import job_run as runs
@@ -32,7 +32,7 @@ from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import PoolSpec
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, packed
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, pack_payload
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
@@ -393,11 +393,11 @@ class NeedsGoodGpu:
 
 def gpu_job(jobs: BatchJobs, directory: Path, bad: list[str]) -> int:
     (directory / "gpu.yaml").write_text("pool: {workers: 2}\nresources: {accelerators: H100}\n")
-    payload = described(
+    payload = describe_function(
         NeedsGoodGpu, kwargs={"bad": bad, "failures": f"{directory}/failures"}, kind="row", options={"merge": True}
     )
     spec = JobSpec(
-        batch_serialized_fn=packed(payload),
+        batch_serialized_fn=pack_payload(payload),
         batch_input_format={"format": "items", "path": "items", "items": [{"n": number} for number in range(20)]},
         batch_output_formats=[{"format": "json", "path": str(directory / "gpus.jsonl")}],
         batch_size=1,

@@ -342,9 +342,9 @@ def test_types_go_together_by_rules_that_are_written_down(one: object, other: ob
     for pair in ((first, second), (second, first)):
         if together is None:
             with pytest.raises(schemas.SchemaConflictError, match=r"column 'v'.* is .* here and .* in other rows"):
-                schemas.merged(*pair)
+                schemas.merge_schemas(*pair)
         else:
-            assert schemas.merged(*pair) == {"v": together}
+            assert schemas.merge_schemas(*pair) == {"v": together}
 
 
 @batch.remote_function

@@ -15,7 +15,7 @@ from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
-from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
+from tinsmith.batch.operations.runtime import Channel, ClosedError, _answer_row
 from tinsmith.batch.types import Assignment
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
 from tinsmith.store.futures import Settlement
@@ -237,7 +237,7 @@ def test_closing_a_channel_cancels_open_requests() -> None:
         asked = [asyncio.create_task(channel.ask(assignment, {"verb": "x"})) for _ in range(3)]
         await asyncio.sleep(0.01)
         assert [len(each["asks"]) for each in sent] == [3], "questions of one moment share a line"
-        channel.answered([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
+        channel.deliver_answers([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
         assert await asked[1] == {"a": 1}
         channel.close()
         for task in (asked[0], asked[2]):
@@ -264,6 +264,8 @@ def test_no_row_is_blamed_for_the_end_of_its_worker() -> None:
     channel.close()
     assignment = Assignment(0, 0, 0, 1, ())
     with pytest.raises(ClosedError):
-        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
-    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0))
+        asyncio.run(_answer_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
+    failed, _ = asyncio.run(
+        _answer_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0)
+    )
     assert isinstance(failed, KeyError)

@@ -23,11 +23,11 @@ from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_form
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_dict
 from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, packed
+from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
@@ -335,8 +335,8 @@ class Dataset:
 
     def _payload(self) -> str:
         if len(self._steps) == 1:
-            return packed(self._steps[0])
-        return packed({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
+            return pack_payload(self._steps[0])
+        return pack_payload({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
 
     def _spec(
         self, outputs: list[OutputWriter], options: Mapping[str, Any] | None = None, *, is_resumed: bool = False
@@ -353,16 +353,16 @@ class Dataset:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store and not is_resumed:
                 check_output(writer.path, if_exists)
-        formats = [request_form(writer) for writer in outputs]
+        formats = [request_dict(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": request_form(self.reader.of_job([str(each["path"]) for each in formats])),
+            "batch_input_format": request_dict(self.reader.of_job([str(each["path"]) for each in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
-            "batch_error_format": request_form(errors) if errors is not None else None,
+            "batch_error_format": request_dict(errors) if errors is not None else None,
             "batch_activate_env": _expand_home(options.get("activate_env")),
             "python": _expand_home(options.get("python")),
             "directory": os.getcwd(),
@@ -379,7 +379,7 @@ class Dataset:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest job with exactly these outputs, among the last page of jobs."""
-    wanted = [request_form(writer) for writer in outputs]
+    wanted = [request_dict(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
             return Job(job["job_id"], client)
@@ -401,7 +401,7 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
     if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python"}):
         raise NotSupportedError(f"{refused} are options of functions; leave them out for operations")
     operations.payload_of(steps)
-    return operations.described(steps)
+    return operations.describe_operations(steps)
 
 
 STEP_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -459,7 +459,9 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
         kind = "batch"
     elif kind == "filter" and is_batch:
         settings["batched"] = True
-    return functions.described(mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer"))
+    return functions.describe_function(
+        mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
+    )
 
 
 def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:

@@ -236,7 +236,7 @@ def is_remote_function(function: object) -> bool:
     return getattr(function, "_is_remote_function", False) is True
 
 
-def described(
+def describe_function(
     function: Callable[..., object],
     *,
     kwargs: Mapping[str, Any] | None = None,

@@ -23,7 +23,14 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
-from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, request_form, writer_of_part
+from tinsmith.batch.formats.registry import (
+    COMPRESSED_ENDINGS,
+    OutputWriter,
+    format_of,
+    in_format,
+    request_dict,
+    writer_of_part,
+)
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.utility import delete_staging, parts_on_disk
 from tinsmith.errors import NotFoundError, UserError
@@ -147,7 +154,7 @@ def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str
         return publishing.publish_file(target, [PartInfo(**info.to_dict())], staging, if_exists)
     files = [
         PublishedFile(file.path.removeprefix(f"{base}/"), file)
-        for file in publishing.published_files(info, is_directory=True)
+        for file in publishing.iter_published_files(info, is_directory=True)
     ]
     return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)
 
@@ -157,7 +164,7 @@ def _check_name(writer: OutputWriter, target: str) -> None:
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
         raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
-    for packing in PACKED:
+    for packing in COMPRESSED_ENDINGS:
         if writer.path.endswith(packing) != target.endswith(packing):
             raise UserError(f"the target is {target!r}; it must end in {packing} if and only if {writer.path} does")
 
@@ -292,10 +299,10 @@ class Job:
         many other outputs as it has, it writes these instead; completed batches are converted, not computed again."""
         outputs = None
         if output is not None:
-            outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
+            outputs = [request_dict(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [request_form(in_format(OutputWriter.from_dict(each), format)) for each in old]
+            outputs = [request_dict(in_format(OutputWriter.from_dict(each), format)) for each in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
