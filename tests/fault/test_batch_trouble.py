@@ -158,7 +158,7 @@ class Worker:
     def __init__(
         self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object
     ) -> None:
-        self.worker_id, self.started, self.slot = worker_id, started, slot
+        self.worker_id, self.handle, self.slot = worker_id, started, slot
 
     async def call(self, path: str, **body: object) -> None: ...
 
@@ -184,7 +184,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(_pool: LocalPool, worker_id: str, _slot: int | None, *_: object) -> SimpleNamespace:
         async def wait() -> None: ...
 
-        return SimpleNamespace(address="nowhere", where="nowhere", host="nowhere", gone=False, wait=wait)
+        return SimpleNamespace(address="nowhere", process_name="nowhere", host="nowhere", has_ended=False, wait=wait)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(local, "MAX_SPARES", 0)

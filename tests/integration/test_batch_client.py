@@ -442,11 +442,11 @@ def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
     sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
     spec = sent._spec([batch.JsonWriter("o.jsonl")])
     assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
-    trusted = permissions.admitted(spec, settings, "alice", keyless=True)
+    trusted = permissions.authorize_job(spec, settings, "alice", keyless=True)
     assert trusted.batch_dataset_path == spec.batch_dataset_path
-    confined = permissions.admitted(spec, settings, "alice", keyless=False)
+    confined = permissions.authorize_job(spec, settings, "alice", keyless=False)
     own = settings.resolved_data_dir / "batch" / "alice"
     assert confined.batch_dataset_path == f"{own}/in/a.jsonl" and confined.batch_output_path == [f"{own}/o.jsonl"]
     away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
     with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
-        permissions.admitted(away, settings, "alice", keyless=False)
+        permissions.authorize_job(away, settings, "alice", keyless=False)

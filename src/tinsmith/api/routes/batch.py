@@ -65,7 +65,7 @@ def submit(call: Call, request: JobRequest) -> JsonObject:
 
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     services = call.services
-    spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
+    spec = permissions.authorize_job(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     services.coordinator.check_pool(spec)
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)
     services.coordinator.wake()

@@ -181,13 +181,15 @@ class Dataset:
 
         With an `output` the result is a Job; else a Dataset with this step, to be mapped again or written."""
         by_position = {"batch_size": batch_size, "output": output, "activate_env": activate_env, "stream": stream}
-        given = {**options, **{name: value for name, value in by_position.items() if value is not None}}
-        if pool_name and given.setdefault("pool", pool_name) != pool_name:
-            raise ValueError(f"pool_name is {pool_name!r} and pool is {given['pool']!r}; they are one option: give one")
+        all_options = {**options, **{name: value for name, value in by_position.items() if value is not None}}
+        if pool_name and all_options.setdefault("pool", pool_name) != pool_name:
+            raise ValueError(
+                f"pool_name is {pool_name!r} and pool is {all_options['pool']!r}; they are one option: give one"
+            )
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
-            return self._then(_operations(steps, given), given)
-        return self._then(_step(mapper_fn, "row", given), given)
+            return self._add_step(_operations(steps, all_options), all_options)
+        return self._add_step(_step(mapper_fn, "row", all_options), all_options)
 
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -195,7 +197,7 @@ class Dataset:
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def map_batches(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
-        return self._then(_step(mapper, "batch", options), options)
+        return self._add_step(_step(mapper, "batch", options), options)
 
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -204,7 +206,7 @@ class Dataset:
     def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
         """Keeps the rows for which the function returns something true; with `batched=True` or a `batch_format` it gets
         a batch and returns one value for each row."""
-        return self._then(_step(predicate, "filter", options), options)
+        return self._add_step(_step(predicate, "filter", options), options)
 
     @overload
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -212,36 +214,36 @@ class Dataset:
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def flat_map(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function that takes a row and returns, or yields, any number of new rows."""
-        return self._then(_step(mapper, "flat", options), options)
+        return self._add_step(_step(mapper, "flat", options), options)
 
     @overload
-    def sample(self, model: str, *, output: None = None, **given: Any) -> Dataset: ...  # noqa: ANN401
+    def sample(self, model: str, *, output: None = None, **keywords: Any) -> Dataset: ...  # noqa: ANN401
     @overload
-    def sample(self, model: str, *, output: Writers, **given: Any) -> Job: ...  # noqa: ANN401
-    def sample(self, model: str, **given: Any) -> Dataset | Job:
+    def sample(self, model: str, *, output: Writers, **keywords: Any) -> Job: ...  # noqa: ANN401
+    def sample(self, model: str, **keywords: Any) -> Dataset | Job:
         """Maps the rows with a `Sample` of the model; takes the fields of that and the options of `map`."""
         from tinsmith.batch.operations.sample import Sample
 
-        options = {name: value for name, value in given.items() if name in JobOptions.__annotations__}
-        fields = {name: value for name, value in given.items() if name not in options}
+        options = {name: value for name, value in keywords.items() if name in JobOptions.__annotations__}
+        fields = {name: value for name, value in keywords.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
-    def _then(self, step: dict[str, Any], given: Mapping[str, Any]) -> Dataset | Job:
-        made = Dataset(self.reader)
-        made._steps = (*self._steps, step)
-        _check_chain(made._steps)
-        made._options = {name: value for name, value in given.items() if name not in StepOptions.__annotations__}
+    def _add_step(self, step: dict[str, Any], options: Mapping[str, Any]) -> Dataset | Job:
+        dataset = Dataset(self.reader)
+        dataset._steps = (*self._steps, step)
+        _check_chain(dataset._steps)
+        dataset._options = {name: value for name, value in options.items() if name not in StepOptions.__annotations__}
         for name, value in self._options.items():
-            if made._options.setdefault(name, value) != value:
+            if dataset._options.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{name} is {value!r} at one step and {made._options[name]!r} at another; give it once"
+                    f"{name} is {value!r} at one step and {dataset._options[name]!r} at another; give it once"
                 )
         self._forgotten = False
-        output = made._options.pop("output", None)
+        output = dataset._options.pop("output", None)
         if output is not None:
-            return made.write(output)
-        made._forgotten = True
-        return made
+            return dataset.write(output)
+        dataset._forgotten = True
+        return dataset
 
     def write(self, output: Writers) -> Job:
         """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
@@ -262,13 +264,13 @@ class Dataset:
             status = last.status()
             self._check_same(client.partial(int(last), limit=1), status, spec)
             if status["status"] not in ("FAILED", "CANCELLED"):
-                return self._followed(last)
+                return self._follow(last)
             spec = replace(self._spec(outputs, options), resume_from=int(last))
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
             raise JobRefusedError(str(error)) from None
-        return self._followed(job)
+        return self._follow(job)
 
     def _check_same(self, stored: Status, status: Status, spec: JobSpec) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
@@ -306,7 +308,7 @@ class Dataset:
             return ""
         return ""
 
-    def _followed(self, job: Job) -> Job:
+    def _follow(self, job: Job) -> Job:
         if self._options.get("stream", True):
             job.wait(progress=True)
         return job
@@ -357,7 +359,7 @@ class Dataset:
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": request_dict(self.reader.of_job([str(each["path"]) for each in formats])),
+            "batch_input_format": request_dict(self.reader.of_job([str(data["path"]) for data in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
@@ -368,7 +370,7 @@ class Dataset:
             "directory": os.getcwd(),
         }
         if (classes := options.get("retry_on")) is not None:
-            values["retry_on"] = [each if isinstance(each, str) else each.__qualname__ for each in classes]
+            values["retry_on"] = [data if isinstance(data, str) else data.__qualname__ for data in classes]
         if (resumed := options.get("resume_from")) is not None:
             values["resume_from"] = int(resumed)
         try:
@@ -379,9 +381,9 @@ class Dataset:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest job with exactly these outputs, among the last page of jobs."""
-    wanted = [request_dict(writer) for writer in outputs]
+    formats = [request_dict(writer) for writer in outputs]
     for job in client.jobs():
-        if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
+        if client.partial(job["job_id"], limit=1)["outputs"] == formats:
             return Job(job["job_id"], client)
     return None
 
@@ -502,8 +504,8 @@ def _rows_of(steps: Sequence[Mapping[str, Any]]) -> str:
     """`any` if a step may make another number of rows of one; a wrong value is refused with the specification."""
     if any(step.get("kind") in ("filter", "flat") for step in steps):
         return "any"
-    given = [step["options"]["rows"] for step in steps if "options" in step]
-    return next((rows for rows in given if rows != "one"), "one")
+    modes = [step["options"]["rows"] for step in steps if "options" in step]
+    return next((rows for rows in modes if rows != "one"), "one")
 
 
 def from_items(items: Iterable[Row]) -> Dataset:

@@ -38,7 +38,7 @@ from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, most_workers, pool_from_yaml
+from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, max_job_workers, read_pool
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import now
@@ -210,7 +210,7 @@ def pools_of(settings: Settings) -> dict[str, PoolSpec]:
         name, equals, path = definition.partition("=")
         if not (name and equals and path):
             raise SettingsError(f"batch_pools has {definition!r}; use NAME=FILE.yaml")
-        pools[name] = pool_from_yaml(name, Path(path).expanduser())
+        pools[name] = read_pool(name, Path(path).expanduser())
         if pools[name].infra == RAY and not settings.ray_address:
             raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
     have_gpus = engine_positions(settings, 1) or any(pool.devices_per_worker for pool in pools.values())
@@ -330,7 +330,7 @@ class Coordinator:
                 f"there is no pool {job.batch_pool_name!r}; the pools are {self.pool_names()}. Use {DEFAULT_POOL!r} "
                 "or add the pool to the server's TINSMITH_BATCH_POOLS"
             )
-        most_workers(pool, job)
+        max_job_workers(pool, job)
 
     def pool_names(self) -> list[str]:
         return list(self._specs)
@@ -342,7 +342,7 @@ class Coordinator:
             raise NotFoundError(f"there is no pool {name!r}; the pools are {self.pool_names()}")
         if spec.rented:
             raise UserError(f"SkyPilot manages the machines of pool {name!r}; change num_nodes of its task")
-        self._specs[name] = resized = spec.resized(workers)
+        self._specs[name] = resized = spec.with_workers(workers)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
 
@@ -448,7 +448,7 @@ class Coordinator:
             self.check_pool(spec)
         except UserError as error:
             return str(error)
-        code = "" if self._settings.batch_user_code else permissions.code_of(spec)
+        code = "" if self._settings.batch_user_code else permissions.describe_code(spec)
         return code and f"this server does not run users' code (TINSMITH_BATCH_USER_CODE=false), and {code}"
 
     async def _fail(self, job_id: int, reason: str) -> None:

@@ -5,8 +5,8 @@ healthy GPU. The machine is set aside for a pause that doubles with each failure
 others. The job fails when no machine can set it up: every machine that exists has failed, no worker is set up, and
 there were `MAX_SETUP_FAILURES` failures in a row; or when no set-up has succeeded within the job's discovery timeout.
 
-A machine is a name of the pool's (`Started.host`), a GPU of its own where workers have accelerators. Failures before a
-machine is known are the pool's, and count under `UNKNOWN`.
+A machine is a name of the pool's (`WorkerHandle.host`), a GPU of its own where workers have accelerators. Failures
+before a machine is known are the pool's, and count under `UNKNOWN`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from tinsmith.batch.coordinator.workers import (
 )
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
-from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
+from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
@@ -294,7 +294,7 @@ class JobRun:
         self._dispatcher = Dispatcher(job.job_id, spec, self._collect_results, self._note_failed_mapper)
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
-        self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
+        self._max_workers = min(spec.concurrency or MAX_SLOTS, max_job_workers(pool.spec, spec))
         self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
         self._pool = pool
@@ -323,7 +323,7 @@ class JobRun:
 
     def runnable_at(self, slot: int) -> float:
         """When this slot may find a batch, on the monotonic clock."""
-        full = self._num_serving >= self._most_workers
+        full = self._num_serving >= self._max_workers
         if not self._dispatching or full or self._dispatch_ended.is_set():
             return float("inf")
         due_at = self._due_at
@@ -394,7 +394,7 @@ class JobRun:
     def _note_failed_mapper(self, worker: RemoteWorker, error: MapperStartError) -> None:
         if error.final and not error.of_machine:
             self.end(FatalJobError(f"setup_failed: {error}"))
-        self._note_failed_setup(worker.started.host, str(error), is_final=error.final)
+        self._note_failed_setup(worker.handle.host, str(error), is_final=error.final)
 
     def _note_failed_setup(self, host: str, error: str, *, is_final: bool = False) -> None:
         """Count a failed set-up on a machine, and end the job if no other machine can set it up."""

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
-from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
+from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerStartError
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 from tinsmith.runtime.background import within
@@ -84,7 +84,7 @@ class RemoteWorker:
     """`router` handles the requests of operations to the service; a user's function has none."""
 
     worker_id: str
-    started: Started
+    handle: WorkerHandle
     job_id: int
     limits: Limits
     slot: int | None
@@ -96,13 +96,13 @@ class RemoteWorker:
     """Whether it has a child for operations."""
 
     def __post_init__(self) -> None:
-        address, token, silence_s = self.started.address, self.started.token, self.limits.heartbeat_timeout_s
+        address, token, silence_s = self.handle.address, self.handle.token, self.limits.heartbeat_timeout_s
         self._client = RpcClient(address, token, connect_s=CALL_S, silence_s=silence_s)
 
     @property
     def unusable(self) -> bool:
         is_worn_out = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
-        return self.lost or is_worn_out or self.started.gone
+        return self.lost or is_worn_out or self.handle.has_ended
 
     async def call(self, name: str, **request: object) -> None:
         """Raises WorkerLostError."""
@@ -176,13 +176,13 @@ class RemoteWorker:
                     yield message
         except CallRefusedError as error:
             message = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
-            raise WorkerLostError(message, self.started.host) from None
+            raise WorkerLostError(message, self.handle.host) from None
         except ConnectionLostError as error:
             raise self._mark_lost(error) from error
 
     def _mark_lost(self, cause: object) -> WorkerLostError:
         self.lost = True
-        return WorkerLostError(f"worker {self.worker_id} was lost: {cause!r}", self.started.host)
+        return WorkerLostError(f"worker {self.worker_id} was lost: {cause!r}", self.handle.host)
 
     async def close(self) -> None:
         """End the process and all that it started, at once."""
@@ -190,7 +190,7 @@ class RemoteWorker:
         try:
             await self._client.close()
         finally:
-            await self.started.kill()
+            await self.handle.kill()
 
 
 def _parse_result(message: Message) -> Result:
@@ -321,14 +321,14 @@ class WorkerSet:
         worker: RemoteWorker | None = None
         try:
             await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
-            started = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
-            worker = RemoteWorker(worker_id, started, self.job_id, self.spec.limits, slot, self.router)
+            handle = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
+            worker = RemoteWorker(worker_id, handle, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
-            self.hosts.add_worker(worker_id, started.host)
-            if started.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
-                raise MachineSetAsideError(f"a worker has started on {started.host}, which is set aside")
+            self.hosts.add_worker(worker_id, handle.host)
+            if handle.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
+                raise MachineSetAsideError(f"a worker has started on {handle.host}, which is set aside")
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
-            await asyncio.to_thread(self.jobs.record_worker, worker_id, started.address, started.where)
+            await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.address, handle.process_name)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._delete_row(worker_id))
             expected = WorkerStartError | WorkerLostError | MachineSetAsideError | SupersededError | SQLAlchemyError
@@ -348,5 +348,5 @@ class WorkerSet:
             await worker.call("shutdown", grace_s=grace_s)
             worker.lost = True
             async with asyncio.timeout(grace_s + 1):
-                await worker.started.wait()
+                await worker.handle.wait()
         await worker.close()

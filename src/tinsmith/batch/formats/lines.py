@@ -222,8 +222,8 @@ def _write_offsets(location: str, path: Path) -> None:
                 position += end
             carried = block[end:]
         if carried.strip(SPACES):
-            target.write(OFFSET.compress_for_path(position))
-        target.write(OFFSET.compress_for_path(position + len(carried)))
+            target.write(OFFSET.pack(position))
+        target.write(OFFSET.pack(position + len(carried)))
 
 
 def _line_starts(data: np.ndarray, block: bytes, position: int) -> np.ndarray:  # type: ignore[name-defined]  # noqa: F821
