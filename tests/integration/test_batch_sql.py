@@ -210,7 +210,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
             raise KeyboardInterrupt
         return values(*arguments)
 
-    monkeypatch.setattr(sql, "_values", die)
+    monkeypatch.setattr(sql, "_to_database_row", die)
     with pytest.raises(KeyboardInterrupt):
         publish(writer, parts)
     assert "results" not in names(url)

@@ -188,7 +188,7 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
     elif name == "janitor":
         monkeypatch.setattr(Janitor, "_sweep_locked", lambda _self: broken_once())
     else:
-        monkeypatch.setattr(Reconciler, "look", lambda _self: broken_once())
+        monkeypatch.setattr(Reconciler, "reconcile", lambda _self: broken_once())
     (tmp_path / "data").mkdir()
     settings = Settings(
         data_dir=tmp_path / "data", port=0, backend="fake", engines=0, batch_workers=0, session_sweep_s=0.001

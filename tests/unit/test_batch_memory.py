@@ -163,7 +163,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str
         patched.setattr(JsonWriter, "publish", publish_nothing)
         patched.setattr(jobs_of_clients, "delete_staging", lambda *_: None)
         patched.setattr(states, "PAGE", PAGE)
-        patched.setattr(job_run, "FAILED_PAGE", PAGE)
+        patched.setattr(job_run, "FAILED_ROWS_PAGE", PAGE)
         patched.setattr(utility, "FAILURES_IN_A_PART", PAGE)
         found = [measure(tmp_path_factory.mktemp(str(count)), count) for count in (FEW, MANY)]
     yield found
