@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from support.live import API_KEY, LiveServer, serving
 from support.payloads import load_mapper
 from tinsmith import batch
 from tinsmith.batch import permissions
@@ -24,18 +22,6 @@ from tinsmith.settings import Settings
 
 Rows = list[dict[str, Any]]
 MARK = "."
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("bulk") / "data", "--backend", "fake") as found:
-        yield found
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    with contextlib.closing(Client(server.url, API_KEY)) as made:
-        yield made
 
 
 @batch.remote_function
