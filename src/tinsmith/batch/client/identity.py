@@ -90,7 +90,7 @@ def _reference(definition: Any) -> str | None:  # noqa: ANN401
 
 
 def _digest(kind: str, *parts: bytes | str) -> bytes:
-    """Of parts with their lengths, so that no two lists of parts are the same bytes."""
+    """The digest of parts with their lengths, so that no two lists of parts have the same bytes."""
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -256,7 +256,7 @@ class _Forms:
         return _digest("tensor", *map(self.form_of, parts), data)
 
     def _object(self, value: Any) -> bytes:  # noqa: ANN401
-        """By the parts from which a pickle would make it again."""
+        """Describe an object by the parts from which a pickle would make it again."""
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce is not None else value.__reduce_ex__(4)

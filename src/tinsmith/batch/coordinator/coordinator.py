@@ -195,7 +195,7 @@ class _PoolSlots:
         return bool(rivals) and self._fair_share.should_yield(job_id, slot, rivals)
 
     async def _wait(self, slot: int) -> None:
-        """Until something has changed, or a batch may be retried."""
+        """Wait until something has changed, or a batch may be retried."""
         self._changed.clear()
         due = min((run.runnable_at(slot) for run in self.runs.values()), default=float("inf"))
         await within(max(0.01, min(due - time.monotonic(), POLL_S)), self._changed.wait())
@@ -252,7 +252,7 @@ class Coordinator:
         self._machines = self._build_managed_machines()
 
     def _build_managed_machines(self) -> ManagedMachines | None:
-        """Raises SettingsError."""
+        """The machines of managed pools, or None if this process has none. Raises SettingsError."""
         managed = {name: spec.file for name, spec in self._specs.items() if spec.managed and spec.file is not None}
         if not managed or not self._settings.runs_bulk_jobs:
             return None

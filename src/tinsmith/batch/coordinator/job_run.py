@@ -185,7 +185,7 @@ class Dispatcher:
         self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
-        """Raises SchemaConflictError."""
+        """Merge the schema of committed rows into that of an output. Raises SchemaConflictError."""
         self._schemas[output] = merge_schemas(self._schemas[output] or {}, schema)
 
     def window(self, worker: RemoteWorker) -> DispatchWindow:

@@ -102,7 +102,7 @@ class ModelGateway:
         self._handlers[verb] = handler
 
     async def answer(self, request: RowRequest) -> Message:
-        """Raises TinsmithError, which fails the row."""
+        """Answer a request, after waits for quotas and the database. Raises TinsmithError, which fails the row."""
         handler = self._handlers.get(request.verb)
         if handler is None:
             raise NotSupportedError(f"verb is {show(request.verb)}; it must be one of {sorted(self._handlers)}")

@@ -266,7 +266,7 @@ class BatchJobs:
             return job_id
 
     def find(self, tenant_id: str, job_id: int) -> JobRecord:
-        """Raises NotFoundError."""
+        """A tenant's job. Raises NotFoundError."""
         with self._db.read() as connection:
             row = _FIND.first(connection, {"job": job_id})
         if row is None or (job := JobRecord(*row)).tenant_id != tenant_id:
@@ -281,7 +281,7 @@ class BatchJobs:
         return [JobRecord(*row) for row in self._db.rows(query)], int(count or 0)
 
     def spec(self, job_id: int) -> JobSpec:
-        """Raises NotFoundError, UserError."""
+        """The specification of a job. Raises NotFoundError, UserError."""
         stored = self._db.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
         if stored is None:
             raise NotFoundError(f"there is no bulk job {job_id}")
@@ -486,7 +486,8 @@ class BatchJobs:
         time.sleep(PAUSE_S)
 
     def set_status(self, job_id: int, token: str, status: str, error: str | None = None) -> bool:
-        """False if the job is being cancelled: it can only become CANCELLED. Raises SupersededError."""
+        """Set the status of a job. False if it is being cancelled: it can only become CANCELLED. Raises
+        SupersededError."""
         with self._write_and_notify(job_id) as connection:
             return _set_status(connection, job_id, token, status, error)
 
@@ -673,7 +674,7 @@ class _Attempts:
     failed: bool = False
 
     def settle(self, claim: Claim, outcome: AttemptOutcome | AttemptFailure) -> bool:
-        """False if the batch is no longer this attempt's."""
+        """Store the result of an attempt. False if the batch is no longer this attempt's."""
         if isinstance(outcome, AttemptFailure):
             return self._record_failure(claim, outcome)
         return self._complete(claim, outcome)

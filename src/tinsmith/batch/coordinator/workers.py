@@ -81,7 +81,8 @@ async def run_until(end_event: asyncio.Event, awaitable: Awaitable[T]) -> T | No
 
 @dataclass(eq=False)
 class RemoteWorker:
-    """`router` handles the requests of operations to the service; a user's function has none."""
+    """A worker and the calls to it. `router` handles the requests of operations to the service; a user's function has
+    none."""
 
     worker_id: str
     handle: WorkerHandle
@@ -105,7 +106,7 @@ class RemoteWorker:
         return self.lost or is_worn_out or self.handle.has_ended
 
     async def call(self, name: str, **request: object) -> None:
-        """Raises WorkerLostError."""
+        """Make a call whose result is not needed. Raises WorkerLostError."""
         async for _ in self._stream(name, request):
             pass
 

@@ -173,7 +173,7 @@ class ParquetWriter(TableWriter):
 
 
 def _text_of(part: PartInfo) -> str:
-    """Equal for two parts only if they have the same schema."""
+    """The schema of a part as text, or its path if the schema is unknown. Equal texts mean equal schemas."""
     return part.path if part.schema is None else json.dumps(part.schema)
 
 

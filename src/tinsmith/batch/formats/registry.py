@@ -135,8 +135,8 @@ class ReaderOrWriter:
 
     @property
     def identity(self) -> str:
-        """Equal for two objects if and only if they have the same class and fields; for the names of cached files. A
-        new field is part of it without further ado."""
+        """A text that is equal for two objects if and only if they have the same class and fields. Names of cached
+        files are derived from it."""
         return canonical(self.to_dict())
 
     @classmethod

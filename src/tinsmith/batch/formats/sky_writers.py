@@ -50,7 +50,7 @@ def read_part(part: PartInfo) -> Iterator[Row]:
 
 
 def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-    """Raises UserError if the writer was given rows and wrote nothing."""
+    """Publish parts through the older methods of a writer. Raises UserError if it was given rows and wrote nothing."""
     name = writer.path.rstrip("/").rpartition("/")[2]
     staged = join(staging, f"staged/{name}") + ("/" if writer.is_directory else "")
     store, key = open_store(staged)

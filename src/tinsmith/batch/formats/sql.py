@@ -64,7 +64,8 @@ class Address(NamedTuple):
 
 
 def split_url(text: str) -> Address:
-    """Raises UserError, which never shows a URL that cannot be parsed, since it may hold a password."""
+    """Split a URL into database, table and password. Raises UserError, which never shows a URL that cannot be parsed,
+    since it may hold a password."""
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 

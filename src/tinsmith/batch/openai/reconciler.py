@@ -299,7 +299,8 @@ def ending(batch: Batch, job: JobRecord | None) -> str:
 
 
 def round_robin(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The first batch of every tenant, then the second of every tenant, and so on."""
+    """The batches in the order of their steps: the first of every tenant, then the second of every tenant, and so
+    on."""
     by_tenant: dict[str, list[Batch]] = {}
     for batch in batches:
         by_tenant.setdefault(batch.tenant_id, []).append(batch)

@@ -102,7 +102,7 @@ class OpenAIBatches:
         return self.find(tenant_id, str(row["batch_id"]), messages=messages)
 
     def find(self, tenant_id: str, batch_id: str, *, messages: bool = False) -> Batch:
-        """Raises NotFoundError."""
+        """A tenant's batch. Raises NotFoundError."""
         query = sa.select(*_COLUMNS).where(*_visible_to(tenant_id, messages), OPENAI_BATCHES.c.batch_id == batch_id)
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()

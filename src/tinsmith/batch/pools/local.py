@@ -101,7 +101,8 @@ class LocalPool:
         self._expiry: asyncio.TimerHandle | None = None
 
     def host_of(self, slot: int) -> str:
-        """With accelerators, the GPUs of the slot: one of them may be out of order, and the others not."""
+        """The name of this machine and, with accelerators, of the slot's GPUs: one GPU may be out of order, and others
+        not."""
         devices = self._devices_of(slot)
         return f"{socket.gethostname()}, GPU {', '.join(devices)}" if devices else socket.gethostname()
 

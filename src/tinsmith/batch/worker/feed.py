@@ -143,7 +143,8 @@ class BatchRows:
         return sorted([*self.read_failures, *map_failures], key=lambda failure: failure.idx)
 
     def output_rows(self) -> Sequence[Row | None]:
-        """For each row of the span its results, or None; if it is not known of which row each is, only these."""
+        """The results of each row of the span, or None in place of them; if the rows of the results are unknown, only
+        the results."""
         is_one_per_row = isinstance(self.positions, range) and len(self.indices) == self.assignment.span.rows
         if not self.row_errors and (is_one_per_row or UNKNOWN_POSITION in self.positions):
             return self.results

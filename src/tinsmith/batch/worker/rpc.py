@@ -217,7 +217,7 @@ class RpcServer:
             await close(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises CallRefusedError, ConnectionLostError."""
+        """Check the token of a new connection. Raises CallRefusedError, ConnectionLostError."""
         try:
             async with asyncio.timeout(TOKEN_S):
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
