@@ -220,7 +220,7 @@ class BatchJobs:
         self._changed: Callable[[int], None] | None = None
 
     def on_change(self, callback: Callable[[int], None]) -> None:
-        """Call `changed` with the id of every job that has changed, after the commit, on any thread."""
+        """Call `callback` with the id of every job that has changed, after the commit, on any thread."""
         self._changed = callback
 
     @contextmanager

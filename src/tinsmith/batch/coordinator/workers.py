@@ -67,7 +67,7 @@ class FatalJobError(Exception):
 
 
 async def run_until(end_event: asyncio.Event, awaitable: Awaitable[T]) -> T | None:
-    """The result of `work`; None if `ended` is set first, which cancels it."""
+    """The result of an awaitable; None if `end_event` is set first, which cancels it."""
     task = asyncio.ensure_future(awaitable)
     waiter = asyncio.ensure_future(end_event.wait())
     try:

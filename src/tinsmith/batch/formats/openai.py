@@ -66,7 +66,7 @@ class OpenAIBatchReader(JsonReader):
 
 
 def problem_of(request: Row, custom_ids: set[str], urls: Sequence[str] = URLS) -> tuple[str, str, str] | None:
-    """(code, param, message) of a request's error; `seen` holds the custom_ids of earlier requests."""
+    """(code, param, message) of a request's error, or None; `custom_ids` holds those of earlier requests."""
     for param in ("custom_id", "method", "url", "body"):
         if request.get(param) is None:
             return "missing_required_parameter", param, f"{param} is missing"
