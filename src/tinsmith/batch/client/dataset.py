@@ -422,7 +422,7 @@ STEP_OPTIONS: dict[str, tuple[str, ...]] = {
     "flat_map": ("with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
 }
 """The options of a function that have an effect, by method. The others are refused."""
-INSTEAD = {
+OPTION_ADVICE = {
     "map of a @remote_function that loops over load()": "such a function gets whole batches as lists of rows",
     "map_batches": "its results are the new rows whole; leave the columns out of them, or use map(batched=True)",
     "filter": "it keeps rows as they are; use map to change them",
@@ -470,7 +470,7 @@ def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool)
     """Raises NotSupportedError for an option that would have no effect, and ValueError for two that contradict."""
     effective = {name for name in StepOptions.__annotations__ if options.get(name) not in (None, False, [], {}, ())}
     if refused := sorted(effective - {*STEP_OPTIONS[method]}):
-        raise NotSupportedError(f"{method} has no option {refused}: {INSTEAD[method]}")
+        raise NotSupportedError(f"{method} has no option {refused}: {OPTION_ADVICE[method]}")
     if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
         raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
     if "fn_constructor_kwargs" in effective and not is_class:

@@ -133,8 +133,8 @@ def namespace_of(target: Callable[..., object]) -> dict[str, object]:
     return around
 
 
-def fix_for(name: str, namespace: Mapping[str, object]) -> str:
-    """One line that says how to avoid a name from outside the definition."""
+def suggest_fix(name: str, namespace: Mapping[str, object]) -> str:
+    """Suggest in one line how to avoid a name from outside the definition."""
     if name not in namespace:
         return f"  - {name!r} is not defined: define or import it inside"
     value = namespace[name]
@@ -191,8 +191,8 @@ VERSION = "1.0"
 KINDS = ("loop", "row", "filter", "flat", "batch")
 BATCH_FORMATS = ("rows", "columns", "numpy", "pandas", "pyarrow")
 SERIALIZERS = ("source", "cloudpickle")
-OURS = "tinsmith.batch"
-SKY = "tinsmith.batch.sky"
+PACKAGE = "tinsmith.batch"
+SKY_MODULE = "tinsmith.batch.sky"
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -268,7 +268,7 @@ def describe_function(
         "is_class": inspect.isclass(function),
         "kind": kind,
         "options": dict(options or {}),
-        "sky": SKY in sys.modules,
+        "sky": SKY_MODULE in sys.modules,
     }
 
 
@@ -306,7 +306,7 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
     if "sha256" in data and hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
         raise ValueError(f"the source of {data['name']!r} was changed after it was sent (SHA-256); submit it again")
     if data.get("sky"):
-        importlib.import_module(SKY)
+        importlib.import_module(SKY_MODULE)
     call = _run(data) if kind == "source" else _unpickle(data)
     return Mapper(call=call, **{name: data[name] for name in Mapper.__dataclass_fields__ if name in data})
 
@@ -336,7 +336,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         *(global_name for global_name in globals_of(definition) if not is_builtin(global_name, namespace)),
     }
     if bad := sorted(global_name for global_name in names if _reference(namespace.get(global_name)) is None):
-        fixes = "\n".join(fix_for(global_name, namespace) for global_name in bad)
+        fixes = "\n".join(suggest_fix(global_name, namespace) for global_name in bad)
         raise ValueError(
             f"function {name!r} references external variables: {', '.join(bad)}\n"
             "It runs on workers in a clean namespace, where they do not exist. To fix this:\n"
@@ -402,12 +402,12 @@ def _row_callable(function: Callable[..., object]) -> object:
 
 def _reference(value: object) -> str | None:
     """`module` or `module:name` for a value that workers have: tinsmith.batch, or a name in its `__all__`."""
-    ours = sys.modules.get(OURS)
+    ours = sys.modules.get(PACKAGE)
     if isinstance(value, ModuleType):
-        return value.__name__ if value.__name__ in ("tinsmith", OURS, SKY) else None
+        return value.__name__ if value.__name__ in ("tinsmith", PACKAGE, SKY_MODULE) else None
     name = getattr(value, "__name__", "")
     if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
-        return f"{OURS}:{name}"
+        return f"{PACKAGE}:{name}"
     return None
 
 
@@ -417,7 +417,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tinsmith_mapper", "__file__": file}
     for local, reference in data.get("provided", {}).items():
         if reference.partition(":")[0].partition(".")[0] != "tinsmith":
-            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {OURS}")
+            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {PACKAGE}")
         namespace[local] = pkgutil.resolve_name(reference)
     try:
         execute(text, file, namespace)

@@ -174,7 +174,7 @@ class JobFailedError(RuntimeError):
     job's."""
 
     def __init__(self, status: Status) -> None:
-        super().__init__(ending_of(status))
+        super().__init__(describe_failure(status))
         self.status = status
 
 
@@ -252,7 +252,7 @@ class Job:
     def wait(self, *, progress: bool = False, check: bool = True) -> Status:
         """Waits until the job has ended. With `check`, raises JobFailedError unless it succeeded."""
         statuses = self._client.statuses(self.job_id)
-        (status,) = deque(_with_bar(self.job_id, statuses) if progress else statuses, maxlen=1)
+        (status,) = deque(_show_progress(self.job_id, statuses) if progress else statuses, maxlen=1)
         if check and status["status"] != "SUCCEEDED":
             raise JobFailedError(status)
         return status
@@ -373,7 +373,7 @@ class Job:
                 time.sleep(POLL_S)
 
 
-def ending_of(status: Status, *, for_shell: bool = False) -> str:
+def describe_failure(status: Status, *, for_shell: bool = False) -> str:
     """The report of a job that did not succeed: its first failed row, the traceback, and the next steps as calls in
     Python or commands of the shell."""
     job_id, num_failed, num_ok = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
@@ -473,8 +473,8 @@ def _lifecycle_events(status: Status) -> list[Row]:
     return [{**no_worker, "at": at, "text": text} for at, text in events]
 
 
-def _with_bar(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
-    """The statuses, shown as a bar of batches in a terminal or a notebook."""
+def _show_progress(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
+    """Yield the statuses and show them as a bar of batches in a terminal or a notebook."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a notebook without widgets shows plain text
         from tqdm.auto import tqdm

@@ -311,7 +311,7 @@ class BatchJobs:
     def get_batch_states(self, job_id: int, limit: int = PAGE, offset: int = 0) -> list[dict[str, Any]]:
         """The batches of a job, in the order of their rows."""
         query = sa.select(STATES).where(STATES.c.job_id == job_id).order_by(STATES.c.start_idx, STATES.c.batch_idx)
-        return _dicts(self._db.rows(query.limit(limit).offset(offset)))
+        return _row_dicts(self._db.rows(query.limit(limit).offset(offset)))
 
     def row_errors(self, job_id: int, limit: int = PAGE, after: int = -1) -> list[dict[str, Any]]:
         """The failed rows after row `after`: at most `limit`, and no more than `ERRORS_BYTES`, but at least one."""
@@ -324,10 +324,10 @@ class BatchJobs:
             if last != after and num_bytes > ERRORS_BYTES:
                 break
             last = row.row_idx
-        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
+        return _row_dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
-        return _dicts(
+        return _row_dicts(
             self._db.rows(sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx))
         )
 
@@ -581,7 +581,7 @@ class BatchJobs:
             connection.execute(WORKERS.delete().where(WORKERS.c.job_id.in_(ended_jobs)))
 
     def workers(self, job_id: int) -> list[dict[str, Any]]:
-        return _dicts(
+        return _row_dicts(
             self._db.rows(sa.select(WORKERS).where(WORKERS.c.job_id == job_id).order_by(WORKERS.c.started_at))
         )
 
@@ -655,7 +655,7 @@ def _is_of_root(root: sa.ColumnElement[int] | int) -> sa.ColumnElement[bool]:
     return sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root)
 
 
-def _dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
+def _row_dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
     """Rows as dictionaries with plain strings as keys: orjson does not know SQLAlchemy's."""
     return [{str(name): value for name, value in row._mapping.items()} for row in rows]
 

@@ -72,7 +72,7 @@ class ParquetReader(InputReader):
 
 
 GROUP_ROWS = 65_536
-PLAIN = frozenset((int, float, str, bool, type(None)))
+PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 GROUP_BYTES = 8 * 1024 * 1024
 PART_COMPRESSION = "zstd"
 
@@ -113,7 +113,7 @@ class TableWriter(OutputWriter):
         schema = arrow_schemas.unify(map(_schema_of_part, distinct.values()))
         if distinct and not schema.names:
             raise UserError(
-                f"the rows of {self.path} have no columns, and {self._name} cannot count such rows. {NO_COLUMN}"
+                f"the rows of {self.path} have no columns, and {self._name} cannot count such rows. {NO_COLUMN_ADVICE}"
             )
         return schema
 
@@ -135,7 +135,7 @@ class TableWriter(OutputWriter):
         return type(self).__name__
 
 
-NO_COLUMN = "Return rows with a column, or resume the job with format='jsonl'"
+NO_COLUMN_ADVICE = "Return rows with a column, or resume the job with format='jsonl'"
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="parquet")
@@ -231,24 +231,24 @@ def _build_table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
 
     arrow = arrow_schemas.schema_of_types(schema)
     try:
-        arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
+        arrays = [pyarrow.array([_to_python(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
     except (pyarrow.ArrowException, OverflowError) as error:
         raise TypeError(f"the rows do not form a table: {error}") from None
     return pyarrow.Table.from_arrays(arrays, schema=arrow)
 
 
 def _schema_of(row: Row) -> Schema:
-    return schemas.schema_of({name: _plain(value) for name, value in row.items()})
+    return schemas.schema_of({name: _to_python(value) for name, value in row.items()})
 
 
-def _plain(value: object) -> object:
-    """Values of numpy and torch as Python values, at any depth."""
+def _to_python(value: object) -> object:
+    """Convert values of numpy and torch to Python values, at any depth."""
     if hasattr(value, "tolist"):
         return value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, dict):
-        return {name: _plain(element) for name, element in value.items()}
-    if isinstance(value, list | tuple) and any(type(element) not in PLAIN for element in value):
-        return [_plain(element) for element in value]
+        return {name: _to_python(element) for name, element in value.items()}
+    if isinstance(value, list | tuple) and any(type(element) not in PLAIN_TYPES for element in value):
+        return [_to_python(element) for element in value]
     return value
 
 

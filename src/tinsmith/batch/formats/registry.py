@@ -130,14 +130,14 @@ class ReaderOrWriter:
             json.dumps(data)
         except (TypeError, ValueError) as error:
             raise UserError(f"the fields of a {cls.__name__} must be JSON: {error}") from None
-        shipped = {} if cls.__module__.startswith("tinsmith.batch.") else ship(cls)
+        shipped = {} if cls.__module__.startswith("tinsmith.batch.") else serialize_class(cls)
         return {"format": getattr(cls, "_format", cls.__name__), **data, **shipped}
 
     @property
     def identity(self) -> str:
         """A text that is equal for two objects if and only if they have the same class and fields. Names of cached
         files are derived from it."""
-        return canonical(self.to_dict())
+        return canonical_json(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -353,12 +353,12 @@ def absolute_path(path: str) -> str:
     return path if "://" in path else os.path.join(os.getcwd(), os.path.expanduser(path))
 
 
-def canonical(data: Mapping[str, Any]) -> str:
+def canonical_json(data: Mapping[str, Any]) -> str:
     """A JSON text that is the same for equal objects."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def ship(cls: type) -> dict[str, Any]:
+def serialize_class(cls: type) -> dict[str, Any]:
     """A class's source and the imports that it needs. Raises ValueError if it uses other names of its file."""
     definition = functions.definition_of(cls)
     namespace = functions.namespace_of(cls)
@@ -368,7 +368,7 @@ def ship(cls: type) -> dict[str, Any]:
     for name in functions.globals_of(definition):
         if functions.is_builtin(name, namespace):
             continue
-        reference = _import_of(namespace.get(name), cls)
+        reference = _import_reference(namespace.get(name), cls)
         if reference is None:
             bad.append(name)
         else:
@@ -387,7 +387,7 @@ def ship(cls: type) -> dict[str, Any]:
     }
 
 
-def _import_of(value: object, cls: type) -> str | None:
+def _import_reference(value: object, cls: type) -> str | None:
     """`module` or `module:name` that imports a value on another machine; None if it is not from a package."""
     if isinstance(value, ModuleType):
         return value.__name__

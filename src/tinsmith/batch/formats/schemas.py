@@ -26,7 +26,7 @@ Type = Any
 Schema = dict[str, Type]
 
 EXACT_IN_FLOAT = 2**53
-LARGEST = 2**63
+INT64_BOUND = 2**63
 MAX_DIGITS = 76
 ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "bool"),
@@ -69,9 +69,9 @@ def type_of(value: object) -> Type:
 def _int(low: int, high: int) -> str:
     if low >= -EXACT_IN_FLOAT and high <= EXACT_IN_FLOAT:
         return "int"
-    if low >= -LARGEST and high < LARGEST:
+    if low >= -INT64_BOUND and high < INT64_BOUND:
         return "int64"
-    raise TypeError(f"{low if low < -LARGEST else high} is outside 64 bits; use a str")
+    raise TypeError(f"{low if low < -INT64_BOUND else high} is outside 64 bits; use a str")
 
 
 def _name(name: object) -> str:

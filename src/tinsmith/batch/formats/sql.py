@@ -104,7 +104,7 @@ def _engine(url: str, password: str) -> Engine:
     address = make_url(url)
     if address.drivername == "sqlite":
         engine = sa.create_engine(address, hide_parameters=True, poolclass=NullPool, connect_args={"timeout": BUSY_S})
-        event.listen(engine, "connect", _no_transactions_of_the_driver)
+        event.listen(engine, "connect", _disable_driver_transactions)
         event.listen(engine, "begin", _begin)
         return engine
     address = address.set(drivername="postgresql+psycopg", password=password or None)
@@ -114,7 +114,7 @@ def _engine(url: str, password: str) -> Engine:
         raise UserError("Postgres needs the package psycopg on workers: pip install 'tinsmith[postgres]'") from None
 
 
-def _no_transactions_of_the_driver(connection: object, _record: object) -> None:
+def _disable_driver_transactions(connection: object, _record: object) -> None:
     connection.isolation_level = None  # type: ignore[attr-defined]  its transactions do not cover CREATE TABLE
 
 

@@ -227,7 +227,7 @@ class Reconciler:
     # End.
 
     def _end(self, batch: Batch, job: JobRecord | None) -> None:
-        status = ending(batch, job)
+        status = final_status(batch, job)
         if status == "completed" and batch.status == "in_progress":
             if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
                 return  # it was cancelled meanwhile
@@ -287,7 +287,7 @@ class Reconciler:
             store.delete_below(join(root, name))
 
 
-def ending(batch: Batch, job: JobRecord | None) -> str:
+def final_status(batch: Batch, job: JobRecord | None) -> str:
     """The final status of a batch whose bulk job has ended, or was never created."""
     if batch.status == "cancelling":
         return "cancelled"

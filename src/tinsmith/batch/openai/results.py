@@ -67,7 +67,7 @@ def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
         return results
     if job.status == "SUCCEEDED":
         succeeded, failed = jobs.outputs(job.job_id)
-        results.succeeded, results.failed = [_whole(succeeded)], [_whole(failed)]
+        results.succeeded, results.failed = [_part_of_output(succeeded)], [_part_of_output(failed)]
     else:
         expected = 0
         for span, parts in jobs.iter_committed_batches(job.job_id):
@@ -117,7 +117,7 @@ def error_lines(
             yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
 
 
-def _whole(output: Mapping[str, Any]) -> PartInfo:
+def _part_of_output(output: Mapping[str, Any]) -> PartInfo:
     """The part that covers a whole published output."""
     return PartInfo(output["path"], output["rows"], output["bytes"], output["sha256"])
 

@@ -47,7 +47,7 @@ def main() -> None:
         except BrokenPipeError:
             _die()
 
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_worker, args=(os.getppid(),), daemon=True).start()
     for module in sys.argv[4:]:
         importlib.import_module(module)
     first = next(source, None)
@@ -70,8 +70,8 @@ def main() -> None:
                 send(message)
 
 
-def _die_with(worker_pid: int) -> None:
-    """A worker that was killed cannot end its children, so they watch for its death."""
+def _exit_with_worker(worker_pid: int) -> None:
+    """End this process when its worker has ended: a worker that was killed cannot end its children."""
     while os.getppid() == worker_pid:
         time.sleep(WORKER_POLL_S)
     _die()

@@ -420,16 +420,18 @@ class MapperProcess:
             attempt, row = suspects[0], busy[suspects[0].key]
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
             location = "this batch" if row is None else f"row {row}"
-            text = _death(status, f"while it worked on {location}", child)
+            text = _describe_death(status, f"while it worked on {location}", child)
             self._settle(attempt, AttemptFailure(kind, text, died=True, row=row))
         else:
             self._deaths_alone += 1
             if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
                 return  # the first time, perhaps an accident of the machine
             if starting:
-                self._start_failed(kind, _death(status, "before it asked for a batch", child))
+                self._start_failed(kind, _describe_death(status, "before it asked for a batch", child))
             else:
-                self._settle_all(AttemptFailure(kind, _death(status, "while it worked on no batch", child), infra=True))
+                self._settle_all(
+                    AttemptFailure(kind, _describe_death(status, "while it worked on no batch", child), infra=True)
+                )
 
     def _start_failed(self, error_class: str, error: str, *, final: bool = False, of_machine: bool = False) -> None:
         self._start_error = {"start_error": error}
@@ -469,8 +471,8 @@ class MapperProcess:
             child.kill()
 
 
-def _death(status: int, when: str, child: Child) -> str:
-    """How a child ended, in one line, then the end of its output."""
+def _describe_death(status: int, when: str, child: Child) -> str:
+    """Describe how a child ended in one line, then the end of its output."""
     if status == -signal.SIGKILL:
         how = "was killed (signal 9; out of memory?)"
     elif status < 0:
