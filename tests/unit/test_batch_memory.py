@@ -113,7 +113,7 @@ def publish_nothing(_writer: object, parts: Sequence[PartInfo], *_: object) -> O
 def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     """What the coordinator sends to the worker that publishes."""
     job_run._write_lines(directory / "winners", (parts for _, parts in jobs.iter_committed_batches(job_id)))
-    job_run._write_lines(directory / "failures", job_run._failed_rows(jobs, job_id))
+    job_run._write_lines(directory / "failures", job_run._iter_failed_rows(jobs, job_id))
 
 
 def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
