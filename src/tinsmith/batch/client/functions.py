@@ -429,7 +429,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def execute(text: str, file: str, namespace: dict[str, Any]) -> None:
-    """Runs source that is the user's, on the user's worker; tracebacks show its lines."""
+    """Run the user's source on the user's worker; tracebacks show its lines."""
     linecache.cache[file] = (len(text), None, [f"{line}\n" for line in text.split("\n")], file)
     exec(compile(text, file, "exec"), namespace)
 

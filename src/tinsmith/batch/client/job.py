@@ -160,7 +160,8 @@ def _export_published(info: OutputInfo, writer: OutputWriter, target: str, stagi
 
 
 def _check_name(writer: OutputWriter, target: str) -> None:
-    """Bytes are copied as they are, so the target must be compressed, or a directory, if and only if the output is."""
+    """Raises UserError unless the target is compressed, or a directory, if and only if the output is: its bytes are
+    copied."""
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
         raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
@@ -222,7 +223,7 @@ class Report:
 
 
 class Job:
-    """A handle; `int(job)` is the job's id. Another process makes one with `Job(job_id)`."""
+    """A handle of a bulk job; `int(job)` is its id. Another process makes one with `Job(job_id)`."""
 
     def __init__(self, job_id: int, client: Client | None = None) -> None:
         self.job_id = int(job_id)

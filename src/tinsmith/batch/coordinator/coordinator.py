@@ -148,7 +148,7 @@ class _PoolSlots:
         self._fair_share = FairShare(time.monotonic, EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S)
 
     def resize(self, spec: PoolSpec) -> None:
-        """Excess slots end after their current batches."""
+        """Set the number of slots; excess slots end after their current batches."""
         self.pool.spec = spec
         for slot in range(spec.slots):
             if slot not in self.tasks:
@@ -261,7 +261,7 @@ class Coordinator:
         return ManagedMachines(managed, self._jobs, self._settings, self._holder)
 
     def start(self, background: Background | None = None) -> None:
-        """Call on the running event loop."""
+        """Start the coordinator's tasks. Call on the running event loop."""
         background = background or Background()
         self._loop = asyncio.get_running_loop()
         for name, spec in self._specs.items():
@@ -409,7 +409,8 @@ class Coordinator:
         return spec is not None and spec.rented
 
     def _leaves_to_others(self, job_id: int) -> bool:
-        """Among processes that only run bulk jobs, the one with the fewest jobs takes the next."""
+        """Whether to leave a job to other processes: of those that only run bulk jobs, the one with the fewest takes
+        it."""
         if self._settings.role != "batch-worker":
             return False
         return time.monotonic() - self._unowned_since[job_id] < YIELD_S * min(len(self._runs), MAX_YIELDS)

@@ -54,7 +54,7 @@ class HostHealth:
         self._ready.discard(worker_id)
 
     def record_success(self, worker_id: str) -> None:
-        """The function of this worker has worked on a batch."""
+        """Record that the function of a worker has worked on a batch."""
         if worker_id in self._ready or worker_id not in self._host_of:
             return
         self._ready.add(worker_id)
@@ -64,7 +64,7 @@ class HostHealth:
             self.is_changed = True
 
     def record_failure(self, host: str, error: str, *, is_final: bool = False) -> None:
-        """A set-up has failed on a machine; `is_final` if another one would fail there, too."""
+        """Record that a set-up has failed on a machine; `is_final` if another one would fail there, too."""
         now = self._clock()
         self._first_failure = now if self._first_failure is None else self._first_failure
         before = self._failures.get(host)

@@ -82,7 +82,7 @@ class Reconciler:
         self._next_sweep = 0.0
 
     def start(self, background: Background, threads: Executor | None = None) -> None:
-        """Call on the running event loop. Steps run on `threads`."""
+        """Start the reconciler's task. Call on the running event loop; steps run on `threads`."""
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._task = background.start("openai_batches", self._run)

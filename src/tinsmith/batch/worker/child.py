@@ -85,7 +85,8 @@ def _die() -> NoReturn:
 
 
 def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool) -> None:
-    """A careful child reads the rows of a batch only when the mapper asks for it."""
+    """Run the mapper over the assignments. A careful child reads the rows of a batch only when the mapper asks for
+    it."""
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import runtime
     from tinsmith.batch.worker.feed import BoundedQueue

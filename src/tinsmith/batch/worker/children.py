@@ -78,7 +78,7 @@ class Marker:
         ).cast("q")
 
     def start(self) -> None:
-        """The mapper's function is called, perhaps again, and has not asked for a batch."""
+        """Set the mapping stage to starting: the function is called, perhaps again, and has not asked for a batch."""
         self._slots[MAP * _WIDTH] = _STARTING
 
     def begin(self, stage: int, assignment: Assignment) -> None:
@@ -141,7 +141,7 @@ class Child:
         self.send({**first, "log_path": str(log_path)})
 
     def send(self, message: Message) -> None:
-        """A dead child is ignored here; the reader of its messages notices."""
+        """Send a message. A dead child is ignored here; the reader of its messages notices its death."""
         with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(pack(message))
             self._input.flush()

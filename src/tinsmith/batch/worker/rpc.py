@@ -364,7 +364,7 @@ class RpcClient:
         return kind, value
 
     async def close(self) -> None:
-        """Calls in progress end with ConnectionLostError."""
+        """Close all connections; calls in progress end with ConnectionLostError."""
         writers, self._writers = self._writers, set()
         self._idle.clear()
         for writer in writers:

@@ -161,7 +161,8 @@ def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
 
 
 def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
-    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row. It is deleted."""
+    """Publish an output from the file `path`, which has a line for each batch or, for the output of errors, for each
+    failed row. The file is deleted."""
     index, path = int(request["output_idx"]), request["path"]
     try:
         if index < len(spec.batch_output_formats):
