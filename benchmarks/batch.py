@@ -168,7 +168,7 @@ import re, sys, time
 from tinsmith.batch.formats import registry
 from tinsmith.batch.worker import utility
 began = time.perf_counter()
-winners = utility.Winners(sys.argv[1], 0)
+winners = utility.CommittedParts(sys.argv[1], 0)
 batch.OutputWriter.from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")
 print(time.perf_counter() - began, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """

@@ -90,7 +90,7 @@ class _Worker:
     """Of all workers together, the seconds in which they had a group."""
 
     def __init__(self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object):
-        self.worker_id, self.started, self.slot = worker_id, started, slot
+        self.worker_id, self.handle, self.slot = worker_id, started, slot
         self._turn = asyncio.Lock()
 
     async def call(self, name: str, **request: object) -> None: ...
@@ -107,7 +107,7 @@ class _Worker:
 
 
 async def _started(_pool: LocalPool, worker_id: str, _slot: int | None, _job: object = None) -> SimpleNamespace:
-    return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
+    return SimpleNamespace(address="nowhere", process_name="nowhere", has_ended=False)
 
 
 async def with_workers(jobs: BatchJobs, directory: Path, batches: int, workers: int, seconds: float) -> list[str]:

@@ -19,7 +19,7 @@ from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.types import Assignment
-from tinsmith.batch.worker.logs import JobLogs, Tagged, untagged
+from tinsmith.batch.worker.logs import JobLogs, TaggedOutput, strip_tags
 from tinsmith.cli import batch as batch_cli
 from tinsmith.errors import NotFoundError
 
@@ -373,7 +373,7 @@ def test_lines_are_tagged_and_direct_output_is_kept(tmp_path: Path) -> None:
     at_work = Assignment(4, 0, 9, 2, ())
     logs = JobLogs(tmp_path)
     with logs.path("7-ab").open("w") as file:
-        out = Tagged(file, "stdout", lambda: at_work)
+        out = TaggedOutput(file, "stdout", lambda: at_work)
         print("one\ntwo", file=out)
         file.write("from a library\n")
         file.flush()
@@ -384,7 +384,7 @@ def test_lines_are_tagged_and_direct_output_is_kept(tmp_path: Path) -> None:
     told = [(line["batch_idx"], line["attempt_id"], line["text"]) for line in found]
     assert told == [(4, 2, "one"), (4, 2, "two"), (None, None, "from a library"), (4, 2, '{"json": 1}')]
     assert logs.read(7, "7-ab", end) == ([], end) and logs.workers(7) == [("7-ab", end)]
-    assert untagged(logs.path("7-ab").read_text()) == 'one\ntwo\nfrom a library\n{"json": 1}\n'
+    assert strip_tags(logs.path("7-ab").read_text()) == 'one\ntwo\nfrom a library\n{"json": 1}\n'
     logs.path("77-ab").write_text("of another job\n")
     for worker_id in ("../7-ab", "77-ab", "7-ab/../7-ab", "7-", "7-zz", "7-ab.log"):
         with pytest.raises(NotFoundError):

@@ -14,7 +14,7 @@ import yaml
 
 from support.live import API_KEY, LiveServer
 from tinsmith import batch
-from tinsmith.batch.pools.specs import pool_from
+from tinsmith.batch.pools.specs import parse_pool
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "batch"
@@ -119,5 +119,5 @@ def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_pa
 
 def test_the_pool_of_the_guide_is_one() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "batch.md").read_text(), re.DOTALL)
-    spec = pool_from("gpu", yaml.safe_load(block))
+    spec = parse_pool("gpu", yaml.safe_load(block))
     assert (spec.workers, spec.devices_per_worker) == (2, 1) and "once" in spec.setup

@@ -20,7 +20,7 @@ from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, 
 from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.types import Assignment, JobSpec, Limits, LostAttempt
+from tinsmith.batch.types import Assignment, AttemptFailure, JobSpec, Limits
 from tinsmith.batch.worker.children import (
     MAP,
     READ,
@@ -124,7 +124,7 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
 # Outcomes of a batch whose mapper dies.
 
 
-def attempt(jobs: BatchJobs, job_id: int, lost: LostAttempt) -> list[tuple[int, int, str, int, int]]:
+def attempt(jobs: BatchJobs, job_id: int, lost: AttemptFailure) -> list[tuple[int, int, str, int, int]]:
     """Settle the first due batch with an outcome; return all batches with rows, status and retries."""
     claim = jobs.settle_and_claim(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
     jobs.settle_and_claim(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
@@ -132,16 +132,16 @@ def attempt(jobs: BatchJobs, job_id: int, lost: LostAttempt) -> list[tuple[int, 
     return [tuple(state[name] for name in names) for state in jobs.get_batch_states(job_id)]
 
 
-def died(row: int | None = None) -> LostAttempt:
-    return LostAttempt("MapperKilled", "killed", infra=False, died=True, row=row)
+def died(row: int | None = None) -> AttemptFailure:
+    return AttemptFailure("MapperKilled", "killed", infra=False, died=True, row=row)
 
 
 def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, doubling, fn_kwargs={"kinds": {}})
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     jobs.save_batch_states(job_id, "token", [0], 8)
-    lost_worker = LostAttempt("WorkerLostError", "gone", infra=True)
-    raised = LostAttempt("ValueError", "odd", infra=False)
+    lost_worker = AttemptFailure("WorkerLostError", "gone", infra=True)
+    raised = AttemptFailure("ValueError", "odd", infra=False)
     assert attempt(jobs, job_id, died()) == [(0, 7, "PENDING", 0, 1)], "the first time, no retry is spent"
     assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
     parts = [(0, 2), (3, 3), (4, 7)]

@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from support.coordinating import PATIENCE_S, is_over, submit
 from support.databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch.client.functions import described
+from tinsmith.batch.client.functions import describe_function
 from tinsmith.batch.coordinator import coordinator as coordinators
 from tinsmith.batch.coordinator import hosts
 from tinsmith.batch.coordinator import job_run as runs
@@ -32,7 +32,7 @@ from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import PoolSpec
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, packed
+from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, pack_payload
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
@@ -158,7 +158,7 @@ class Worker:
     def __init__(
         self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object
     ) -> None:
-        self.worker_id, self.started, self.slot = worker_id, started, slot
+        self.worker_id, self.handle, self.slot = worker_id, started, slot
 
     async def call(self, path: str, **body: object) -> None: ...
 
@@ -184,7 +184,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start(_pool: LocalPool, worker_id: str, _slot: int | None, *_: object) -> SimpleNamespace:
         async def wait() -> None: ...
 
-        return SimpleNamespace(address="nowhere", where="nowhere", host="nowhere", gone=False, wait=wait)
+        return SimpleNamespace(address="nowhere", process_name="nowhere", host="nowhere", has_ended=False, wait=wait)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(local, "MAX_SPARES", 0)
@@ -192,10 +192,11 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES = (
-    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure",
+    "acquirable_jobs", "cancelling_jobs", "acquire_batch_coordinator", "cleanable_jobs", "save_batch_states", "failure",
     "settle_and_claim",
-    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "record_cleaned", "release",
-    "record_launch", "record_worker", "forget_worker",
+    "next_retry_in", "renew", "set_status", "iter_committed_batches", "row_errors", "finish", "resume_chain",
+    "record_cleaned", "release",
+    "record_launch", "record_worker", "delete_worker",
 )  # fmt: skip
 """The calls of a coordinator to the database during a job."""
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
@@ -392,11 +393,11 @@ class NeedsGoodGpu:
 
 def gpu_job(jobs: BatchJobs, directory: Path, bad: list[str]) -> int:
     (directory / "gpu.yaml").write_text("pool: {workers: 2}\nresources: {accelerators: H100}\n")
-    payload = described(
+    payload = describe_function(
         NeedsGoodGpu, kwargs={"bad": bad, "failures": f"{directory}/failures"}, kind="row", options={"merge": True}
     )
     spec = JobSpec(
-        batch_serialized_fn=packed(payload),
+        batch_serialized_fn=pack_payload(payload),
         batch_input_format={"format": "items", "path": "items", "items": [{"n": number} for number in range(20)]},
         batch_output_formats=[{"format": "json", "path": str(directory / "gpus.jsonl")}],
         batch_size=1,

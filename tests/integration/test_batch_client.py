@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from support.live import API_KEY, LiveServer, serving
 from support.payloads import load_mapper
 from tinsmith import batch
 from tinsmith.batch import permissions
@@ -24,18 +22,6 @@ from tinsmith.settings import Settings
 
 Rows = list[dict[str, Any]]
 MARK = "."
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("bulk") / "data", "--backend", "fake") as found:
-        yield found
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    with contextlib.closing(Client(server.url, API_KEY)) as made:
-        yield made
 
 
 @batch.remote_function
@@ -442,11 +428,11 @@ def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
     sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
     spec = sent._spec([batch.JsonWriter("o.jsonl")])
     assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
-    trusted = permissions.admitted(spec, settings, "alice", keyless=True)
+    trusted = permissions.authorize_job(spec, settings, "alice", keyless=True)
     assert trusted.batch_dataset_path == spec.batch_dataset_path
-    confined = permissions.admitted(spec, settings, "alice", keyless=False)
+    confined = permissions.authorize_job(spec, settings, "alice", keyless=False)
     own = settings.resolved_data_dir / "batch" / "alice"
     assert confined.batch_dataset_path == f"{own}/in/a.jsonl" and confined.batch_output_path == [f"{own}/o.jsonl"]
     away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
     with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
-        permissions.admitted(away, settings, "alice", keyless=False)
+        permissions.authorize_job(away, settings, "alice", keyless=False)

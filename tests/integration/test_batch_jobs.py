@@ -9,7 +9,6 @@ import re
 import sys
 import time
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +75,6 @@ def suicidal(marker: str, victim: str) -> None:
             Path(marker).write_text(str(os.getpid()))
             os.kill(os.getppid() if victim == "worker" else os.getpid(), signal.SIGKILL)
         batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("batch") / "data", "--backend", "fake") as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, KEY)
-    yield made
-    made.close()
 
 
 def write_input(path: Path, rows: int, bad: tuple[int, ...] = ()) -> Path:

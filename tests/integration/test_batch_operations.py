@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.live import LiveServer, serving
+from support.live import LiveServer
 from tinsmith import batch
 from tinsmith.batch import operations
 from tinsmith.batch.client.http import Client
@@ -21,19 +20,6 @@ from tinsmith.errors import UserError
 KEY = "tml-test"
 FAKE = "tinsmith/nano"
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("operations") / "data", "--backend", "fake") as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, KEY)
-    yield made
-    made.close()
 
 
 def run(client: Client, rows: list[Any], steps: Any, out: Path, **options: Any) -> Job:  # noqa: ANN401

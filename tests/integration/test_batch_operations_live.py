@@ -267,7 +267,7 @@ def results(data_dir: Path) -> dict[str, bytes]:
 @pytest.mark.extended
 def test_what_was_sampled_before_a_crash_is_not_sampled_again(tmp_path: Path) -> None:
     """Without seeds, a row that was sampled twice would differ."""
-    from tinsmith.batch.operations.runtime import sampled_of
+    from tinsmith.batch.operations.runtime import parse_sample_response
 
     data_dir, out, port = tmp_path / "data", tmp_path / "out.jsonl", free_port()
     rows = [{"ids": [10 + index] * 5} for index in range(24)]
@@ -293,5 +293,5 @@ def test_what_was_sampled_before_a_crash_is_not_sampled_again(tmp_path: Path) ->
         assert server.count("futures WHERE kind = 'sample'") == 24
     after = results(data_dir)
     assert {name: after[name] for name in before} == before
-    tokens = {int(name.rpartition(":")[2].split("-")[0]): sampled_of(body) for name, body in after.items()}
+    tokens = {int(name.rpartition(":")[2].split("-")[0]): parse_sample_response(body) for name, body in after.items()}
     assert [row["output_tokens"] for row in lines(out)] == [tokens[index].sequences[0].tokens for index in range(24)]

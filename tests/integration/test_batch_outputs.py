@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
 
-from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.dataset import JobRefusedError
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job, JobFailedError
 
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("outputs") / "data", "--backend", "fake") as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, API_KEY)
-    yield made
-    made.close()
 
 
 def late_text(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.live import API_KEY, LiveServer, serving
+from support.live import API_KEY, LiveServer
 from tinsmith import batch
 from tinsmith.batch.client.dataset import JobRefusedError
 from tinsmith.batch.client.http import Client
@@ -27,19 +27,6 @@ from tinsmith.storage.locations import open_store
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
 Rows = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("resume") / "data", "--backend", "fake") as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, API_KEY)
-    yield made
-    made.close()
 
 
 def lines(path: Path) -> Rows:
@@ -342,9 +329,9 @@ def test_types_go_together_by_rules_that_are_written_down(one: object, other: ob
     for pair in ((first, second), (second, first)):
         if together is None:
             with pytest.raises(schemas.SchemaConflictError, match=r"column 'v'.* is .* here and .* in other rows"):
-                schemas.merged(*pair)
+                schemas.merge_schemas(*pair)
         else:
-            assert schemas.merged(*pair) == {"v": together}
+            assert schemas.merge_schemas(*pair) == {"v": together}
 
 
 @batch.remote_function

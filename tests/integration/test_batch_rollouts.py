@@ -10,7 +10,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch.operations import payload_of, steps_of
-from tinsmith.batch.operations.base import Answer, Sampled
+from tinsmith.batch.operations.base import Answer, SampleResponse
 from tinsmith.batch.operations.rollout import datums_of
 from tinsmith.errors import UserError
 
@@ -43,13 +43,13 @@ class Scripted:
     async def context(self, model: str) -> int:
         return self._context
 
-    async def sample(self, model: str, request: dict[str, Any], key: str = "") -> Sampled:
+    async def sample(self, model: str, request: dict[str, Any], key: str = "") -> SampleResponse:
         assert key not in self.asked, "a question of its own for everything"
         self.asked[key] = request
         said = self.answers[key]
         cut = said.endswith("~")
         tokens = [*map(ord, said.removesuffix("~")), *([] if cut else [3])]
-        return Sampled([Answer(tokens, [-0.5] * len(tokens), "length" if cut else "stop")])
+        return SampleResponse([Answer(tokens, [-0.5] * len(tokens), "length" if cut else "stop")])
 
 
 def rolled(service: Scripted, row: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:  # noqa: ANN401

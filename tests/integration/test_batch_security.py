@@ -20,14 +20,14 @@ from support.live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch import operations
 from tinsmith.batch.client.dataset import Dataset
-from tinsmith.batch.client.functions import described
+from tinsmith.batch.client.functions import describe_function
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Sample
-from tinsmith.batch.types import CHAIN, JobSpec, packed
+from tinsmith.batch.types import CHAIN, JobSpec, pack_payload
 from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import locations
@@ -212,7 +212,7 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
 
 
 def chain(*steps: object) -> str:
-    return packed({"type": CHAIN, "version": "1.0", "steps": steps})
+    return pack_payload({"type": CHAIN, "version": "1.0", "steps": steps})
 
 
 def test_a_chain_of_operations_is_no_code_and_one_with_a_function_is(harness: Harness) -> None:
@@ -225,8 +225,8 @@ def test_a_chain_of_operations_is_no_code_and_one_with_a_function_is(harness: Ha
     ]  # fmt: skip
     spec = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(batch_serialized_fn=payload), BOB)["job_id"])
     assert spec.roots is not None
-    operation = operations.described([sample])
-    function = described(lambda row: row, kind="row")
+    operation = operations.describe_operations([sample])
+    function = describe_function(lambda row: row, kind="row")
     refused = {
         "a function": chain(operation, function),
         "a function first": chain(function, operation),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import yaml
 
 from support.coordinating import PATIENCE_S, Place, start_process, submit
 from support.databases import fresh_url
-from support.live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
@@ -27,19 +26,6 @@ from tinsmith.db.database import Database
 from tinsmith.errors import UserError
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("smoke") / "data", "--backend", "fake") as made:
-        yield made
-
-
-@pytest.fixture
-def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, "tml-test")
-    yield made
-    made.close()
 
 
 @batch.remote_function

@@ -202,7 +202,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
     with pytest.raises(FileExistsError):
         writer.write_part([{"n": 7}], RowRange(0, 0), lost.path.rpartition("/")[0])
 
-    values = sql._values
+    values = sql._to_database_row
     taken = iter(range(6))
 
     def die(*arguments: Any) -> Row:  # noqa: ANN401
@@ -210,7 +210,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
             raise KeyboardInterrupt
         return values(*arguments)
 
-    monkeypatch.setattr(sql, "_values", die)
+    monkeypatch.setattr(sql, "_to_database_row", die)
     with pytest.raises(KeyboardInterrupt):
         publish(writer, parts)
     assert "results" not in names(url)

@@ -22,7 +22,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.pools import managed
-from tinsmith.batch.pools.specs import pool_from
+from tinsmith.batch.pools.specs import parse_pool
 from tinsmith.db.database import Database
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings
@@ -85,7 +85,7 @@ class Place:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     sky = skypilot.module(tmp_path / "machines")
     monkeypatch.setitem(sys.modules, "sky", sky)
-    monkeypatch.setattr(managed, "LOOK_S", 0.1)
+    monkeypatch.setattr(managed, "RECONCILE_S", 0.1)
     with bucket() as held:
         made = Place(tmp_path, held, sky)
         try:
@@ -198,11 +198,11 @@ def test_a_server_that_machines_cannot_reach_is_refused(place: Place, changed: d
 def test_a_managed_pool_needs_skypilots_infra_and_a_source(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"pool": {"workers": 1, "managed": True}}
     with pytest.raises(UserError, match="true only with an infra of SkyPilot's"):
-        pool_from("p", given)
+        parse_pool("p", given)
     with pytest.raises(UserError, match="needs workdir"):
-        pool_from("p", given | {"resources": {"infra": "aws"}})
+        parse_pool("p", given | {"resources": {"infra": "aws"}})
     with pytest.raises(UserError, match="use_spot is True"):
-        pool_from("p", {"pool": {"workers": 1}, "resources": {"use_spot": True}})
+        parse_pool("p", {"pool": {"workers": 1}, "resources": {"use_spot": True}})
     monkeypatch.setitem(sys.modules, "sky", None)
     with pytest.raises(SettingsError, match="pip install skypilot"):
         Coordinator(place.settings, place.jobs, "server")

@@ -115,7 +115,7 @@ def test_a_batch_that_is_cancelled_before_it_runs_names_every_request(harness: H
     cancelled = asked(harness, "POST", f"/{batch_id}/cancel").json()
     assert cancelled["processing_status"] == "canceling" and cancelled["cancel_initiated_at"]
     reconciler: Reconciler = harness.services.batch_reconciler
-    reconciler.look()
+    reconciler.reconcile()
     found = asked(harness, "GET", f"/{batch_id}").json()
     assert found["processing_status"] == "ended" and found["results_url"].endswith(f"/{batch_id}/results")
     none = {"processing": 0, "succeeded": 0, "errored": 0, "expired": 0}
@@ -131,7 +131,7 @@ def test_a_batch_whose_requests_are_gone_has_ended_with_the_reason(harness: Harn
     batch_id = made(harness, "a")
     batch = harness.services.openai_batches.find("alice", batch_id, messages=True)
     harness.services.files.delete("alice", batch.input_file_id)
-    harness.services.batch_reconciler.look()
+    harness.services.batch_reconciler.reconcile()
     found = asked(harness, "GET", f"/{batch_id}").json()
     assert found["processing_status"] == "ended" and found["request_counts"]["errored"] == 1
     gone = asked(harness, "GET", f"/{batch_id}/results")

@@ -15,7 +15,7 @@ from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter, RowRequest
 from tinsmith.batch.operations import steps_of
-from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
+from tinsmith.batch.operations.runtime import Channel, ClosedError, _answer_row
 from tinsmith.batch.types import Assignment
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
 from tinsmith.store.futures import Settlement
@@ -157,11 +157,11 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
         task = asyncio.create_task(answers.answer(question()))
         await pending(harness, 1)
         task.cancel()
-        await answers.ended(5, "alice", "CANCELLED")
+        await answers.close_job(5, "alice", "CANCELLED")
         closed = sessions.get("alice", "bulk-job-5-1")
         assert (closed.state, closed.finish_type) == ("finished", "interrupted")
         assert closed.closed_at is not None
-        await answers.ended(77, "alice", "SUCCEEDED")  # a job without requests
+        await answers.close_job(77, "alice", "SUCCEEDED")  # a job without requests
 
     asyncio.run(work())
 
@@ -196,7 +196,7 @@ def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> No
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
         with pytest.raises(ConnectionError):
-            async with router.answering(lost) as take:
+            async with router.serve_requests(lost) as take:
                 take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
                 for _ in range(100):
                     await asyncio.sleep(0.01)
@@ -213,7 +213,7 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
 
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
-        async with router.answering(send) as take:
+        async with router.serve_requests(send) as take:
             good = {"verb": "model", "payload": {"model": BASE}}
             take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
             take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])
@@ -237,7 +237,7 @@ def test_closing_a_channel_cancels_open_requests() -> None:
         asked = [asyncio.create_task(channel.ask(assignment, {"verb": "x"})) for _ in range(3)]
         await asyncio.sleep(0.01)
         assert [len(each["asks"]) for each in sent] == [3], "questions of one moment share a line"
-        channel.answered([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
+        channel.deliver_answers([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
         assert await asked[1] == {"a": 1}
         channel.close()
         for task in (asked[0], asked[2]):
@@ -264,6 +264,8 @@ def test_no_row_is_blamed_for_the_end_of_its_worker() -> None:
     channel.close()
     assignment = Assignment(0, 0, 0, 1, ())
     with pytest.raises(ClosedError):
-        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
-    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0))
+        asyncio.run(_answer_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel, 0))
+    failed, _ = asyncio.run(
+        _answer_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel, 0)
+    )
     assert isinstance(failed, KeyError)

@@ -357,7 +357,7 @@ def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harne
     file_id = uploaded(harness, b"x")
     _, made = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
     harness.client.delete(f"/v1/files/{file_id}", headers={"X-API-Key": ALICE})
-    harness.services.batch_reconciler.look()
+    harness.services.batch_reconciler.reconcile()
     found = harness.client.get(f"/v1/batches/{made['id']}", headers={"X-API-Key": ALICE}).json()
     assert (found["status"], found["errors"]["data"][0]["code"]) == ("failed", "file_not_found")
 
@@ -366,11 +366,11 @@ def test_a_bulk_job_that_fails_makes_its_batch_failed_and_names_what_was_not_don
     file_id = uploaded(harness, as_lines([chat("a"), chat("b")]))
     _, made = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
     services, reconciler = harness.services, harness.services.batch_reconciler
-    reconciler.look()
-    (job_id,) = services.batch_jobs.waiting("here")
+    reconciler.reconcile()
+    (job_id,) = services.batch_jobs.acquirable_jobs("here")
     assert services.batch_jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     services.batch_jobs.set_status(job_id, "token", "FAILED", "no worker started")
-    reconciler.look()
+    reconciler.reconcile()
     found = harness.client.get(f"/v1/batches/{made['id']}", headers={"X-API-Key": ALICE}).json()
     assert (found["status"], found["errors"]["data"][0]["message"]) == ("failed", "no worker started")
     assert found["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
@@ -406,5 +406,5 @@ def test_a_directory_of_a_batch_that_ended_is_swept(harness: Harness) -> None:
     left = harness.services.settings.data_dir / "openai_batches" / "batch_gone"
     left.mkdir(parents=True)
     (left / "input.jsonl").write_bytes(b"x")
-    reconciler.look()
+    reconciler.reconcile()
     assert not left.exists()

@@ -18,10 +18,10 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinsmith.batch.client.functions import described
+from tinsmith.batch.client.functions import describe_function
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
-from tinsmith.batch.types import JobSpec, Limits, packed
+from tinsmith.batch.types import JobSpec, Limits, pack_payload
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.runtime.failpoints import arm
@@ -63,7 +63,7 @@ def submit(
         "batch_size": 2,
         "limits": limits,
     }
-    spec = JobSpec(batch_serialized_fn=packed(described(function, kwargs=kwargs)), **{**given, **options})
+    spec = JobSpec(batch_serialized_fn=pack_payload(describe_function(function, kwargs=kwargs)), **{**given, **options})
     return jobs.create("local", spec)
 
 

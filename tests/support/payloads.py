@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tinsmith.batch.client.functions import Mapper, described, mapper_of
-from tinsmith.batch.types import JobSpec, packed, unpacked
+from tinsmith.batch.client.functions import Mapper, describe_function, mapper_of
+from tinsmith.batch.types import JobSpec, pack_payload, unpack_payload
 from tinsmith.batch.worker import utility
 
 
 def serialize_function(function: Callable[..., object], **options: Any) -> str:  # noqa: ANN401
-    return packed(described(function, **options))
+    return pack_payload(describe_function(function, **options))
 
 
 def load_mapper(payload: str) -> Mapper:
-    return mapper_of(unpacked(payload))
+    return mapper_of(unpack_payload(payload))
 
 
 def spans_of(spec: JobSpec) -> list[tuple[int, int]]:

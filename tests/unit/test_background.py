@@ -143,15 +143,15 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     failures: Counter[str] = Counter()
     jobs = BatchJobs(Database(fresh_url(tmp_path)))
     looks: list[int] = []
-    waiting = jobs.waiting
+    acquirable_jobs = jobs.acquirable_jobs
 
     def once_broken(*given: Any) -> list[int]:  # noqa: ANN401
         looks.append(1)
         if len(looks) == 1:
             raise KeyError("nothing expected this")
-        return waiting(*given)
+        return acquirable_jobs(*given)
 
-    monkeypatch.setattr(jobs, "waiting", once_broken)
+    monkeypatch.setattr(jobs, "acquirable_jobs", once_broken)
 
     async def main() -> None:
         background = Background(lambda name: failures.update([name]), first_pause_s=0.001)
@@ -188,7 +188,7 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
     elif name == "janitor":
         monkeypatch.setattr(Janitor, "_sweep_locked", lambda _self: broken_once())
     else:
-        monkeypatch.setattr(Reconciler, "look", lambda _self: broken_once())
+        monkeypatch.setattr(Reconciler, "reconcile", lambda _self: broken_once())
     (tmp_path / "data").mkdir()
     settings = Settings(
         data_dir=tmp_path / "data", port=0, backend="fake", engines=0, batch_workers=0, session_sweep_s=0.001

@@ -465,14 +465,14 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     parts = [[PartInfo(f"/parts/{output}/{index}", index, 7, "a" * 64) for output in (0, 1)] for index in range(500)]
     lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
     (tmp_path / "winners").write_text(lines)
-    winners = utility.Winners(str(tmp_path / "winners"), 1)
+    winners = utility.CommittedParts(str(tmp_path / "winners"), 1)
     wanted = [second for _, second in parts]
     assert len(winners) == 500 and list(winners) == wanted == list(winners)
     assert winners[0] == wanted[0] and winners[-1] == wanted[-1] and winners[7:9] == wanted[7:9]
     with pytest.raises(IndexError):
         winners[500]
     (tmp_path / "winners").write_text("")
-    assert list(utility.Winners(str(tmp_path / "winners"), 0)) == []
+    assert list(utility.CommittedParts(str(tmp_path / "winners"), 0)) == []
 
 
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
     tracemalloc.start()
     try:
-        published = utility.publish_output(spec, 0, 1, utility.Winners(str(tmp_path / "winners"), 0))
+        published = utility.publish_output(spec, 0, 1, utility.CommittedParts(str(tmp_path / "winners"), 0))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

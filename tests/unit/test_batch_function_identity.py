@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tinsmith.batch.client import functions
 from tinsmith.batch.client.identity import function_identity
-from tinsmith.batch.types import identity_of, packed
+from tinsmith.batch.types import identity_of, pack_payload
 
 HELPERS = """
 import numpy as np
@@ -291,12 +291,12 @@ def stop(row: dict[str, str]) -> dict[str, bool]:
 
 
 def test_a_pickled_payload_is_recognized_by_its_identity() -> None:
-    payload = functions.described(stop, kind="row")
+    payload = functions.describe_function(stop, kind="row")
     assert payload["type"] == "cloudpickle" and payload["identity"] == function_identity(stop)
-    repickled = packed({**payload, "source": "other bytes"})
-    assert identity_of(packed(payload)) == identity_of(repickled)
-    assert identity_of(packed(payload)) != identity_of(packed({**payload, "kwargs": {"n": 1}}))
+    repickled = pack_payload({**payload, "source": "other bytes"})
+    assert identity_of(pack_payload(payload)) == identity_of(repickled)
+    assert identity_of(pack_payload(payload)) != identity_of(pack_payload({**payload, "kwargs": {"n": 1}}))
     without = {name: value for name, value in payload.items() if name != "identity"}
-    assert identity_of(packed(without)) != identity_of(repickled), "an older payload is compared by its bytes"
-    sent = functions.described(lambda row: {"n": 1}, kind="row", serializer="cloudpickle")
+    assert identity_of(pack_payload(without)) != identity_of(repickled), "an older payload is compared by its bytes"
+    sent = functions.describe_function(lambda row: {"n": 1}, kind="row", serializer="cloudpickle")
     assert functions.mapper_of(sent).call({}) == {"n": 1}

@@ -265,8 +265,8 @@ def test_a_function_that_uses_its_module_is_pickled_with_it(
     """It runs in a process that cannot import the module."""
     payload = serialize_function(getattr(module_of(HELPERS, tmp_path), name), kind="row", kwargs=kwargs)
     assert payload_of(payload)["type"] == "cloudpickle"
-    load = "from tinsmith.batch.client.functions import mapper_of; from tinsmith.batch.types import unpacked"
-    script = f"{load}; print(mapper_of(unpacked({payload!r})).instance()({{'n': 5}}))"
+    load = "from tinsmith.batch.client.functions import mapper_of; from tinsmith.batch.types import unpack_payload"
+    script = f"{load}; print(mapper_of(unpack_payload({payload!r})).instance()({{'n': 5}}))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
     assert ran.stdout == f"{made}\n", ran.stderr
 
@@ -326,8 +326,8 @@ def test_a_function_of_a_script_without_this_file_runs_in_another_process() -> N
 
         return os.sep * 3
 
-    load = "from tinsmith.batch.client.functions import mapper_of; from tinsmith.batch.types import unpacked"
-    script = f"{load}; print(mapper_of(unpacked({serialize_function(gen)!r})).call())"
+    load = "from tinsmith.batch.client.functions import mapper_of; from tinsmith.batch.types import unpack_payload"
+    script = f"{load}; print(mapper_of(unpack_payload({serialize_function(gen)!r})).call())"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "///\n"
 

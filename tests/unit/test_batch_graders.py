@@ -165,7 +165,7 @@ def test_a_grade_that_cannot_be_is_refused_by_name(fields: dict[str, Any], told:
 
 def test_a_schema_fetches_nothing() -> None:
     with pytest.raises(ValueError, match="refers to another document"):
-        patterns.fits({}, {"$ref": "http://127.0.0.1:9/schema.json"})
+        patterns.matches_schema({}, {"$ref": "http://127.0.0.1:9/schema.json"})
 
 
 def test_a_hostile_pattern_ends() -> None:

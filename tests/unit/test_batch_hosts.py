@@ -12,7 +12,7 @@ from tinsmith.batch.coordinator.hosts import MAX_LISTED, UNKNOWN, HostHealth
 from tinsmith.batch.pools import devices
 from tinsmith.batch.pools.devices import Devices, devices_of, engine_positions, visible_devices
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.pools.specs import PoolSpec, most_workers
+from tinsmith.batch.pools.specs import PoolSpec, max_job_workers
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.errors import UserError
@@ -200,7 +200,7 @@ def test_without_a_mask_all_gpus_are_visible_by_their_indices(tmp_path: Path) ->
     spec = gpu_pool(tmp_path, device="cuda:0")
     assert spec.devices == Devices(("0", "1", "2", "3"), ("0",)) and spec.slots == 3
     assert spec.devices.of_slot(2, 1) == ("3",)
-    assert most_workers(spec, job()) > 0
+    assert max_job_workers(spec, job()) > 0
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,6 @@ def test_a_pool_without_a_gpu_to_give_refuses_jobs_with_the_reason(
     spec = gpu_pool(tmp_path, **changes)
     assert spec.slots == 0
     with pytest.raises(UserError, match="the pool 'gpu' cannot run a job") as refused:
-        most_workers(spec, job())
+        max_job_workers(spec, job())
     assert words in str(refused.value)
     assert devices_of(Settings(data_dir=tmp_path, device="cpu")).engines == ()

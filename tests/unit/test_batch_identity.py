@@ -16,7 +16,7 @@ from tinsmith.batch.client.dataset import Dataset, JobRefusedError
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import offset_cache, publishing, registry
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, request_form
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, request_dict
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.children import interpreter
@@ -343,7 +343,7 @@ def test_a_tilde_is_the_home_of_whoever_submits_in_every_reader_and_writer(home:
             if name not in classes.names() or not format.has_location:
                 continue
             if name == "sql":
-                sent = request_form(classes.find(name)(path="sqlite:///~/x.db#t"))
+                sent = request_dict(classes.find(name)(path="sqlite:///~/x.db#t"))
                 assert sent["path"] == f"sqlite:///{home}/x.db#t"
                 continue
             (home / "x").mkdir(exist_ok=True)
@@ -352,10 +352,10 @@ def test_a_tilde_is_the_home_of_whoever_submits_in_every_reader_and_writer(home:
                     endpoint = classes.find(name)(path=path)
                 except ValueError:
                     continue  # it must be a file
-                assert request_form(endpoint)["path"].rstrip("/") == f"{home}/x", name
-    assert request_form(batch.JsonReader("~/in/*.jsonl"))["path"] == f"{home}/in/*.jsonl"
-    assert request_form(batch.JsonReader("s3://b/~/x"))["path"] == "s3://b/~/x"
-    assert request_form(batch.JsonReader("sub/x.jsonl"))["path"] == f"{home.parent}/sub/x.jsonl"
+                assert request_dict(endpoint)["path"].rstrip("/") == f"{home}/x", name
+    assert request_dict(batch.JsonReader("~/in/*.jsonl"))["path"] == f"{home}/in/*.jsonl"
+    assert request_dict(batch.JsonReader("s3://b/~/x"))["path"] == "s3://b/~/x"
+    assert request_dict(batch.JsonReader("sub/x.jsonl"))["path"] == f"{home.parent}/sub/x.jsonl"
 
 
 def test_a_tilde_is_read_and_checked_where_the_script_runs(home: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_tilde_is_read_and_checked_where_the_script_runs(home: Path) -> None:
     assert all_rows(batch.read_json("~/in.jsonl").reader) == all_rows(batch.Dataset("~/*.jsonl").reader) == [{"a": 1}]
     datasets.Dataset.from_list([{"v": 1}]).save_to_disk(str(home / "saved"))
     for path in ("~/saved", "home/saved"):  # a worker has another working directory
-        assert request_form(batch.from_huggingface(path).reader)["path"] == str(home / "saved")
+        assert request_dict(batch.from_huggingface(path).reader)["path"] == str(home / "saved")
     assert all_rows(batch.from_huggingface("~/saved").reader) == [{"v": 1}]
     with pytest.raises(FileExistsError):
         publishing.check_output("~/in.jsonl", "error")

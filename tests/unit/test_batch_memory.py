@@ -84,7 +84,7 @@ class LocalClient(Client):
             return {"errors": list(map(job_run.error_row, rows))}
         spec = self._jobs.spec(int(job_id))
         if what == "partial":
-            committed = self._jobs.committed(int(job_id), query["after"], PAGE)
+            committed = self._jobs.list_committed_batches(int(job_id), query["after"], PAGE)
             found = [{"start_idx": span[0], "end_idx": span[1], "parts": parts} for span, parts in committed]
             return {"outputs": spec.batch_output_formats, "part_formats": spec.part_formats, "batches": found}
         job = self._jobs.find("local", int(job_id))
@@ -112,13 +112,13 @@ def publish_nothing(_writer: object, parts: Sequence[PartInfo], *_: object) -> O
 
 def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     """What the coordinator sends to the worker that publishes."""
-    job_run._write_lines(directory / "winners", (parts for _, parts in jobs.winners(job_id)))
-    job_run._write_lines(directory / "failures", job_run._failed_rows(jobs, job_id))
+    job_run._write_lines(directory / "winners", (parts for _, parts in jobs.iter_committed_batches(job_id)))
+    job_run._write_lines(directory / "failures", job_run._iter_failed_rows(jobs, job_id))
 
 
 def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     spec = jobs.spec(job_id)
-    winners = utility.Winners(str(directory / "winners"), 0)
+    winners = utility.CommittedParts(str(directory / "winners"), 0)
     assert utility.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
     for name, index in (("failures", 1), ("winners", 0)):
         shutil.copyfile(directory / name, directory / "copy")
@@ -163,7 +163,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str
         patched.setattr(JsonWriter, "publish", publish_nothing)
         patched.setattr(jobs_of_clients, "delete_staging", lambda *_: None)
         patched.setattr(states, "PAGE", PAGE)
-        patched.setattr(job_run, "FAILED_PAGE", PAGE)
+        patched.setattr(job_run, "FAILED_ROWS_PAGE", PAGE)
         patched.setattr(utility, "FAILURES_IN_A_PART", PAGE)
         found = [measure(tmp_path_factory.mktemp(str(count)), count) for count in (FEW, MANY)]
     yield found

@@ -23,8 +23,8 @@ from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset, JobOptions, StepOptions
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.batch.operations.base import Answer, RowOperation, Sampled
-from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, RowRange, part_base, unpacked
+from tinsmith.batch.operations.base import Answer, RowOperation, SampleResponse
+from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, RowRange, part_base, unpack_payload
 from tinsmith.batch.worker import runtime, utility
 from tinsmith.errors import NotSupportedError, UserError
 
@@ -502,7 +502,7 @@ def test_every_option_of_a_job_changes_its_specification() -> None:
         data = batch.from_items(INPUT).map(no_rows, rows="any", **{name: value})  # type: ignore[call-overload]
         data._forgotten = False
         assert data._spec(outputs) != plain._spec(outputs), name
-        assert unpacked(data._payload()) == unpacked(plain._payload())
+        assert unpack_payload(data._payload()) == unpack_payload(plain._payload())
 
 
 # Operations.
@@ -517,10 +517,10 @@ class Recorder:
         self.requests: list[object] = []
         self._said = said
 
-    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
+    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> SampleResponse:
         self.requests.append((model, request))
         answer = Answer([ord(letter) for letter in self._said], [-0.5] * len(self._said), "stop")
-        return Sampled([answer] * request["num_samples"], [None], [[]])
+        return SampleResponse([answer] * request["num_samples"], [None], [[]])
 
     async def text(self, model: str) -> Recorder:
         return self

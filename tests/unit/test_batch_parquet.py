@@ -194,7 +194,7 @@ def test_the_rules_of_a_running_job_are_those_of_arrow(first: object, second: ob
         return  # a list of types that do not merge
     fields = [arrow_schemas.schema_of_types(each) for each in types]
     try:
-        merged = schemas.merged(types[0], types[1], values={"v": second})
+        merged = schemas.merge_schemas(types[0], types[1], values={"v": second})
     except schemas.SchemaConflictError as conflict:
         assert "column 'v'" in str(conflict)
         if "2**53" not in str(conflict):  # only the values tell an integer of 54 bits from one of 53
@@ -213,7 +213,7 @@ def test_a_conflict_while_a_job_runs_names_the_value() -> None:
         schemas.SchemaConflictError,
         match=rf"column 'v' is int64 here and float64 in other rows.* is {BEYOND}.*beyond 2\*\*53: write .* as str",
     ):
-        schemas.merged(committed, schemas.schema_of(row), values=row)
+        schemas.merge_schemas(committed, schemas.schema_of(row), values=row)
 
 
 def test_publishing_a_directory_of_other_schemas_takes_the_memory_of_some_rows(tmp_path: Path) -> None:

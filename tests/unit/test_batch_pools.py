@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator import coordinator as coordinators
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.pools.specs import PoolSpec, parse_pool, read_pool
 from tinsmith.cli import main as cli
 from tinsmith.db.database import Database
 from tinsmith.errors import SettingsError, UserError
@@ -33,7 +33,7 @@ from tinsmith.settings import Settings
     ["aws", "aws/us-east-1", "aws/*/us-east-1a", "Kubernetes/my-context", "k8s/a/b", "ssh/pool", "slurm/c", "*"],
 )
 def test_a_pool_of_skypilots_infra_is_rented(infra: str) -> None:
-    pool = pool_from("p", {"pool": {"workers": 2}, "resources": {"infra": infra, "cpus": 4}})
+    pool = parse_pool("p", {"pool": {"workers": 2}, "resources": {"infra": infra, "cpus": 4}})
     assert pool.rented and pool.infra == infra
 
 
@@ -51,7 +51,7 @@ def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_pat
     assert task["setup"].endswith("echo it's here")
     writes = task["run"].splitlines()[0]
     subprocess.run(["bash", "-c", writes], check=True, env={**os.environ, "HOME": str(tmp_path)})
-    assert pool_from_yaml("gpu", path) == PoolSpec("gpu", 3, 2)
+    assert read_pool("gpu", path) == PoolSpec("gpu", 3, 2)
     given = {name.removeprefix("TINSMITH_").lower(): value for name, value in task["envs"].items()}
     assert json.loads(given.pop("batch_pools")) == ["gpu=~/pool.yaml"] and json.loads(given.pop("models")) == ["a=b"]
     assert {*given} | {name.removeprefix("TINSMITH_").lower() for name in task["secrets"]} <= {*Settings.model_fields}
@@ -116,4 +116,4 @@ def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypa
 
 def test_a_cloud_that_skypilot_does_not_know_is_refused() -> None:
     with pytest.raises(UserError, match="SkyPilot's, such as aws/us-east-1"):
-        pool_from("p", {"pool": {"workers": 1}, "resources": {"infra": "awss/us-east-1"}})
+        parse_pool("p", {"pool": {"workers": 1}, "resources": {"infra": "awss/us-east-1"}})

@@ -67,10 +67,10 @@ def test_no_minute_has_more_requests_than_its_limit_and_none_is_wasted(per_minut
         grant = limits.take(chance.randint(1, 50))
         pending = chance.randint(0, grant.batches)
         claims = claims_of(pending, batch_size, numbers)
-        limits.claimed(grant, claims)
+        limits.record_claims(grant, claims)
         begun += [(clock.at, batch_size) for _ in claims]
         for claim in claims:
-            limits.ended(claim, 0)
+            limits.record_end(claim, 0)
         clock.at += min(chance.uniform(0.0, 0.2), max(limits.wait_s(), 0.01))
     assert most_in_a_minute(begun) <= per_minute * (1 + BURST_S / MINUTE) + batch_size
     assert sum(rows for _, rows in begun) >= 0.95 * 5 * per_minute
@@ -87,7 +87,7 @@ def test_tokens_are_charged_as_they_come_out() -> None:
         grant = limits.take(8)
         assert job is not None or len(running) + grant.batches <= 1, "the first batch runs alone"
         claims = claims_of(grant.batches, 4, numbers)
-        limits.claimed(grant, claims)
+        limits.record_claims(grant, claims)
         for claim in claims:
             took = sum(chance.randint(50, 150) for _ in range(4))
             running.append((clock.at + chance.uniform(0.1, 2.0), claim, took))
@@ -95,7 +95,7 @@ def test_tokens_are_charged_as_they_come_out() -> None:
         clock.at += 0.1
         for ends in [each for each in running if each[0] <= clock.at]:
             running.remove(ends)
-            limits.ended(ends[1], ends[2])
+            limits.record_end(ends[1], ends[2])
             rows, tokens = rows + 4, tokens + ends[2]
             job = record(rows_ok=rows, tokens_out=tokens)
             limits.learn(job)

@@ -19,13 +19,13 @@ from tinsmith.batch.coordinator.state import (
     JobRecord,
     SupersededError,
 )
-from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, OutputInfo, PartInfo, RowFailure
+from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
 from tinsmith.errors import NotFoundError, UserError
 
-APP = LostAttempt("ValueError", "the row is bad", infra=False)
-INFRA = LostAttempt("WorkerLost", "it was killed", infra=True)
+APP = AttemptFailure("ValueError", "the row is bad", infra=False)
+INFRA = AttemptFailure("WorkerLost", "it was killed", infra=True)
 LEASE_S = 60.0
 
 
@@ -75,7 +75,7 @@ def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_ar
     (last,) = done.claims["w"]
     ended = jobs.settle_and_claim(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
     assert ended.done and (ended.completed_batches, ended.rows_ok, ended.tokens_in, ended.tokens_out) == (3, 5, 15, 21)
-    assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
+    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
 
 
 def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJobs) -> None:
@@ -88,7 +88,7 @@ def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJ
     assert turn.rejected == [zombie] and turn.job.completed_batches == 1
     twice = jobs.settle_and_claim(job.job_id, "one", [(again, outcome(again))], {}, LEASE_S)
     assert twice.rejected == [again] and twice.job.completed_batches == 1
-    ((_, parts),) = jobs.winners(job.job_id)
+    ((_, parts),) = jobs.iter_committed_batches(job.job_id)
     assert parts[0]["path"] == "/parts/2/0"
 
 
@@ -96,7 +96,7 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
     job = owned(jobs)
     (held,) = claim(jobs, job)
     assert jobs.acquire_batch_coordinator(job.job_id, "two", "elsewhere", LEASE_S) is None
-    assert jobs.waiting("elsewhere") == []
+    assert jobs.acquirable_jobs("elsewhere") == []
     assert jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
     for change in (
         lambda: jobs.settle_and_claim(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
@@ -118,21 +118,21 @@ def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJo
     job = owned(jobs, rows=4, size=4)
     hopeless = replace(APP, retry=False)
     (one,) = claim(jobs, job)
-    assert jobs.at_work(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
+    assert jobs.work_by_worker(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
     jobs.settle_and_claim(job.job_id, "one", [(one, hopeless)], {}, LEASE_S)
     halves = claim(jobs, job, 2)
     assert [half.span for half in halves] == [(0, 1), (2, 3)]
     jobs.settle_and_claim(job.job_id, "one", [(half, hopeless) for half in halves], {}, LEASE_S)
     single = claim(jobs, job, 4)
     assert [each.span.rows for each in single] == [1] * 4
-    assert jobs.at_work(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
+    assert jobs.work_by_worker(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
 
 
 def test_a_job_with_an_expired_lease_can_be_acquired(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", 0.05)
     time.sleep(0.1)
-    assert jobs.waiting("elsewhere") == [job_id]
+    assert jobs.acquirable_jobs("elsewhere") == [job_id]
     assert jobs.acquire_batch_coordinator(job_id, "two", "elsewhere", LEASE_S)
 
 
@@ -164,7 +164,7 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
     ended = jobs.settle_and_claim(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
     assert ended.done and (ended.rows_ok, ended.rows_failed) == (3, 1) and ended.failed_too_many
     assert [(error["row_idx"], error["message"]) for error in jobs.row_errors(job.job_id)] == [(1, "bad")]
-    assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
+    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
 
 
 def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: BatchJobs) -> None:
@@ -187,7 +187,7 @@ def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
         jobs.set_status(job.job_id, "one", "FAILED", "for a test")
     jobs.release(released.job_id, "one")
     assert jobs.workers(released.job_id) == [] and jobs.workers(killed.job_id)
-    jobs.forget_ended_workers()
+    jobs.delete_ended_workers()
     assert jobs.workers(killed.job_id) == [] and jobs.workers(runs.job_id)
 
 
@@ -200,8 +200,8 @@ def test_the_time_of_workers_is_counted_however_they_end(
     for name in ("ends", "is released", "is left"):
         jobs.record_launch("local", name, job.job_id, "one", "local")
     clock[0] += 10
-    jobs.forget_worker("ends")
-    jobs.forget_worker("ends")  # is not counted twice
+    jobs.delete_worker("ends")
+    jobs.delete_worker("ends")  # is not counted twice
     assert jobs.find("alice", job.job_id).worker_seconds == pytest.approx(10)
     clock[0] += 10
     with db.write() as connection:
@@ -229,7 +229,7 @@ def test_returned_batches_do_not_count_as_retries(jobs: BatchJobs) -> None:
         (one,) = claim(jobs, job)
         assert (one.attempt_id, one.retry_count, one.infra_retries) == (tries + 1, 0, 0)
         jobs.settle_and_claim(
-            job.job_id, "one", [(one, LostAttempt("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
+            job.job_id, "one", [(one, AttemptFailure("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
         )
     assert statuses(jobs, job) == ["PENDING"]
 
@@ -261,7 +261,7 @@ def test_a_job_that_is_being_cancelled_can_only_be_cancelled(jobs: BatchJobs) ->
     assert not jobs.finish(job.job_id, "one", [])
     assert jobs.set_status(job.job_id, "one", "CANCELLED")
     assert jobs.cancel("alice", job.job_id).status == "CANCELLED", "and stays so"
-    assert jobs.waiting("here") == []
+    assert jobs.acquirable_jobs("here") == []
 
 
 def test_a_job_belongs_to_its_tenant(jobs: BatchJobs) -> None:
@@ -290,7 +290,7 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
     resumed = jobs.find("alice", jobs.create("alice", spec(resume_from=job.job_id, batch_serialized_fn="another")))
     assert (resumed.total_batches, resumed.completed_batches, resumed.rows_ok, resumed.rows_failed) == (4, 1, 2, 0)
     assert resumed.root_job_id == job.job_id and resumed.total_rows == 8 and resumed.sealed
-    assert jobs.chain(resumed.job_id) == [job.job_id, resumed.job_id]
+    assert jobs.resume_chain(resumed.job_id) == [job.job_id, resumed.job_id]
     jobs.acquire_batch_coordinator(resumed.job_id, "two", "here", LEASE_S)
     claims = claim(jobs, resumed, 9, "two")
     assert [one.span for one in claims] == [(2, 3), (4, 5), (6, 7)]
@@ -307,9 +307,9 @@ def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
     assert jobs.find("alice", job.job_id).status == "SUCCEEDED"
     (stored,) = jobs.outputs(job.job_id)
     assert (stored["path"], stored["rows"], stored["format"]) == ("/out.jsonl", 6, "json")
-    assert jobs.uncleaned(0) == [job.job_id]
+    assert jobs.cleanable_jobs(0) == [job.job_id]
     jobs.record_cleaned([job.job_id])
-    assert jobs.uncleaned(0) == []
+    assert jobs.cleanable_jobs(0) == []
 
 
 class Broken(list[int]):

@@ -243,7 +243,7 @@ def test_a_segment_has_a_limit_and_none_is_left_by_an_error(base: str) -> None:
     with publishing.in_segments():
         parts = [publishing.store_part(base, RowRange(n, n), "x", bytes(size), 1) for n in range(3)]
         parts.append(publishing.store_part(base, RowRange(3, 3), "x", bytes(2 * size), 1))
-        parts.append(publishing.store_part(base, RowRange(4, 4), "x", b"alone", 1, alone=True))
+        parts.append(publishing.store_part(base, RowRange(4, 4), "x", b"alone", 1, separate=True))
     assert len({part.path for part in parts}) == 5
     assert [part.offset for part in parts] == [0, 0, 0, None, None]
     before = sorted(store.list(root))

@@ -26,11 +26,11 @@ import pytest
 from support import payloads
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import FairShare
-from tinsmith.batch.coordinator.job_run import GroupSize
+from tinsmith.batch.coordinator.job_run import DispatchWindow
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray import reservation
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
-from tinsmith.batch.pools.specs import MAX_SLOTS, PoolSpec, most_workers, pool_from, pool_from_yaml
+from tinsmith.batch.pools.specs import MAX_SLOTS, PoolSpec, max_job_workers, parse_pool, read_pool
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.batch.worker import rpc
 from tinsmith.batch.worker import worker as worker_service
@@ -410,16 +410,16 @@ def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
 
 
 def test_groups_grow_while_batches_are_short_and_are_single_when_they_are_long() -> None:
-    pace, sizes = GroupSize(), [1]
+    window, sizes = DispatchWindow(), [1]
     for second in range(8):
-        pace.note(second, second + pace.group / 512, pace.group)
-        sizes.append(pace.group)
+        window.record(second, second + window.size / 512, window.size)
+        sizes.append(window.size)
     assert sizes == [1, 2, 4, 8, 16, 25, 25, 25, 25]
-    pace.note(10, 15, pace.group)
-    assert pace.group == 1
-    pace.note(14, 15.2, 1)
-    pace.note(14, 15.204, 1)
-    assert pace.group == 2, "the time behind another group is not its own"
+    window.record(10, 15, window.size)
+    assert window.size == 1
+    window.record(14, 15.2, 1)
+    window.record(14, 15.204, 1)
+    assert window.size == 2, "the time behind another group is not its own"
 
 
 def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
@@ -427,12 +427,12 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
     path.write_text(
         "pool:\n  min_workers: 1\n  max_workers: 3\nresources:\n  accelerators: H100:2\nsetup: echo hello\n"
     )
-    pool = pool_from_yaml("gpu", path)
+    pool = read_pool("gpu", path)
     assert pool == PoolSpec("gpu", 3, 2, "echo hello\n".strip()) and pool.exclusive
-    assert pool_from("cpu", {"pool": {"workers": 2}}) == PoolSpec("cpu", 2)
+    assert parse_pool("cpu", {"pool": {"workers": 2}}) == PoolSpec("cpu", 2)
     path.write_text("pool: [")
     with pytest.raises(SettingsError, match="pool"):
-        pool_from_yaml("gpu", path)
+        read_pool("gpu", path)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
 )
 def test_a_pool_that_cannot_be_is_refused_by_name(data: object, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        pool_from("p", data)
+        parse_pool("p", data)
 
 
 # Shares.
@@ -532,9 +532,9 @@ def test_worker_resources_bound_the_workers_of_a_job_on_one_machine(monkeypatch:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     pool = PoolSpec("mine", 4, devices_per_worker=1)
-    assert most_workers(pool, asking()) == MAX_SLOTS
-    assert most_workers(pool, asking(num_cpus=3)) == 2
-    assert most_workers(pool, asking(num_cpus=0.5, memory=1_000_000, num_gpus=1)) == 4
+    assert max_job_workers(pool, asking()) == MAX_SLOTS
+    assert max_job_workers(pool, asking(num_cpus=3)) == 2
+    assert max_job_workers(pool, asking(num_cpus=0.5, memory=1_000_000, num_gpus=1)) == 4
     for needs, said in {
         "num_cpus": (9, "num_cpus = 9, but a worker of pool 'mine' can have at most 8"),
         "memory": (5_000_000, "memory = 5000000, but a worker of pool 'mine' can have at most 4096000"),
@@ -542,7 +542,7 @@ def test_worker_resources_bound_the_workers_of_a_job_on_one_machine(monkeypatch:
         "resources": ({"fpga": 1}, "fpga = 1, but a worker of pool 'mine' can have at most 0"),
     }.items():
         with pytest.raises(UserError, match=said[1]):
-            most_workers(pool, asking(**{needs: said[0]}))
+            max_job_workers(pool, asking(**{needs: said[0]}))
 
 
 def test_on_a_cluster_a_worker_reserves_what_the_job_needs_or_else_what_the_pool_gives() -> None:
@@ -550,7 +550,7 @@ def test_on_a_cluster_a_worker_reserves_what_the_job_needs_or_else_what_the_pool
     assert reservation(pool, asking()) == {"num_cpus": 2.0, "num_gpus": 1}
     needs = {"num_cpus": 0.0, "memory": 1 << 30, "resources": {"fpga": 1.0}}
     assert reservation(pool, asking(**needs)) == {**needs, "num_gpus": 1}
-    assert most_workers(pool, asking(num_gpus=99)) == MAX_SLOTS, "Ray's autoscaler may bring a larger node"
+    assert max_job_workers(pool, asking(num_gpus=99)) == MAX_SLOTS, "Ray's autoscaler may bring a larger node"
 
 
 def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from tinsmith.batch.worker.feed import RowError
     from tinsmith.batch.worker.runtime import load, save_results
 
-WHERE = {
+NAMES_BY_MODULE = {
     "client.http": "Client",
     "client.dataset": "Dataset from_huggingface from_items read_csv read_images read_json read_openai_batch "
     "read_parquet read_sql read_text read_webdataset resume",
@@ -78,7 +78,7 @@ WHERE = {
     "types": "JobSpec",
 }
 """The module of each public name."""
-MODULES = {name: f"tinsmith.batch.{module}" for module, names in WHERE.items() for name in names.split()}
+MODULES = {name: f"tinsmith.batch.{module}" for module, names in NAMES_BY_MODULE.items() for name in names.split()}
 __all__ = sorted(MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

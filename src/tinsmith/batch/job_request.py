@@ -109,14 +109,14 @@ def check_paths(
     """Raises UserError for an empty path, for no outputs, and for two outputs with the same path."""
     if not outputs:
         raise UserError("batch_output_formats is empty; a bulk job writes to one output or more")
-    named = {"batch_input_format": source}
-    named |= {f"batch_output_formats[{index}]": output for index, output in enumerate(outputs)}
+    endpoints = {"batch_input_format": source}
+    endpoints |= {f"batch_output_formats[{index}]": output for index, output in enumerate(outputs)}
     if errors is not None:
-        named["batch_error_format"] = errors
-    for name, data in named.items():
+        endpoints["batch_error_format"] = errors
+    for name, data in endpoints.items():
         if not data["path"]:
             raise UserError(f"{name}.path is ''; it must be a string that is not empty")
-    paths = [data["path"] for name, data in named.items() if name != "batch_input_format"]
+    paths = [data["path"] for name, data in endpoints.items() if name != "batch_input_format"]
     for path in paths:
         if paths.count(path) > 1:
             raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")

@@ -17,63 +17,63 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith.batch import operations
-from tinsmith.batch.formats.registry import FORMATS, SHIPPED
+from tinsmith.batch.formats.registry import FORMATS, SHIPPED_KEYS
 from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
 from tinsmith.storage.locations import is_below
 from tinsmith.storage.stores import join, split
 
-CONFINED_READERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.reads)
-CONFINED_WRITERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.writes)
+CONFINED_READERS = frozenset(name for name, format in FORMATS.items() if format.confined and format.reads)
+CONFINED_WRITERS = frozenset(name for name, format in FORMATS.items() if format.confined and format.writes)
 
 
-def admitted(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bool) -> JobSpec:
-    """The specification as it is stored. Raises ForbiddenError, UserError."""
+def authorize_job(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bool) -> JobSpec:
+    """Check a tenant's job; returns the specification to store. Raises ForbiddenError, UserError."""
     if spec.roots is not None:
         raise UserError("a bulk job has no field 'roots'; the server decides what it may reach")
     trusted = is_trusted(settings, tenant_id, keyless)
-    if why := code_of(spec):
-        check_code(settings, tenant_id, keyless, why)
-    return spec if trusted else _confined(spec, tenant_id, roots_of(settings, tenant_id))
+    if code := describe_code(spec):
+        check_code(settings, tenant_id, keyless, code)
+    return spec if trusted else _confine(spec, tenant_id, roots_of(settings, tenant_id))
 
 
 def is_trusted(settings: Settings, tenant_id: str, keyless: bool) -> bool:
     return keyless or tenant_id in settings.batch_tenants
 
 
-def check_code(settings: Settings, tenant_id: str, keyless: bool, why: str) -> None:
+def check_code(settings: Settings, tenant_id: str, keyless: bool, code: str) -> None:
     """Raises ForbiddenError if this tenant may not run code here."""
     if not settings.batch_user_code:
         raise ForbiddenError(
-            f"this server does not run users' code, and {why}; use operations such as Sample, in the formats of "
+            f"this server does not run users' code, and {code}; use operations such as Sample, in the formats of "
             "tinsmith.batch. The operator can allow it with TINSMITH_BATCH_USER_CODE=true"
         )
     if not is_trusted(settings, tenant_id, keyless):
         raise ForbiddenError(
-            f"tenant {tenant_id!r} may not run bulk jobs that run its code on the server, and {why}; use operations "
+            f"tenant {tenant_id!r} may not run bulk jobs that run its code on the server, and {code}; use operations "
             "such as Sample. The operator can allow it with TINSMITH_BATCH_TENANTS"
         )
 
 
-def code_of(spec: JobSpec) -> str:
+def describe_code(spec: JobSpec) -> str:
     """The part of a job that is its own code, in words; empty if there is none."""
     if operations.steps_of(spec.batch_serialized_fn) is None:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
         return "the job has its own interpreter"
-    if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED):
+    if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED_KEYS):
         return "one of its formats has its own source code"
     return ""
 
 
 def roots_of(settings: Settings, tenant_id: str) -> list[str]:
-    """The tenant's own directory first."""
-    own = str(settings.resolved_data_dir / "batch" / tenant_id)
-    return [own, *(root.replace("{tenant}", tenant_id) for root in settings.batch_roots)]
+    """The locations that a tenant's jobs may reach, its own directory first."""
+    tenant_directory = str(settings.resolved_data_dir / "batch" / tenant_id)
+    return [tenant_directory, *(root.replace("{tenant}", tenant_id) for root in settings.batch_roots)]
 
 
-def _confined(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
+def _confine(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
     if str(spec.batch_input_format["format"]) not in CONFINED_READERS:
         raise _no_format(tenant_id, spec.batch_input_format, CONFINED_READERS)
     for output in spec.all_output_formats:
@@ -82,15 +82,15 @@ def _confined(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
     errors = spec.batch_error_format
     return replace(
         spec,
-        batch_input_format=_placed(spec.batch_input_format, spec, tenant_id, roots),
-        batch_output_formats=[_placed(output, spec, tenant_id, roots) for output in spec.batch_output_formats],
-        batch_error_format=None if errors is None else _placed(errors, spec, tenant_id, roots),
+        batch_input_format=_resolve_path(spec.batch_input_format, spec, tenant_id, roots),
+        batch_output_formats=[_resolve_path(output, spec, tenant_id, roots) for output in spec.batch_output_formats],
+        batch_error_format=None if errors is None else _resolve_path(errors, spec, tenant_id, roots),
         roots=list(roots),
     )
 
 
-def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> dict[str, Any]:
-    """A format with its path below a root; a relative one is below the tenant's own directory."""
+def _resolve_path(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> dict[str, Any]:
+    """Resolve the path of a format below a root; a relative one is below the tenant's own directory."""
     if not FORMATS[data["format"]].has_location:
         return data
     path = str(data["path"])
@@ -111,8 +111,8 @@ def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence
     return {**data, "path": path}
 
 
-def _no_format(tenant_id: str, data: dict[str, Any], known: frozenset[str]) -> ForbiddenError:
+def _no_format(tenant_id: str, data: dict[str, Any], allowed: frozenset[str]) -> ForbiddenError:
     return ForbiddenError(
         f"tenant {tenant_id!r} may not use the format {data['format']!r}, which can reach other files; use one of "
-        f"{sorted(known)}"
+        f"{sorted(allowed)}"
     )

@@ -167,15 +167,15 @@ class AttemptOutcome:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttemptOutcome:
-        made = {
+        nested = {
             "parts": tuple(PartInfo.from_dict(part) for part in data["parts"]),
             "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),
         }
-        return cls(**{**data, **made})
+        return cls(**{**data, **nested})
 
 
 @dataclass(frozen=True, slots=True)
-class LostAttempt:
+class AttemptFailure:
     """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
 
     error_class: str
@@ -198,8 +198,8 @@ class LostAttempt:
     """Whether another attempt at the same rows may succeed."""
 
 
-DEATHS = ("MapperKilled", "MapperDied")
-"""Error classes of a batch during which the mapper's process ended: by SIGKILL, or in any other way."""
+PROCESS_DEATHS = ("MapperKilled", "MapperDied")
+"""The error classes of a batch during which the mapper's process ended: by SIGKILL, or in any other way."""
 
 
 class ProgramError(RuntimeError):
@@ -209,9 +209,9 @@ class ProgramError(RuntimeError):
 
 FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
 """Errors that a retry cannot resolve. An ImportError names the module that the interpreter lacks."""
-ERRORS_OF_MACHINE = (ImportError, OSError)
+MACHINE_ERRORS = (ImportError, OSError)
 """Errors that one machine may have and another not: it lacks a module, or a file."""
-ERRORS_OF_DATA = (
+DETERMINISTIC_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError,
 )  # fmt: skip
 """Errors that the same rows raise again, unless the job's `retry_on` says otherwise."""
@@ -219,10 +219,10 @@ ERRORS_OF_DATA = (
 
 def is_retried(error: BaseException, retry_on: Sequence[str] | None) -> bool:
     """Whether the same rows are tried again after this error. `retry_on` has names of classes, with or without their
-    module, or is None for all but `ERRORS_OF_DATA`."""
+    module, or is None for all but `DETERMINISTIC_ERRORS`."""
     if retry_on is None:
-        return not isinstance(error, ERRORS_OF_DATA)
-    names = {name for each in type(error).__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
+        return not isinstance(error, DETERMINISTIC_ERRORS)
+    names = {name for cls in type(error).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
     return not names.isdisjoint(retry_on)
 
 
@@ -293,7 +293,8 @@ class JobSpec:
     requests_per_minute: float | None = None
     """The rate at which rows are given to the function, on all workers together; None for no limit."""
     tokens_per_minute: float | None = None
-    """The same for tokens, which operations count and `save_results` receives."""
+    """The most tokens per minute, on all workers together, as operations count them and `save_results` receives them;
+    None for no limit."""
     resume_from: int | None = None
     directory: str = ""
     """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""
@@ -333,21 +334,21 @@ class JobSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> JobSpec:
         """The specification that `to_dict` gave, or that `job_request` has validated."""
         derived = ("batch_coordinator", "batch_dataset_path", "batch_output_path")
-        given = {name: value for name, value in data.items() if name not in derived}
-        return cls(**{**given, "limits": Limits(**(given.get("limits") or {}))})
+        values = {name: value for name, value in data.items() if name not in derived}
+        return cls(**{**values, "limits": Limits(**(values.get("limits") or {}))})
 
 
 CHAIN = "chain"
 """The type of a payload whose `steps` are the payloads of functions and operations, one after the other."""
 
 
-def packed(data: Mapping[str, Any]) -> str:
-    """A payload as `JobSpec.batch_serialized_fn`. Raises ValueError or TypeError unless it is JSON."""
+def pack_payload(data: Mapping[str, Any]) -> str:
+    """Encode a payload for `JobSpec.batch_serialized_fn`. Raises ValueError or TypeError unless it is JSON."""
     return base64.b64encode(json.dumps(data, allow_nan=False).encode()).decode()
 
 
-def unpacked(payload: str) -> dict[str, Any]:
-    """Runs nothing of a payload. Raises ValueError."""
+def unpack_payload(payload: str) -> dict[str, Any]:
+    """The fields of a payload, of which nothing is run. Raises ValueError."""
     try:
         data = json.loads(base64.b64decode(payload, validate=True))
     except (ValueError, RecursionError) as error:
@@ -369,7 +370,7 @@ def identity_of(payload: str) -> str:
         return fields | {"steps": [essence(step) for step in data["steps"]]} if data.get("type") == CHAIN else fields
 
     try:
-        data = unpacked(payload)
+        data = unpack_payload(payload)
         text = json.dumps(essence(data), sort_keys=True) if data else payload
     except (ValueError, TypeError, AttributeError, KeyError):
         text = payload

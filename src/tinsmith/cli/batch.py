@@ -343,7 +343,7 @@ def _client() -> Iterator[Client]:
 
 def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
     """Wait for a job's end and print its outputs; with `detach`, print its id."""
-    from tinsmith.batch.client.job import Job, JobFailedError, ending_of
+    from tinsmith.batch.client.job import Job, JobFailedError, describe_failure
 
     job = Job(job_id, client)
     if detach:
@@ -353,7 +353,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
     try:
         status = job.wait(progress=not as_json, check=not as_json)
     except JobFailedError as error:
-        notes.print(f"[red]error:[/] {escape(ending_of(error.status, for_shell=True))}")
+        notes.print(f"[red]error:[/] {escape(describe_failure(error.status, for_shell=True))}")
         raise typer.Exit(NOT_SUCCEEDED) from None
     except KeyboardInterrupt:
         notes.print(f"bulk job {job_id} goes on: `tinsmith batch show {job_id}`, `tinsmith batch cancel {job_id}`")

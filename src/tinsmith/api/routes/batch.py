@@ -22,7 +22,7 @@ from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, inte
 from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
-from tinsmith.batch.coordinator.state import TERMINAL, WORK, JobRecord
+from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, JobRecord
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec
@@ -65,7 +65,7 @@ def submit(call: Call, request: JobRequest) -> JsonObject:
 
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     services = call.services
-    spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
+    spec = permissions.authorize_job(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     services.coordinator.check_pool(spec)
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)
     services.coordinator.wake()
@@ -160,7 +160,7 @@ def partial(call: Call) -> JsonObject:
         "input_version": spec.input_version,
         "batches": [
             {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
-            for span, parts in call.services.batch_jobs.committed(found.job_id, after, limit)
+            for span, parts in call.services.batch_jobs.list_committed_batches(found.job_id, after, limit)
         ],
     }
 
@@ -277,7 +277,7 @@ def _whole(services: Services, job: JobRecord) -> JsonObject:
     outputs = services.batch_jobs.outputs(job.job_id)
     names = ("path", "rows", "bytes", "sha256", "etag")
     workers = services.batch_jobs.workers(job.job_id)
-    at_work = services.batch_jobs.at_work(job.job_id) if workers else {}
+    at_work = services.batch_jobs.work_by_worker(job.job_id) if workers else {}
     failed = services.batch_jobs.row_errors(job.job_id, 1) if job.rows_failed else []
     return {
         **_shown(job),
@@ -286,7 +286,7 @@ def _whole(services: Services, job: JobRecord) -> JsonObject:
         "first_error": _short_error(error_row(failed[0])) if failed else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
-            | (at_work.get(worker["worker_id"]) or dict.fromkeys(WORK, 0))
+            | (at_work.get(worker["worker_id"]) or dict.fromkeys(WORK_FIELDS, 0))
             for worker in workers
         ],
     }

@@ -23,11 +23,11 @@ from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_form
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_dict
 from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, packed
+from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
@@ -181,13 +181,15 @@ class Dataset:
 
         With an `output` the result is a Job; else a Dataset with this step, to be mapped again or written."""
         by_position = {"batch_size": batch_size, "output": output, "activate_env": activate_env, "stream": stream}
-        given = {**options, **{name: value for name, value in by_position.items() if value is not None}}
-        if pool_name and given.setdefault("pool", pool_name) != pool_name:
-            raise ValueError(f"pool_name is {pool_name!r} and pool is {given['pool']!r}; they are one option: give one")
+        all_options = {**options, **{name: value for name, value in by_position.items() if value is not None}}
+        if pool_name and all_options.setdefault("pool", pool_name) != pool_name:
+            raise ValueError(
+                f"pool_name is {pool_name!r} and pool is {all_options['pool']!r}; they are one option: give one"
+            )
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
-            return self._then(_operations(steps, given), given)
-        return self._then(_step(mapper_fn, "row", given), given)
+            return self._add_step(_operations(steps, all_options), all_options)
+        return self._add_step(_step(mapper_fn, "row", all_options), all_options)
 
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -195,7 +197,7 @@ class Dataset:
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def map_batches(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
-        return self._then(_step(mapper, "batch", options), options)
+        return self._add_step(_step(mapper, "batch", options), options)
 
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -204,7 +206,7 @@ class Dataset:
     def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
         """Keeps the rows for which the function returns something true; with `batched=True` or a `batch_format` it gets
         a batch and returns one value for each row."""
-        return self._then(_step(predicate, "filter", options), options)
+        return self._add_step(_step(predicate, "filter", options), options)
 
     @overload
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -212,36 +214,36 @@ class Dataset:
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def flat_map(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function that takes a row and returns, or yields, any number of new rows."""
-        return self._then(_step(mapper, "flat", options), options)
+        return self._add_step(_step(mapper, "flat", options), options)
 
     @overload
-    def sample(self, model: str, *, output: None = None, **given: Any) -> Dataset: ...  # noqa: ANN401
+    def sample(self, model: str, *, output: None = None, **keywords: Any) -> Dataset: ...  # noqa: ANN401
     @overload
-    def sample(self, model: str, *, output: Writers, **given: Any) -> Job: ...  # noqa: ANN401
-    def sample(self, model: str, **given: Any) -> Dataset | Job:
+    def sample(self, model: str, *, output: Writers, **keywords: Any) -> Job: ...  # noqa: ANN401
+    def sample(self, model: str, **keywords: Any) -> Dataset | Job:
         """Maps the rows with a `Sample` of the model; takes the fields of that and the options of `map`."""
         from tinsmith.batch.operations.sample import Sample
 
-        options = {name: value for name, value in given.items() if name in JobOptions.__annotations__}
-        fields = {name: value for name, value in given.items() if name not in options}
+        options = {name: value for name, value in keywords.items() if name in JobOptions.__annotations__}
+        fields = {name: value for name, value in keywords.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
-    def _then(self, step: dict[str, Any], given: Mapping[str, Any]) -> Dataset | Job:
-        made = Dataset(self.reader)
-        made._steps = (*self._steps, step)
-        _check_chain(made._steps)
-        made._options = {name: value for name, value in given.items() if name not in StepOptions.__annotations__}
+    def _add_step(self, step: dict[str, Any], options: Mapping[str, Any]) -> Dataset | Job:
+        dataset = Dataset(self.reader)
+        dataset._steps = (*self._steps, step)
+        _check_chain(dataset._steps)
+        dataset._options = {name: value for name, value in options.items() if name not in StepOptions.__annotations__}
         for name, value in self._options.items():
-            if made._options.setdefault(name, value) != value:
+            if dataset._options.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{name} is {value!r} at one step and {made._options[name]!r} at another; give it once"
+                    f"{name} is {value!r} at one step and {dataset._options[name]!r} at another; give it once"
                 )
         self._forgotten = False
-        output = made._options.pop("output", None)
+        output = dataset._options.pop("output", None)
         if output is not None:
-            return made.write(output)
-        made._forgotten = True
-        return made
+            return dataset.write(output)
+        dataset._forgotten = True
+        return dataset
 
     def write(self, output: Writers) -> Job:
         """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
@@ -262,13 +264,13 @@ class Dataset:
             status = last.status()
             self._check_same(client.partial(int(last), limit=1), status, spec)
             if status["status"] not in ("FAILED", "CANCELLED"):
-                return self._followed(last)
+                return self._follow(last)
             spec = replace(self._spec(outputs, options), resume_from=int(last))
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
             raise JobRefusedError(str(error)) from None
-        return self._followed(job)
+        return self._follow(job)
 
     def _check_same(self, stored: Status, status: Status, spec: JobSpec) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
@@ -306,7 +308,7 @@ class Dataset:
             return ""
         return ""
 
-    def _followed(self, job: Job) -> Job:
+    def _follow(self, job: Job) -> Job:
         if self._options.get("stream", True):
             job.wait(progress=True)
         return job
@@ -335,8 +337,8 @@ class Dataset:
 
     def _payload(self) -> str:
         if len(self._steps) == 1:
-            return packed(self._steps[0])
-        return packed({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
+            return pack_payload(self._steps[0])
+        return pack_payload({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
 
     def _spec(
         self, outputs: list[OutputWriter], options: Mapping[str, Any] | None = None, *, is_resumed: bool = False
@@ -353,22 +355,22 @@ class Dataset:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store and not is_resumed:
                 check_output(writer.path, if_exists)
-        formats = [request_form(writer) for writer in outputs]
+        formats = [request_dict(writer) for writer in outputs]
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": request_form(self.reader.of_job([str(each["path"]) for each in formats])),
+            "batch_input_format": request_dict(self.reader.of_job([str(data["path"]) for data in formats])),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
-            "batch_error_format": request_form(errors) if errors is not None else None,
+            "batch_error_format": request_dict(errors) if errors is not None else None,
             "batch_activate_env": _expand_home(options.get("activate_env")),
             "python": _expand_home(options.get("python")),
             "directory": os.getcwd(),
         }
         if (classes := options.get("retry_on")) is not None:
-            values["retry_on"] = [each if isinstance(each, str) else each.__qualname__ for each in classes]
+            values["retry_on"] = [data if isinstance(data, str) else data.__qualname__ for data in classes]
         if (resumed := options.get("resume_from")) is not None:
             values["resume_from"] = int(resumed)
         try:
@@ -379,9 +381,9 @@ class Dataset:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest job with exactly these outputs, among the last page of jobs."""
-    wanted = [request_form(writer) for writer in outputs]
+    formats = [request_dict(writer) for writer in outputs]
     for job in client.jobs():
-        if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
+        if client.partial(job["job_id"], limit=1)["outputs"] == formats:
             return Job(job["job_id"], client)
     return None
 
@@ -401,7 +403,7 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
     if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python"}):
         raise NotSupportedError(f"{refused} are options of functions; leave them out for operations")
     operations.payload_of(steps)
-    return operations.described(steps)
+    return operations.describe_operations(steps)
 
 
 STEP_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -420,7 +422,7 @@ STEP_OPTIONS: dict[str, tuple[str, ...]] = {
     "flat_map": ("with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
 }
 """The options of a function that have an effect, by method. The others are refused."""
-INSTEAD = {
+OPTION_ADVICE = {
     "map of a @remote_function that loops over load()": "such a function gets whole batches as lists of rows",
     "map_batches": "its results are the new rows whole; leave the columns out of them, or use map(batched=True)",
     "filter": "it keeps rows as they are; use map to change them",
@@ -459,14 +461,16 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
         kind = "batch"
     elif kind == "filter" and is_batch:
         settings["batched"] = True
-    return functions.described(mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer"))
+    return functions.describe_function(
+        mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
+    )
 
 
 def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:
     """Raises NotSupportedError for an option that would have no effect, and ValueError for two that contradict."""
     effective = {name for name in StepOptions.__annotations__ if options.get(name) not in (None, False, [], {}, ())}
     if refused := sorted(effective - {*STEP_OPTIONS[method]}):
-        raise NotSupportedError(f"{method} has no option {refused}: {INSTEAD[method]}")
+        raise NotSupportedError(f"{method} has no option {refused}: {OPTION_ADVICE[method]}")
     if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
         raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
     if "fn_constructor_kwargs" in effective and not is_class:
@@ -500,8 +504,8 @@ def _rows_of(steps: Sequence[Mapping[str, Any]]) -> str:
     """`any` if a step may make another number of rows of one; a wrong value is refused with the specification."""
     if any(step.get("kind") in ("filter", "flat") for step in steps):
         return "any"
-    given = [step["options"]["rows"] for step in steps if "options" in step]
-    return next((rows for rows in given if rows != "one"), "one")
+    modes = [step["options"]["rows"] for step in steps if "options" in step]
+    return next((rows for rows in modes if rows != "one"), "one")
 
 
 def from_items(items: Iterable[Row]) -> Dataset:

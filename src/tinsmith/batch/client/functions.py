@@ -113,12 +113,12 @@ def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
 def free_names(target: Callable[..., object]) -> list[str]:
     """The names that a function, or a method of a class, captures from an enclosing function."""
     functions: Iterable[object] = vars(target).values() if inspect.isclass(target) else [target]
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for function in functions:
         code = getattr(getattr(function, "__func__", function), "__code__", None)
         if code is not None:
-            found.update(dict.fromkeys(code.co_freevars))
-    return [name for name in found if name not in ("__class__", _name(target))]
+            names.update(dict.fromkeys(code.co_freevars))
+    return [name for name in names if name not in ("__class__", _name(target))]
 
 
 def namespace_of(target: Callable[..., object]) -> dict[str, object]:
@@ -133,29 +133,29 @@ def namespace_of(target: Callable[..., object]) -> dict[str, object]:
     return around
 
 
-def fix_for(name: str, namespace: Mapping[str, object]) -> str:
-    """One line that says how to avoid a name from outside the definition."""
+def suggest_fix(name: str, namespace: Mapping[str, object]) -> str:
+    """Suggest in one line how to avoid a name from outside the definition."""
     if name not in namespace:
         return f"  - {name!r} is not defined: define or import it inside"
     value = namespace[name]
     if isinstance(value, ModuleType):
         return f"  - {name!r} is a module: import it inside"
     if isinstance(value, bool | int | float | str) or value is None:
-        shown = textwrap.shorten(repr(value), 60)
-        return f"  - {name}={shown} is a constant: take it as a parameter and pass fn_kwargs={{{name!r}: {shown}}}"
+        text = textwrap.shorten(repr(value), 60)
+        return f"  - {name}={text} is a constant: take it as a parameter and pass fn_kwargs={{{name!r}: {text}}}"
     if inspect.isclass(value) or callable(value):
         return f"  - {name!r} is a {'class' if inspect.isclass(value) else 'function'}: define or import it inside"
     return f"  - {name!r} is a {type(value).__name__}: make it inside"
 
 
 def _closure(function: FunctionType) -> dict[str, object]:
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # not assigned yet: a recursive function, while it is decorated
             continue
-    return found
+    return values
 
 
 def _name(target: object) -> str:
@@ -191,8 +191,8 @@ VERSION = "1.0"
 KINDS = ("loop", "row", "filter", "flat", "batch")
 BATCH_FORMATS = ("rows", "columns", "numpy", "pandas", "pyarrow")
 SERIALIZERS = ("source", "cloudpickle")
-OURS = "tinsmith.batch"
-SKY = "tinsmith.batch.sky"
+PACKAGE = "tinsmith.batch"
+SKY_MODULE = "tinsmith.batch.sky"
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -236,7 +236,7 @@ def is_remote_function(function: object) -> bool:
     return getattr(function, "_is_remote_function", False) is True
 
 
-def described(
+def describe_function(
     function: Callable[..., object],
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -256,7 +256,7 @@ def described(
         raise ValueError(f"fn_kwargs of {name!r} must be JSON: {error}") from None
     body = _body(function, serializer or getattr(function, "_serializer", None))
     _check_call(function, name, kind, kwargs, dict(options or {}))
-    called = cast(Any, _called(function))
+    called = cast(Any, _row_callable(function))
     return {
         **body,
         "name": name,
@@ -268,7 +268,7 @@ def described(
         "is_class": inspect.isclass(function),
         "kind": kind,
         "options": dict(options or {}),
-        "sky": SKY in sys.modules,
+        "sky": SKY_MODULE in sys.modules,
     }
 
 
@@ -288,13 +288,13 @@ def _body(function: Callable[..., object], serializer: str | None) -> dict[str, 
             raise ValueError(f"{refusal}\nIt cannot be pickled either: {error}") from error
     definition.decorator_list = []
     namespace = namespace_of(function)
-    found = {name: _reference(namespace.get(name)) for name in globals_of(definition)}
-    provided = {name: reference for name, reference in found.items() if reference is not None}
+    references = {name: _reference(namespace.get(name)) for name in globals_of(definition)}
+    provided = {name: reference for name, reference in references.items() if reference is not None}
     return {"type": "source", "source": text_of(definition), "provided": provided}
 
 
 def _pickle_body(function: Callable[..., object]) -> dict[str, Any]:
-    return {"type": "cloudpickle", "source": _pickled(function), "identity": function_identity(function)}
+    return {"type": "cloudpickle", "source": _pickle(function), "identity": function_identity(function)}
 
 
 def mapper_of(data: Mapping[str, Any]) -> Mapper:
@@ -306,8 +306,8 @@ def mapper_of(data: Mapping[str, Any]) -> Mapper:
     if "sha256" in data and hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
         raise ValueError(f"the source of {data['name']!r} was changed after it was sent (SHA-256); submit it again")
     if data.get("sky"):
-        importlib.import_module(SKY)
-    call = _run(data) if kind == "source" else _unpickled(data)
+        importlib.import_module(SKY_MODULE)
+    call = _run(data) if kind == "source" else _unpickle(data)
     return Mapper(call=call, **{name: data[name] for name in Mapper.__dataclass_fields__ if name in data})
 
 
@@ -331,9 +331,12 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
                 f"function {name!r} has the decorator @{text}, which workers do not have; do its work inside"
             )
     definition.decorator_list = []
-    names = {*free_names(function), *(each for each in globals_of(definition) if not is_builtin(each, namespace))}
-    if bad := sorted(each for each in names if _reference(namespace.get(each)) is None):
-        fixes = "\n".join(fix_for(each, namespace) for each in bad)
+    names = {
+        *free_names(function),
+        *(global_name for global_name in globals_of(definition) if not is_builtin(global_name, namespace)),
+    }
+    if bad := sorted(global_name for global_name in names if _reference(namespace.get(global_name)) is None):
+        fixes = "\n".join(suggest_fix(global_name, namespace) for global_name in bad)
         raise ValueError(
             f"function {name!r} references external variables: {', '.join(bad)}\n"
             "It runs on workers in a clean namespace, where they do not exist. To fix this:\n"
@@ -360,7 +363,7 @@ def _check_call(
     function: Callable[..., object], name: str, kind: str, kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Raises ValueError if a worker could not call the function with its arguments."""
-    call = _called(function)
+    call = _row_callable(function)
     if kind not in ("flat", "batch") and (inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)):
         instead = (
             "call save_results instead of yield" if kind == "loop" else "flat_map takes one, and so does map_batches"
@@ -368,43 +371,43 @@ def _check_call(
         raise ValueError(f"{name!r} is a generator, and a row has one result; {instead}")
     positional = 0 if kind == "loop" else 1 + bool(options.get("with_indices"))
     calls = [(function, 0, kwargs), (call, 1 + positional, {})] if inspect.isclass(function) else []
-    for target, count, given in calls or [(function, positional, kwargs)]:
+    for target, count, arguments in calls or [(function, positional, kwargs)]:
         try:
             signature = inspect.signature(cast(Any, target))
         except ValueError:  # of a builtin
             continue
         try:
-            signature.bind(*[None] * count, **given)
+            signature.bind(*[None] * count, **arguments)
         except TypeError as error:
             takes = f"{positional} argument(s)" if count else "nothing"
             raise ValueError(
-                f"workers call {name!r} with {takes} and fn_kwargs {sorted(given)}, "
+                f"workers call {name!r} with {takes} and fn_kwargs {sorted(arguments)}, "
                 f"but its signature is {name}{signature}: {error}"
             ) from None
 
 
 def parameters_of(function: Callable[..., object]) -> int | None:
-    """How many parameters it has; None if that is not known."""
+    """The number of a function's parameters; None if it is unknown."""
     try:
         return len(inspect.signature(function).parameters)
     except ValueError:
         return None
 
 
-def _called(function: Callable[..., object]) -> object:
-    """The callable that gets the rows: of a class, or of an object of one, its `__call__`."""
+def _row_callable(function: Callable[..., object]) -> object:
+    """The callable that gets the rows: the function itself or, of a class or an object, its `__call__`."""
     is_code = isinstance(function, FunctionType | MethodType | BuiltinFunctionType | partial)
     return function if is_code else getattr(function, "__call__", None)  # noqa: B004
 
 
 def _reference(value: object) -> str | None:
     """`module` or `module:name` for a value that workers have: tinsmith.batch, or a name in its `__all__`."""
-    ours = sys.modules.get(OURS)
+    ours = sys.modules.get(PACKAGE)
     if isinstance(value, ModuleType):
-        return value.__name__ if value.__name__ in ("tinsmith", OURS, SKY) else None
+        return value.__name__ if value.__name__ in ("tinsmith", PACKAGE, SKY_MODULE) else None
     name = getattr(value, "__name__", "")
     if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
-        return f"{OURS}:{name}"
+        return f"{PACKAGE}:{name}"
     return None
 
 
@@ -414,7 +417,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tinsmith_mapper", "__file__": file}
     for local, reference in data.get("provided", {}).items():
         if reference.partition(":")[0].partition(".")[0] != "tinsmith":
-            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {OURS}")
+            raise ValueError(f"the payload of {name!r} asks for {reference!r}, which is not part of {PACKAGE}")
         namespace[local] = pkgutil.resolve_name(reference)
     try:
         execute(text, file, namespace)
@@ -426,13 +429,13 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def execute(text: str, file: str, namespace: dict[str, Any]) -> None:
-    """Runs source that is the user's, on the user's worker; tracebacks show its lines."""
+    """Run the user's source on the user's worker; tracebacks show its lines."""
     linecache.cache[file] = (len(text), None, [f"{line}\n" for line in text.split("\n")], file)
     exec(compile(text, file, "exec"), namespace)
 
 
-def _pickled(function: Callable[..., object]) -> str:
-    """The function pickled by value, with the parts of the user's own modules that it uses, which workers lack."""
+def _pickle(function: Callable[..., object]) -> str:
+    """Pickle a function by value, with the parts of the user's own modules that it uses, which workers lack."""
     try:
         import cloudpickle
     except ImportError:
@@ -447,12 +450,12 @@ def _pickled(function: Callable[..., object]) -> str:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def _unpickled(data: Mapping[str, Any]) -> Callable[..., Any]:
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if data["python"] != here:
+def _unpickle(data: Mapping[str, Any]) -> Callable[..., Any]:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if data["python"] != python:
         raise ValueError(
-            f"{data['name']!r} was pickled by Python {data['python']}, and this worker is Python {here}. Use the same, "
-            "or a function that travels as source: a def with its imports, helpers and constants inside"
+            f"{data['name']!r} was pickled by Python {data['python']}, and this worker is Python {python}. Use the "
+            "same, or a function that travels as source: a def with its imports, helpers and constants inside"
         )
     import pickle
 

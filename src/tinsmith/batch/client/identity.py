@@ -10,9 +10,9 @@ is a SHA-256 of what the function is and of everything of the user's program tha
 - what workers have themselves (builtins, the standard library, installed packages, tinsmith): its name. A new version
   of a package does not change the identity.
 
-Code that refers to itself, directly or through others, is visited once. A value that has no such form counts with its
-pickled bytes, so an identity may differ between two runs if these do; one that cannot be pickled counts with its type.
-Bytecode belongs to a minor version of Python, and so does the identity, as does the pickle.
+Code that refers to itself, directly or through others, is visited once. A value that cannot be described so counts with
+its pickled bytes, so an identity may differ between two runs if these do; one that cannot be pickled counts with its
+type. Bytecode belongs to a minor version of Python, and so does the identity, as does the pickle.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, cast
 
-MARKS = frozenset({"_is_remote_function", "_serializer"})
+MARKER_ATTRIBUTES = frozenset({"_is_remote_function", "_serializer"})
 """Attributes that `remote_function` sets."""
-UNSTABLE = frozenset(
+UNSTABLE_ATTRIBUTES = frozenset(
     {
         *("__annotate__", "__annotate_func__", "__annotations__", "__annotations_cache__", "__dict__"),
         *("__firstlineno__", "__module__", "__signature__", "__static_attributes__", "__weakref__", "_abc_impl"),
@@ -52,9 +52,9 @@ OWN_MAIN = "__main__"
 def function_identity(function: object) -> str:
     """The identity of a function, class or other callable, which can be pickled. Runs what a pickle of it runs."""
     try:
-        return _Forms().form_of(function).hex()
+        return _Digester().digest_of(function).hex()
     except RecursionError:  # a value is nested too deeply
-        return _form_of_pickle(function).hex()
+        return _digest_of_pickle(function).hex()
 
 
 def is_own_module(module: object) -> bool:
@@ -90,7 +90,7 @@ def _reference(definition: Any) -> str | None:  # noqa: ANN401
 
 
 def _digest(kind: str, *parts: bytes | str) -> bytes:
-    """Of parts with their lengths, so that no two lists of parts are the same bytes."""
+    """The digest of parts with their lengths, so that no two lists of parts have the same bytes."""
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -99,31 +99,31 @@ def _digest(kind: str, *parts: bytes | str) -> bytes:
     return digest.digest()
 
 
-class _Forms:
-    """The forms of objects: digests that depend on nothing but the contents."""
+class _Digester:
+    """Computes digests of objects that depend on nothing but their contents."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, tuple[object, bytes]] = {}
-        """By id, with the object, so that no other object gets its id."""
+        self._digests: dict[int, tuple[object, bytes]] = {}
+        """The digests by the object's id, with the object, so that no other object gets its id."""
         self._stack: dict[int, int] = {}
         """The depth of each object that is being visited, by id."""
 
-    def form_of(self, value: object) -> bytes:
+    def digest_of(self, value: object) -> bytes:
         atom = _atom(value)
         if atom is not None:
             return atom
         if id(value) in self._stack:
             return _digest("within", str(self._stack[id(value)]))
-        if id(value) in self._forms:
-            return self._forms[id(value)][1]
+        if id(value) in self._digests:
+            return self._digests[id(value)][1]
         self._stack[id(value)] = len(self._stack)
         try:
-            form = self._visit(value)
+            digest = self._visit(value)
         finally:
             del self._stack[id(value)]
         if not isinstance(value, tuple | list | dict | set | frozenset):
-            self._forms[id(value)] = value, form
-        return form
+            self._digests[id(value)] = value, digest
+        return digest
 
     def _visit(self, value: object) -> bytes:
         kind = type(value)
@@ -132,8 +132,8 @@ class _Forms:
         if kind is dict:
             return self._mapping("dict", cast(dict[object, object], value))
         if isinstance(value, set | frozenset):
-            elements = sorted(map(_form_alone, value))
-            return _digest("set", self.form_of(kind), *elements, self.form_of(getattr(value, "__dict__", None)))
+            elements = sorted(map(_digest_alone, value))
+            return _digest("set", self.digest_of(kind), *elements, self.digest_of(getattr(value, "__dict__", None)))
         if isinstance(value, types.MappingProxyType):
             return self._mapping("mappingproxy", value)
         if isinstance(value, types.CodeType):
@@ -147,11 +147,11 @@ class _Forms:
         return self._wrapper(value) or self._tensor(value) or self._object(value)
 
     def _sequence(self, kind: str, values: Iterable[object]) -> bytes:
-        return _digest(kind, *map(self.form_of, values))
+        return _digest(kind, *map(self.digest_of, values))
 
     def _mapping(self, kind: str, values: Mapping[Any, object]) -> bytes:
-        pairs = sorted(((_form_alone(key), value) for key, value in values.items()), key=lambda pair: pair[0])
-        return _digest(kind, *(part for key, value in pairs for part in (key, self.form_of(value))))
+        pairs = sorted(((_digest_alone(key), value) for key, value in values.items()), key=lambda pair: pair[0])
+        return _digest(kind, *(part for key, value in pairs for part in (key, self.digest_of(value))))
 
     def _code(self, code: types.CodeType) -> bytes:
         counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
@@ -160,8 +160,8 @@ class _Forms:
             "code",
             code.co_code,
             code.co_exceptiontable,
-            *map(self.form_of, (counts, names)),
-            *map(self.form_of, code.co_consts),
+            *map(self.digest_of, (counts, names)),
+            *map(self.digest_of, code.co_consts),
         )
 
     def _function(self, function: types.FunctionType) -> bytes:
@@ -171,41 +171,41 @@ class _Forms:
         code = function.__code__
         attributes = set(_names(code, ATTRIBUTE_NAMES))
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        closure = {name: _content(cell) for name, cell in cells}
+        closure = {name: _cell_content(cell) for name, cell in cells}
         used: dict[str, object] = {}
         if _is_own(function):  # the globals of a package are the package's
             names = sorted(set(_names(code, GLOBAL_NAMES)) & function.__globals__.keys())
             used = {name: function.__globals__[name] for name in names}
-        extra = {name: value for name, value in function.__dict__.items() if name not in MARKS}
+        extra = {name: value for name, value in function.__dict__.items() if name not in MARKER_ATTRIBUTES}
         return _digest(
             "function",
-            self.form_of(code),
-            self.form_of(function.__defaults__),
-            self.form_of(function.__kwdefaults__),
-            self._form_by_name(closure, attributes),
-            self._form_by_name(used, attributes),
-            self.form_of(extra),
+            self.digest_of(code),
+            self.digest_of(function.__defaults__),
+            self.digest_of(function.__kwdefaults__),
+            self._digest_by_name(closure, attributes),
+            self._digest_by_name(used, attributes),
+            self.digest_of(extra),
         )
 
-    def _form_by_name(self, values: Mapping[str, object], attributes: set[str]) -> bytes:
-        """Values that code uses by name; of the user's modules, the attributes that it names."""
+    def _digest_by_name(self, values: Mapping[str, object], attributes: set[str]) -> bytes:
+        """The digest of values that code uses by name; of the user's modules, of the attributes that it names."""
         parts: list[bytes | str] = []
         for name in sorted(values):
             value = values[name]
             if is_own_module(value) and id(value) not in self._stack:
                 inside = {attribute: vars(value)[attribute] for attribute in attributes & vars(value).keys()}
                 self._stack[id(value)] = len(self._stack)
-                parts += [name, "module", self._form_by_name(inside, attributes)]
+                parts += [name, "module", self._digest_by_name(inside, attributes)]
                 del self._stack[id(value)]
             else:
-                parts += [name, "value", self.form_of(value)]
+                parts += [name, "value", self.digest_of(value)]
         return _digest("named", *parts)
 
     def _class(self, value: type) -> bytes:
         reference = _reference(value)
         if reference is not None:
             return _digest("reference", reference)
-        skipped = UNSTABLE | ({"__doc__"} if "__dataclass_fields__" in vars(value) else set())
+        skipped = UNSTABLE_ATTRIBUTES | ({"__doc__"} if "__dataclass_fields__" in vars(value) else set())
         attributes = {
             name: attribute
             for name, attribute in vars(value).items()
@@ -217,10 +217,10 @@ class _Forms:
                 for kind in dataclasses.fields(decorators)
             }
         bases = self._sequence("bases", value.__bases__)
-        return _digest("class", value.__qualname__, bases, self.form_of(type(value)), self.form_of(attributes))
+        return _digest("class", value.__qualname__, bases, self.digest_of(type(value)), self.digest_of(attributes))
 
     def _wrapper(self, value: object) -> bytes | None:
-        """The form of what holds functions, or is a part of a class; None for any other value."""
+        """The digest of a value that holds functions, or is a part of a class; None for any other value."""
         match value:
             case types.MethodType():
                 return self._sequence("method", (value.__self__, value.__func__))
@@ -234,16 +234,16 @@ class _Forms:
                 return self._sequence("cached_property", (value.func, value.attrname))
             case types.BuiltinFunctionType():
                 holder = value.__self__
-                name = holder.__name__ if isinstance(holder, types.ModuleType) else self.form_of(holder)
+                name = holder.__name__ if isinstance(holder, types.ModuleType) else self.digest_of(holder)
                 return _digest("builtin", name, value.__qualname__)
             case types.CellType():
-                return self._sequence("cell", (_content(value),))
+                return self._sequence("cell", (_cell_content(value),))
         if isinstance(value, DESCRIPTORS):
             return _digest("descriptor", value.__name__)
         return None
 
     def _tensor(self, value: Any) -> bytes | None:  # noqa: ANN401
-        """A tensor's pickle holds addresses."""
+        """The digest of a tensor, whose pickle holds addresses; None for any other value."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
@@ -251,19 +251,19 @@ class _Forms:
             tensor = value.detach().cpu().contiguous()
             data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         except (RuntimeError, NotImplementedError, TypeError):  # a sparse one, or one without values
-            return _form_of_pickle(value)
+            return _digest_of_pickle(value)
         parts = (type(value), str(tensor.dtype), tuple(tensor.shape), value.requires_grad)
-        return _digest("tensor", *map(self.form_of, parts), data)
+        return _digest("tensor", *map(self.digest_of, parts), data)
 
     def _object(self, value: Any) -> bytes:  # noqa: ANN401
-        """By the parts from which a pickle would make it again."""
+        """Describe an object by the parts from which a pickle would make it again."""
         try:
             reduce = copyreg.dispatch_table.get(type(value))
             parts = reduce(value) if reduce is not None else value.__reduce_ex__(4)
         except Exception:  # noqa: BLE001  of the value's own methods
-            return _form_of_pickle(value)
+            return _digest_of_pickle(value)
         if isinstance(parts, str):
-            wrapped = self.form_of(getattr(value, "__wrapped__", None))
+            wrapped = self.digest_of(getattr(value, "__wrapped__", None))
             return _digest("named object", getattr(value, "__module__", None) or "", parts, wrapped)
         call, arguments, state, items, pairs, *_ = (*parts, None, None, None, None)
         entries = _digest("no pairs")
@@ -272,11 +272,11 @@ class _Forms:
             is_ordered = isinstance(value, OrderedDict)
             entries = self._sequence("ordered", content) if is_ordered else self._mapping("pairs", dict(content))
         elements = self._sequence("items", items or ())
-        return _digest("object", *map(self.form_of, (call, arguments, state)), elements, entries)
+        return _digest("object", *map(self.digest_of, (call, arguments, state)), elements, entries)
 
 
 def _atom(value: object) -> bytes | None:
-    """The form of a value that holds no others; None for any other value."""
+    """The digest of a value that holds no others; None for any other value."""
     kind = type(value)
     if kind is str or kind is bytes:
         return _digest(kind.__name__, cast("str | bytes", value))
@@ -287,12 +287,12 @@ def _atom(value: object) -> bytes | None:
     return None
 
 
-def _form_alone(value: object) -> bytes:
-    """The form of an element or key, whatever was visited before it: elements are put in the order of their forms."""
-    return _atom(value) or _Forms().form_of(value)
+def _digest_alone(value: object) -> bytes:
+    """The digest of an element or key, whatever was visited before it: elements are sorted by their digests."""
+    return _atom(value) or _Digester().digest_of(value)
 
 
-def _content(cell: types.CellType) -> object:
+def _cell_content(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
@@ -309,7 +309,7 @@ def _names(code: types.CodeType, instructions: frozenset[str]) -> Iterator[str]:
             yield from _names(constant, instructions)
 
 
-def _form_of_pickle(value: object) -> bytes:
+def _digest_of_pickle(value: object) -> bytes:
     import cloudpickle
 
     try:

@@ -23,7 +23,14 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
-from tinsmith.batch.formats.registry import PACKED, OutputWriter, format_of, in_format, request_form, writer_of_part
+from tinsmith.batch.formats.registry import (
+    COMPRESSED_ENDINGS,
+    OutputWriter,
+    format_of,
+    in_format,
+    request_dict,
+    writer_of_part,
+)
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.utility import delete_staging, parts_on_disk
 from tinsmith.errors import NotFoundError, UserError
@@ -32,7 +39,7 @@ from tinsmith.storage.stores import join
 
 POLL_S = 0.5
 SHOWN_CHARACTERS = 1000
-"""Of a row, in a message."""
+"""The most characters of a row in a message."""
 
 
 class CommittedRows:
@@ -57,9 +64,9 @@ class CommittedRows:
 
     def batches(self, after: int = -1) -> Iterator[Row]:
         """The committed batches that begin after a row, as the server lists them."""
-        while found := self._page(after)["batches"]:
-            yield from found
-            after = found[-1]["start_idx"]
+        while page := self._page(after)["batches"]:
+            yield from page
+            after = page[-1]["start_idx"]
 
     def part(self, batch: Row) -> PartInfo | None:
         return PartInfo.from_dict(batch["parts"][self._output]) if batch["parts"] else None
@@ -72,20 +79,20 @@ class CommittedRows:
         part = self.part(batch)
         if part is None:
             return
-        given = 0
+        num_read = 0
         if self._published is None:
             try:
                 for row in self.rows_of_part(part):
-                    given += 1
+                    num_read += 1
                     yield row
                 return
             except FileNotFoundError:
                 self._published = self._open_published()
                 self._offsets = self._find_offsets()
         begin = next(offset for start, offset in self._offsets if start == batch["start_idx"])
-        for _ in islice(self._published, begin + given - self._at):
+        for _ in islice(self._published, begin + num_read - self._at):
             continue
-        yield from islice(self._published, part.rows - given)
+        yield from islice(self._published, part.rows - num_read)
         self._at = begin + part.rows
 
     def _open_published(self) -> Iterator[Row]:
@@ -106,7 +113,7 @@ class CommittedRows:
         return self.writer.read_published(published)
 
     def _find_offsets(self) -> Iterator[tuple[int, int]]:
-        """(start_idx, rows of the output before it) of each batch."""
+        """Yield (start_idx, rows of the output before it) of each batch."""
         offset = 0
         for batch in self.batches():
             yield batch["start_idx"], offset
@@ -137,7 +144,7 @@ def _parts_for_export(rows: CommittedRows, target: str, base: str) -> tuple[Outp
     return other, parts()
 
 
-def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
+def _export_published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:
     if not writer.in_store:
         raise UserError(f"the parts of the job were deleted, and its output {info.path} is not a file; read it there")
     base = info.path.rstrip("/")
@@ -147,17 +154,18 @@ def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str
         return publishing.publish_file(target, [PartInfo(**info.to_dict())], staging, if_exists)
     files = [
         PublishedFile(file.path.removeprefix(f"{base}/"), file)
-        for file in publishing.published_files(info, is_directory=True)
+        for file in publishing.iter_published_files(info, is_directory=True)
     ]
     return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)
 
 
 def _check_name(writer: OutputWriter, target: str) -> None:
-    """Bytes are copied as they are, so the target must be compressed, or a directory, if and only if the output is."""
+    """Raises UserError unless the target is compressed, or a directory, if and only if the output is: its bytes are
+    copied."""
     kind = "a directory (with a final slash)" if writer.is_directory else "a file"
     if writer.is_directory != target.endswith("/"):
         raise UserError(f"the target is {target!r}; it must be {kind}, as the output {writer.path} is")
-    for packing in PACKED:
+    for packing in COMPRESSED_ENDINGS:
         if writer.path.endswith(packing) != target.endswith(packing):
             raise UserError(f"the target is {target!r}; it must end in {packing} if and only if {writer.path} does")
 
@@ -167,7 +175,7 @@ class JobFailedError(RuntimeError):
     job's."""
 
     def __init__(self, status: Status) -> None:
-        super().__init__(ending_of(status))
+        super().__init__(describe_failure(status))
         self.status = status
 
 
@@ -215,7 +223,7 @@ class Report:
 
 
 class Job:
-    """A handle; `int(job)` is the job's id. Another process makes one with `Job(job_id)`."""
+    """A handle of a bulk job; `int(job)` is its id. Another process makes one with `Job(job_id)`."""
 
     def __init__(self, job_id: int, client: Client | None = None) -> None:
         self.job_id = int(job_id)
@@ -240,12 +248,12 @@ class Job:
     @property
     def outputs(self) -> list[OutputInfo]:
         """The published outputs; empty before the job has succeeded."""
-        return [OutputInfo.from_dict(each) for each in self.status()["outputs"]]
+        return [OutputInfo.from_dict(output) for output in self.status()["outputs"]]
 
     def wait(self, *, progress: bool = False, check: bool = True) -> Status:
         """Waits until the job has ended. With `check`, raises JobFailedError unless it succeeded."""
         statuses = self._client.statuses(self.job_id)
-        (status,) = deque(_with_bar(self.job_id, statuses) if progress else statuses, maxlen=1)
+        (status,) = deque(_show_progress(self.job_id, statuses) if progress else statuses, maxlen=1)
         if check and status["status"] != "SUCCEEDED":
             raise JobFailedError(status)
         return status
@@ -254,19 +262,19 @@ class Job:
         """The time, tries and tokens of the job so far, and the price of its tokens and workers."""
         status = self.status()
         batches = tries = 0
-        for batch in self._each_batch():
+        for batch in self._iter_batches():
             if batch["status"] != "SPLIT":
                 batches += 1
                 tries += batch["attempt_id"]
-        created, started, ended = (status[f"{name}_at"] for name in ("created", "started", "ended"))
-        until = ended or time.time()
+        created_at, started_at, ended_at = (status[f"{name}_at"] for name in ("created", "started", "ended"))
+        until = ended_at or time.time()
         tokens_in, tokens_out = status["tokens_in"], status["tokens_out"]
         running_s = sum(max(0.0, time.time() - worker["started_at"]) for worker in status["workers"])
         worker_hours = (status["worker_seconds"] + running_s) / 3600
         tokens_cost = (tokens_in * per_million_in + tokens_out * per_million_out) / 1e6
         return Report(
-            seconds_waiting=(started or until) - created,
-            seconds=until - started if started else 0.0,
+            seconds_waiting=(started_at or until) - created_at,
+            seconds=until - started_at if started_at else 0.0,
             worker_hours=worker_hours,
             rows_ok=status["rows_ok"],
             rows_failed=status["rows_failed"],
@@ -292,18 +300,18 @@ class Job:
         many other outputs as it has, it writes these instead; completed batches are converted, not computed again."""
         outputs = None
         if output is not None:
-            outputs = [request_form(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
+            outputs = [request_dict(data) for data in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [request_form(in_format(OutputWriter.from_dict(each), format)) for each in old]
+            outputs = [request_dict(in_format(OutputWriter.from_dict(data), format)) for data in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
         """The failed rows, by ascending index, with error_type, message and traceback."""
         after = -1
-        while found := self._client.errors(self.job_id, after):
-            yield from found
-            after = found[-1]["idx"]
+        while page := self._client.errors(self.job_id, after):
+            yield from page
+            after = page[-1]["idx"]
 
     def logs(self) -> Iterator[Row]:
         """The function's output so far, by worker: `text`, and the batch for which it was printed."""
@@ -311,9 +319,9 @@ class Job:
 
     def batches(self) -> list[Status]:
         """All batches, in the order of their rows."""
-        return list(self._each_batch())
+        return list(self._iter_batches())
 
-    def _each_batch(self) -> Iterator[Status]:
+    def _iter_batches(self) -> Iterator[Status]:
         offset = 0
         while page := self._client.batches(self.job_id, offset):
             yield from page
@@ -343,7 +351,9 @@ class Job:
                     status = self.status()  # a job that succeeds meanwhile deletes its parts
                     if status["status"] != "SUCCEEDED":
                         raise
-            return _published(OutputInfo.from_dict(status["outputs"][output]), rows.writer, target, staging, if_exists)
+            return _export_published(
+                OutputInfo.from_dict(status["outputs"][output]), rows.writer, target, staging, if_exists
+            )
         finally:
             delete_staging(target, name)
 
@@ -352,26 +362,26 @@ class Job:
         rows are skipped once the job has ended.
         """
         rows = CommittedRows(self._client, self.job_id, output)
-        following, after, ended = 0, -1, False
-        while not ended:
-            ended = self.status()["status"] in FINAL
+        following, after, has_ended = 0, -1, False
+        while not has_ended:
+            has_ended = self.status()["status"] in FINAL
             for batch in rows.batches(after):
-                if batch["start_idx"] != following and not ended:
+                if batch["start_idx"] != following and not has_ended:
                     break
                 yield from rows.of(batch)
                 after, following = batch["start_idx"], batch["end_idx"] + 1
-            if not ended:
+            if not has_ended:
                 time.sleep(POLL_S)
 
 
-def ending_of(status: Status, *, for_shell: bool = False) -> str:
+def describe_failure(status: Status, *, for_shell: bool = False) -> str:
     """The report of a job that did not succeed: its first failed row, the traceback, and the next steps as calls in
     Python or commands of the shell."""
-    job_id, failed, kept = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
+    job_id, num_failed, num_ok = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
     lines = [f"bulk job {job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}"]
     if first := status.get("first_error"):
         lines += first_error_lines(first)
-    if failed or kept:
+    if num_failed or num_ok:
         errors, partial, again, changed = (
             (
                 f"`tinsmith batch errors {job_id}`",
@@ -387,9 +397,9 @@ def ending_of(status: Status, *, for_shell: bool = False) -> str:
                 f"Dataset.map(..., resume_from={job_id})",
             )
         )
-        are = "is" if kept == 1 else "are"
+        are = "is" if num_ok == 1 else "are"
         lines.append(
-            f"{_rows(failed)} failed ({errors} lists them) and {_rows(kept)} {are} kept ({partial} reads them)."
+            f"{_rows(num_failed)} failed ({errors} lists them) and {_rows(num_ok)} {are} kept ({partial} reads them)."
         )
         lines.append(f"Resume with {again}, or with a changed function by {changed}.")
     return "\n".join(lines)
@@ -397,11 +407,11 @@ def ending_of(status: Status, *, for_shell: bool = False) -> str:
 
 def first_error_lines(error: Row) -> list[str]:
     """A failed row, and the traceback of its failure."""
-    shown = json.dumps(error["row"], ensure_ascii=False)
-    if len(shown) > SHOWN_CHARACTERS:
-        shown = f"{shown[:SHOWN_CHARACTERS]}... ({len(shown)} characters)"
+    row_text = json.dumps(error["row"], ensure_ascii=False)
+    if len(row_text) > SHOWN_CHARACTERS:
+        row_text = f"{row_text[:SHOWN_CHARACTERS]}... ({len(row_text)} characters)"
     trace = error["traceback"].rstrip() or f"{error['error_type']}: {error['message']}"
-    return [f"row {error['idx']} is {shown}", trace]
+    return [f"row {error['idx']} is {row_text}", trace]
 
 
 def _rows(count: int) -> str:
@@ -410,19 +420,19 @@ def _rows(count: int) -> str:
 
 def progress_of(status: Status) -> Progress:
     counts = ("batch_total_batches", "batch_completed_batches", "rows_ok", "rows_failed", "tokens_in", "tokens_out")
-    batches, done, ok, failed, tokens_in, tokens_out = (status.get(name) or 0 for name in counts)
-    started, ended = status.get("started_at"), status.get("ended_at")
-    elapsed = max(1e-3, (ended or time.time()) - started) if started else 0.0
+    batches, num_done, ok, failed, tokens_in, tokens_out = (status.get(name) or 0 for name in counts)
+    started_at, ended_at = status.get("started_at"), status.get("ended_at")
+    elapsed = max(1e-3, (ended_at or time.time()) - started_at) if started_at else 0.0
     return Progress(
         status=status["status"],
         batches=batches,
-        batches_done=done,
+        batches_done=num_done,
         rows=status.get("total_rows"),
         rows_ok=ok,
         rows_failed=failed,
         rows_per_second=(ok + failed) / elapsed if elapsed else 0.0,
         tokens_per_second=(tokens_in + tokens_out) / elapsed if elapsed else 0.0,
-        seconds_left=elapsed / done * (batches - done) if done and elapsed else None,
+        seconds_left=elapsed / num_done * (batches - num_done) if num_done and elapsed else None,
         workers=len(status.get("workers") or ()),
         retried=sum(worker["retried"] for worker in status.get("workers") or ()),
     )
@@ -433,39 +443,39 @@ def follow_logs(client: Client, job_id: int, until_end: bool) -> Iterator[Row]:
 
     Events of the job have no worker. Yields the present ones or, with `until_end`, all until the job has ended.
     """
-    read: dict[str, int] = {}
-    shown = 0
+    offsets: dict[str, int] = {}
+    num_events = 0
     while True:
         status = client.status(job_id)
-        moments = _moments(status)
-        ended = status["status"] in FINAL
-        yield from moments[shown : len(moments) - ended]
-        shown = max(shown, len(moments) - ended)
+        events = _lifecycle_events(status)
+        has_ended = status["status"] in FINAL
+        yield from events[num_events : len(events) - has_ended]
+        num_events = max(num_events, len(events) - has_ended)
         for worker in client.logs(job_id)["workers"]:
             worker_id = worker["worker_id"]
-            while (page := client.logs(job_id, worker_id, read.get(worker_id, 0)))["lines"]:
+            while (page := client.logs(job_id, worker_id, offsets.get(worker_id, 0)))["lines"]:
                 yield from ({"worker_id": worker_id, **line} for line in page["lines"])
-                read[worker_id] = page["after"]
-        if ended:
-            yield moments[-1]
-        if ended or not until_end:
+                offsets[worker_id] = page["after"]
+        if has_ended:
+            yield events[-1]
+        if has_ended or not until_end:
             return
         time.sleep(POLL_S)
 
 
-def _moments(status: Status) -> list[Row]:
-    found = [(status["created_at"], f"submitted to pool {status['pool']}")]
+def _lifecycle_events(status: Status) -> list[Row]:
+    events = [(status["created_at"], f"submitted to pool {status['pool']}")]
     if status["started_at"]:
-        found.append((status["started_at"], f"running: {status['total_rows']} rows"))
+        events.append((status["started_at"], f"running: {status['total_rows']} rows"))
     if status["status"] in FINAL:
         error = f": {status['error']}" if status["error"] else ""
-        found.append((status["ended_at"], status["status"] + error))
-    nothing = dict.fromkeys(("worker_id", "stream", "batch_idx", "attempt_id"))
-    return [{**nothing, "at": at, "text": text} for at, text in found]
+        events.append((status["ended_at"], status["status"] + error))
+    no_worker = dict.fromkeys(("worker_id", "stream", "batch_idx", "attempt_id"))
+    return [{**no_worker, "at": at, "text": text} for at, text in events]
 
 
-def _with_bar(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
-    """The statuses, shown as a bar of batches in a terminal or a notebook."""
+def _show_progress(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
+    """Yield the statuses and show them as a bar of batches in a terminal or a notebook."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a notebook without widgets shows plain text
         from tqdm.auto import tqdm

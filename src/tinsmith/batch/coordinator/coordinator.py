@@ -38,7 +38,7 @@ from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, most_workers, pool_from_yaml
+from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, max_job_workers, read_pool
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import now
@@ -70,41 +70,44 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Share:
+class JobShare:
+    """The share of one job in the slots of a pool."""
+
     weight: float
     priority: int
     virtual_s: float = 0.0
-    holding: dict[int, float] = field(default_factory=dict)  # slot -> since when
+    slot_starts: dict[int, float] = field(default_factory=dict)
+    """When each slot that the job holds began to work for it."""
 
-    def at(self, now: float, quantum_s: float) -> float:
-        """The virtual time, with the slots that it holds; a slot counts as a quantum from its start."""
-        held = sum(max(now - since, 0.0) + quantum_s for since in self.holding.values())
-        return self.virtual_s + held / self.weight
+    def virtual_time(self, now: float, quantum_s: float) -> float:
+        """The virtual time with that of the slots that the job holds; a slot counts as a quantum from its start."""
+        slot_s = sum(max(now - since, 0.0) + quantum_s for since in self.slot_starts.values())
+        return self.virtual_s + slot_s / self.weight
 
 
 class FairShare:
-    """Which job a slot works for. No I/O."""
+    """Decides which job a slot works for. Without I/O."""
 
     def __init__(self, clock: Callable[[], float], quantum_s: float) -> None:
         self._clock = clock
         self._quantum_s = quantum_s
-        self._shares: dict[int, Share] = {}
+        self._shares: dict[int, JobShare] = {}
 
     def join(self, job_id: int, weight: float, priority: int) -> None:
         now = self._clock()
-        least = min((share.at(now, 0.0) for share in self._shares.values()), default=0.0)
-        self._shares[job_id] = Share(weight, priority, least)
+        least = min((share.virtual_time(now, 0.0) for share in self._shares.values()), default=0.0)
+        self._shares[job_id] = JobShare(weight, priority, least)
 
     def leave(self, job_id: int) -> None:
         self._shares.pop(job_id, None)
 
     def acquire(self, job_id: int, slot: int) -> None:
-        self._shares[job_id].holding[slot] = self._clock()
+        self._shares[job_id].slot_starts[slot] = self._clock()
 
     def release(self, job_id: int, slot: int) -> None:
         share = self._shares.get(job_id)
-        if share is not None and slot in share.holding:
-            share.virtual_s += (self._clock() - share.holding.pop(slot)) / share.weight
+        if share is not None and slot in share.slot_starts:
+            share.virtual_s += (self._clock() - share.slot_starts.pop(slot)) / share.weight
 
     def choose(self, runnable: Iterable[int]) -> int | None:
         """The job that the next free slot works for."""
@@ -112,28 +115,28 @@ class FairShare:
 
         def order(job_id: int) -> tuple[float, float, int]:
             share = self._shares[job_id]
-            return -share.priority, share.at(now, self._quantum_s), job_id
+            return -share.priority, share.virtual_time(now, self._quantum_s), job_id
 
         return min(runnable, key=order, default=None)
 
-    def should_yield(self, job_id: int, slot: int, others: Iterable[int]) -> bool:
-        """Whether a slot should leave a job for one of the others, which is a quantum behind it."""
-        mine = self._shares.get(job_id)
-        if mine is None or slot not in mine.holding:
+    def should_yield(self, job_id: int, slot: int, rival_ids: Iterable[int]) -> bool:
+        """Whether a slot should leave a job for a rival, which has a higher priority or is a quantum behind it."""
+        share = self._shares.get(job_id)
+        if share is None or slot not in share.slot_starts:
             return True
         now = self._clock()
-        if now - mine.holding[slot] < self._quantum_s:
+        if now - share.slot_starts[slot] < self._quantum_s:
             return False
-        for other in (self._shares[other_id] for other_id in others):
-            if other.priority > mine.priority:
+        for rival in (self._shares[rival_id] for rival_id in rival_ids):
+            if rival.priority > share.priority:
                 return True
-            behind = mine.at(now, self._quantum_s) - other.at(now, self._quantum_s)
-            if other.priority == mine.priority and behind * min(mine.weight, other.weight) > self._quantum_s:
+            lead_s = share.virtual_time(now, self._quantum_s) - rival.virtual_time(now, self._quantum_s)
+            if rival.priority == share.priority and lead_s * min(share.weight, rival.weight) > self._quantum_s:
                 return True
         return False
 
 
-class _Slots:
+class _PoolSlots:
     """The slots of one pool, and the jobs that want them."""
 
     def __init__(self, pool: Pool, background: Background) -> None:
@@ -142,15 +145,15 @@ class _Slots:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._background = background
         self._changed = asyncio.Event()
-        self._share = FairShare(time.monotonic, EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S)
+        self._fair_share = FairShare(time.monotonic, EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S)
 
     def resize(self, spec: PoolSpec) -> None:
-        """Excess slots end after their current batches."""
+        """Set the number of slots; excess slots end after their current batches."""
         self.pool.spec = spec
         for slot in range(spec.slots):
             if slot not in self.tasks:
-                work = partial(self._serve, slot)
-                self.tasks[slot] = self._background.start("batch_slot", work, pool=spec.name, slot=slot)
+                serve_slot = partial(self._serve, slot)
+                self.tasks[slot] = self._background.start("batch_slot", serve_slot, pool=spec.name, slot=slot)
         self.wake()
 
     def wake(self) -> None:
@@ -158,11 +161,11 @@ class _Slots:
 
     def join(self, run: JobRun) -> None:
         self.runs[run.job.job_id] = run
-        self._share.join(run.job.job_id, run.job.weight, run.job.priority)
+        self._fair_share.join(run.job.job_id, run.job.weight, run.job.priority)
 
     def leave(self, run: JobRun) -> None:
         self.runs.pop(run.job.job_id, None)
-        self._share.leave(run.job.job_id)
+        self._fair_share.leave(run.job.job_id)
 
     def _runnable(self, slot: int) -> list[int]:
         at = time.monotonic()
@@ -170,18 +173,18 @@ class _Slots:
 
     async def _serve(self, slot: int) -> None:
         while slot < self.pool.spec.slots:
-            job_id = self._share.choose(self._runnable(slot))
+            job_id = self._fair_share.choose(self._runnable(slot))
             if job_id is None:
                 await self._wait(slot)
                 continue
-            self._share.acquire(job_id, slot)
+            self._fair_share.acquire(job_id, slot)
             try:
                 await self.runs[job_id].serve(slot, partial(self._should_yield, job_id, slot))
             except Exception as error:
                 log.error("a worker slot failed on a bulk job", job_id=job_id, exc_info=error)
                 await asyncio.sleep(POLL_S)
             finally:
-                self._share.release(job_id, slot)
+                self._fair_share.release(job_id, slot)
             await asyncio.sleep(0)  # let other tasks run, however soon the job returned the slot
         self.tasks.pop(slot, None)
 
@@ -189,10 +192,10 @@ class _Slots:
         if slot >= self.pool.spec.slots:
             return True
         rivals = [rival for rival in self._runnable(slot) if rival != job_id]
-        return bool(rivals) and self._share.should_yield(job_id, slot, rivals)
+        return bool(rivals) and self._fair_share.should_yield(job_id, slot, rivals)
 
     async def _wait(self, slot: int) -> None:
-        """Until something has changed, or a batch may be retried."""
+        """Wait until something has changed, or a batch may be retried."""
         self._changed.clear()
         due = min((run.runnable_at(slot) for run in self.runs.values()), default=float("inf"))
         await within(max(0.01, min(due - time.monotonic(), POLL_S)), self._changed.wait())
@@ -203,11 +206,11 @@ def pools_of(settings: Settings) -> dict[str, PoolSpec]:
     pools = {DEFAULT_POOL: PoolSpec(DEFAULT_POOL, settings.batch_workers)}
     if settings.ray_address:
         pools[RAY] = PoolSpec(RAY, settings.ray_workers, infra=RAY)
-    for given in settings.batch_pools:
-        name, equals, path = given.partition("=")
+    for definition in settings.batch_pools:
+        name, equals, path = definition.partition("=")
         if not (name and equals and path):
-            raise SettingsError(f"batch_pools has {given!r}; use NAME=FILE.yaml")
-        pools[name] = pool_from_yaml(name, Path(path).expanduser())
+            raise SettingsError(f"batch_pools has {definition!r}; use NAME=FILE.yaml")
+        pools[name] = read_pool(name, Path(path).expanduser())
         if pools[name].infra == RAY and not settings.ray_address:
             raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
     have_gpus = engine_positions(settings, 1) or any(pool.devices_per_worker for pool in pools.values())
@@ -235,7 +238,7 @@ class Coordinator:
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
         self._driver: Driver | None = None
-        self._pools: dict[str, _Slots] = {}
+        self._pools: dict[str, _PoolSlots] = {}
         self._runs: dict[int, JobRun] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of runs and of deletions
         self._due = asyncio.Event()
@@ -245,11 +248,11 @@ class Coordinator:
         self._next_sweep = 0.0
         self._failures: dict[int, _Failures] = {}
         self._clean_at: dict[int, float] = {}  # jobs whose parts could not be deleted, and when to try again
-        self._seen: dict[int, float] = {}  # jobs without an owner, and since when
-        self._machines = self._managed_machines()
+        self._unowned_since: dict[int, float] = {}  # jobs without an owner, and since when
+        self._machines = self._build_managed_machines()
 
-    def _managed_machines(self) -> ManagedMachines | None:
-        """Raises SettingsError."""
+    def _build_managed_machines(self) -> ManagedMachines | None:
+        """The machines of managed pools, or None if this process has none. Raises SettingsError."""
         managed = {name: spec.file for name, spec in self._specs.items() if spec.managed and spec.file is not None}
         if not managed or not self._settings.runs_bulk_jobs:
             return None
@@ -258,12 +261,12 @@ class Coordinator:
         return ManagedMachines(managed, self._jobs, self._settings, self._holder)
 
     def start(self, background: Background | None = None) -> None:
-        """Call on the running event loop."""
+        """Start the coordinator's tasks. Call on the running event loop."""
         background = background or Background()
         self._loop = asyncio.get_running_loop()
         for name, spec in self._specs.items():
             if not spec.rented:
-                self._pools[name] = _Slots(self._pool_of(spec), background)
+                self._pools[name] = _PoolSlots(self._pool_of(spec), background)
                 self._pools[name].resize(spec)
         self._main = background.start("batch_coordinator", self._run)
         if self._machines is not None:
@@ -280,8 +283,8 @@ class Coordinator:
     async def stop(self) -> None:
         """Release all jobs and end all workers."""
         slots = [task for pool in self._pools.values() for task in pool.tasks.values()]
-        own = [task for task in (self._main, self._renting) if task is not None]
-        tasks = [*own, *self._tasks.values(), *slots]
+        loops = [task for task in (self._main, self._renting) if task is not None]
+        tasks = [*loops, *self._tasks.values(), *slots]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -290,7 +293,7 @@ class Coordinator:
     # For the routes, on any thread.
 
     def wake(self, job_id: int | None = None) -> None:
-        """There is a new job, or this one was cancelled."""
+        """Take in a new job or, with its id, the cancellation of one."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake, job_id)
 
@@ -302,19 +305,19 @@ class Coordinator:
             run.end()
 
     def sweep_soon(self) -> None:
-        """Parts are to be deleted. The coordinators of other processes see that at their next sweep."""
+        """Sweep at once, since parts are to be deleted. Other processes see that at their next sweep."""
         self._next_sweep = 0.0
         self.wake()
 
     def pools(self, tenant_id: str) -> list[dict[str, object]]:
         """All pools, each with the running jobs of this tenant."""
-        mine = {job_id: run.job.pool for job_id, run in list(self._runs.items()) if run.job.tenant_id == tenant_id}
+        runs = [run for run in list(self._runs.values()) if run.job.tenant_id == tenant_id]
         return [
             {
                 "name": spec.name,
                 "workers": spec.slots,
                 "accelerators_per_worker": spec.devices_per_worker,
-                "jobs": sorted(job_id for job_id, pool in mine.items() if pool == spec.name),
+                "jobs": sorted(run.job.job_id for run in runs if run.job.pool == spec.name),
             }
             for spec in self._specs.values()
         ]
@@ -327,19 +330,19 @@ class Coordinator:
                 f"there is no pool {job.batch_pool_name!r}; the pools are {self.pool_names()}. Use {DEFAULT_POOL!r} "
                 "or add the pool to the server's TINSMITH_BATCH_POOLS"
             )
-        most_workers(pool, job)
+        max_job_workers(pool, job)
 
     def pool_names(self) -> list[str]:
         return list(self._specs)
 
     def resize(self, name: str, workers: object) -> None:
-        """Until the server ends. Raises NotFoundError, UserError."""
+        """Set the number of workers of a pool until the server ends. Raises NotFoundError, UserError."""
         spec = self._specs.get(name)
         if spec is None:
             raise NotFoundError(f"there is no pool {name!r}; the pools are {self.pool_names()}")
         if spec.rented:
             raise UserError(f"SkyPilot manages the machines of pool {name!r}; change num_nodes of its task")
-        self._specs[name] = resized = spec.resized(workers)
+        self._specs[name] = resized = spec.with_workers(workers)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
 
@@ -348,44 +351,44 @@ class Coordinator:
     async def _run(self) -> None:
         while True:
             self._due.clear()
-            await self._look()
+            await self._poll()
             await within(POLL_S, self._due.wait())
 
-    async def _look(self) -> None:
-        """An error of one part does not prevent the others. Raises one that is not the database's."""
-        parts = [self._take_jobs, self._see_cancelled]
+    async def _poll(self) -> None:
+        """Run all steps, also after an error of one. Raises an error that is not the database's."""
+        steps = [self._take_jobs, self._end_cancelled]
         if self._settings.batch_job:
-            parts.append(self._end_with_job)
+            steps.append(self._end_with_job)
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_S
-            parts.append(self._sweep)
+            steps.append(self._sweep)
         unexpected: Exception | None = None
-        for part in parts:
+        for step in steps:
             try:
-                await part()
+                await step()
             except SQLAlchemyError as error:
                 log.error("bulk jobs cannot be read; trying again", error=repr(error))
-            except Exception as error:  # noqa: BLE001  raised after the other parts
+            except Exception as error:  # noqa: BLE001  raised after the other steps
                 unexpected = unexpected or error
         if unexpected is not None:
             raise unexpected
 
     async def _end_with_job(self) -> None:
-        """A machine of a managed pool ends with its job: SIGTERM drains this process."""
+        """End this machine of a managed pool when its job has ended: SIGTERM drains this process."""
         if not self._tasks and await asyncio.to_thread(self._jobs.has_ended, self._settings.batch_job):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    async def _see_cancelled(self) -> None:
-        for job_id in await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
+    async def _end_cancelled(self) -> None:
+        for job_id in await asyncio.to_thread(self._jobs.cancelling_jobs, list(self._runs)):
             self._wake(job_id)
 
     async def _take_jobs(self) -> None:
-        waiting = await asyncio.to_thread(self._jobs.waiting, self._holder, self._leaves_pool)
+        job_ids = await asyncio.to_thread(self._jobs.acquirable_jobs, self._holder, self._leaves_pool)
         if only := self._settings.batch_job:
-            waiting = [job_id for job_id in waiting if job_id == only]
+            job_ids = [job_id for job_id in job_ids if job_id == only]
         at = time.monotonic()
-        self._seen = {job_id: self._seen.get(job_id, at) for job_id in waiting}
-        for job_id in waiting:
+        self._unowned_since = {job_id: self._unowned_since.get(job_id, at) for job_id in job_ids}
+        for job_id in job_ids:
             paused = job_id in self._failures and at < self._failures[job_id].until
             if job_id in self._tasks or paused or self._leaves_to_others(job_id):
                 continue
@@ -406,10 +409,11 @@ class Coordinator:
         return spec is not None and spec.rented
 
     def _leaves_to_others(self, job_id: int) -> bool:
-        """Among processes that only run bulk jobs, the one with the fewest jobs takes the next."""
+        """Whether to leave a job to other processes: of those that only run bulk jobs, the one with the fewest takes
+        it."""
         if self._settings.role != "batch-worker":
             return False
-        return time.monotonic() - self._seen[job_id] < YIELD_S * min(len(self._runs), MAX_YIELDS)
+        return time.monotonic() - self._unowned_since[job_id] < YIELD_S * min(len(self._runs), MAX_YIELDS)
 
     async def _acquire(self, job_id: int) -> JobRecord | None:
         acquire = self._jobs.acquire_batch_coordinator
@@ -427,17 +431,17 @@ class Coordinator:
         except SQLAlchemyError:
             raise
         except Exception as error:  # noqa: BLE001  of any kind of invalid data
-            why = f"the stored specification cannot be read by this version of Tinsmith: {error or repr(error)}"
-            await self._fail(job_id, f"{why}. Submit the job again, or run the version that stored it")
+            refusal = f"the stored specification cannot be read by this version of Tinsmith: {error or repr(error)}"
+            await self._fail(job_id, f"{refusal}. Submit the job again, or run the version that stored it")
             return
-        if why := self._refusal(spec):
-            await self._fail(job_id, why)
+        if refusal := self._refusal(spec):
+            await self._fail(job_id, refusal)
             return
         pool = self._pools[job.pool]
         run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._gateway)
         pool.join(run)
         self._runs[job_id] = run
-        self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+        self._tasks[job_id] = asyncio.create_task(self._run_job(run, pool))
 
     def _refusal(self, spec: JobSpec) -> str:
         """Why a stored job may not run under today's settings; empty if it may."""
@@ -445,15 +449,15 @@ class Coordinator:
             self.check_pool(spec)
         except UserError as error:
             return str(error)
-        code = "" if self._settings.batch_user_code else permissions.code_of(spec)
+        code = "" if self._settings.batch_user_code else permissions.describe_code(spec)
         return code and f"this server does not run users' code (TINSMITH_BATCH_USER_CODE=false), and {code}"
 
-    async def _fail(self, job_id: int, why: str) -> None:
+    async def _fail(self, job_id: int, reason: str) -> None:
         """Fail a job that is not run; one that is being cancelled becomes CANCELLED."""
-        if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why):
+        if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", reason):
             await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "CANCELLED")
         self._failures.pop(job_id, None)
-        log.error("a bulk job cannot run", job_id=job_id, error=why)
+        log.error("a bulk job cannot run", job_id=job_id, error=reason)
 
     async def _note_failure(self, job_id: int, error: Exception) -> None:
         """Pause the job, or fail it after too many errors."""
@@ -464,12 +468,12 @@ class Coordinator:
         if failures.count >= MAX_FAILURES:
             try:
                 if await self._acquire(job_id):
-                    why = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
-                    await self._fail(job_id, why)
-            except Exception as another:  # noqa: BLE001  tried again after the pause
-                log.error("the failure of a bulk job cannot be stored", job_id=job_id, error=repr(another))
+                    reason = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
+                    await self._fail(job_id, reason)
+            except Exception as storage_error:  # noqa: BLE001  tried again after the pause
+                log.error("the failure of a bulk job cannot be stored", job_id=job_id, error=repr(storage_error))
 
-    async def _keep(self, run: JobRun, pool: _Slots) -> None:
+    async def _run_job(self, run: JobRun, pool: _PoolSlots) -> None:
         job_id = run.job.job_id
         try:
             await run.run()
@@ -489,10 +493,10 @@ class Coordinator:
         """Delete the files of jobs whose end was interrupted, and those past the retention."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
-        await asyncio.to_thread(self._jobs.forget_ended_workers)
+        await asyncio.to_thread(self._jobs.delete_ended_workers)
         at = time.monotonic()
         self._clean_at = {job_id: until for job_id, until in self._clean_at.items() if at < until}
-        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since, list(self._clean_at)):
+        for job_id in await asyncio.to_thread(self._jobs.cleanable_jobs, keep_since, list(self._clean_at)):
             if job_id not in self._tasks:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
 

@@ -5,8 +5,8 @@ healthy GPU. The machine is set aside for a pause that doubles with each failure
 others. The job fails when no machine can set it up: every machine that exists has failed, no worker is set up, and
 there were `MAX_SETUP_FAILURES` failures in a row; or when no set-up has succeeded within the job's discovery timeout.
 
-A machine is a name of the pool's (`Started.host`), a GPU of its own where workers have accelerators. Failures before a
-machine is known are the pool's, and count under `UNKNOWN`.
+A machine is a name of the pool's (`WorkerHandle.host`), a GPU of its own where workers have accelerators. Failures
+before a machine is known are the pool's, and count under `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HostHealth:
         self._ready.discard(worker_id)
 
     def record_success(self, worker_id: str) -> None:
-        """The function of this worker has worked on a batch."""
+        """Record that the function of a worker has worked on a batch."""
         if worker_id in self._ready or worker_id not in self._host_of:
             return
         self._ready.add(worker_id)
@@ -64,7 +64,7 @@ class HostHealth:
             self.is_changed = True
 
     def record_failure(self, host: str, error: str, *, is_final: bool = False) -> None:
-        """A set-up has failed on a machine; `is_final` if another one would fail there, too."""
+        """Record that a set-up has failed on a machine; `is_final` if another one would fail there, too."""
         now = self._clock()
         self._first_failure = now if self._first_failure is None else self._first_failure
         before = self._failures.get(host)

@@ -39,33 +39,35 @@ from tinsmith.batch.coordinator.state import (
     BatchJobs,
     Claim,
     JobRecord,
-    Settled,
+    SettledAttempt,
     SupersededError,
     is_transient,
 )
 from tinsmith.batch.coordinator.workers import (
-    FailedError,
+    FatalJobError,
+    MachineSetAsideError,
     OperationError,
     RemoteWorker,
     Result,
-    SetAsideError,
     WorkerLostError,
     WorkerSet,
     run_until,
 )
 from tinsmith.batch.formats.input_versions import Version
-from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
-from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, most_workers
-from tinsmith.batch.types import AttemptOutcome, JobSpec, LostAttempt, MapperStartError, OutputInfo, part_base
+from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
+from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
+from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
+"""The work of a group of batches, in seconds of its worker."""
 MAX_GROUP = 256
 """The most that a worker takes in one request."""
 BURST_S = 1.0
-FAILED_PAGE = 1000
+"""How far ahead of its rate a job may begin batches, in seconds of the rate."""
+FAILED_ROWS_PAGE = 1000
 """Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
@@ -76,19 +78,19 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class GroupSize:
-    """How many batches a worker does in `GROUP_S`."""
+class DispatchWindow:
+    """How many batches are sent to a worker in one group: as many as it recently did in `GROUP_S`."""
 
     def __init__(self) -> None:
-        self.group = 1
-        self._since = 0.0
+        self.size = 1
+        self._last_end = 0.0
 
-    def note(self, began: float, ended: float, batches: int) -> None:
-        """A group that waited behind another one began when that one ended."""
-        elapsed_s = ended - max(began, self._since)
-        self._since = ended
-        fitting = int(GROUP_S * batches / elapsed_s) if elapsed_s > 0 else MAX_GROUP
-        self.group = max(1, min(fitting, 2 * self.group, MAX_GROUP))
+    def record(self, began_at: float, ended_at: float, num_batches: int) -> None:
+        """Take in a group of batches. One that waited behind another group began when that one ended."""
+        elapsed_s = ended_at - max(began_at, self._last_end)
+        self._last_end = ended_at
+        fitting = int(GROUP_S * num_batches / elapsed_s) if elapsed_s > 0 else MAX_GROUP
+        self.size = max(1, min(fitting, 2 * self.size, MAX_GROUP))
 
 
 class Grant(NamedTuple):
@@ -128,18 +130,18 @@ class RateLimits:
         return max([0.0, *(until - BURST_S - self._clock() for until in self.paid_until.values())])
 
     def take(self, count: int) -> Grant:
-        """Allows some of `count` batches to begin, and charges them."""
+        """Allow some of `count` batches to begin, and charge them."""
         if not self.paid_until:
             return Grant(count, 0.0)
-        tokens_per_row, taken = self._tokens_per_row or 0.0, 0
-        while taken < count and self.wait_s() == 0:
+        tokens_per_row, num_granted = self._tokens_per_row or 0.0, 0
+        while num_granted < count and self.wait_s() == 0:
             self._charge(self._batch_size, tokens_per_row)
             self._num_begun += 1
-            taken += 1
-        return Grant(taken, tokens_per_row)
+            num_granted += 1
+        return Grant(num_granted, tokens_per_row)
 
-    def claimed(self, grant: Grant, claims: Sequence[Claim]) -> None:
-        """Only these of the granted batches were pending, perhaps with fewer rows."""
+    def record_claims(self, grant: Grant, claims: Sequence[Claim]) -> None:
+        """Correct the charge of a grant: only these batches were pending, perhaps with fewer rows."""
         if not self.paid_until:
             return
         rows = sum(claim.span.rows for claim in claims)
@@ -148,8 +150,8 @@ class RateLimits:
         for claim in claims:
             self._tokens_charged[claim.batch_idx, claim.attempt_id] = claim.span.rows * grant.tokens_per_row
 
-    def ended(self, claim: Claim, tokens: int | None) -> None:
-        """An attempt took this many tokens; None if that is unknown."""
+    def record_end(self, claim: Claim, tokens: int | None) -> None:
+        """Charge the tokens of an attempt that has ended; None if their number is unknown."""
         self._num_begun -= 1
         charged = self._tokens_charged.pop((claim.batch_idx, claim.attempt_id), 0.0)
         if tokens is not None:
@@ -167,27 +169,27 @@ class RateLimits:
 
 @dataclass(eq=False)
 class Dispatcher:
-    """`report` gets each attempt with its result, and whether its group has ended.
+    """Sends groups of attempts to workers. `report` gets each attempt with its result, and whether its group has ended.
 
     Every attempt is sent the schemas of the outputs so far. Two workers that begin at the same time may be sent none,
     and write parts that conflict: then the later attempt is lost, and the next one is sent the schemas."""
 
     job_id: int
     spec: JobSpec
-    report: Callable[[Sequence[Settled], bool], None]
-    setup_failed: Callable[[RemoteWorker, MapperStartError], None]
+    report: Callable[[Sequence[SettledAttempt], bool], None]
+    on_setup_failure: Callable[[RemoteWorker, MapperStartError], None]
 
     def __post_init__(self) -> None:
         self.in_flight: set[int] = set()
-        self._paces: WeakKeyDictionary[RemoteWorker, GroupSize] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[RemoteWorker, DispatchWindow] = WeakKeyDictionary()
         self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
 
     def add_schema(self, output: int, schema: Schema) -> None:
-        """Raises SchemaConflictError."""
-        self._schemas[output] = merged(self._schemas[output] or {}, schema)
+        """Merge the schema of committed rows into that of an output. Raises SchemaConflictError."""
+        self._schemas[output] = merge_schemas(self._schemas[output] or {}, schema)
 
-    def pace(self, worker: RemoteWorker) -> GroupSize:
-        return self._paces.setdefault(worker, GroupSize())
+    def window(self, worker: RemoteWorker) -> DispatchWindow:
+        return self._windows.setdefault(worker, DispatchWindow())
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
@@ -197,54 +199,54 @@ class Dispatcher:
 
     async def attempt(self, worker: RemoteWorker, claims: Sequence[Claim]) -> None:
         """One attempt at each of these batches. Each is reported, also after an error."""
-        left = {(claim.batch_idx, claim.attempt_id): claim for claim in claims}
+        unsettled = {(claim.batch_idx, claim.attempt_id): claim for claim in claims}
         in_group = {claim.batch_idx for claim in claims}
         self.in_flight |= in_group
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
             if self._gives_up(claims[0]):
                 outcome = await self._give_up(worker, claims[0])
-                self._settle(left, [(key, outcome) for key in left])
+                self._settle(unsettled, [(key, outcome) for key in unsettled])
             else:
                 async with contextlib.aclosing(worker.feed([self._assignment(claim) for claim in claims])) as results:
                     async for arrived in results:
-                        self._settle(left, arrived)
-                self.pace(worker).note(began, time.monotonic(), len(claims))
+                        self._settle(unsettled, arrived)
+                self.window(worker).record(began_at, time.monotonic(), len(claims))
         except MapperStartError as error:
-            self._lose(left, "SetupFailed", error, has_begun=False)
-            self.setup_failed(worker, error)
+            self._fail_all(unsettled, "SetupFailed", error, has_begun=False)
+            self.on_setup_failure(worker, error)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
-            self._lose(left, type(error).__name__, error, infra=not isinstance(error, OperationError))
+            self._fail_all(unsettled, type(error).__name__, error, infra=not isinstance(error, OperationError))
         finally:
             self.in_flight -= in_group
 
-    def _lose(
+    def _fail_all(
         self,
-        waiting: dict[tuple[int, int], Claim],
+        unsettled: dict[tuple[int, int], Claim],
         error_class: str,
         error: Exception,
         *,
         infra: bool = True,
         has_begun: bool = True,
     ) -> None:
-        lost = LostAttempt(error_class, str(error), infra=infra, begun=has_begun)
-        self._settle(waiting, [(key, lost) for key in waiting])
+        failure = AttemptFailure(error_class, str(error), infra=infra, begun=has_begun)
+        self._settle(unsettled, [(key, failure) for key in unsettled])
 
-    def _settle(self, waiting: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
-        settled = [(waiting.pop(key), self._checked(result)) for key, result in results if key in waiting]
-        self.report(settled, not waiting)
+    def _settle(self, unsettled: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
+        settled = [(unsettled.pop(key), self._check_schemas(result)) for key, result in results if key in unsettled]
+        self.report(settled, not unsettled)
 
-    def _checked(self, result: AttemptOutcome | LostAttempt) -> AttemptOutcome | LostAttempt:
-        if isinstance(result, LostAttempt):
+    def _check_schemas(self, result: AttemptOutcome | AttemptFailure) -> AttemptOutcome | AttemptFailure:
+        if isinstance(result, AttemptFailure):
             return result
         try:
             schemas = [
-                found if part.schema is None else merged(found or {}, part.schema)
-                for found, part in zip(self._schemas, result.parts, strict=True)
+                schema if part.schema is None else merge_schemas(schema or {}, part.schema)
+                for schema, part in zip(self._schemas, result.parts, strict=True)
             ]
         except SchemaConflictError as error:
-            return LostAttempt(type(error).__name__, str(error))
+            return AttemptFailure(type(error).__name__, str(error))
         self._schemas = schemas
         return result
 
@@ -289,21 +291,21 @@ class JobRun:
         self._router: RequestRouter | None = None
         if gateway is not None and operations.asks_service(spec.batch_serialized_fn):
             self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
-        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._note_failed_mapper)
+        self._dispatcher = Dispatcher(job.job_id, spec, self._collect_results, self._note_failed_mapper)
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
-        self._most_workers = min(spec.concurrency or MAX_SLOTS, most_workers(pool.spec, spec))
+        self._max_workers = min(spec.concurrency or MAX_SLOTS, max_job_workers(pool.spec, spec))
         self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
         self._pool = pool
         self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router, self._hosts)
         self._dispatching = False
-        self._asked = asyncio.Event()  # a slot wants a worker
-        self._found = asyncio.Event()  # a slot has had one
-        self._ended = asyncio.Event()  # no more batches are dispatched
+        self._worker_requested = asyncio.Event()
+        self._worker_acquired = asyncio.Event()
+        self._dispatch_ended = asyncio.Event()
         self._reason: Exception | None = None  # why it ended; None if its row says so
-        self._settled: list[Settled] = []
-        self._wanted: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
+        self._settled: list[SettledAttempt] = []
+        self._claim_requests: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
         self._settle_due = asyncio.Event()
         self._settle_lock = asyncio.Lock()
         self._due_at = 0.0  # when a batch may be pending
@@ -313,16 +315,16 @@ class JobRun:
     def end(self, reason: Exception | None = None) -> None:
         """Dispatch no more. The first reason counts; without one, the row says whether the job is done, cancelled, or
         left for another coordinator."""
-        if not self._ended.is_set() or self._reason is None:
+        if not self._dispatch_ended.is_set() or self._reason is None:
             self._reason = reason
-        self._ended.set()
+        self._dispatch_ended.set()
 
     # For the slots of the pool.
 
     def runnable_at(self, slot: int) -> float:
         """When this slot may find a batch, on the monotonic clock."""
-        full = self._num_serving >= self._most_workers
-        if not self._dispatching or full or self._ended.is_set():
+        full = self._num_serving >= self._max_workers
+        if not self._dispatching or full or self._dispatch_ended.is_set():
             return float("inf")
         due_at = self._due_at
         if not self._workers.has_idle():
@@ -335,14 +337,14 @@ class JobRun:
         self._num_serving += 1
         worker: RemoteWorker | None = None
         try:
-            self._asked.set()
-            worker = await self._workers.take(slot, self._ended)
+            self._worker_requested.set()
+            worker = await self._workers.take(slot, self._dispatch_ended)
             if worker is not None:
-                self._found.set()
+                self._worker_acquired.set()
                 await self._dispatch(worker, should_yield)
         except (WorkerStartError, WorkerLostError) as error:
             self._note_failed_setup(error.host, str(error))
-        except SetAsideError:
+        except MachineSetAsideError:
             self._slot_free_at[slot] = min(self._hosts.set_aside().values(), default=0.0)
         except Exception as error:
             if is_transient(error):
@@ -360,13 +362,13 @@ class JobRun:
         try:
             while True:
                 room = IN_FLIGHT - len(dispatched)
-                if room > 0 and not worker.unusable and not self._ended.is_set() and not should_yield():
-                    size = self._dispatcher.pace(worker).group
+                if room > 0 and not worker.unusable and not self._dispatch_ended.is_set() and not should_yield():
+                    size = self._dispatcher.window(worker).size
                     for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
                         dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
                 if not dispatched:
                     pause_s = self._rates.wait_s()
-                    if pause_s == 0 or self._ended.is_set() or worker.unusable or should_yield():
+                    if pause_s == 0 or self._dispatch_ended.is_set() or worker.unusable or should_yield():
                         return
                     await asyncio.sleep(min(pause_s, PAUSE_S))  # an exclusive pool would end the worker
                     continue
@@ -376,14 +378,14 @@ class JobRun:
             for task in dispatched:
                 task.cancel()
 
-    def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
+    def _collect_results(self, settled: Sequence[SettledAttempt], is_end: bool) -> None:
         hit("batch.reported")
         for claim, result in settled:
             is_outcome = isinstance(result, AttemptOutcome)
-            self._rates.ended(claim, result.tokens_in + result.tokens_out if is_outcome else None)
+            self._rates.record_end(claim, result.tokens_in + result.tokens_out if is_outcome else None)
             if is_outcome or (result.begun and not result.infra):
                 self._hosts.record_success(claim.worker_cluster)
-            if not is_outcome and self._ended.is_set():
+            if not is_outcome and self._dispatch_ended.is_set():
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
             self._settled.append((claim, result))
         if not is_end:
@@ -391,28 +393,28 @@ class JobRun:
 
     def _note_failed_mapper(self, worker: RemoteWorker, error: MapperStartError) -> None:
         if error.final and not error.of_machine:
-            self.end(FailedError(f"setup_failed: {error}"))
-        self._note_failed_setup(worker.started.host, str(error), is_final=error.final)
+            self.end(FatalJobError(f"setup_failed: {error}"))
+        self._note_failed_setup(worker.handle.host, str(error), is_final=error.final)
 
     def _note_failed_setup(self, host: str, error: str, *, is_final: bool = False) -> None:
-        """On a machine; the job ends if no other one can do better."""
+        """Count a failed set-up on a machine, and end the job if no other machine can set it up."""
         self._hosts.record_failure(host, error, is_final=is_final)
         log.warning("a set-up has failed", job_id=self.job.job_id, machine=host, error=error[:MAX_ERROR])
         if problem := self._hosts.problem(self._pool.hosts(self._spec)):
-            self.end(FailedError(problem))
+            self.end(FatalJobError(problem))
         self._settle_due.set()
 
-    # Turns.
+    # Settling and claiming.
 
     async def _claim(self, worker_id: str, count: int) -> list[Claim]:
-        grant = self._rates.take(0 if self._ended.is_set() else count)
+        grant = self._rates.take(0 if self._dispatch_ended.is_set() else count)
         if not grant.batches:
             return []
-        claimed: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
-        self._wanted.append((worker_id, grant.batches, claimed))
+        future: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
+        self._claim_requests.append((worker_id, grant.batches, future))
         self._settle_due.set()
-        claims = await claimed
-        self._rates.claimed(grant, claims)
+        claims = await future
+        self._rates.record_claims(grant, claims)
         return claims
 
     async def _settle_loop(self) -> None:
@@ -423,21 +425,21 @@ class JobRun:
                 await asyncio.sleep(0)  # results that are ready now share the transaction
                 await self._settle_and_claim()
         finally:
-            for _, _, claimed in self._wanted:
-                if not claimed.done():
-                    claimed.set_result([])
+            for _, _, future in self._claim_requests:
+                if not future.done():
+                    future.set_result([])
 
     async def _settle_and_claim(self) -> None:
         async with self._settle_lock:
             self._settle_due.clear()
-            settled, wanted = self._settled, self._wanted
-            self._settled, self._wanted = [], []
+            settled, requests = self._settled, self._claim_requests
+            self._settled, self._claim_requests = [], []
             await self._store_hosts()
-            if not settled and not wanted:
+            if not settled and not requests:
                 return
             claims: dict[str, list[Claim]] = {}
             try:
-                claims = await self._exchange(settled, {worker_id: count for worker_id, count, _ in wanted})
+                claims = await self._exchange(settled, {worker_id: count for worker_id, count, _ in requests})
             except SQLAlchemyError as error:
                 if not is_transient(error):
                     raise
@@ -446,9 +448,9 @@ class JobRun:
                 self._settle_due.set()
                 await asyncio.sleep(1)
             finally:
-                for worker_id, _, claimed in wanted:
-                    if not claimed.done():
-                        claimed.set_result(claims.get(worker_id, []))
+                for worker_id, _, future in requests:
+                    if not future.done():
+                        future.set_result(claims.get(worker_id, []))
         self._check_row()
         self._on_change()
 
@@ -458,26 +460,26 @@ class JobRun:
             machines = self._hosts.listing(now())
             await asyncio.to_thread(self._jobs.set_machines_aside, self.job.job_id, self._token, machines)
 
-    async def _exchange(self, settled: list[Settled], wanted: dict[str, int]) -> dict[str, list[Claim]]:
-        """Store results and claim batches."""
-        if self._ended.is_set():
-            wanted = {}
+    async def _exchange(self, settled: list[SettledAttempt], counts: dict[str, int]) -> dict[str, list[Claim]]:
+        """Store results and claim batches, for each worker as many as its count."""
+        if self._dispatch_ended.is_set():
+            counts = {}
         limits, job_id = self._limits, self.job.job_id
-        more = limits.lease_s, limits.max_retries, limits.backoff_s
-        more = *more, dict(self._rates.paid_until)
-        result = await asyncio.to_thread(self._jobs.settle_and_claim, job_id, self._token, settled, wanted, *more)
-        self.job, claims = result.job, dict(result.claims)
+        options = limits.lease_s, limits.max_retries, limits.backoff_s, dict(self._rates.paid_until)
+        settle = self._jobs.settle_and_claim
+        transition = await asyncio.to_thread(settle, job_id, self._token, settled, counts, *options)
+        self.job, claims = transition.job, dict(transition.claims)
         self._rates.learn(self.job)
         if claims:
             hit("batch.claimed")
         if settled:
             hit("batch.committed")
             self._due_at = 0.0
-        for claim in result.rejected:
+        for claim in transition.rejected:
             log.warning("a late result was rejected", job_id=job_id, batch_idx=claim.batch_idx)
-        if result.failed:
+        if transition.failed:
             await self._check_failed()
-        elif wanted and not any(claims.values()):
+        elif counts and not any(claims.values()):
             wait_s = await asyncio.to_thread(self._jobs.next_retry_in, job_id)
             self._due_at = float("inf") if wait_s is None else time.monotonic() + max(wait_s, 0.01)
         return claims
@@ -487,27 +489,26 @@ class JobRun:
         if self.job.failed_too_many:
             failed = self.job.rows_failed
             rows = "row" if failed == 1 else "rows"
-            self.end(FailedError(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}"))
+            self.end(FatalJobError(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}"))
         elif self.job.status == "CANCELLING" or self.job.done:
             self.end()
 
     async def _check_failed(self) -> None:
         if failure := await asyncio.to_thread(self._jobs.failure, self.job.job_id):
-            self.end(FailedError(failure))
+            self.end(FatalJobError(failure))
 
     # The whole job.
 
     async def run(self) -> None:
-        """Until the job ends or another coordinator has it. If cancelled, it releases the job."""
-        helpers = [
-            asyncio.create_task(self._help(work)) for work in (self._settle_loop(), self._renew(), self._discover())
-        ]
+        """Run the job until it ends or another coordinator has it. If cancelled, release the job."""
+        coroutines = self._settle_loop(), self._renew(), self._watch_first_start()
+        helpers = [asyncio.create_task(self._supervise(coroutine)) for coroutine in coroutines]
         try:
             await self._run()
         except SupersededError:
             log.warning("another coordinator has the job", job_id=self.job.job_id)
         finally:
-            self._ended.set()
+            self._dispatch_ended.set()
             closing = asyncio.create_task(self._close(helpers))
             try:
                 await asyncio.shield(closing)
@@ -527,10 +528,10 @@ class JobRun:
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(self._jobs.release, self.job.job_id, self._token)
 
-    async def _help(self, work: Awaitable[None]) -> None:
-        """The job cannot go on without its helpers."""
+    async def _supervise(self, coroutine: Awaitable[None]) -> None:
+        """Await a helper of the job. The job cannot go on without it, so an error of the helper ends the job."""
         try:
-            await work
+            await coroutine
         except Exception as error:  # noqa: BLE001  `run` raises it
             self.end(error)
 
@@ -538,25 +539,25 @@ class JobRun:
         failure: str | None = None
         try:
             await self._prepare()
-            if not self._ended.is_set() and await self._set_status("RUNNING"):
+            if not self._dispatch_ended.is_set() and await self._set_status("RUNNING"):
                 self._dispatching = True
                 self._on_change()
-            await self._ended.wait()
+            await self._dispatch_ended.wait()
             await self._stop_serving()
             if self._reason is not None:
                 raise self._reason
             self.job = await asyncio.to_thread(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s)
             if self.job.status != "CANCELLING" and (not self.job.done or await self._wind_down()):
                 return  # not done: the server stops
-        except FailedError as error:
-            failure = await self._explained(str(error))
+        except FatalJobError as error:
+            failure = await self._explain_failure(str(error))
         if failure is None or not await self._set_status("FAILED", failure):
             await self._set_status("CANCELLED")
 
     async def _prepare(self) -> None:
         """Split the input unless that is done, and read the schemas and failures that earlier coordinators stored."""
         job_id = self.job.job_id
-        if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
+        if not self.job.sealed and not self._dispatch_ended.is_set() and self.job.status != "CANCELLING":
             await self._plan()
         if self.job.completed_batches:
             for output in range(len(self._spec.batch_output_formats)):
@@ -565,13 +566,13 @@ class JobRun:
         await self._check_failed()
         self._check_row()
 
-    async def _explained(self, failure: str) -> str:
+    async def _explain_failure(self, failure: str) -> str:
         """The reason, with the first failed row if the job failed because of rows."""
         if not self.job.failed_too_many or not (
-            found := await asyncio.to_thread(self._jobs.row_errors, self.job.job_id, 1)
+            first_errors := await asyncio.to_thread(self._jobs.row_errors, self.job.job_id, 1)
         ):
             return failure
-        (first,) = found
+        (first,) = first_errors
         message = str(first["message"]).partition("\n")[0]
         return f"{failure}; the first is row {first['row_idx']}: {first['error_class']}: {message}"
 
@@ -582,13 +583,13 @@ class JobRun:
             await self._workers.stop_all()
         while self._num_serving:
             await asyncio.sleep(0.01)
-        if self._reason is None or isinstance(self._reason, FailedError):
+        if self._reason is None or isinstance(self._reason, FatalJobError):
             await self._settle_and_claim()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
-        moved = await asyncio.to_thread(self._jobs.set_status, self.job.job_id, self._token, status, error)
+        is_stored = await asyncio.to_thread(self._jobs.set_status, self.job.job_id, self._token, status, error)
         log.info("bulk job", job_id=self.job.job_id, status=status, error=error)
-        return moved
+        return is_stored
 
     async def _renew(self) -> None:
         """Keep the lease, and see a cancellation by another process."""
@@ -602,24 +603,24 @@ class JobRun:
             except SQLAlchemyError as error:
                 log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
 
-    async def _discover(self) -> None:
+    async def _watch_first_start(self) -> None:
         """End the job if its first worker does not start in time: it may want more than any machine has, which a
         cluster does not say. A job with results waits, since the cluster may be full."""
-        await self._asked.wait()
+        await self._worker_requested.wait()
         limit_s = self._limits.discovery_timeout_s
-        if not await within(limit_s, self._found.wait()) and not self.job.completed_batches:
-            why = (
+        if not await within(limit_s, self._worker_acquired.wait()) and not self.job.completed_batches:
+            reason = (
                 f"no worker of the pool {self._spec.batch_pool_name!r} has started within {limit_s:g} s "
                 "(limits.discovery_timeout_s): it has no room, or no machine has what the job or the pool asks for"
             )
-            self.end(FailedError(f"setup_failed: {why}"))
+            self.end(FatalJobError(f"setup_failed: {reason}"))
 
     async def notify_gateway(self) -> None:
         """Tell the model gateway that a job of operations has ended."""
         if self._router is not None:
-            found = await asyncio.to_thread(self._jobs.find, self.job.tenant_id, self.job.job_id)
-            if found.status in TERMINAL:
-                await self._router.gateway.ended(found.job_id, found.tenant_id, found.status)
+            job = await asyncio.to_thread(self._jobs.find, self.job.tenant_id, self.job.job_id)
+            if job.status in TERMINAL:
+                await self._router.gateway.close_job(job.job_id, job.tenant_id, job.status)
 
     # Operations.
 
@@ -633,11 +634,11 @@ class JobRun:
                 async for message in messages:
                     starts.extend(span[0] for span in message.get("spans", ()))
                     end = message.get("end", {})
-            total = end.get("total_rows", 0)
-            first_rows = range(0, total, end["batch_size"]) if "batch_size" in end else starts
-            return first_rows, total, end.get("input_version")
+            total_rows = end.get("total_rows", 0)
+            first_rows = range(0, total_rows, end["batch_size"]) if "batch_size" in end else starts
+            return first_rows, total_rows, end.get("input_version")
 
-        planned = await run_until(self._ended, self._operate(plan))
+        planned = await run_until(self._dispatch_ended, self._operate(plan))
         if planned is None:
             return  # the job is cancelled
         self.job = await asyncio.to_thread(self._jobs.save_batch_states, self.job.job_id, self._token, *planned)
@@ -664,14 +665,15 @@ class JobRun:
         published: list[tuple[str, OutputInfo]] = []
         with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
             winners, failures = Path(directory) / "winners", Path(directory) / "failures"
-            await asyncio.to_thread(_write_lines, winners, (parts for _, parts in self._jobs.winners(self.job.job_id)))
-            await asyncio.to_thread(_write_lines, failures, _failed_rows(self._jobs, self.job.job_id))
+            batches = self._jobs.iter_committed_batches(self.job.job_id)
+            await asyncio.to_thread(_write_lines, winners, (parts for _, parts in batches))
+            await asyncio.to_thread(_write_lines, failures, _iter_failed_rows(self._jobs, self.job.job_id))
             for index, kind in enumerate(formats):
                 path = winners if index < len(self._spec.batch_output_formats) else failures
 
                 async def publish(worker: RemoteWorker, index: int = index, path: Path = path) -> OutputInfo:
-                    there = await worker.send(path)
-                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=there))
+                    remote_path = await worker.send(path)
+                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=remote_path))
 
                 published.append((kind, await self._operate(publish)))
         return published
@@ -682,10 +684,10 @@ Operate = Callable[[Callable[[RemoteWorker], Awaitable[Any]]], Awaitable[Any]]
 
 async def clean(jobs: BatchJobs, job_id: int, operate: Operate) -> bool:
     """Delete the parts of a job and of those that it resumed. False if that fails, which does not change the job."""
-    chain = await asyncio.to_thread(jobs.chain, job_id)
+    chain = await asyncio.to_thread(jobs.resume_chain, job_id)
     try:
         await operate(lambda worker: worker.result_of("delete", job_ids=chain))
-    except (FailedError, WorkerLostError, WorkerStartError, SupersededError) as error:
+    except (FatalJobError, WorkerLostError, WorkerStartError, SupersededError) as error:
         log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
         return False
     hit("batch.cleaned")
@@ -699,9 +701,9 @@ def _write_lines(path: Path, items: Iterable[object]) -> None:
             lines.write(json.dumps(item) + "\n")
 
 
-def _failed_rows(jobs: BatchJobs, job_id: int) -> Iterable[dict[str, object]]:
+def _iter_failed_rows(jobs: BatchJobs, job_id: int) -> Iterable[dict[str, object]]:
     after = -1
-    while errors := jobs.row_errors(job_id, FAILED_PAGE, after):
+    while errors := jobs.row_errors(job_id, FAILED_ROWS_PAGE, after):
         after = errors[-1]["row_idx"]
         yield from map(error_row, errors)
 

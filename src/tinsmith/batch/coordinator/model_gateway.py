@@ -23,6 +23,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -50,7 +51,7 @@ HEARTBEAT_S = 15.0
 DATABASE_PAUSE_S = 1.0
 MAX_KEY = 48
 FINISH_TYPES = {"SUCCEEDED": "success", "FAILED": "errored", "CANCELLED": "interrupted"}
-PATH = "tinker://"
+TINKER_SCHEME = "tinker://"
 
 Message = dict[str, Any]
 log = structlog.get_logger()
@@ -101,7 +102,7 @@ class ModelGateway:
         self._handlers[verb] = handler
 
     async def answer(self, request: RowRequest) -> Message:
-        """Raises TinsmithError, which fails the row."""
+        """Answer a request, after waits for quotas and the database. Raises TinsmithError, which fails the row."""
         handler = self._handlers.get(request.verb)
         if handler is None:
             raise NotSupportedError(f"verb is {show(request.verb)}; it must be one of {sorted(self._handlers)}")
@@ -114,14 +115,14 @@ class ModelGateway:
                 log.warning("a model request of a bulk job waits for the database", error=repr(error))
                 await asyncio.sleep(DATABASE_PAUSE_S)
 
-    async def ended(self, job_id: int, tenant_id: str, status: str) -> None:
+    async def close_job(self, job_id: int, tenant_id: str, status: str) -> None:
         """The job has ended: its sessions close, and samples in progress are cancelled."""
         self._jobs.pop(job_id, None)
         await asyncio.to_thread(self._close, job_id, tenant_id, status)
 
     def _close(self, job_id: int, tenant_id: str, status: str) -> None:
-        for number in count(1):
-            session_id = _session_id(job_id, number)
+        for generation in count(1):
+            session_id = _session_id(job_id, generation)
             try:
                 self.sessions.finish(tenant_id, session_id, FINISH_TYPES[status])
             except NotFoundError:
@@ -140,11 +141,11 @@ class ModelGateway:
         while True:
             session_id = job.session_id
             try:
-                session_id = await self._session_of(job, request)
+                session_id = await self._ensure_session(job, request)
                 request_id = await asyncio.to_thread(self._submit, session_id, request)
                 body = await self._outcome(job, request, session_id, request_id)
             except GoneError:
-                await self._leave(job, session_id)
+                await self._drop_session(job, session_id)
             else:
                 return {"result": base64.b64encode(body).decode()}
 
@@ -152,33 +153,33 @@ class ModelGateway:
         """The base model, and the path if the model is a checkpoint. Raises UserError."""
         if not isinstance(model, str):
             raise UserError(f"model is {show(model)}; it must be a base model's id or a checkpoint's path")
-        if not model.startswith(PATH):
+        if not model.startswith(TINKER_SCHEME):
             return self.bases.get(model), None
         checkpoint = self.checkpoints.get(tenant_id, parse_path(model, "model"))
         return self.bases.get(checkpoint.base_model), model
 
-    async def _leave(self, job: _JobSession, session_id: str | None) -> None:
+    async def _drop_session(self, job: _JobSession, session_id: str | None) -> None:
         """The session has expired; the next request opens another."""
         async with job.lock:
             if job.session_id == session_id:
                 job.session_id = None
 
-    async def _session_of(self, job: _JobSession, request: RowRequest) -> str:
+    async def _ensure_session(self, job: _JobSession, request: RowRequest) -> str:
         """The job's session, alive."""
         async with job.lock:
             if job.session_id is None:
-                job.session_id = await asyncio.to_thread(self._open, request)
+                job.session_id = await asyncio.to_thread(self._open_session, request)
                 job.alive_at = time.monotonic()
             elif time.monotonic() - job.alive_at > HEARTBEAT_S:
                 job.alive_at = time.monotonic()
                 await asyncio.to_thread(self.sessions.heartbeat, request.tenant_id, job.session_id)
             return job.session_id
 
-    def _open(self, request: RowRequest) -> str:
+    def _open_session(self, request: RowRequest) -> str:
         """The newest session of the job that is alive, or a new one."""
         new = NewSession(tags=("bulk-job",), display_name=request.job_name or f"bulk job {request.job_id}")
-        for number in count(1):
-            session_id = _session_id(request.job_id, number)
+        for generation in count(1):
+            session_id = _session_id(request.job_id, generation)
             try:
                 self.sessions.heartbeat(request.tenant_id, session_id)
                 return session_id
@@ -219,34 +220,35 @@ class ModelGateway:
         self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None
     ) -> SamplingSession:
         """The sampling session for a model, with the same name every time."""
-        number = int.from_bytes(hashlib.blake2b((path or shape.name).encode(), digest_size=3).digest(), "big")
+        seq_id = int.from_bytes(hashlib.blake2b((path or shape.name).encode(), digest_size=3).digest(), "big")
         while True:
-            name = f"{session_id}:sample:{number}"
-            found = self.samplers.find(name)
-            if found is None:
+            name = f"{session_id}:sample:{seq_id}"
+            session = self.samplers.find(name)
+            if session is None:
                 self.samplers.create(NewSamplingSession(name, session_id, tenant_id, shape.name, path, path))
-            elif (found.base_model, found.model_path) == (shape.name, path):
-                return found
+            elif (session.base_model, session.model_path) == (shape.name, path):
+                return session
             else:
-                number += 1
+                seq_id += 1
 
     async def _outcome(self, job: _JobSession, request: RowRequest, session_id: str, request_id: str) -> bytes:
         """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
         with self.waiters.watch(request_id) as woken:
-            while (found := await asyncio.to_thread(self._found, request.tenant_id, session_id, request_id)) is None:
+            find = partial(self._find_outcome, request.tenant_id, session_id, request_id)
+            while (body := await asyncio.to_thread(find)) is None:
                 await within(HEARTBEAT_S, woken.wait())
                 woken.clear()
-                await self._session_of(job, request)
-        return found
+                await self._ensure_session(job, request)
+        return body
 
-    def _found(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
+    def _find_outcome(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
         try:
-            found = self.futures.outcome(tenant_id, request_id)
-            error = None if found is None else found.error
-        except GoneError as gone:
-            found, error = None, str(gone)
+            outcome = self.futures.outcome(tenant_id, request_id)
+            error = None if outcome is None else outcome.error
+        except GoneError as gone_error:
+            outcome, error = None, str(gone_error)
         if error is None:
-            return None if found is None else found.body
+            return None if outcome is None else outcome.body
         # A sample that was cancelled with its session is requested again in the next one.
         self.sessions.require_active(tenant_id, session_id)
         raise TinsmithError(error)
@@ -259,8 +261,8 @@ class _JobSession:
     alive_at: float = 0.0
 
 
-def _session_id(job_id: int, number: int) -> str:
-    return f"bulk-job-{job_id}-{number}"
+def _session_id(job_id: int, generation: int) -> str:
+    return f"bulk-job-{job_id}-{generation}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +275,7 @@ class RequestRouter:
     job_name: str
 
     @contextlib.asynccontextmanager
-    async def answering(
+    async def serve_requests(
         self, send: Callable[[list[Message]], Awaitable[None]]
     ) -> AsyncIterator[Callable[[Sequence[Message]], None]]:
         """Yield a function that accepts requests until the end of the block; `send` sends answers to their worker.

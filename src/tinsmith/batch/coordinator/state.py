@@ -32,11 +32,11 @@ from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlche
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import (
-    DEATHS,
     MAX_RETRIES,
+    PROCESS_DEATHS,
+    AttemptFailure,
     AttemptOutcome,
     JobSpec,
-    LostAttempt,
     OutputInfo,
     ProgramError,
     RowRange,
@@ -55,16 +55,16 @@ from tinsmith.errors import NotFoundError, UserError
 ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_INFRA_RETRIES = 20
-"""A batch whose worker was lost more often fails."""
+"""How often a batch is tried again after the loss of its worker, before it fails."""
 PAGE = 10_000
 ERRORS_BYTES = 4 << 20
-"""Of a page of failed rows, each with its row and traceback."""
+"""The most bytes of a page of failed rows, counting their rows and tracebacks."""
 INSERT_CHUNK = 2000
-"""Rows in one transaction: some milliseconds."""
+"""Rows in one transaction, which keeps other writers waiting."""
 CHECKPOINT_CHUNKS = 8
-"""Chunks between two checkpoints: SQLite's log stays below the size at which a commit must empty it."""
+"""Chunks between two checkpoints, so that SQLite's log stays below the size at which a commit must empty it."""
 PAUSE_S = 0.0002
-"""Between chunks, so that other writers get SQLite's lock."""
+"""The pause between two chunks, so that other writers get SQLite's lock."""
 COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__)
 """Errors whose message needs no class before it."""
 
@@ -75,8 +75,8 @@ class SupersededError(Exception):
 
 def is_transient(error: BaseException) -> bool:
     """Whether an error is the database's own, and not one of the data that was read or written."""
-    own = isinstance(error, DataError | IntegrityError | ProgrammingError) or type(error) is StatementError
-    return isinstance(error, SQLAlchemyError) and not own
+    is_of_data = isinstance(error, DataError | IntegrityError | ProgrammingError) or type(error) is StatementError
+    return isinstance(error, SQLAlchemyError) and not is_of_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class JobRecord:
     status: str
     owner_token: str | None
     sealed: bool
+    """Whether all batches of the job are planned and stored."""
     total_rows: int
     total_batches: int
     completed_batches: int
@@ -140,7 +141,7 @@ class Claim:
         return RowRange(self.start_idx, self.end_idx)
 
 
-Settled = tuple[Claim, AttemptOutcome | LostAttempt]
+SettledAttempt = tuple[Claim, AttemptOutcome | AttemptFailure]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Transition:
 
 
 _JOB_COLUMNS = [JOBS.c[name] for name in JobRecord.__dataclass_fields__]
-WORK = ("batches", "rows", "first_row", "retried")
+WORK_FIELDS = ("batches", "rows", "first_row", "retried")
 _RESULTS = ("rows_ok", "rows_failed", "tokens_in", "tokens_out")
 _COUNTERS = ("total_batches", "completed_batches", *_RESULTS)
 _DISPATCHED = sa.literal_column("'DISPATCHED'")
@@ -169,7 +170,7 @@ _FENCE = Statement(
 _COUNT = Statement(
     JOBS.update().where(_IS_JOB).values({name: JOBS.c[name] + sa.bindparam(f"more_{name}") for name in _COUNTERS})
 )
-_IS_HELD = sa.and_(
+_IS_CURRENT_ATTEMPT = sa.and_(
     STATES.c.job_id == sa.bindparam("job"),
     STATES.c.batch_idx == sa.bindparam("batch"),
     STATES.c.attempt_id == sa.bindparam("attempt"),
@@ -178,7 +179,7 @@ _IS_HELD = sa.and_(
 )
 _COMPLETE = Statement(
     STATES.update()
-    .where(_IS_HELD)
+    .where(_IS_CURRENT_ATTEMPT)
     .values({name: sa.bindparam(name) for name in ("parts", *_RESULTS, "updated_at")})
     .values(status="COMPLETED", error_class=None, error=None, lease_expires_at=None)
 )
@@ -200,17 +201,17 @@ _CLAIM_POSTGRES = Statement(sa.text(_CLAIM.format(clock=_CLOCK_POSTGRES, lock="F
 # One statement makes the rows of a chunk from an array of the first row of each batch.
 _INSERT = """
     INSERT INTO batch_state (job_id, batch_idx, start_idx, end_idx, status, updated_at)
-    SELECT :job, CAST(:first AS bigint) + place, start,
-           lead(start, 1, CAST(:after AS bigint)) OVER (ORDER BY place) - 1, 'PENDING', :at
-    FROM ({each}) AS each_start
+    SELECT :job, CAST(:first AS bigint) + idx, start,
+           lead(start, 1, CAST(:after AS bigint)) OVER (ORDER BY idx) - 1, 'PENDING', :at
+    FROM ({starts}) AS numbered_starts
 """
-_EACH_SQLITE = "SELECT key AS place, value AS start FROM json_each(:starts)"
-_EACH_POSTGRES = """
-    SELECT number - 1 AS place, start
+_STARTS_SQLITE = "SELECT key AS idx, value AS start FROM json_each(:starts)"
+_STARTS_POSTGRES = """
+    SELECT number - 1 AS idx, start
     FROM unnest(CAST(:starts AS bigint[])) WITH ORDINALITY AS numbered(start, number)
 """
-_INSERT_SQLITE = Statement(sa.text(_INSERT.format(each=_EACH_SQLITE)))
-_INSERT_POSTGRES = Statement(sa.text(_INSERT.format(each=_EACH_POSTGRES)))
+_INSERT_SQLITE = Statement(sa.text(_INSERT.format(starts=_STARTS_SQLITE)))
+_INSERT_POSTGRES = Statement(sa.text(_INSERT.format(starts=_STARTS_POSTGRES)))
 
 
 class BatchJobs:
@@ -218,13 +219,13 @@ class BatchJobs:
         self._db = db
         self._changed: Callable[[int], None] | None = None
 
-    def on_change(self, changed: Callable[[int], None]) -> None:
-        """Call `changed` with the id of every job that has changed, after the commit, on any thread."""
-        self._changed = changed
+    def on_change(self, callback: Callable[[int], None]) -> None:
+        """Call `callback` with the id of every job that has changed, after the commit, on any thread."""
+        self._changed = callback
 
     @contextmanager
-    def _changing(self, job_id: int) -> Iterator[Connection]:
-        """A transaction that notifies those who follow the job."""
+    def _write_and_notify(self, job_id: int) -> Iterator[Connection]:
+        """A transaction that notifies the followers of the job."""
         with self._db.write() as connection:
             yield connection
             self._db.notify(connection, SERVER, [job_line(job_id)])
@@ -252,20 +253,20 @@ class BatchJobs:
             "updated_at": now(),
         }
         with self._db.write() as connection:
-            old = None
+            resumed_job = None
             if spec.resume_from is not None:
-                old, resumed = _resumable(connection, tenant_id, spec, other_outputs)
-                values |= {"root_job_id": old.root_job_id or old.job_id, "sealed": old.sealed}
-                values["total_rows"] = old.total_rows
-                if old.sealed:
-                    values["spec"] |= resumed
+                resumed_job, resumed_fields = _lock_resumed_job(connection, tenant_id, spec, other_outputs)
+                values |= {"root_job_id": resumed_job.root_job_id or resumed_job.job_id, "sealed": resumed_job.sealed}
+                values["total_rows"] = resumed_job.total_rows
+                if resumed_job.sealed:
+                    values["spec"] |= resumed_fields
             job_id = int(connection.scalar(JOBS.insert().returning(JOBS.c.job_id), values) or 0)
-            if old is not None and old.sealed:
-                _copy_batches(connection, old.job_id, job_id)
+            if resumed_job is not None and resumed_job.sealed:
+                _copy_batches(connection, resumed_job.job_id, job_id)
             return job_id
 
     def find(self, tenant_id: str, job_id: int) -> JobRecord:
-        """Raises NotFoundError."""
+        """A tenant's job. Raises NotFoundError."""
         with self._db.read() as connection:
             row = _FIND.first(connection, {"job": job_id})
         if row is None or (job := JobRecord(*row)).tenant_id != tenant_id:
@@ -274,13 +275,13 @@ class BatchJobs:
 
     def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
         """A page of the tenant's jobs, newest first, and the number of all."""
-        mine = JOBS.c.tenant_id == tenant_id
-        query = sa.select(*_JOB_COLUMNS).where(mine).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
-        count = self._db.scalar(sa.select(sa.func.count()).select_from(JOBS).where(mine))
+        of_tenant = JOBS.c.tenant_id == tenant_id
+        query = sa.select(*_JOB_COLUMNS).where(of_tenant).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
+        count = self._db.scalar(sa.select(sa.func.count()).select_from(JOBS).where(of_tenant))
         return [JobRecord(*row) for row in self._db.rows(query)], int(count or 0)
 
     def spec(self, job_id: int) -> JobSpec:
-        """Raises NotFoundError, UserError."""
+        """The specification of a job. Raises NotFoundError, UserError."""
         stored = self._db.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
         if stored is None:
             raise NotFoundError(f"there is no bulk job {job_id}")
@@ -290,7 +291,7 @@ class BatchJobs:
         """Request the end of a job; no effect on one that has ended. Raises NotFoundError."""
         self.find(tenant_id, job_id)
         cancel = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.status.in_(ACTIVE))
-        with self._changing(job_id) as connection:
+        with self._write_and_notify(job_id) as connection:
             connection.execute(cancel.values(status="CANCELLING", updated_at=now()))
         return self.find(tenant_id, job_id)
 
@@ -298,7 +299,7 @@ class BatchJobs:
         """Have the next sweep delete the parts of a job that failed or was cancelled, which cannot be resumed then. No
         effect on a job that succeeded, whose parts are deleted in any case. Raises NotFoundError, UserError."""
         self.find(tenant_id, job_id)
-        with self._changing(job_id) as connection:
+        with self._write_and_notify(job_id) as connection:
             job = connection.execute(sa.select(JOBS).where(JOBS.c.job_id == job_id).with_for_update()).one()
             if job.status in ACTIVE:
                 raise UserError(f"bulk job {job_id} is {job.status}; cancel it before its parts are purged")
@@ -309,8 +310,8 @@ class BatchJobs:
 
     def get_batch_states(self, job_id: int, limit: int = PAGE, offset: int = 0) -> list[dict[str, Any]]:
         """The batches of a job, in the order of their rows."""
-        mine = sa.select(STATES).where(STATES.c.job_id == job_id).order_by(STATES.c.start_idx, STATES.c.batch_idx)
-        return _dicts(self._db.rows(mine.limit(limit).offset(offset)))
+        query = sa.select(STATES).where(STATES.c.job_id == job_id).order_by(STATES.c.start_idx, STATES.c.batch_idx)
+        return _row_dicts(self._db.rows(query.limit(limit).offset(offset)))
 
     def row_errors(self, job_id: int, limit: int = PAGE, after: int = -1) -> list[dict[str, Any]]:
         """The failed rows after row `after`: at most `limit`, and no more than `ERRORS_BYTES`, but at least one."""
@@ -323,15 +324,16 @@ class BatchJobs:
             if last != after and num_bytes > ERRORS_BYTES:
                 break
             last = row.row_idx
-        return _dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
+        return _row_dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
-        return _dicts(
+        return _row_dicts(
             self._db.rows(sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx))
         )
 
-    def at_work(self, job_id: int) -> dict[str, dict[str, int]]:
-        """For each worker with batches: how many, with how many rows, the first row, and how many are tried again."""
+    def work_by_worker(self, job_id: int) -> dict[str, dict[str, int]]:
+        """The `WORK_FIELDS` of each worker with dispatched batches: the numbers of batches, rows and retries, and the
+        first row."""
         retried = sa.case((STATES.c.retry_count + STATES.c.infra_retries > 0, 1), else_=0)
         rows = sa.func.sum(STATES.c.end_idx - STATES.c.start_idx + 1)
         query = sa.select(
@@ -342,10 +344,14 @@ class BatchJobs:
             sa.func.sum(retried).label("retried"),
         )
         query = query.where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
-        found = self._db.rows(query.group_by(STATES.c.worker_cluster))
-        return {worker: {name: int(row._mapping[name]) for name in WORK} for row in found if (worker := row[0])}
+        worker_rows = self._db.rows(query.group_by(STATES.c.worker_cluster))
+        return {
+            worker: {name: int(row._mapping[name]) for name in WORK_FIELDS} for row in worker_rows if (worker := row[0])
+        }
 
-    def committed(self, job_id: int, after: int, limit: int) -> list[tuple[RowRange, list[dict[str, Any]]]]:
+    def list_committed_batches(
+        self, job_id: int, after: int, limit: int
+    ) -> list[tuple[RowRange, list[dict[str, Any]]]]:
         """The committed batches that begin after a row, in the order of their rows, each with its parts."""
         query = (
             sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts)
@@ -355,18 +361,18 @@ class BatchJobs:
         )
         return [(RowRange(row.start_idx, row.end_idx), row.parts) for row in self._db.rows(query)]
 
-    def winners(self, job_id: int) -> Iterator[tuple[RowRange, list[dict[str, Any]]]]:
-        """All committed batches."""
+    def iter_committed_batches(self, job_id: int) -> Iterator[tuple[RowRange, list[dict[str, Any]]]]:
+        """Yield all committed batches, in the order of their rows, each with its parts."""
         after = -1
-        while page := self.committed(job_id, after, PAGE):
+        while page := self.list_committed_batches(job_id, after, PAGE):
             yield from page
             after = page[-1][0].start_idx
 
     def schemas(self, job_id: int, output: int) -> list[Schema]:
         """The distinct schemas of the committed parts of an output."""
-        stored = STATES.c.parts[(output, "schema")].as_string()
-        mine = sa.select(stored).where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED").distinct()
-        return [json.loads(text) for text in self._db.scalars(mine) if text is not None]
+        schema = STATES.c.parts[(output, "schema")].as_string()
+        query = sa.select(schema).where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED").distinct()
+        return [json.loads(text) for text in self._db.scalars(query) if text is not None]
 
     # For coordinators.
 
@@ -374,15 +380,15 @@ class BatchJobs:
         free = sa.or_(JOBS.c.owner_lease_at <= self._db.clock(), JOBS.c.owner_holder == holder)
         return sa.and_(JOBS.c.status.in_(ACTIVE), free)
 
-    def waiting(self, holder: str, leaves_pool: Callable[[str], bool] = lambda _pool: False) -> list[int]:
-        """The jobs that a coordinator of this holder could take now. Of pools that it leaves to others these are the
+    def acquirable_jobs(self, holder: str, leaves_pool: Callable[[str], bool] = lambda _pool: False) -> list[int]:
+        """The jobs that a coordinator of this holder could take now. Of pools that it leaves to others, only the
         jobs that are being cancelled.
         """
         query = sa.select(JOBS.c.job_id, JOBS.c.pool, JOBS.c.status).where(self._is_free(holder))
         rows = self._db.rows(query.order_by(JOBS.c.job_id))
         return [row.job_id for row in rows if row.status == "CANCELLING" or not leaves_pool(row.pool)]
 
-    def being_cancelled(self, job_ids: Sequence[int]) -> list[int]:
+    def cancelling_jobs(self, job_ids: Sequence[int]) -> list[int]:
         query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
         return self._db.scalars(query) if job_ids else []
 
@@ -396,23 +402,23 @@ class BatchJobs:
         status = self._db.scalar(sa.select(JOBS.c.status).where(JOBS.c.job_id == job_id))
         return status is None or status in TERMINAL
 
-    def looking_after_machines(self) -> AbstractContextManager[bool]:
-        """Whether this process, and no other until the end of the block, looks after the machines of managed pools."""
+    def hold_machines_lock(self) -> AbstractContextManager[bool]:
+        """Yields whether this process is the only one that manages the machines of managed pools in the block."""
         return self._db.try_lock("managed machines")
 
     def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> JobRecord | None:
         """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again."""
-        take = JOBS.update().where(JOBS.c.job_id == job_id, self._is_free(holder))
+        acquire = JOBS.update().where(JOBS.c.job_id == job_id, self._is_free(holder))
         lease = {"owner_token": token, "owner_holder": holder, "owner_lease_at": self._db.clock() + lease_s}
         last_seen = sa.select(JOBS.c.updated_at).where(JOBS.c.job_id == job_id)
         with self._db.write() as connection:
             seen_at = connection.scalar(last_seen)
-            if connection.execute(take.values(**lease, updated_at=now())).rowcount == 0:
+            if connection.execute(acquire.values(**lease, updated_at=now())).rowcount == 0:
                 return None
             released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
-            connection.execute(_dispatched(job_id).values(**released))
+            connection.execute(_update_dispatched(job_id).values(**released))
             _delete_workers(connection, seen_at or 0.0, WORKERS.c.job_id == job_id)
-            return _job(connection, job_id)
+            return _read_job(connection, job_id)
 
     def renew(self, job_id: int, token: str, lease_s: float, batches: Sequence[int] = ()) -> JobRecord:
         """Extend the lease of the job and of these batches; other dispatched batches whose lease has expired become
@@ -422,50 +428,53 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(owner_lease_at=until))
             for first in range(0, len(batches), 500):
-                some = STATES.c.batch_idx.in_(batches[first : first + 500])
-                held = STATES.update().where(STATES.c.job_id == job_id, some, STATES.c.status == "DISPATCHED")
-                own = held.where(STATES.c.attempt_owner_token == token)
-                connection.execute(own.values(lease_expires_at=until))
-            expired = _dispatched(job_id).where(STATES.c.lease_expires_at <= self._db.clock())
+                is_in_chunk = STATES.c.batch_idx.in_(batches[first : first + 500])
+                dispatched = STATES.update().where(
+                    STATES.c.job_id == job_id, is_in_chunk, STATES.c.status == "DISPATCHED"
+                )
+                owned = dispatched.where(STATES.c.attempt_owner_token == token)
+                connection.execute(owned.values(lease_expires_at=until))
+            expired = _update_dispatched(job_id).where(STATES.c.lease_expires_at <= self._db.clock())
             retries = STATES.c.infra_retries + 1
             connection.execute(expired.values(status="PENDING", lease_expires_at=None, infra_retries=retries))
-            return _job(connection, job_id)
+            return _read_job(connection, job_id)
 
     def release(self, job_id: int, token: str) -> None:
         """Let any coordinator take the job at once. The rows of this coordinator's workers are deleted."""
-        mine = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
+        of_owner = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
         with self._db.write() as connection:
-            connection.execute(mine.values(owner_token=None, owner_lease_at=0))
+            connection.execute(of_owner.values(owner_token=None, owner_lease_at=0))
             _delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
 
     def save_batch_states(
         self, job_id: int, token: str, starts: Sequence[int], total_rows: int, input_version: Version | None = None
     ) -> JobRecord:
-        """Store all batches of a job and seal it. `starts` has the first row of each batch, ascending; a batch ends
-        where the next begins. Rows that a crash left are deleted first. Many short transactions let others write."""
-        mine = STATES.c.job_id == job_id
-        last = self._db.scalar(sa.select(sa.func.max(STATES.c.batch_idx)).where(mine))
+        """Store all batches of a job, which is then planned. `starts` has the first row of each batch, ascending; a
+        batch ends where the next begins. Rows that a crash left are deleted first. Many short transactions let others
+        write."""
+        is_of_job = STATES.c.job_id == job_id
+        last = self._db.scalar(sa.select(sa.func.max(STATES.c.batch_idx)).where(is_of_job))
         for first in range(0, -1 if last is None else last + 1, INSERT_CHUNK):
             chunk = STATES.c.batch_idx.between(first, first + INSERT_CHUNK - 1)
             with self._chunk(job_id, token, first) as connection:
-                connection.execute(STATES.delete().where(mine, chunk))
+                connection.execute(STATES.delete().where(is_of_job, chunk))
         for first in range(0, len(starts), INSERT_CHUNK):
             chunk = list(starts[first : first + INSERT_CHUNK])
             after = starts[first + INSERT_CHUNK] if first + INSERT_CHUNK < len(starts) else total_rows
-            given = {"job": job_id, "first": first, "after": after, "at": now()}
+            parameters = {"job": job_id, "first": first, "after": after, "at": now()}
             with self._chunk(job_id, token, first) as connection:
                 if self._db.is_sqlite:
-                    _INSERT_SQLITE.count(connection, {**given, "starts": json.dumps(chunk)})
+                    _INSERT_SQLITE.count(connection, {**parameters, "starts": json.dumps(chunk)})
                 else:
-                    _INSERT_POSTGRES.count(connection, {**given, "starts": chunk})
-        with self._changing(job_id) as connection:
+                    _INSERT_POSTGRES.count(connection, {**parameters, "starts": chunk})
+        with self._write_and_notify(job_id) as connection:
             _fence(connection, job_id, token)
             values: dict[str, Any] = {"sealed": True, "total_rows": total_rows, "total_batches": len(starts)}
             if input_version is not None:
                 stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
                 values["spec"] = {**(stored or {}), "input_version": input_version}
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
-            return _job(connection, job_id)
+            return _read_job(connection, job_id)
 
     @contextmanager
     def _chunk(self, job_id: int, token: str, first: int) -> Iterator[Connection]:
@@ -477,14 +486,15 @@ class BatchJobs:
         time.sleep(PAUSE_S)
 
     def set_status(self, job_id: int, token: str, status: str, error: str | None = None) -> bool:
-        """False if the job is being cancelled: it can only become CANCELLED. Raises SupersededError."""
-        with self._changing(job_id) as connection:
+        """Set the status of a job. False if it is being cancelled: it can only become CANCELLED. Raises
+        SupersededError."""
+        with self._write_and_notify(job_id) as connection:
             return _set_status(connection, job_id, token, status, error)
 
     def finish(self, job_id: int, token: str, outputs: Sequence[tuple[str, OutputInfo]]) -> bool:
         """Record the published outputs and the success of the job in one transaction. False if it is being cancelled.
         Raises SupersededError."""
-        with self._changing(job_id) as connection:
+        with self._write_and_notify(job_id) as connection:
             if not _set_status(connection, job_id, token, "SUCCEEDED"):
                 return False
             connection.execute(OUTPUTS.delete().where(OUTPUTS.c.job_id == job_id))
@@ -497,8 +507,8 @@ class BatchJobs:
         self,
         job_id: int,
         token: str,
-        settled: Sequence[Settled],
-        wanted: Mapping[str, int],
+        settled: Sequence[SettledAttempt],
+        claim_counts: Mapping[str, int],
         lease_s: float,
         max_retries: int = MAX_RETRIES,
         backoff_s: float = 1.0,
@@ -506,21 +516,21 @@ class BatchJobs:
     ) -> Transition:
         """One transaction: the results of attempts, then claims, as many as each worker wants, and the state of the
         job's rate limits. Raises SupersededError."""
-        with self._changing(job_id) if settled else self._db.write() as connection:
+        with self._write_and_notify(job_id) if settled else self._db.write() as connection:
             _fence(connection, job_id, token)
             attempts = _Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
             rejected = [claim for claim, outcome in settled if not attempts.settle(claim, outcome)]
             if attempts.counts:
-                more = {f"more_{name}": attempts.counts[name] for name in _COUNTERS}
-                _COUNT.count(connection, {"job": job_id, **more})
-            claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in wanted.items()}
+                increments = {f"more_{name}": attempts.counts[name] for name in _COUNTERS}
+                _COUNT.count(connection, {"job": job_id, **increments})
+            claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in claim_counts.items()}
             if paid_until:
                 connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(paid_until=paid_until))
-            return Transition(_job(connection, job_id), claims, rejected, attempts.failed)
+            return Transition(_read_job(connection, job_id), claims, rejected, attempts.failed)
 
     def set_machines_aside(self, job_id: int, token: str, machines: Sequence[Mapping[str, Any]]) -> None:
         """Store the machines on which the job's function could not be set up. Raises SupersededError."""
-        with self._changing(job_id) as connection:
+        with self._write_and_notify(job_id) as connection:
             _fence(connection, job_id, token)
             values = {"machines_set_aside": [dict(machine) for machine in machines] or None}
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
@@ -531,15 +541,15 @@ class BatchJobs:
         return self._db.scalar(wait_s.where(STATES.c.job_id == job_id, STATES.c.status == _PENDING))
 
     def failure(self, job_id: int) -> str | None:
-        """Why the first batch that has failed did so."""
+        """The error of the first failed batch, with its rows; None if no batch has failed."""
         query = sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.error_class, STATES.c.error)
         failed = query.where(STATES.c.job_id == job_id, STATES.c.status == "FAILED").order_by(STATES.c.start_idx)
         row = self._db.first(failed.limit(1))
         if row is None:
             return None
-        where = f"row {row.start_idx}" if row.start_idx == row.end_idx else f"rows {row.start_idx} to {row.end_idx}"
+        location = f"row {row.start_idx}" if row.start_idx == row.end_idx else f"rows {row.start_idx} to {row.end_idx}"
         error_class = "" if row.error_class in COMPLETE_MESSAGES else f"{row.error_class}: "
-        return f"{where}: {error_class}{row.error}"
+        return f"{location}: {error_class}{row.error}"
 
     # Workers.
 
@@ -552,31 +562,33 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(WORKERS.insert(), {**row, **times})
 
-    def record_worker(self, worker_id: str, address: str, where: str) -> None:
-        """The worker is ready."""
-        values = {"state": "ready", "address": address, "pid_or_actor": where, "last_seen_at": now()}
+    def record_worker(self, worker_id: str, address: str, process: str) -> None:
+        """Record that a worker is ready. `process` names it for users."""
+        values = {"state": "ready", "address": address, "pid_or_actor": process, "last_seen_at": now()}
         with self._db.write() as connection:
             connection.execute(WORKERS.update().where(WORKERS.c.worker_id == worker_id).values(**values))
 
-    def forget_worker(self, worker_id: str) -> None:
+    def delete_worker(self, worker_id: str) -> None:
         with self._db.write() as connection:
             _delete_workers(connection, now(), WORKERS.c.worker_id == worker_id)
 
-    def forget_ended_workers(self) -> None:
+    def delete_ended_workers(self) -> None:
         """Delete the workers of ended jobs whose coordinator was killed before it could."""
-        ended = sa.select(JOBS.c.job_id).where(JOBS.c.status.in_(TERMINAL), JOBS.c.owner_lease_at <= self._db.clock())
+        ended_jobs = sa.select(JOBS.c.job_id).where(
+            JOBS.c.status.in_(TERMINAL), JOBS.c.owner_lease_at <= self._db.clock()
+        )
         with self._db.write() as connection:
-            connection.execute(WORKERS.delete().where(WORKERS.c.job_id.in_(ended)))
+            connection.execute(WORKERS.delete().where(WORKERS.c.job_id.in_(ended_jobs)))
 
     def workers(self, job_id: int) -> list[dict[str, Any]]:
-        return _dicts(
+        return _row_dicts(
             self._db.rows(sa.select(WORKERS).where(WORKERS.c.job_id == job_id).order_by(WORKERS.c.started_at))
         )
 
     # Deleting parts.
 
-    def chain(self, job_id: int) -> list[int]:
-        """The jobs whose parts this one may refer to, itself included."""
+    def resume_chain(self, job_id: int) -> list[int]:
+        """The jobs that share a root with this one, itself included: it may refer to their parts."""
         query = sa.select(sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)).where(JOBS.c.job_id == job_id)
         root = query.scalar_subquery()
         return self._db.scalars(sa.select(JOBS.c.job_id).where(_is_of_root(root)).order_by(JOBS.c.job_id))
@@ -585,36 +597,38 @@ class BatchJobs:
         with self._db.write() as connection:
             connection.execute(JOBS.update().where(JOBS.c.job_id.in_(job_ids)).values(cleaned=True))
 
-    def uncleaned(self, ended_before: float, but: Sequence[int] = ()) -> list[int]:
-        """Jobs whose parts may be deleted: those that succeeded, and those that failed or were cancelled before
+    def cleanable_jobs(self, ended_before: float, excluded: Sequence[int] = ()) -> list[int]:
+        """The jobs whose parts may be deleted: those that succeeded, and those that failed or were cancelled before
         `ended_before` or are to be purged, unless an active job resumes them."""
-        due = sa.or_(JOBS.c.ended_at < ended_before, JOBS.c.spec["purge"].as_boolean())
-        old = sa.and_(JOBS.c.status.in_(("FAILED", "CANCELLED")), due)
-        query = sa.select(JOBS.c.job_id).where(~JOBS.c.cleaned, sa.or_(JOBS.c.status == "SUCCEEDED", old))
-        later = JOBS.alias()
+        is_due = sa.or_(JOBS.c.ended_at < ended_before, JOBS.c.spec["purge"].as_boolean())
+        is_abandoned = sa.and_(JOBS.c.status.in_(("FAILED", "CANCELLED")), is_due)
+        query = sa.select(JOBS.c.job_id).where(~JOBS.c.cleaned, sa.or_(JOBS.c.status == "SUCCEEDED", is_abandoned))
+        resuming = JOBS.alias()
         root = sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)
-        in_use = sa.exists().where(later.c.root_job_id == root, later.c.status.in_(ACTIVE))
-        return self._db.scalars(query.where(~in_use, JOBS.c.job_id.not_in(but)).limit(100))
+        in_use = sa.exists().where(resuming.c.root_job_id == root, resuming.c.status.in_(ACTIVE))
+        return self._db.scalars(query.where(~in_use, JOBS.c.job_id.not_in(excluded)).limit(100))
 
 
 def _fence(connection: Connection, job_id: int, token: str) -> None:
-    """Also locks the job's row. Raises SupersededError."""
+    """Lock the job's row. Raises SupersededError unless the token's coordinator owns the job."""
     if _FENCE.count(connection, {"job": job_id, "token": token, "at": now()}) == 0:
         raise SupersededError(f"another coordinator has taken over bulk job {job_id}")
 
 
-def _job(connection: Connection, job_id: int) -> JobRecord:
+def _read_job(connection: Connection, job_id: int) -> JobRecord:
     row = _FIND.first(connection, {"job": job_id})
     assert row is not None
     return JobRecord(*row)
 
 
-def _delete_workers(connection: Connection, until: float, *which: sa.ColumnElement[bool]) -> None:
-    """Also counts the time of these workers until then for their job."""
-    ended = connection.execute(WORKERS.delete().where(*which).returning(WORKERS.c.job_id, WORKERS.c.started_at)).all()
-    for job_id, started_at in ended:
-        more = JOBS.c.worker_seconds + max(0.0, until - started_at)
-        connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(worker_seconds=more))
+def _delete_workers(connection: Connection, until: float, *conditions: sa.ColumnElement[bool]) -> None:
+    """Delete workers, and count their time until `until` for their job."""
+    deleted = connection.execute(
+        WORKERS.delete().where(*conditions).returning(WORKERS.c.job_id, WORKERS.c.started_at)
+    ).all()
+    for job_id, started_at in deleted:
+        worker_seconds = JOBS.c.worker_seconds + max(0.0, until - started_at)
+        connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(worker_seconds=worker_seconds))
 
 
 def _set_status(connection: Connection, job_id: int, token: str, status: str, error: str | None = None) -> bool:
@@ -624,15 +638,16 @@ def _set_status(connection: Connection, job_id: int, token: str, status: str, er
     if status in TERMINAL:
         values |= {"ended_at": now(), "error": error, "owner_lease_at": 0}
     _fence(connection, job_id, token)
-    move = JOBS.update().where(JOBS.c.job_id == job_id)
+    update = JOBS.update().where(JOBS.c.job_id == job_id)
     if status != "CANCELLED":
-        move = move.where(JOBS.c.status != "CANCELLING")
-    return connection.execute(move.values(**values)).rowcount == 1
+        update = update.where(JOBS.c.status != "CANCELLING")
+    return connection.execute(update.values(**values)).rowcount == 1
 
 
-def _dispatched(job_id: int) -> sa.Update:
-    """Uses the index of dispatched batches, which are few: `+ 0` hides `job_id` from the planner, which would read all
-    batches of the job otherwise, and a parameter for the status would hide that the partial index fits."""
+def _update_dispatched(job_id: int) -> sa.Update:
+    """An UPDATE of the dispatched batches of a job, which are few, by their index: `+ 0` hides `job_id` from the
+    planner, which would read all batches of the job otherwise, and a parameter for the status would hide that the
+    partial index fits."""
     return STATES.update().where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
 
 
@@ -640,8 +655,8 @@ def _is_of_root(root: sa.ColumnElement[int] | int) -> sa.ColumnElement[bool]:
     return sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root)
 
 
-def _dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
-    """With plain strings as keys: orjson does not know SQLAlchemy's."""
+def _row_dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
+    """Rows as dictionaries with plain strings as keys: orjson does not know SQLAlchemy's."""
     return [{str(name): value for name, value in row._mapping.items()} for row in rows]
 
 
@@ -658,22 +673,24 @@ class _Attempts:
     counts: Counter[str] = field(default_factory=Counter)
     failed: bool = False
 
-    def settle(self, claim: Claim, outcome: AttemptOutcome | LostAttempt) -> bool:
-        """False if the batch is no longer this attempt's."""
-        return self._lose(claim, outcome) if isinstance(outcome, LostAttempt) else self._complete(claim, outcome)
+    def settle(self, claim: Claim, outcome: AttemptOutcome | AttemptFailure) -> bool:
+        """Store the result of an attempt. False if the batch is no longer this attempt's."""
+        if isinstance(outcome, AttemptFailure):
+            return self._record_failure(claim, outcome)
+        return self._complete(claim, outcome)
 
-    def _held(self, claim: Claim) -> dict[str, object]:
+    def _attempt_parameters(self, claim: Claim) -> dict[str, object]:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
         return {"job": self.job_id, "token": self.token, **batch}
 
     def _complete(self, claim: Claim, outcome: AttemptOutcome) -> bool:
-        """The commit of a batch."""
-        numbers = {name: getattr(outcome, name) for name in _RESULTS}
+        """Commit a batch. False if it is no longer this attempt's."""
+        counts = {name: getattr(outcome, name) for name in _RESULTS}
         parts = json.dumps([part.to_dict() for part in outcome.parts])
-        given = {**self._held(claim), "parts": parts, **numbers, "updated_at": now()}
-        if _COMPLETE.count(self.connection, given) != 1:
+        parameters = {**self._attempt_parameters(claim), "parts": parts, **counts, "updated_at": now()}
+        if _COMPLETE.count(self.connection, parameters) != 1:
             return False
-        self.counts.update(completed_batches=1, **numbers)
+        self.counts.update(completed_batches=1, **counts)
         if outcome.row_failures:
             gave_up = claim.retry_count > self.max_retries  # this attempt only recorded the failure of earlier ones
             attempts = claim.attempt_id - 1 if gave_up else claim.retry_count + 1
@@ -696,47 +713,47 @@ class _Attempts:
             self.connection.execute(self.db.insert_once(ROW_ERRORS), rows)
         return True
 
-    def _lose(self, claim: Claim, lost: LostAttempt) -> bool:
-        """Decide what follows a lost attempt: retry the batch, split it, record its only row as failed, or fail it.
+    def _record_failure(self, claim: Claim, failure: AttemptFailure) -> bool:
+        """Decide what follows a failed attempt: retry the batch, split it, record its only row as failed, or fail it.
 
         A batch that raised is tried `max_retries` times more, with back-off. A part of a split batch has one retry, at
         once: a transient cause has had time to pass. A batch on which the mapper's process died is tried once more
         without using a retry, since the first death may have been an accident of the machine. An error that the same
         rows raise again is not retried at all.
         """
-        error = {"error_class": lost.error_class[:128], "error": lost.error[-20_000:]}
-        died_before = claim.error_class in DEATHS
-        tries = claim.retry_count + 1
-        if not lost.begun:
+        error = {"error_class": failure.error_class[:128], "error": failure.error[-20_000:]}
+        died_before = claim.error_class in PROCESS_DEATHS
+        num_tries = claim.retry_count + 1
+        if not failure.begun:
             return self._set(claim, "PENDING")
-        if lost.infra or (lost.died and not died_before):
+        if failure.infra or (failure.died and not died_before):
             infra_retries = claim.infra_retries + 1
             if infra_retries > MAX_INFRA_RETRIES:
                 return self._set(claim, "FAILED", infra_retries=infra_retries, **error)
-            kept = {} if died_before else error  # the first death's error shows that the next is the second
-            return self._set(claim, "PENDING", infra_retries=infra_retries, **kept)
-        if lost.final or claim.retry_count > self.max_retries:  # the row could not even be recorded as failed
-            return self._set(claim, "FAILED", retry_count=tries, **error)
-        again = lost.retry and not lost.died
-        if again and claim.parent_idx is None and tries <= self.max_retries:
-            later = self.db.clock() + self.backoff_s * 2**tries
-            return self._set(claim, "PENDING", retry_count=tries, next_retry_at=later, **error)
-        if again and claim.parent_idx is not None and tries <= min(1, self.max_retries):
-            return self._set(claim, "PENDING", retry_count=tries, **error)
+            stored_error = {} if died_before else error  # the first death's error shows that the next is the second
+            return self._set(claim, "PENDING", infra_retries=infra_retries, **stored_error)
+        if failure.final or claim.retry_count > self.max_retries:  # the row could not even be recorded as failed
+            return self._set(claim, "FAILED", retry_count=num_tries, **error)
+        may_retry = failure.retry and not failure.died
+        if may_retry and claim.parent_idx is None and num_tries <= self.max_retries:
+            next_retry_at = self.db.clock() + self.backoff_s * 2**num_tries
+            return self._set(claim, "PENDING", retry_count=num_tries, next_retry_at=next_retry_at, **error)
+        if may_retry and claim.parent_idx is not None and num_tries <= min(1, self.max_retries):
+            return self._set(claim, "PENDING", retry_count=num_tries, **error)
         if claim.span.rows > 1:
-            return self._split(claim, lost.row, error)
+            return self._split(claim, failure.row, error)
         # The attempt after the last one only records the row as failed.
         return self._set(claim, "PENDING", retry_count=self.max_retries + 1, **error)
 
     def _set(self, claim: Claim, status: str, **values: object) -> bool:
-        change = {"status": status, "next_retry_at": None, "lease_expires_at": None, "updated_at": now(), **values}
-        held = STATES.update().where(_IS_HELD).values(**change)
-        accepted = self.connection.execute(held, self._held(claim)).rowcount == 1
+        changes = {"status": status, "next_retry_at": None, "lease_expires_at": None, "updated_at": now(), **values}
+        update = STATES.update().where(_IS_CURRENT_ATTEMPT).values(**changes)
+        accepted = self.connection.execute(update, self._attempt_parameters(claim)).rowcount == 1
         self.failed |= accepted and status == "FAILED"
         return accepted
 
     def _split(self, claim: Claim, row: int | None, error: dict[str, str]) -> bool:
-        """Into halves; if the failed row is known, into that row and those on either side of it."""
+        """Split a batch into halves or, if the failed row is known, into that row and those on either side of it."""
         if not self._set(claim, "SPLIT", retry_count=claim.retry_count + 1, **error):
             return False
         last = sa.select(sa.func.max(STATES.c.batch_idx)).where(STATES.c.job_id == self.job_id)
@@ -757,63 +774,63 @@ class _Attempts:
         return True
 
     def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:
-        given = {"job": self.job_id, "worker": worker, "count": count, "token": self.token}
+        parameters = {"job": self.job_id, "worker": worker, "count": count, "token": self.token}
         statement = _CLAIM_SQLITE if self.db.is_sqlite else _CLAIM_POSTGRES
-        claimed = statement.rows(self.connection, {**given, "lease_s": lease_s, "at": now()})
+        claimed = statement.rows(self.connection, {**parameters, "lease_s": lease_s, "at": now()})
         return sorted((Claim(*row) for row in claimed), key=lambda claim: claim.start_idx)
 
 
 # Resuming.
 
 
-def _resumable(
+def _lock_resumed_job(
     connection: Connection, tenant_id: str, spec: JobSpec, other_outputs: bool
 ) -> tuple[sa.Row[Any], dict[str, Any]]:
     """Lock the job to resume; returns its row and the fields that the new specification takes from it.
 
     Raises NotFoundError, UserError."""
-    wanted = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)
-    old = connection.execute(wanted.with_for_update()).one_or_none()
+    query = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)
+    old = connection.execute(query.with_for_update()).one_or_none()
     if old is None:
         raise NotFoundError(f"resume_from is {spec.resume_from}, but there is no such bulk job")
     chain = connection.execute(sa.select(JOBS).where(_is_of_root(old.root_job_id or old.job_id))).all()
-    cannot = f"bulk job {old.job_id} cannot be resumed"
+    refusal = f"bulk job {old.job_id} cannot be resumed"
     for other in chain:
         if other.status not in ("FAILED", "CANCELLED"):
-            what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
-            raise UserError(f"{cannot}: job {other.job_id} {what}")
+            status = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
+            raise UserError(f"{refusal}: job {other.job_id} {status}")
     for other in chain:
         if other.cleaned or other.spec.get("purge"):
-            raise UserError(f"{cannot}: the parts of job {other.job_id} were deleted; submit a new job")
+            raise UserError(f"{refusal}: the parts of job {other.job_id} were deleted; submit a new job")
     for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
         if old.spec.get(name) != getattr(spec, name):
-            raise UserError(f"{cannot}: its {name} differs; give the same, or submit a new job")
+            raise UserError(f"{refusal}: its {name} differs; give the same, or submit a new job")
     before, after = old.spec["batch_output_formats"], spec.batch_output_formats
     if len(before) != len(after):
-        raise UserError(f"{cannot}: it has {len(before)} outputs and the new job has {len(after)}; give as many")
+        raise UserError(f"{refusal}: it has {len(before)} outputs and the new job has {len(after)}; give as many")
     part_formats = dict(old.spec.get("part_formats") or {})
     for index, (written, new) in enumerate(zip(before, after, strict=True)):
         if written != new:
-            part_formats = {staging_of(written["path"], each.job_id, index): written for each in chain} | part_formats
+            part_formats = {staging_of(written["path"], job.job_id, index): written for job in chain} | part_formats
     return old, {"input_version": old.spec.get("input_version"), "part_formats": part_formats}
 
 
 def _copy_batches(connection: Connection, old_id: int, job_id: int) -> None:
     """Batches that were completed without a failed row stay completed; the others are pending."""
-    kept = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
-    copied = {
+    is_complete = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
+    columns = {
         "job_id": sa.literal(job_id),
-        "status": sa.case((kept, "COMPLETED"), else_="PENDING"),
+        "status": sa.case((is_complete, "COMPLETED"), else_="PENDING"),
         "updated_at": sa.literal(now()),
         "parts": STATES.c.parts,
-        **{name: sa.case((kept, STATES.c[name]), else_=0) for name in ("rows_ok", "tokens_in", "tokens_out")},
+        **{name: sa.case((is_complete, STATES.c[name]), else_=0) for name in ("rows_ok", "tokens_in", "tokens_out")},
         **{name: STATES.c[name] for name in ("batch_idx", "start_idx", "end_idx", "attempt_id", "worker_cluster")},
     }
-    source = sa.select(*copied.values()).where(STATES.c.job_id == old_id, STATES.c.status != "SPLIT")
-    connection.execute(STATES.insert().from_select(list(copied), source))
+    source = sa.select(*columns.values()).where(STATES.c.job_id == old_id, STATES.c.status != "SPLIT")
+    connection.execute(STATES.insert().from_select(list(columns), source))
     completed = sa.case((STATES.c.status == "COMPLETED", 1), else_=0)
-    summed = {"completed_batches": completed, **{name: STATES.c[name] for name in _RESULTS}}
-    sums = [sa.func.coalesce(sa.func.sum(each), 0).label(name) for name, each in summed.items()]
+    counted_columns = {"completed_batches": completed, **{name: STATES.c[name] for name in _RESULTS}}
+    sums = [sa.func.coalesce(sa.func.sum(column), 0).label(name) for name, column in counted_columns.items()]
     query = sa.select(sa.func.count().label("total_batches"), *sums).where(STATES.c.job_id == job_id)
     totals = {name: int(total) for name, total in connection.execute(query).one()._mapping.items()}
     connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**totals))

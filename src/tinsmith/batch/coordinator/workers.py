@@ -23,8 +23,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
-from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
-from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, LostAttempt, MapperStartError
+from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerStartError
+from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
 from tinsmith.runtime.background import within
 
@@ -34,10 +34,10 @@ CALL_S = 10.0
 MAX_SETUP_FAILURES = 2
 """After this many failed starts of the mapper in one worker, another worker is tried."""
 MAX_INFRA_FAILURES = 3
-AVOIDING_S = 120.0
+AVOIDANCE_S = 120.0
 """How long a start may wait for room on other machines than those that are set aside."""
 
-Result = tuple[tuple[int, int], AttemptOutcome | LostAttempt]
+Result = tuple[tuple[int, int], AttemptOutcome | AttemptFailure]
 """An attempt by (batch_idx, attempt_id), and its result."""
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class WorkerLostError(Exception):
         self.host = host
 
 
-class SetAsideError(Exception):
+class MachineSetAsideError(Exception):
     """The pool has started a worker on a machine that is set aside; it was ended."""
 
 
@@ -62,29 +62,30 @@ class OperationError(Exception):
         self.trace = trace
 
 
-class FailedError(Exception):
+class FatalJobError(Exception):
     """The job has failed; the message says why."""
 
 
-async def run_until(ended: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None if `ended` is set first, which cancels it."""
-    working = asyncio.ensure_future(work)
-    ending = asyncio.ensure_future(ended.wait())
+async def run_until(end_event: asyncio.Event, awaitable: Awaitable[T]) -> T | None:
+    """The result of an awaitable; None if `end_event` is set first, which cancels it."""
+    task = asyncio.ensure_future(awaitable)
+    waiter = asyncio.ensure_future(end_event.wait())
     try:
-        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        working.cancel()
-        ending.cancel()
-        await asyncio.wait({working, ending})
+        task.cancel()
+        waiter.cancel()
+        await asyncio.wait({task, waiter})
 
 
 @dataclass(eq=False)
 class RemoteWorker:
-    """`router` handles the requests of operations to the service; a user's function has none."""
+    """A worker and the calls to it. `router` handles the requests of operations to the service; a user's function has
+    none."""
 
     worker_id: str
-    started: Started
+    handle: WorkerHandle
     job_id: int
     limits: Limits
     slot: int | None
@@ -92,54 +93,54 @@ class RemoteWorker:
     setup_failures: int = 0
     infra_failures: int = 0
     lost: bool = False
-    operated: bool = False
+    has_io_process: bool = False
     """Whether it has a child for operations."""
 
     def __post_init__(self) -> None:
-        address, token, silence_s = self.started.address, self.started.token, self.limits.heartbeat_timeout_s
+        address, token, silence_s = self.handle.address, self.handle.token, self.limits.heartbeat_timeout_s
         self._client = RpcClient(address, token, connect_s=CALL_S, silence_s=silence_s)
 
     @property
     def unusable(self) -> bool:
-        worn = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
-        return self.lost or worn or self.started.gone
+        is_worn_out = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
+        return self.lost or is_worn_out or self.handle.has_ended
 
     async def call(self, name: str, **request: object) -> None:
-        """Raises WorkerLostError."""
+        """Make a call whose result is not needed. Raises WorkerLostError."""
         async for _ in self._stream(name, request):
             pass
 
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncGenerator[list[Result], None]:
         """The results of attempts as they arrive. Raises WorkerLostError, MapperStartError if some have none."""
-        left = len(assignments)
-        setup: LostAttempt | None = None
+        num_unsettled = len(assignments)
+        setup_failure: AttemptFailure | None = None
         async with contextlib.AsyncExitStack() as stack:
-            take = None
+            accept_requests = None
             if self.router is not None:
-                answering = self.router.answering(lambda answers: self.call("answer", answers=answers))
-                take = await stack.enter_async_context(answering)
+                serving = self.router.serve_requests(lambda answers: self.call("answer", answers=answers))
+                accept_requests = await stack.enter_async_context(serving)
             stream = self._stream("feed_batch", {"assignments": assignments})
             async for message in await stack.enter_async_context(contextlib.aclosing(stream)):
-                if take is not None:
-                    take(message.get("asks", ()))
-                arrived: list[Result] = []
-                for key, result in map(_result, message.get("settled", ())):
-                    left -= 1
-                    if isinstance(result, LostAttempt) and result.setup:
-                        setup = result
+                if accept_requests is not None:
+                    accept_requests(message.get("asks", ()))
+                results: list[Result] = []
+                for key, result in map(_parse_result, message.get("settled", ())):
+                    num_unsettled -= 1
+                    if isinstance(result, AttemptFailure) and result.setup:
+                        setup_failure = result
                         continue
-                    arrived.append((key, result))
+                    results.append((key, result))
                     if isinstance(result, AttemptOutcome):
                         self.infra_failures = self.setup_failures = 0
                     else:
                         self.infra_failures += result.infra and result.begun
-                if arrived:
-                    yield arrived
-        if setup is not None:
+                if results:
+                    yield results
+        if setup_failure is not None:
             self.setup_failures += 1
-            raise MapperStartError(setup.error, setup.final, setup.of_machine)
-        if left:
-            raise self._gone("the reply is incomplete")
+            raise MapperStartError(setup_failure.error, setup_failure.final, setup_failure.of_machine)
+        if num_unsettled:
+            raise self._mark_lost("the reply is incomplete")
 
     async def operate(self, op: str, **request: object) -> AsyncGenerator[Message, None]:
         """The messages of an operation, the last with its result as `end`. Raises OperationError, WorkerLostError."""
@@ -153,7 +154,7 @@ class RemoteWorker:
                 if "alive" not in message:
                     yield message
         if "end" not in message:
-            raise self._gone("the reply is incomplete")
+            raise self._mark_lost("the reply is incomplete")
 
     async def result_of(self, op: str, **request: object) -> Message:
         """The `end` of an operation. Raises OperationError, WorkerLostError."""
@@ -176,13 +177,13 @@ class RemoteWorker:
                     yield message
         except CallRefusedError as error:
             message = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
-            raise WorkerLostError(message, self.started.host) from None
+            raise WorkerLostError(message, self.handle.host) from None
         except ConnectionLostError as error:
-            raise self._gone(error) from error
+            raise self._mark_lost(error) from error
 
-    def _gone(self, why: object) -> WorkerLostError:
+    def _mark_lost(self, cause: object) -> WorkerLostError:
         self.lost = True
-        return WorkerLostError(f"worker {self.worker_id} was lost: {why!r}", self.started.host)
+        return WorkerLostError(f"worker {self.worker_id} was lost: {cause!r}", self.handle.host)
 
     async def close(self) -> None:
         """End the process and all that it started, at once."""
@@ -190,14 +191,14 @@ class RemoteWorker:
         try:
             await self._client.close()
         finally:
-            await self.started.kill()
+            await self.handle.kill()
 
 
-def _result(message: Message) -> Result:
+def _parse_result(message: Message) -> Result:
     batch_idx, attempt_id = message["key"]
     if "outcome" in message:
         return (batch_idx, attempt_id), AttemptOutcome.from_dict(message["outcome"])
-    return (batch_idx, attempt_id), LostAttempt(**message["lost"])
+    return (batch_idx, attempt_id), AttemptFailure(**message["lost"])
 
 
 @contextlib.asynccontextmanager
@@ -230,19 +231,19 @@ class WorkerSet:
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
 
-    async def take(self, slot: int, ended: asyncio.Event) -> RemoteWorker | None:
+    async def take(self, slot: int, end_event: asyncio.Event) -> RemoteWorker | None:
         """An idle worker or a new one; in an exclusive pool, the slot's own. None if the job ends first, since on a
         full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SetAsideError,
         SupersededError."""
-        bound = slot if self.pool.spec.exclusive else None
+        bound_slot = slot if self.pool.spec.exclusive else None
         for worker in self._idle:
-            if worker.slot == bound and not worker.unusable:
+            if worker.slot == bound_slot and not worker.unusable:
                 self._idle.remove(worker)
                 return worker
-        starting = self._start(bound, with_mapper=True)
+        starting = self._start(bound_slot, with_mapper=True)
         if self._hosts_to_avoid():  # where the other machines are full, this one may be free again before they are
-            starting = within(AVOIDING_S, starting)
-        return await run_until(ended, starting)
+            starting = within(AVOIDANCE_S, starting)
+        return await run_until(end_event, starting)
 
     def has_idle(self) -> bool:
         """Whether a worker that has started waits for any slot."""
@@ -282,7 +283,7 @@ class WorkerSet:
         try:
             await worker.close()
         finally:
-            await self._forget(worker.worker_id)
+            await self._delete_row(worker.worker_id)
 
     async def end_all(self) -> None:
         await asyncio.gather(*(self.end(worker) for worker in list(self._workers)), return_exceptions=True)
@@ -294,53 +295,53 @@ class WorkerSet:
     async def operate(self, operation: Callable[[RemoteWorker], Awaitable[T]], *, with_mapper: bool) -> T:
         """Run an operation on a worker, and on another one if that is lost. `with_mapper`: a new worker starts its
         mapper at once. Raises FailedError, SupersededError."""
-        last: Exception | None = None
-        for tried in range(MAX_OPERATION_TRIES):
-            if isinstance(last, WorkerStartError):
-                await asyncio.sleep(self.spec.limits.backoff_s * 2**tried)
+        last_error: Exception | None = None
+        for attempt_idx in range(MAX_OPERATION_TRIES):
+            if isinstance(last_error, WorkerStartError):
+                await asyncio.sleep(self.spec.limits.backoff_s * 2**attempt_idx)
             try:
-                idle = [one for one in self._idle if not one.unusable]
-                worker = max(idle, key=lambda one: one.operated, default=None)
+                idle = [candidate for candidate in self._idle if not candidate.unusable]
+                worker = max(idle, key=lambda candidate: candidate.has_io_process, default=None)
                 if worker is None:
                     worker = await self._start(None, with_mapper=with_mapper and not self.pool.spec.exclusive)
                     self._idle.append(worker)
-                worker.operated = True
+                worker.has_io_process = True
                 return await operation(worker)
-            except SetAsideError as error:
-                last = error
+            except MachineSetAsideError as error:
+                last_error = error
             except (WorkerLostError, WorkerStartError) as error:
-                last = error
+                last_error = error
                 if isinstance(error, WorkerStartError):
                     self.hosts.record_failure(error.host, str(error))
             except OperationError as error:
-                raise FailedError(error.trace) from error
-        raise FailedError(f"no worker is usable: {last}") from last
+                raise FatalJobError(error.trace) from error
+        raise FatalJobError(f"no worker is usable: {last_error}") from last_error
 
     async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
         worker_id, name = _new_id(self.job_id), self.pool.spec.name
         worker: RemoteWorker | None = None
         try:
             await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
-            started = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
-            worker = RemoteWorker(worker_id, started, self.job_id, self.spec.limits, slot, self.router)
+            handle = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
+            worker = RemoteWorker(worker_id, handle, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
-            self.hosts.add_worker(worker_id, started.host)
-            if started.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
-                raise SetAsideError(f"a worker has started on {started.host}, which is set aside")
+            self.hosts.add_worker(worker_id, handle.host)
+            if handle.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
+                raise MachineSetAsideError(f"a worker has started on {handle.host}, which is set aside")
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
-            await asyncio.to_thread(self.jobs.record_worker, worker_id, started.address, started.where)
+            await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.address, handle.process_name)
         except BaseException as error:
-            await asyncio.shield(self.end(worker) if worker is not None else self._forget(worker_id))
-            expected = WorkerStartError | WorkerLostError | SetAsideError | SupersededError | SQLAlchemyError
+            await asyncio.shield(self.end(worker) if worker is not None else self._delete_row(worker_id))
+            expected = WorkerStartError | WorkerLostError | MachineSetAsideError | SupersededError | SQLAlchemyError
             if isinstance(error, Exception) and not isinstance(error, expected):
                 host = self.pool.host_of(slot) if slot is not None else None
                 raise WorkerStartError(f"a worker cannot be started: {error!r}", host or UNKNOWN) from error
             raise
         return worker
 
-    async def _forget(self, worker_id: str) -> None:
+    async def _delete_row(self, worker_id: str) -> None:
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(self.jobs.forget_worker, worker_id)
+            await asyncio.to_thread(self.jobs.delete_worker, worker_id)
 
     async def _stop(self, worker: RemoteWorker) -> None:
         grace_s = self.spec.limits.grace_s
@@ -348,5 +349,5 @@ class WorkerSet:
             await worker.call("shutdown", grace_s=grace_s)
             worker.lost = True
             async with asyncio.timeout(grace_s + 1):
-                await worker.started.wait()
+                await worker.handle.wait()
         await worker.close()

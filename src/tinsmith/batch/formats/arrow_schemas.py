@@ -20,7 +20,7 @@ from tinsmith.errors import UserError
 if TYPE_CHECKING:
     import pyarrow
 
-FIX = "Nothing is lost: resume the job with format='jsonl', or with a function that converts the column"
+RESUME_ADVICE = "Nothing is lost: resume the job with format='jsonl', or with a function that converts the column"
 
 
 def schema_of_types(schema: Schema) -> pyarrow.Schema:
@@ -105,7 +105,8 @@ def _check_types(kind: pyarrow.DataType, other: pyarrow.DataType, column: str) -
         pyarrow.unify_schemas(fields, promote_options="permissive")
     except pyarrow.ArrowException:
         raise UserError(
-            f"{column} is {kind} in some rows and {other} in others; in this format a column has one type. {FIX}"
+            f"{column} is {kind} in some rows and {other} in others; in this format a column has one type. "
+            f"{RESUME_ADVICE}"
         ) from None
 
 
@@ -150,7 +151,7 @@ def _cast(column: pyarrow.ChunkedArray, field: pyarrow.Field) -> pyarrow.Chunked
     except pyarrow.ArrowInvalid as error:
         raise UserError(
             f"column {field.name!r} is {column.type} in some rows and {field.type} in others, which does not hold all "
-            f"values: {error}. Write such integers as str. {FIX}"
+            f"values: {error}. Write such integers as str. {RESUME_ADVICE}"
         ) from None
 
 

@@ -21,9 +21,14 @@ from typing import IO
 import orjson
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.encoding import encode, selected
-from tinsmith.batch.formats.lines import LinesReader, pack, unpacked
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, PACKED, FileWriter
+from tinsmith.batch.formats.encoding import encode, select_columns
+from tinsmith.batch.formats.lines import LinesReader, compress_for_path, open_decompressed
+from tinsmith.batch.formats.registry import (
+    COMPRESSED_ENDINGS,
+    INPUT_READER_REGISTRY,
+    OUTPUT_WRITER_REGISTRY,
+    FileWriter,
+)
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_object
@@ -78,14 +83,14 @@ class CsvWriter(FileWriter):
         _check_delimiter(self.delimiter)
 
     def check(self, row: Row) -> None:
-        for value in selected(row, self.column).values():
+        for value in select_columns(row, self.column).values():
             _text(value)
 
     def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
-        kept = [selected(row, self.column) for row in rows if row is not None]
-        header = list(dict.fromkeys(name for row in kept for name in row))
-        lines = [header, *([_text(row.get(name)) for name in header] for row in kept)] if kept else []
-        return publishing.store_part(part_base, span, "csv", self._encoded(lines), len(kept))
+        selected = [select_columns(row, self.column) for row in rows if row is not None]
+        header = list(dict.fromkeys(name for row in selected for name in row))
+        lines = [header, *([_text(row.get(name)) for name in header] for row in selected)] if selected else []
+        return publishing.store_part(part_base, span, "csv", self._encode(lines), len(selected))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
@@ -97,9 +102,9 @@ class CsvWriter(FileWriter):
                 f"the rows of {self.path} have no columns, and a CSV file cannot count such rows. Return rows with a "
                 "column, or resume the job with format='jsonl'"
             )
-        if len(headers) > 1 or self.path.endswith(PACKED):
-            return publishing.publish_stream(self.path, self._rewritten(filled, columns), rows, staging, if_exists)
-        head = self._encoded([columns]) if filled else b""
+        if len(headers) > 1 or self.path.endswith(COMPRESSED_ENDINGS):
+            return publishing.publish_stream(self.path, self._rewrite(filled, columns), rows, staging, if_exists)
+        head = self._encode([columns]) if filled else b""
         skips = [len(head)] * len(filled)
         return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)
 
@@ -111,16 +116,18 @@ class CsvWriter(FileWriter):
         yield from (dict(zip(header, values, strict=True)) for values in lines)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        with unpacked(open_object(output.path), output.path) as source:
+        with open_decompressed(open_object(output.path), output.path) as source:
             yield from self._rows(self._lines_in(source))
 
-    def _rewritten(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
-        yield pack(self._encoded([columns]) if columns else b"", self.path)
+    def _rewrite(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
+        yield compress_for_path(self._encode([columns]) if columns else b"", self.path)
         for part in parts:
             publishing.check_part(part)
             rows = self.read_part(part)
             while page := list(islice(rows, PAGE_ROWS)):
-                yield pack(self._encoded([[row.get(name, "") for name in columns] for row in page]), self.path)
+                yield compress_for_path(
+                    self._encode([[row.get(name, "") for name in columns] for row in page]), self.path
+                )
 
     def _header(self, part: PartInfo) -> list[str]:
         with closing(self._lines(part)) as lines:
@@ -133,7 +140,7 @@ class CsvWriter(FileWriter):
         with io.TextIOWrapper(source, "utf-8", newline="") as text:
             yield from csv.reader(text, delimiter=self.delimiter, strict=True)
 
-    def _encoded(self, lines: Sequence[Sequence[str]]) -> bytes:
+    def _encode(self, lines: Sequence[Sequence[str]]) -> bytes:
         text = io.StringIO(newline="")
         csv.writer(text, delimiter=self.delimiter, lineterminator="\n").writerows(lines)
         return text.getvalue().encode()

@@ -26,18 +26,18 @@ def encode(row: object) -> bytes:
     except TypeError as error:
         if "64-bit" in str(error):  # Python's own encoder takes integers of any size
             return json.dumps(row, default=_plain, ensure_ascii=False, separators=(",", ":")).encode()
-        raise TypeError(_which(row, error)) from None
+        raise TypeError(_explain_type_error(row, error)) from None
 
 
-def selected(row: Row, columns: str | Sequence[str] | None) -> Row:
+def select_columns(row: Row, columns: str | Sequence[str] | None) -> Row:
     """The row with only these columns. Raises KeyError naming one that it lacks."""
     if columns is None:
         return row
-    wanted = [columns] if isinstance(columns, str) else columns
-    for column in wanted:
+    names = [columns] if isinstance(columns, str) else columns
+    for column in names:
         if column not in row:
             raise KeyError(f"the row has no column {column!r}; it has {sorted(map(str, row))}")
-    return {column: row[column] for column in wanted}
+    return {column: row[column] for column in names}
 
 
 def plain(row: object) -> object:
@@ -65,12 +65,12 @@ def _plain(value: object) -> object:
     raise TypeError(f"a {type(value).__module__}.{type(value).__name__} cannot be written as JSON; convert it first")
 
 
-def _which(row: object, error: TypeError) -> str:
+def _explain_type_error(row: object, error: TypeError) -> str:
     if isinstance(row, dict):
         for name, value in row.items():
             try:
                 orjson.dumps(value, default=_plain, option=OPTIONS)
-            except TypeError as found:
-                cause = found.__cause__ or found
+            except TypeError as column_error:
+                cause = column_error.__cause__ or column_error
                 return f"column {name!r}: {cause}"
     return str(error.__cause__ or error)

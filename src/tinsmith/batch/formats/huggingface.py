@@ -79,7 +79,7 @@ class HuggingFaceWriter(TableWriter):
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
         arrow = self.encode_parts(filled, self.unify_schemas(filled))
-        data = publishing.staged(staging, "data-00000-of-00001.arrow", arrow)
+        data = publishing.stage_file(staging, "data-00000-of-00001.arrow", arrow)
         state = {
             "_data_files": [{"filename": data.name}],
             "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],
@@ -89,15 +89,15 @@ class HuggingFaceWriter(TableWriter):
         }
         files = [
             data,
-            publishing.staged(staging, "state.json", [orjson.dumps(state)]),
-            publishing.staged(staging, "dataset_info.json", [b"{}"]),
+            publishing.stage_file(staging, "state.json", [orjson.dumps(state)]),
+            publishing.stage_file(staging, "dataset_info.json", [b"{}"]),
         ]
         return publishing.publish_directory(self.path, files, sum(part.rows for part in filled), staging, if_exists)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         import pyarrow.ipc
 
-        for file in publishing.published_files(output, is_directory=True):
+        for file in publishing.iter_published_files(output, is_directory=True):
             if file.path.endswith(".arrow"):
                 with open_object(file.path) as source:
                     for batch in pyarrow.ipc.open_stream(source):

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.encoding import selected
+from tinsmith.batch.formats.encoding import select_columns
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
@@ -49,7 +49,7 @@ class ImageReader(InputReader):
 
     def _row(self, location: str) -> Row:
         data = _read(location)
-        return {"path": location, self.column: _decoded(data, location) if self.decode else data}
+        return {"path": location, self.column: _decode(data, location) if self.decode else data}
 
 
 KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
@@ -78,7 +78,7 @@ class ImageWriter(DirectoryWriter):
         for index, row in enumerate(rows, span.start_idx):
             if row is None:
                 continue
-            data, name = self._encoded(row), f"{index:08d}.{self.kind}"
+            data, name = self._encode(row), f"{index:08d}.{self.kind}"
             store, key = open_store(join(part_base, name))
             store.put_create(key, data)
             listing.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
@@ -86,24 +86,24 @@ class ImageWriter(DirectoryWriter):
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         rows = sum(part.rows for part in parts)
-        return publishing.publish_directory(self.path, _Listed(parts), rows, staging, if_exists)
+        return publishing.publish_directory(self.path, _ListedFiles(parts), rows, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        for file in _Listed([part]):
+        for file in _ListedFiles([part]):
             yield {"path": file.name, self.column: _read(file.part.path)}
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        for file in publishing.published_files(output, is_directory=True):
+        for file in publishing.iter_published_files(output, is_directory=True):
             yield {"path": file.path.rpartition("/")[2], self.column: _read(file.path)}
 
     def _image(self, row: Row) -> Any:  # noqa: ANN401
         from PIL import Image
 
-        value: Any = selected(row, self.column)[self.column]
+        value: Any = select_columns(row, self.column)[self.column]
         if isinstance(value, Image.Image):
             return value
         if isinstance(value, bytes | bytearray):
-            return _decoded(value, f"column {self.column!r}")
+            return _decode(value, f"column {self.column!r}")
         if hasattr(value, "__array__") and not isinstance(value, str):
             import numpy as np
 
@@ -116,7 +116,7 @@ class ImageWriter(DirectoryWriter):
             return Image.fromarray(array)
         raise TypeError(f"column {self.column!r} is a {type(value).__name__}; it must be an image, bytes or an array")
 
-    def _encoded(self, row: Row) -> bytes:
+    def _encode(self, row: Row) -> bytes:
         image, buffer = self._image(row), io.BytesIO()
         if self.kind == "jpg" and image.mode not in ("L", "RGB", "CMYK"):
             image = image.convert("RGB")
@@ -129,18 +129,18 @@ def _read(location: str) -> bytes:
     return store.get(key)
 
 
-def _decoded(data: bytes | bytearray, what: str) -> Any:  # noqa: ANN401  an image of PIL
+def _decode(data: bytes | bytearray, source: str) -> Any:  # noqa: ANN401  an image of PIL
     from PIL import Image, UnidentifiedImageError
 
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
     except UnidentifiedImageError:
-        raise ValueError(f"{what} has {len(data)} bytes that are not an image file") from None
+        raise ValueError(f"{source} has {len(data)} bytes that are not an image file") from None
     return image
 
 
-class _Listed:
+class _ListedFiles:
     """The files that parts list, read from their listings each time: there may be millions."""
 
     def __init__(self, parts: Sequence[PartInfo]) -> None:

@@ -22,7 +22,7 @@ Version = dict[str, dict[str, Any]]
 MAX_FILES = 1000
 """For more files, the version holds only their number, size and a digest of all entries."""
 DIGESTED_BYTES = 64 * 1024 * 1024
-"""The bytes of one input that are read for digests, in some tenths of a second."""
+"""The most bytes of one input that are read for digests."""
 ALL_FILES = "all files"
 
 
@@ -32,19 +32,19 @@ class InputChangedError(RuntimeError):
 
 def of_files(locations: Iterable[str]) -> Version:
     """The version of these files now. Raises FileNotFoundError."""
-    found: Version = {}
-    left = DIGESTED_BYTES
+    version: Version = {}
+    remaining_bytes = DIGESTED_BYTES
     for location in locations:
         store, key = open_store(location)
         info = store.head(key)
-        found[location] = {"size": info.size, "etag": info.etag}
-        if info.size <= left and isinstance(store, LocalStore):
-            left -= info.size
-            found[location]["sha256"] = store.digest(key)
-    return found if len(found) <= MAX_FILES else _summed(found)
+        version[location] = {"size": info.size, "etag": info.etag}
+        if info.size <= remaining_bytes and isinstance(store, LocalStore):
+            remaining_bytes -= info.size
+            version[location]["sha256"] = store.digest(key)
+    return version if len(version) <= MAX_FILES else _summarize(version)
 
 
-def _summed(files: Version) -> Version:
+def _summarize(files: Version) -> Version:
     digest = hashlib.sha256()
     for location, entry in files.items():
         digest.update(f"{location} {entry['size']} {entry['etag']}\n".encode())
@@ -58,8 +58,9 @@ def check(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[s
         old, new = before.get(name), (after or {}).get(name)
         if old is None or new is None or not _same(old, new):
             raise InputChangedError(
-                f"the input has changed since the job began: {name} was {_shown(old)}, and is {_shown(new)}. Rows of "
-                "both versions would be mixed: restore the input and resume the job, or submit it as a new one"
+                f"the input has changed since the job began: {name} was {_format_entry(old)}, and is "
+                f"{_format_entry(new)}. Rows of both versions would be mixed: restore the input and resume the job, or "
+                "submit it as a new one"
             )
 
 
@@ -69,7 +70,7 @@ def _same(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return all(old.get(name) == new.get(name) for name in {*old, *new} - {"sha256"})
 
 
-def _shown(entry: Mapping[str, Any] | None) -> str:
+def _format_entry(entry: Mapping[str, Any] | None) -> str:
     if entry is None:
         return "not there"
     return "(" + ", ".join(f"{name} {value}" for name, value in entry.items()) + ")"

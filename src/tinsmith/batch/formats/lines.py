@@ -24,7 +24,7 @@ from typing import IO, NamedTuple
 import orjson
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.encoding import encode, selected
+from tinsmith.batch.formats.encoding import encode, select_columns
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter, InputReader
@@ -91,7 +91,7 @@ class LinesReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for file_idx, first, last in self.pieces(self.counts, start_idx, end_idx):
+        for file_idx, first, last in self.locate_span(self.counts, start_idx, end_idx):
             file = self.files[file_idx]
             lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
             rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
@@ -131,9 +131,9 @@ class JsonReader(LinesReader):
         try:
             value = orjson.loads(line.strip(SPACES))
         except orjson.JSONDecodeError as error:
-            raise ValueError(f"row {row} of {location} is not JSON: {error}: {_shown(line)}") from None
+            raise ValueError(f"row {row} of {location} is not JSON: {error}: {_excerpt(line)}") from None
         if not isinstance(value, dict):
-            raise ValueError(f"row {row} of {location} is not an object: {_shown(line)}")
+            raise ValueError(f"row {row} of {location} is not an object: {_excerpt(line)}")
         return value
 
 
@@ -182,11 +182,13 @@ def _index_file(location: str, reader: LinesReader) -> IndexedFile:
     source = (location if "://" in location else key, info.etag, info.size)
     data = location
     if location.endswith((".gz", ".zst")):
-        data = str(cached(lambda path: _unpack(location, path), "unpacked", *source))
+        data = str(cached(lambda path: _decompress(location, path), "unpacked", *source))
     if (lines := reader.unroll(data)) is not None:
         data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *source, reader.identity))
     # The name of a cached file covers everything that decides its contents.
-    return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", data, *source), info.etag)
+    return IndexedFile(
+        location, data, cached(lambda path: _write_offsets(data, path), "offsets", data, *source), info.etag
+    )
 
 
 def _write_lines(lines: Iterator[bytes], path: Path) -> None:
@@ -194,13 +196,13 @@ def _write_lines(lines: Iterator[bytes], path: Path) -> None:
         target.writelines(line + b"\n" for line in lines)
 
 
-def _unpack(location: str, path: Path) -> None:
+def _decompress(location: str, path: Path) -> None:
     store, key = open_store(location)
-    with unpacked(store.open(key), location) as source, open(path, "wb") as target:
+    with open_decompressed(store.open(key), location) as source, open(path, "wb") as target:
         shutil.copyfileobj(source, target, CHUNK_BYTES)
 
 
-def _index(location: str, path: Path) -> None:
+def _write_offsets(location: str, path: Path) -> None:
     """Writes the offset of each line that is not blank, then the size of the file."""
     import numpy as np
 
@@ -208,7 +210,7 @@ def _index(location: str, path: Path) -> None:
     position, skipped = 0, 0
     carried = b""  # the beginning of a line whose end was not read yet
     with open(path, "wb") as target:
-        for chunk in _large(store.chunks(key)):
+        for chunk in _join_chunks(store.chunks(key)):
             if position == 0 and not carried and not skipped and chunk.startswith(BYTE_ORDER_MARK):
                 skipped = len(BYTE_ORDER_MARK)
                 chunk = chunk[skipped:]
@@ -216,7 +218,7 @@ def _index(location: str, path: Path) -> None:
             block = carried + chunk
             end = block.rfind(b"\n") + 1
             if end:
-                _starts(np.frombuffer(block[:end], np.uint8), block, position).astype("<u8").tofile(target)
+                _line_starts(np.frombuffer(block[:end], np.uint8), block, position).astype("<u8").tofile(target)
                 position += end
             carried = block[end:]
         if carried.strip(SPACES):
@@ -224,31 +226,31 @@ def _index(location: str, path: Path) -> None:
         target.write(OFFSET.pack(position + len(carried)))
 
 
-def _starts(data: np.ndarray, block: bytes, position: int) -> np.ndarray:  # type: ignore[name-defined]  # noqa: F821
+def _line_starts(data: np.ndarray, block: bytes, position: int) -> np.ndarray:  # type: ignore[name-defined]  # noqa: F821
     """Offsets of the lines in `data`, which ends with a newline, that hold more than spaces."""
     import numpy as np
 
     ends = np.flatnonzero(data == 10) + 1
     starts = np.concatenate(([0], ends[:-1]))
     keep = np.ones(len(starts), bool)
-    for at in np.flatnonzero(np.isin(data[starts], np.frombuffer(SPACES, np.uint8))):
-        keep[at] = bool(block[starts[at] : ends[at]].strip(SPACES))
+    for line_idx in np.flatnonzero(np.isin(data[starts], np.frombuffer(SPACES, np.uint8))):
+        keep[line_idx] = bool(block[starts[line_idx] : ends[line_idx]].strip(SPACES))
     return starts[keep] + position
 
 
-def _large(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of at least 4 MiB, so that a long line is not copied once for each small chunk."""
-    held: list[bytes] = []
+def _join_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Join chunks to ones of at least 4 MiB, so that a long line is not copied once for each small chunk."""
+    buffered: list[bytes] = []
     for chunk in chunks:
-        held.append(chunk)
-        if sum(map(len, held)) >= 4 * CHUNK_BYTES:
-            yield b"".join(held)
-            held = []
-    if held:
-        yield b"".join(held)
+        buffered.append(chunk)
+        if sum(map(len, buffered)) >= 4 * CHUNK_BYTES:
+            yield b"".join(buffered)
+            buffered = []
+    if buffered:
+        yield b"".join(buffered)
 
 
-def _shown(line: bytes) -> str:
+def _excerpt(line: bytes) -> str:
     text = line[:80].decode(errors="replace")
     return text + ("..." if len(line) > 80 else "")
 
@@ -271,7 +273,7 @@ class LinesWriter(FileWriter):
 
     def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         lines = [self.line(row) for row in rows if row is not None]
-        data = pack(b"".join(line + b"\n" for line in lines), self.path)
+        data = compress_for_path(b"".join(line + b"\n" for line in lines), self.path)
         return publishing.store_part(part_base, span, self.extension, data, len(lines))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
@@ -284,7 +286,7 @@ class LinesWriter(FileWriter):
         return self._rows(open_object(output.path))
 
     def _rows(self, source: IO[bytes]) -> Iterator[Row]:
-        with unpacked(source, self.path) as lines:
+        with open_decompressed(source, self.path) as lines:
             for line in lines:
                 yield self.row(line.removesuffix(b"\n"))
 
@@ -297,7 +299,7 @@ class JsonWriter(LinesWriter):
     column: str | list[str] | None = None
 
     def line(self, row: Row) -> bytes:
-        return encode(selected(row, self.column))
+        return encode(select_columns(row, self.column))
 
     def row(self, line: bytes) -> Row:
         return orjson.loads(line)
@@ -312,7 +314,7 @@ class TextWriter(LinesWriter):
     extension = "txt"
 
     def line(self, row: Row) -> bytes:
-        text = selected(row, self.column)[self.column]
+        text = select_columns(row, self.column)[self.column]
         if not isinstance(text, str):
             raise TypeError(f"column {self.column!r} is a {type(text).__name__}; it must be a str in a text file")
         if "\n" in text or "\r" in text:
@@ -323,8 +325,8 @@ class TextWriter(LinesWriter):
         return {self.column: line.decode()}
 
 
-def pack(data: bytes, path: str) -> bytes:
-    """The bytes as a file of this name holds them; deterministic."""
+def compress_for_path(data: bytes, path: str) -> bytes:
+    """Compress bytes as the ending of the path says; deterministic."""
     if path.endswith(".gz"):
         return gzip.compress(data, mtime=0)
     if path.endswith(".zst"):
@@ -334,8 +336,8 @@ def pack(data: bytes, path: str) -> bytes:
     return data
 
 
-def unpacked(source: IO[bytes], path: str) -> IO[bytes]:
-    """The decompressed bytes of a file of this name, as a stream."""
+def open_decompressed(source: IO[bytes], path: str) -> IO[bytes]:
+    """The decompressed bytes of a file, as a stream; the ending of its path names the compression."""
     if path.endswith(".gz"):
         return gzip.open(source)  # type: ignore[return-value]
     if path.endswith(".zst"):

@@ -27,7 +27,9 @@ class OpenAIBatchReader(JsonReader):
     @cached_property
     def _rows(self) -> int:
         if problems := self.problems():
-            raise UserError(f"{self.path} is not a batch file: " + "; ".join(str(each["message"]) for each in problems))
+            raise UserError(
+                f"{self.path} is not a batch file: " + "; ".join(str(problem["message"]) for problem in problems)
+            )
         return super().__len__()
 
     def __len__(self) -> int:
@@ -35,18 +37,18 @@ class OpenAIBatchReader(JsonReader):
 
     def problems(self) -> list[Row]:
         """The errors of the file, at most `MAX_SHOWN`: {code, line, message, param}."""
-        found: list[Row] = []
-        seen: set[str] = set()
+        errors: list[Row] = []
+        custom_ids: set[str] = set()
         for row, request in self._requests(super().__len__()):
-            if len(found) == MAX_SHOWN:
+            if len(errors) == MAX_SHOWN:
                 break
             if isinstance(request, ValueError):
-                found.append({"code": "invalid_json_line", "line": row + 1, "message": str(request), "param": None})
-            elif problem := problem_of(request, seen):
+                errors.append({"code": "invalid_json_line", "line": row + 1, "message": str(request), "param": None})
+            elif problem := problem_of(request, custom_ids):
                 code, param, message = problem
                 text = f"request {row + 1}: {message}"
-                found.append({"code": code, "line": row + 1, "message": text, "param": param})
-        return found
+                errors.append({"code": code, "line": row + 1, "message": text, "param": param})
+        return errors
 
     def _requests(self, rows: int) -> Iterator[tuple[int, Row | ValueError]]:
         """Each row with its request or error. Rows are read by pages, and alone where a page has an error."""
@@ -63,32 +65,32 @@ class OpenAIBatchReader(JsonReader):
                         yield row, error
 
 
-def problem_of(request: Row, seen: set[str], urls: Sequence[str] = URLS) -> tuple[str, str, str] | None:
-    """(code, param, message) of a request's error; `seen` holds the custom_ids of earlier requests."""
+def problem_of(request: Row, custom_ids: set[str], urls: Sequence[str] = URLS) -> tuple[str, str, str] | None:
+    """(code, param, message) of a request's error, or None; `custom_ids` holds those of earlier requests."""
     for param in ("custom_id", "method", "url", "body"):
         if request.get(param) is None:
             return "missing_required_parameter", param, f"{param} is missing"
     name, url = request["custom_id"], request["url"]
     if not isinstance(name, str) or not name:
-        return "invalid_custom_id", "custom_id", f"custom_id is {_shown(name)}; it must be a text that is not empty"
-    if name in seen:
-        return "duplicate_custom_id", "custom_id", f"custom_id {_shown(name)} is used by an earlier request"
-    seen.add(name)
+        return "invalid_custom_id", "custom_id", f"custom_id is {_quote(name)}; it must be a text that is not empty"
+    if name in custom_ids:
+        return "duplicate_custom_id", "custom_id", f"custom_id {_quote(name)} is used by an earlier request"
+    custom_ids.add(name)
     if request["method"] != "POST":
-        return "invalid_method", "method", f"method is {_shown(request['method'])}; it must be 'POST'"
+        return "invalid_method", "method", f"method is {_quote(request['method'])}; it must be 'POST'"
     if url not in urls:
-        wanted = repr(urls[0]) if len(urls) == 1 else f"one of {list(urls)}"
-        return "url_mismatch", "url", f"url is {_shown(url)}; it must be {wanted}"
+        allowed = repr(urls[0]) if len(urls) == 1 else f"one of {list(urls)}"
+        return "url_mismatch", "url", f"url is {_quote(url)}; it must be {allowed}"
     if not isinstance(request["body"], dict):
-        return "invalid_body", "body", f"body is {_shown(request['body'])}; it must be an object"
+        return "invalid_body", "body", f"body is {_quote(request['body'])}; it must be an object"
     return None
 
 
-def _shown(value: object) -> str:
+def _quote(value: object) -> str:
     return repr(value[:200]) if isinstance(value, str) else reprlib.repr(value)
 
 
-KEPT = ("all", "succeeded", "failed")
+KEEP_CHOICES = ("all", "succeeded", "failed")
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="openai_batch")
@@ -105,8 +107,8 @@ class OpenAIBatchWriter(JsonWriter):
         super().__post_init__()
         if self.column is not None:
             raise ValueError(f"column is {self.column!r}, but the fields of a result are fixed; leave it out")
-        if self.keep not in KEPT:
-            raise ValueError(f"keep is {self.keep!r}; it must be one of {list(KEPT)}")
+        if self.keep not in KEEP_CHOICES:
+            raise ValueError(f"keep is {self.keep!r}; it must be one of {list(KEEP_CHOICES)}")
 
     def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         return super().write_part([row for row in rows if row is not None and self._keeps(row)], span, part_base)

@@ -17,12 +17,12 @@ from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.batch.formats import arrow_schemas, publishing, schemas
-from tinsmith.batch.formats.encoding import selected
+from tinsmith.batch.formats.encoding import select_columns
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import (
+    COMPRESSED_ENDINGS,
     INPUT_READER_REGISTRY,
     OUTPUT_WRITER_REGISTRY,
-    PACKED,
     InputReader,
     OutputWriter,
 )
@@ -66,13 +66,13 @@ class ParquetReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
-        for number, first, last in self.pieces(self._rows, start_idx, end_idx):
-            rows += self._decoder.read_rows(self._groups[number], first, last)
+        for group_idx, first, last in self.locate_span(self._rows, start_idx, end_idx):
+            rows += self._decoder.read_rows(self._groups[group_idx], first, last)
         return rows
 
 
 GROUP_ROWS = 65_536
-PLAIN = frozenset((int, float, str, bool, type(None)))
+PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 GROUP_BYTES = 8 * 1024 * 1024
 PART_COMPRESSION = "zstd"
 
@@ -85,21 +85,23 @@ class TableWriter(OutputWriter):
     column: str | list[str] | None = None
 
     def check(self, row: Row) -> None:
-        kept = selected(row, self.column)
-        _table([kept], _schema_of(kept))
+        selected = select_columns(row, self.column)
+        _build_table([selected], _schema_of(selected))
 
     def schema(self, row: Row) -> Schema:
-        return _schema_of(selected(row, self.column))
+        return _schema_of(select_columns(row, self.column))
 
     def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
         import pyarrow.parquet
 
-        kept = [selected(row, self.column) for row in rows if row is not None]
-        schema = reduce(schemas.merged, map(_schema_of, kept), {})
+        selected = [select_columns(row, self.column) for row in rows if row is not None]
+        schema = reduce(schemas.merge_schemas, map(_schema_of, selected), {})
         buffer = io.BytesIO()
         compression = getattr(self, "compression", PART_COMPRESSION)
-        pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=compression)
-        return replace(publishing.store_part(part_base, span, "parquet", buffer.getvalue(), len(kept)), schema=schema)
+        pyarrow.parquet.write_table(_build_table(selected, schema), buffer, compression=compression)
+        return replace(
+            publishing.store_part(part_base, span, "parquet", buffer.getvalue(), len(selected)), schema=schema
+        )
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         for table in _tables_of_part(part):
@@ -111,7 +113,7 @@ class TableWriter(OutputWriter):
         schema = arrow_schemas.unify(map(_schema_of_part, distinct.values()))
         if distinct and not schema.names:
             raise UserError(
-                f"the rows of {self.path} have no columns, and {self._name} cannot count such rows. {NO_COLUMN}"
+                f"the rows of {self.path} have no columns, and {self._name} cannot count such rows. {NO_COLUMN_ADVICE}"
             )
         return schema
 
@@ -121,8 +123,8 @@ class TableWriter(OutputWriter):
         with self.open_table(sink, schema) as writer:
             for table in _tables_of(parts, schema):
                 writer.write_table(table, max(1, table.num_rows))
-                yield sink.taken()
-        yield sink.taken()
+                yield sink.drain()
+        yield sink.drain()
 
     def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a writer of pyarrow
         """A writer of pyarrow, whose tables become row groups."""
@@ -133,7 +135,7 @@ class TableWriter(OutputWriter):
         return type(self).__name__
 
 
-NO_COLUMN = "Return rows with a column, or resume the job with format='jsonl'"
+NO_COLUMN_ADVICE = "Return rows with a column, or resume the job with format='jsonl'"
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="parquet")
@@ -144,7 +146,7 @@ class ParquetWriter(TableWriter):
     compression: str = PART_COMPRESSION
 
     def __post_init__(self) -> None:
-        if self.path.endswith(PACKED):
+        if self.path.endswith(COMPRESSED_ENDINGS):
             raise ValueError(
                 f"the path is {self.path!r}, but a Parquet file is compressed inside; leave the ending out"
             )
@@ -162,7 +164,7 @@ class ParquetWriter(TableWriter):
         name = f"part-{part_idx:05d}.parquet"
         if _schema_of_part(part).equals(schema):
             return PublishedFile(name, part)
-        return publishing.staged(staging, name, self.encode_parts([part], schema), part.rows)
+        return publishing.stage_file(staging, name, self.encode_parts([part], schema), part.rows)
 
     def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a ParquetWriter of pyarrow
         import pyarrow.parquet
@@ -171,7 +173,7 @@ class ParquetWriter(TableWriter):
 
 
 def _text_of(part: PartInfo) -> str:
-    """Equal for two parts only if they have the same schema."""
+    """The schema of a part as text, or its path if the schema is unknown. Equal texts mean equal schemas."""
     return part.path if part.schema is None else json.dumps(part.schema)
 
 
@@ -224,29 +226,29 @@ def _tables_of(parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[py
         yield pyarrow.concat_tables(waiting)
 
 
-def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
+def _build_table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
     import pyarrow
 
     arrow = arrow_schemas.schema_of_types(schema)
     try:
-        arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
+        arrays = [pyarrow.array([_to_python(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
     except (pyarrow.ArrowException, OverflowError) as error:
         raise TypeError(f"the rows do not form a table: {error}") from None
     return pyarrow.Table.from_arrays(arrays, schema=arrow)
 
 
 def _schema_of(row: Row) -> Schema:
-    return schemas.schema_of({name: _plain(value) for name, value in row.items()})
+    return schemas.schema_of({name: _to_python(value) for name, value in row.items()})
 
 
-def _plain(value: object) -> object:
-    """Values of numpy and torch as Python values, at any depth."""
+def _to_python(value: object) -> object:
+    """Convert values of numpy and torch to Python values, at any depth."""
     if hasattr(value, "tolist"):
         return value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple) and any(type(each) not in PLAIN for each in value):
-        return [_plain(each) for each in value]
+        return {name: _to_python(element) for name, element in value.items()}
+    if isinstance(value, list | tuple) and any(type(element) not in PLAIN_TYPES for element in value):
+        return [_to_python(element) for element in value]
     return value
 
 
@@ -255,20 +257,20 @@ class Sink(io.RawIOBase):
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: list[bytes] = []
+        self._chunks: list[bytes] = []
         self._at = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
-        self._held.append(bytes(data))
-        self._at += len(self._held[-1])
-        return len(self._held[-1])
+        self._chunks.append(bytes(data))
+        self._at += len(self._chunks[-1])
+        return len(self._chunks[-1])
 
     def tell(self) -> int:
         return self._at
 
-    def taken(self) -> bytes:
-        taken, self._held = b"".join(self._held), []
-        return taken
+    def drain(self) -> bytes:
+        drain, self._chunks = b"".join(self._chunks), []
+        return drain

@@ -28,7 +28,7 @@ SEGMENT_BYTES = 8 * 1024 * 1024
 
 
 class PublishedFile(NamedTuple):
-    """One file of a directory: its name there, and its bytes."""
+    """One file of a published directory: its name there, and the part with its bytes."""
 
     name: str
     part: PartInfo
@@ -40,7 +40,7 @@ class _Segment:
     def __init__(self, location: str) -> None:
         self.location = location
         self.size = 0
-        self.pieces: list[bytes] = []
+        self.chunks: list[bytes] = []
 
 
 class _Segments:
@@ -56,7 +56,7 @@ class _Segments:
             self.all.append(segment)
         offset = segment.size
         segment.size += len(data)
-        segment.pieces.append(data)
+        segment.chunks.append(data)
         return segment.location, offset
 
 
@@ -75,21 +75,21 @@ def in_segments() -> Iterator[None]:
         _segments.reset(token)
     for segment in segments.all:
         store, key = open_store(segment.location)
-        store.put_create(key, b"".join(segment.pieces))
+        store.put_create(key, b"".join(segment.chunks))
 
 
 def store_part(
-    part_base: str, span: RowRange, extension: str, data: bytes, rows: int, *, alone: bool = False
+    part_base: str, span: RowRange, extension: str, data: bytes, rows: int, *, separate: bool = False
 ) -> PartInfo:
-    """Stores the part of a span; `alone` as a separate object, also within `in_segments`. Storing equal bytes again is
+    """Stores the part of a span; `separate` as its own object, also within `in_segments`. Storing equal bytes again is
     allowed; other bytes raise FileExistsError."""
     location, digest = join(part_base, part_name(span, extension)), hashlib.sha256(data).hexdigest()
     segments = _segments.get()
-    if segments is None or alone or len(data) > SEGMENT_BYTES:
+    if segments is None or separate or len(data) > SEGMENT_BYTES:
         store, key = open_store(location)
         return PartInfo(location, rows, len(data), digest, store.put_create(key, data))
-    held_in, offset = segments.add(part_base, location, extension, data)
-    return PartInfo(held_in, rows, len(data), digest, offset=offset)
+    segment_location, offset = segments.add(part_base, location, extension, data)
+    return PartInfo(segment_location, rows, len(data), digest, offset=offset)
 
 
 def source_of(part: PartInfo, skip: int = 0) -> Source:
@@ -142,17 +142,17 @@ def publish_file(
     return OutputInfo(path, rows, size, digest, store.head(key).etag)
 
 
-def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
-    """An output computed from the parts instead of concatenated. `pieces` must be deterministic."""
-    return publish_file(path, [staged(staging, "published", pieces, rows).part], staging, if_exists)
+def publish_stream(path: str, chunks: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
+    """An output computed from the parts instead of concatenated. `chunks` must be deterministic."""
+    return publish_file(path, [stage_file(staging, "published", chunks, rows).part], staging, if_exists)
 
 
-def staged(staging: str, name: str, pieces: Iterable[bytes], rows: int = 0) -> PublishedFile:
-    """A computed file, to be published under its name in a directory."""
+def stage_file(staging: str, name: str, chunks: Iterable[bytes], rows: int = 0) -> PublishedFile:
+    """Write a computed file to the staging directory, to be published under its name in a directory."""
     location = join(staging, name)
     store, key = open_store(location)
     with store.open_writer(key) as writer:
-        size, digest = _measure(_written(pieces, writer))
+        size, digest = _measure(_write_through(chunks, writer))
     return PublishedFile(name, PartInfo(location, rows, size, digest))
 
 
@@ -161,12 +161,14 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     store, root = open_store(path)
     root = root.rstrip("/")
     manifest_key = join(root, MANIFEST)
-    _, wanted = _measure(_manifest(files, rows))
-    if store.exists(manifest_key) and store.digest(manifest_key) == wanted:
+    _, manifest_digest = _measure(_manifest(files, rows))
+    if store.exists(manifest_key) and store.digest(manifest_key) == manifest_digest:
         store.put(join(root, SUCCESS), b"")
-        return OutputInfo(path, rows, sum(part.bytes for _, part in files), wanted, store.head(manifest_key).etag)
+        return OutputInfo(
+            path, rows, sum(part.bytes for _, part in files), manifest_digest, store.head(manifest_key).etag
+        )
     if if_exists == "error":
-        if _others(store, root, files):  # other files than those of an interrupted publication
+        if _foreign_keys(store, root, files):  # other files than those of an interrupted publication
             raise FileExistsError(exists_already(path))
     else:
         store.delete_many([manifest_key, join(root, SUCCESS)])
@@ -180,22 +182,22 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
                 raise FileExistsError(exists_already(path)) from None
         total += part.bytes
     if if_exists == "overwrite":
-        store.delete_many(_others(store, root, files))
+        store.delete_many(_foreign_keys(store, root, files))
     with store.open_writer(manifest_key, staging=_local(staging)) as writer:
         for line in _manifest(files, rows):
             writer.write(line)
     store.put(join(root, SUCCESS), b"")
-    return OutputInfo(path, rows, total, wanted, store.head(manifest_key).etag)
+    return OutputInfo(path, rows, total, manifest_digest, store.head(manifest_key).etag)
 
 
 def publish_parts(path: str, parts: Sequence[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
     """A directory of the parts that have rows, as they are; `name` formats the number of each."""
     filled = [part for part in parts if part.rows]
-    files = [PublishedFile(name.format(number), part) for number, part in enumerate(filled)]
+    files = [PublishedFile(name.format(file_idx), part) for file_idx, part in enumerate(filled)]
     return publish_directory(path, files, sum(part.rows for part in filled), staging, if_exists)
 
 
-def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:
+def iter_published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:
     """The files of an output in the order of their rows, as parts whose rows are not counted."""
     if not is_directory:
         yield PartInfo(output.path, output.rows, output.bytes, output.sha256, output.etag)
@@ -219,10 +221,10 @@ def check_output(path: str, if_exists: str) -> None:
         return
     store, key = open_store(path)
     if path.endswith("/"):
-        found = next((name for name in store.list(key) if TEMPORARY_DIRECTORY not in name), None)
+        existing_key = next((name for name in store.list(key) if TEMPORARY_DIRECTORY not in name), None)
     else:
-        found = key if store.exists(key) else None
-    if found is not None:
+        existing_key = key if store.exists(key) else None
+    if existing_key is not None:
         raise FileExistsError(exists_already(path))
 
 
@@ -233,18 +235,18 @@ def exists_already(path: str) -> str:
     )
 
 
-def _measure(*pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+def _measure(*chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
-    for piece in chain.from_iterable(pieces):
-        digest.update(piece)
-        size += len(piece)
+    for chunk in chain.from_iterable(chunks):
+        digest.update(chunk)
+        size += len(chunk)
     return size, digest.hexdigest()
 
 
-def _written(pieces: Iterable[bytes], target: Writer) -> Iterator[bytes]:
-    for piece in pieces:
-        target.write(piece)
-        yield piece
+def _write_through(chunks: Iterable[bytes], target: Writer) -> Iterator[bytes]:
+    for chunk in chunks:
+        target.write(chunk)
+        yield chunk
 
 
 def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
@@ -257,12 +259,12 @@ def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _others(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
+def _foreign_keys(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
     """The keys below a directory that are neither among these files nor parts of a job. Usually none."""
-    found = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
-    for file in files if found else ():
-        found.discard(join(root, file.name))
-    return found
+    keys = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
+    for file in files if keys else ():
+        keys.discard(join(root, file.name))
+    return keys
 
 
 def _local(staging: str) -> str:

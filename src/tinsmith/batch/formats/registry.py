@@ -6,7 +6,7 @@
 
 A dictionary has the class's fields and `format`, its registered name. For a class outside tinsmith it also has the
 class's source and the imports it needs (`_class_source`, `_class_imports`, and their `_class_sha256`). Building an
-object from such a dictionary runs that source, so only workers do it; the server only looks for the keys of `SHIPPED`.
+object from such a dictionary runs that source, so only workers do it; the server only looks for the `SHIPPED_KEYS`.
 
 To add a format: one module here with its reader and writer, each with a `type_register` decorator, one entry in
 `FORMATS`, and the names in `tinsmith.batch`.
@@ -42,7 +42,7 @@ from tinsmith.storage.locations import locations
 Kind = TypeVar("Kind")
 Class = TypeVar("Class")
 Opened = TypeVar("Opened")
-SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
+SHIPPED_KEYS = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Format:
     confined: bool = False
     """Whether every location is opened through the store, which checks it against the roots of a confined job."""
     has_location: bool = True
-    """Whether `path` names a place that is read or written."""
+    """Whether `path` names a location that is read or written."""
     resumes_as: bool = True
     """Whether the outputs of a job may be resumed in this format by naming one of its extensions."""
 
@@ -80,13 +80,13 @@ FORMATS = {
 class Registry(Generic[Kind]):
     """The classes of one interface, by name."""
 
-    def __init__(self, what: str, modules: Mapping[str, str]) -> None:
-        self._what = what
+    def __init__(self, noun: str, modules: Mapping[str, str]) -> None:
+        self._noun = noun
         self._modules = dict(modules)  # imported at first use: some load large libraries
         self._classes: dict[str, type[Kind]] = {}
 
     def type_register(self, name: str) -> Callable[[type[Class]], type[Class]]:
-        """Registers a class as `name`. A second class of the name replaces it."""
+        """Registers a class as `name`, in place of an earlier class of that name."""
 
         def register(cls: type[Class]) -> type[Class]:
             self._classes[name] = cls  # type: ignore[assignment]
@@ -99,7 +99,7 @@ class Registry(Generic[Kind]):
         if name not in self._classes and name in self._modules:
             importlib.import_module(self._modules[name])
         if name not in self._classes:
-            raise UserError(f"there is no {self._what} {name!r}; use one of {self.names()}")
+            raise UserError(f"there is no {self._noun} {name!r}; use one of {self.names()}")
         return self._classes[name]
 
     def names(self) -> list[str]:
@@ -107,10 +107,10 @@ class Registry(Generic[Kind]):
 
 
 INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
-    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reads}
+    "reader", {name: f"{__package__}.{format.module}" for name, format in FORMATS.items() if format.reads}
 )
 OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
-    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writes}
+    "writer", {name: f"{__package__}.{format.module}" for name, format in FORMATS.items() if format.writes}
 )
 
 
@@ -125,28 +125,28 @@ class ReaderOrWriter:
     def to_dict(self) -> dict[str, Any]:
         """The format and the fields, and the source of a class outside tinsmith."""
         cls = type(self)
-        data = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        data = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         try:
             json.dumps(data)
         except (TypeError, ValueError) as error:
             raise UserError(f"the fields of a {cls.__name__} must be JSON: {error}") from None
-        shipped = {} if cls.__module__.startswith("tinsmith.batch.") else ship(cls)
+        shipped = {} if cls.__module__.startswith("tinsmith.batch.") else serialize_class(cls)
         return {"format": getattr(cls, "_format", cls.__name__), **data, **shipped}
 
     @property
     def identity(self) -> str:
-        """Equal for two objects if and only if they have the same class and fields; for the names of cached files. A
-        new field is part of it without further ado."""
-        return canonical(self.to_dict())
+        """A text that is equal for two objects if and only if they have the same class and fields. Names of cached
+        files are derived from it."""
+        return canonical_json(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """A reader or writer from its dictionary. Runs the source of a user's class, so only in workers."""
-        values = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
-        kind = _shipped_class(data) if "_class_source" in data else cls._registry.find(str(data.get("format")))
+        values = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED_KEYS}
+        kind = _build_shipped_class(data) if "_class_source" in data else cls._registry.find(str(data.get("format")))
         if not (inspect.isclass(kind) and issubclass(kind, cls)):
             raise UserError(f"{getattr(kind, '__name__', kind)!r} must be a dataclass that extends {cls.__name__}")
-        return built(kind, values, repr(data["format"]))
+        return build_dataclass(kind, values, repr(data["format"]))
 
 
 @dataclass
@@ -165,17 +165,17 @@ class InputReader(ReaderOrWriter, ABC):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
 
-    def pieces(self, counts: Sequence[int], start_idx: int, end_idx: int) -> Iterator[tuple[int, int, int]]:
-        """The pieces that hold a span, as (number, first row, last row). `counts` has the rows of each piece.
-        Raises IndexError."""
+    def locate_span(self, counts: Sequence[int], start_idx: int, end_idx: int) -> Iterator[tuple[int, int, int]]:
+        """Find the units (files, row groups) that hold a span, as (index, first row, last row). `counts` has the rows
+        of each unit. Raises IndexError."""
         ends = list(accumulate(counts))
         if not 0 <= start_idx <= end_idx < (ends[-1] if ends else 0):
             raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {ends[-1] if ends else 0} rows")
-        for number in range(bisect_right(ends, start_idx), bisect_left(ends, end_idx + 1) + 1):
-            before = ends[number] - counts[number]
-            first, last = max(start_idx, before) - before, min(end_idx + 1, ends[number]) - before - 1
+        for unit_idx in range(bisect_right(ends, start_idx), bisect_left(ends, end_idx + 1) + 1):
+            before = ends[unit_idx] - counts[unit_idx]
+            first, last = max(start_idx, before) - before, min(end_idx + 1, ends[unit_idx]) - before - 1
             if last >= first:
-                yield number, first, last
+                yield unit_idx, first, last
 
     def open_files(self, names: Sequence[str], open_file: Callable[[str], Opened]) -> list[Opened]:
         """The files at these locations. Raises FileNotFoundError if one is missing, or if there are none, except in a
@@ -263,7 +263,7 @@ class OutputWriter(ReaderOrWriter):
         """The rows of the published output, in order: those of all its parts."""
         if self._has_older_methods:
             raise UserError(f"a {type(self).__name__} cannot read its output {output.path}; read the files there")
-        for file in publishing.published_files(output, self.is_directory):
+        for file in publishing.iter_published_files(output, self.is_directory):
             yield from self.read_part(file)
 
     def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
@@ -309,8 +309,8 @@ def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -
     return None
 
 
-FORMAT_OF = {ending: name for name, each in FORMATS.items() for ending in each.extensions}
-PACKED = (".gz", ".zst")
+FORMAT_OF = {ending: name for name, format in FORMATS.items() for ending in format.extensions}
+COMPRESSED_ENDINGS = (".gz", ".zst")
 
 
 def format_of(path: str) -> str:
@@ -328,19 +328,20 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     names = {ending: name for ending, name in FORMAT_OF.items() if FORMATS[name].resumes_as}
     ending = f".{format.removeprefix('.')}"
     if ending not in names:
-        raise UserError(f"format is {format!r}; it must be one of {[each[1:] for each in names]}")
+        raise UserError(f"format is {format!r}; it must be one of {[name[1:] for name in names]}")
     base = writer.path.rstrip("/")
-    for known in (*PACKED, *FORMAT_OF):
-        base = base.removesuffix(known)
+    for known_ending in (*COMPRESSED_ENDINGS, *FORMAT_OF):
+        base = base.removesuffix(known_ending)
     kind = OUTPUT_WRITER_REGISTRY.find(names[ending])
-    takes = {each.name for each in fields(kind)}
+    field_names = {field.name for field in fields(kind)}
     column = getattr(writer, "column", None)
-    keeps = {"column": column} if "column" in takes and column is not None else {}
-    return kind(base + ending, **keeps)  # type: ignore[call-arg]
+    options = {"column": column} if "column" in field_names and column is not None else {}
+    return kind(base + ending, **options)  # type: ignore[call-arg]
 
 
-def request_form(endpoint: InputReader | OutputWriter) -> dict[str, Any]:
-    """Its dictionary with an absolute path, since workers have another working directory and another home."""
+def request_dict(endpoint: InputReader | OutputWriter) -> dict[str, Any]:
+    """The dictionary of a reader or writer with an absolute path, since workers have another working directory and
+    home."""
     data = endpoint.to_dict()
     if endpoint.in_store:
         data["path"] = absolute_path(endpoint.path)
@@ -352,12 +353,12 @@ def absolute_path(path: str) -> str:
     return path if "://" in path else os.path.join(os.getcwd(), os.path.expanduser(path))
 
 
-def canonical(data: Mapping[str, Any]) -> str:
-    """The same text for equal JSON objects."""
+def canonical_json(data: Mapping[str, Any]) -> str:
+    """A JSON text that is the same for equal objects."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-def ship(cls: type) -> dict[str, Any]:
+def serialize_class(cls: type) -> dict[str, Any]:
     """A class's source and the imports that it needs. Raises ValueError if it uses other names of its file."""
     definition = functions.definition_of(cls)
     namespace = functions.namespace_of(cls)
@@ -367,7 +368,7 @@ def ship(cls: type) -> dict[str, Any]:
     for name in functions.globals_of(definition):
         if functions.is_builtin(name, namespace):
             continue
-        reference = _import_of(namespace.get(name), cls)
+        reference = _import_reference(namespace.get(name), cls)
         if reference is None:
             bad.append(name)
         else:
@@ -386,7 +387,7 @@ def ship(cls: type) -> dict[str, Any]:
     }
 
 
-def _import_of(value: object, cls: type) -> str | None:
+def _import_reference(value: object, cls: type) -> str | None:
     """`module` or `module:name` that imports a value on another machine; None if it is not from a package."""
     if isinstance(value, ModuleType):
         return value.__name__
@@ -395,24 +396,28 @@ def _import_of(value: object, cls: type) -> str | None:
     if not module or not name or module in (cls.__module__, "__main__"):
         return None
     try:
-        found = pkgutil.resolve_name(f"{module}:{name}")
+        imported = pkgutil.resolve_name(f"{module}:{name}")
     except (ImportError, AttributeError, ValueError):
         return None
-    return f"{module}:{name}" if found is value else None
+    return f"{module}:{name}" if imported is value else None
 
 
-def built(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
+def build_dataclass(cls: Any, values: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
     """An instance of a dataclass from its fields. Raises UserError that begins with `name`."""
-    known = {each.name: each for each in fields(cls) if each.init}
-    if unknown := sorted(set(given) - set(known)):
-        raise UserError(f"{name} has no field {unknown}; it has {sorted(known)}")
-    needed = {n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING}
-    if missing := sorted(needed - set(given)):
+    init_fields = {field.name: field for field in fields(cls) if field.init}
+    if unknown := sorted(set(values) - set(init_fields)):
+        raise UserError(f"{name} has no field {unknown}; it has {sorted(init_fields)}")
+    required = {
+        field_name
+        for field_name, field in init_fields.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    if missing := sorted(required - set(values)):
         raise UserError(f"{name} needs the fields {missing}")
-    return cls(**given)
+    return cls(**values)
 
 
-def _shipped_class(data: Mapping[str, Any]) -> type:
+def _build_shipped_class(data: Mapping[str, Any]) -> type:
     text, imports, name = data["_class_source"], data["_class_imports"], data["_class_name"]
     digest = _digest(text, imports)
     if digest != data["_class_sha256"]:

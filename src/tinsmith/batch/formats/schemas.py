@@ -22,11 +22,11 @@ from decimal import Decimal
 from typing import Any
 
 Type = Any
-"""JSON."""
+"""The JSON of a type: a name, or an object with one key."""
 Schema = dict[str, Type]
 
 EXACT_IN_FLOAT = 2**53
-LARGEST = 2**63
+INT64_BOUND = 2**63
 MAX_DIGITS = 76
 ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, "bool"),
@@ -44,7 +44,8 @@ class SchemaConflictError(TypeError):
 
 
 def type_of(value: object) -> Type:
-    """Raises TypeError for a value that no column holds, SchemaConflictError for a list of types that do not merge."""
+    """The type of a value. Raises TypeError if no column holds it, SchemaConflictError for a list of types that do not
+    merge."""
     if value is None:
         return "null"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -59,18 +60,18 @@ def type_of(value: object) -> Type:
         after = max(0, -int(exponent))
         return {"decimal": [max(len(digits) + int(exponent), 0), after]}
     if isinstance(value, Mapping):
-        return {"struct": {_name(name): type_of(each) for name, each in value.items()}}
+        return {"struct": {_name(name): type_of(element) for name, element in value.items()}}
     if isinstance(value, list | tuple):
-        return {"list": _of_elements(value)}
+        return {"list": _element_type(value)}
     raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not a supported column type; convert it")
 
 
 def _int(low: int, high: int) -> str:
     if low >= -EXACT_IN_FLOAT and high <= EXACT_IN_FLOAT:
         return "int"
-    if low >= -LARGEST and high < LARGEST:
+    if low >= -INT64_BOUND and high < INT64_BOUND:
         return "int64"
-    raise TypeError(f"{low if low < -LARGEST else high} is outside 64 bits; use a str")
+    raise TypeError(f"{low if low < -INT64_BOUND else high} is outside 64 bits; use a str")
 
 
 def _name(name: object) -> str:
@@ -79,34 +80,36 @@ def _name(name: object) -> str:
     return name
 
 
-def _of_elements(values: list[Any] | tuple[Any, ...]) -> Type:
+def _element_type(values: list[Any] | tuple[Any, ...]) -> Type:
     kinds = set(map(type, values))
     if kinds == {int}:  # token ids: many, and of one kind
         return _int(min(values), max(values))
     if kinds in ({float}, {str}):
         return "float" if kinds == {float} else "string"
-    found: Type = "null"
+    element_type: Type = "null"
     for value in values:
-        found = merged_type(found, type_of(value), "its elements")
-    return found
+        element_type = merge_types(element_type, type_of(value), "its elements")
+    return element_type
 
 
 def schema_of(row: Mapping[str, object]) -> Schema:
-    """Raises TypeError that names the column."""
-    found: Schema = {}
+    """The types of a row's columns. Raises TypeError that names the column."""
+    schema: Schema = {}
     for name, value in row.items():
         try:
-            found[_name(name)] = type_of(value)
+            schema[_name(name)] = type_of(value)
         except SchemaConflictError as error:
             raise SchemaConflictError(f"column {name!r}: {error}") from None
         except TypeError as error:
             raise TypeError(f"column {name!r}: {error}") from None
-    return found
+    return schema
 
 
-def merged(first: Schema, other: Schema, prefix: str = "column", values: Mapping[str, object] | None = None) -> Schema:
-    """The columns of both, merged; `values` are those of the other. Raises SchemaConflictError that names the column,
-    both types and the value."""
+def merge_schemas(
+    first: Schema, other: Schema, prefix: str = "column", values: Mapping[str, object] | None = None
+) -> Schema:
+    """The columns of both schemas, merged; `values` are those of `other`. Raises SchemaConflictError that names the
+    column, both types and the value."""
     if first == other:
         return first
     columns = dict(first)
@@ -115,11 +118,11 @@ def merged(first: Schema, other: Schema, prefix: str = "column", values: Mapping
             columns[name] = kind
             continue
         value = "" if values is None else f" The value here is {reprlib.repr(values.get(name))}."
-        columns[name] = merged_type(columns[name], kind, f"{prefix} {name!r}", value)
+        columns[name] = merge_types(columns[name], kind, f"{prefix} {name!r}", value)
     return columns
 
 
-def merged_type(first: Type, other: Type, prefix: str, value: str = "") -> Type:
+def merge_types(first: Type, other: Type, prefix: str, value: str = "") -> Type:
     if first == other or other == "null":
         return first
     if first == "null":
@@ -132,11 +135,11 @@ def merged_type(first: Type, other: Type, prefix: str, value: str = "") -> Type:
             return "float"
     elif isinstance(first, dict) and isinstance(other, dict) and first.keys() == other.keys():
         if "list" in first:
-            return {"list": merged_type(first["list"], other["list"], f"{prefix}, its elements", value)}
+            return {"list": merge_types(first["list"], other["list"], f"{prefix}, its elements", value)}
         if "struct" in first:
             fields = dict(first["struct"])
             for name, kind in other["struct"].items():
-                fields[name] = merged_type(fields.get(name, "null"), kind, f"{prefix}, field {name!r}", value)
+                fields[name] = merge_types(fields.get(name, "null"), kind, f"{prefix}, field {name!r}", value)
             return {"struct": fields}
         digits = [max(pair) for pair in zip(first["decimal"], other["decimal"], strict=True)]
         if sum(digits) <= MAX_DIGITS:
@@ -145,17 +148,17 @@ def merged_type(first: Type, other: Type, prefix: str, value: str = "") -> Type:
     if "int64" in pair and "float" in pair:
         advice = "A float would lose digits of an integer beyond 2**53: write such integers as str, or write JSON Lines"
     raise SchemaConflictError(
-        f"{prefix} is {shown(other)} here and {shown(first)} in other rows; in this format a column has one type."
-        f"{value} {advice}"
+        f"{prefix} is {format_type(other)} here and {format_type(first)} in other rows; in this format a column has "
+        f"one type.{value} {advice}"
     )
 
 
-def shown(kind: Type) -> str:
+def format_type(kind: Type) -> str:
     if isinstance(kind, str):
         return {"int": "int64", "float": "float64"}.get(kind, kind)
     ((name, inner),) = kind.items()
     if name == "list":
-        return f"list of {shown(inner)}"
+        return f"list of {format_type(inner)}"
     if name == "decimal":
         return f"decimal({sum(inner)}, {inner[1]})"
-    return "{" + ", ".join(f"{field}: {shown(each)}" for field, each in inner.items()) + "}"
+    return "{" + ", ".join(f"{field_name}: {format_type(field_type)}" for field_name, field_type in inner.items()) + "}"

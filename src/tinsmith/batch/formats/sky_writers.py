@@ -40,8 +40,8 @@ class SkyWriter(Protocol):
 
 def write_part(rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
     data = pickle.dumps((tuple(span), list(rows)), protocol=5)
-    kept = sum(row is not None for row in rows)
-    return publishing.store_part(part_base, span, "pickle", data, kept)
+    num_rows = sum(row is not None for row in rows)
+    return publishing.store_part(part_base, span, "pickle", data, num_rows)
 
 
 def read_part(part: PartInfo) -> Iterator[Row]:
@@ -50,7 +50,7 @@ def read_part(part: PartInfo) -> Iterator[Row]:
 
 
 def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-    """Raises UserError if the writer was given rows and wrote nothing."""
+    """Publish parts through the older methods of a writer. Raises UserError if it was given rows and wrote nothing."""
     name = writer.path.rstrip("/").rpartition("/")[2]
     staged = join(staging, f"staged/{name}") + ("/" if writer.is_directory else "")
     store, key = open_store(staged)
@@ -70,15 +70,15 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
     copy.cleanup(STAGED_JOB)
     count = sum(part.rows for part in parts)
     if store.exists(key):
-        made = PartInfo(staged, count, store.head(key).size, store.digest(key))
-        return publishing.publish_file(writer.path, [made], staging, if_exists)
+        file = PartInfo(staged, count, store.head(key).size, store.digest(key))
+        return publishing.publish_file(writer.path, [file], staging, if_exists)
     root, location = key.rstrip("/") + "/", staged.rstrip("/") + "/"
     files = [
         PublishedFile(
-            found[len(root) :],
-            PartInfo(location + found[len(root) :], 0, store.head(found).size, store.digest(found)),
+            file_key[len(root) :],
+            PartInfo(location + file_key[len(root) :], 0, store.head(file_key).size, store.digest(file_key)),
         )
-        for found in sorted(store.list(key))
+        for file_key in sorted(store.list(key))
     ]
     if count and not files:
         raise UserError(f"{type(writer).__name__} wrote nothing below its path for {count} rows")

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import orjson
 
-from tinsmith.batch.formats.encoding import encode, selected
+from tinsmith.batch.formats.encoding import encode, select_columns
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import exists_already
 from tinsmith.batch.formats.registry import (
@@ -63,13 +63,14 @@ class Address(NamedTuple):
     password: str
 
 
-def split_url(given: str) -> Address:
-    """Raises UserError, which never shows a URL that cannot be parsed, since it may hold a password."""
+def split_url(text: str) -> Address:
+    """Split a URL into database, table and password. Raises UserError, which never shows a URL that cannot be parsed,
+    since it may hold a password."""
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 
-    base, table = given, ""
-    head, mark, tail = given.rpartition("#")
+    base, table = text, ""
+    head, mark, tail = text.rpartition("#")
     if mark and not set(tail) & set("@/?"):
         base, table = head, tail
     try:
@@ -100,20 +101,20 @@ def _engine(url: str, password: str) -> Engine:
     from sqlalchemy.engine import make_url
     from sqlalchemy.pool import NullPool
 
-    made = make_url(url)
-    if made.drivername == "sqlite":
-        engine = sa.create_engine(made, hide_parameters=True, poolclass=NullPool, connect_args={"timeout": BUSY_S})
-        event.listen(engine, "connect", _no_transactions_of_the_driver)
+    address = make_url(url)
+    if address.drivername == "sqlite":
+        engine = sa.create_engine(address, hide_parameters=True, poolclass=NullPool, connect_args={"timeout": BUSY_S})
+        event.listen(engine, "connect", _disable_driver_transactions)
         event.listen(engine, "begin", _begin)
         return engine
-    made = made.set(drivername="postgresql+psycopg", password=password or None)
+    address = address.set(drivername="postgresql+psycopg", password=password or None)
     try:
-        return sa.create_engine(made, hide_parameters=True, poolclass=NullPool)
+        return sa.create_engine(address, hide_parameters=True, poolclass=NullPool)
     except ModuleNotFoundError:
         raise UserError("Postgres needs the package psycopg on workers: pip install 'tinsmith[postgres]'") from None
 
 
-def _no_transactions_of_the_driver(connection: object, _record: object) -> None:
+def _disable_driver_transactions(connection: object, _record: object) -> None:
     connection.isolation_level = None  # type: ignore[attr-defined]  its transactions do not cover CREATE TABLE
 
 
@@ -155,7 +156,7 @@ Key = list[Any]
 
 
 @dataclass
-class _Count:
+class _KeyIndex:
     """The number of rows, and the keys of the first of each `STRIDE` rows and of the last row."""
 
     rows: int
@@ -179,7 +180,7 @@ class SqlReader(InputReader):
     columns: list[str] | None = None
     password: str = field(default="", repr=False)
     snapshot: str = ""
-    _counted: _Count | None = field(default=None, init=False, repr=False, compare=False)
+    _key_index: _KeyIndex | None = field(default=None, init=False, repr=False, compare=False)
     _rows: tuple[Any, list[Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -201,26 +202,26 @@ class SqlReader(InputReader):
 
     def __len__(self) -> int:
         with connect(self._url, self.password, writes=False) as connection:
-            self._counted = self._count(connection)
+            self._key_index = self._build_index(connection)
         if self.snapshot:
-            self._keep(self._counted)
-        return self._counted.rows
+            self._save_index(self._key_index)
+        return self._key_index.rows
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         with connect(self._url, self.password, writes=False) as connection:
-            counted = self._counted = self._counted or self._kept() or self._count(connection)
-            if not 0 <= start_idx <= end_idx < counted.rows:
-                raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {counted.rows} rows")
+            index = self._key_index = self._key_index or self._load_index() or self._build_index(connection)
+            if not 0 <= start_idx <= end_idx < index.rows:
+                raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {index.rows} rows")
             first, after = start_idx // STRIDE, end_idx // STRIDE + 1
             source, keys = self._rows = self._rows or self._source(connection)
             key = _tuple(keys)
-            wanted = source.where(key >= _literals(counted.firsts[first]))
-            if after < len(counted.firsts):
-                wanted = wanted.where(key < _literals(counted.firsts[after]))
+            query = source.where(key >= _literals(index.firsts[first]))
+            if after < len(index.firsts):
+                query = query.where(key < _literals(index.firsts[after]))
             else:
-                wanted = wanted.where(key <= _literals(counted.last))
-            rows = [_row(each) for each in connection.execute(wanted.order_by(*keys)).mappings()]
-        expected = min(after * STRIDE, counted.rows) - first * STRIDE
+                query = query.where(key <= _literals(index.last))
+            rows = [_row(mapping) for mapping in connection.execute(query.order_by(*keys)).mappings()]
+        expected = min(after * STRIDE, index.rows) - first * STRIDE
         if len(rows) != expected:
             raise RuntimeError(
                 f"{self.path} has changed since its rows were counted: {len(rows)} rows instead of {expected}. "
@@ -236,9 +237,9 @@ class SqlReader(InputReader):
         if self.query:
             text = self.query.strip().rstrip(";")
             keys: list[Any] = [sa.column(name) for name in names]
-            wanted = keys if keys_only else [sa.column(name) for name in self.columns or ()] or [sa.text("*")]
+            columns = keys if keys_only else [sa.column(name) for name in self.columns or ()] or [sa.text("*")]
             source = sa.text(f"({_without_parameters(text)}) AS tinsmith_rows")
-            return sa.select(*wanted).select_from(source), keys
+            return sa.select(*columns).select_from(source), keys
         table = existing_table(connection, self.table)
         if table is None:
             raise UserError(f"{self.path}: there is no table {self.table!r}")
@@ -252,49 +253,49 @@ class SqlReader(InputReader):
         columns = keys if keys_only else [table.c[name] for name in self.columns or table.c.keys()]
         return sa.select(*columns), keys
 
-    def _count(self, connection: Connection) -> _Count:
+    def _build_index(self, connection: Connection) -> _KeyIndex:
         source, keys = self._source(connection, keys_only=True)
         streamed = {"stream_results": True, "yield_per": PAGE_ROWS}
-        counted = _Count(0, [], [])
-        with connection.execute(source.order_by(*keys), execution_options=streamed) as found:
-            for row in found:
-                self._add(counted, list(row))
-        return counted
+        index = _KeyIndex(0, [], [])
+        with connection.execute(source.order_by(*keys), execution_options=streamed) as key_rows:
+            for row in key_rows:
+                self._add(index, list(row))
+        return index
 
-    def _add(self, counted: _Count, key: Key) -> None:
+    def _add(self, index: _KeyIndex, key: Key) -> None:
         if any(isinstance(part, bool) or not isinstance(part, int | str) for part in key):
-            raise UserError(f"{self.path}: the key of row {counted.rows} is {key}; it must be whole numbers or text")
-        if key == counted.last:
+            raise UserError(f"{self.path}: the key of row {index.rows} is {key}; it must be whole numbers or text")
+        if key == index.last:
             raise UserError(f"{self.path}: two rows have the key {key}; a key must be unique")
-        if counted.rows % STRIDE == 0:
-            counted.firsts.append(key)
-        counted.rows += 1
-        counted.last = key
+        if index.rows % STRIDE == 0:
+            index.firsts.append(key)
+        index.rows += 1
+        index.last = key
 
-    def _file(self) -> Path:
+    def _index_path(self) -> Path:
         return cache_directory() / f"sql-{hashlib.sha256(self.identity.encode()).hexdigest()}"
 
-    def _keep(self, counted: _Count) -> None:
-        path = self._file()
+    def _save_index(self, index: _KeyIndex) -> None:
+        path = self._index_path()
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps([counted.rows, counted.firsts, counted.last]))
+        unfinished.write_text(json.dumps([index.rows, index.firsts, index.last]))
         os.replace(unfinished, path)
 
-    def _kept(self) -> _Count | None:
-        """The job's count. Rows are not counted twice, since the second count could differ."""
+    def _load_index(self) -> _KeyIndex | None:
+        """The index that the job stored. Rows are not counted twice, since the second count could differ."""
         if not self.snapshot:
             return None
         try:
-            os.utime(self._file())
-            return _Count(*json.loads(self._file().read_text()))
+            os.utime(self._index_path())
+            return _KeyIndex(*json.loads(self._index_path().read_text()))
         except FileNotFoundError:
             raise RuntimeError(
                 f"the row count of {self.path} from the start of this job is lost; submit the job again"
             ) from None
 
 
-def _row(found: Any) -> Row:  # noqa: ANN401
-    return {str(name): bytes(value) if isinstance(value, memoryview) else value for name, value in found.items()}
+def _row(mapping: Any) -> Row:  # noqa: ANN401
+    return {str(name): bytes(value) if isinstance(value, memoryview) else value for name, value in mapping.items()}
 
 
 def _tuple(keys: list[Any]) -> Any:  # noqa: ANN401
@@ -317,9 +318,9 @@ def _without_parameters(query: str) -> str:
     return re.sub(r"(?<![:\\]):(?=\w)", r"\\:", query)
 
 
-NOTE = "published"
+PUBLISHED_ROW = "published"
 """The row of a parts table which says that the target was filled, and from which parts."""
-MADE_TRIES = 5
+CREATE_TRIES = 5
 Kinds = dict[str, str]
 
 
@@ -346,9 +347,9 @@ class SqlWriter(OutputWriter):
         self.path = f"{address.url}#{self.table}"
 
     def check(self, row: Row) -> None:
-        kept = selected(row, self.column)
-        encode(kept)
-        for name, value in kept.items():
+        selected = select_columns(row, self.column)
+        encode(selected)
+        for name, value in selected.items():
             if not isinstance(name, str) or not name or "\0" in name:
                 raise TypeError(f"{name!r} is not a column name; use a str that is not empty")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -363,28 +364,28 @@ class SqlWriter(OutputWriter):
                     raise FileExistsError(exists_already(self.path))
 
     def write_part(self, rows: Sequence[Row | None], span: RowRange, part_base: str) -> PartInfo:
-        kept = [selected(row, self.column) for row in rows if row is not None]
-        data = b"".join(encode(row) + b"\n" for row in kept)
+        selected = [select_columns(row, self.column) for row in rows if row is not None]
+        data = b"".join(encode(row) + b"\n" for row in selected)
         path = join(part_base, part_name(span, self.extension))
-        made = PartInfo(path, len(kept), len(data), hashlib.sha256(data).hexdigest())
+        part = PartInfo(path, len(selected), len(data), hashlib.sha256(data).hexdigest())
         kinds: Kinds = {}
-        for row in kept:
-            kinds = _wider(kinds, {name: _kind(value) for name, value in row.items()})
-        head = {"kinds": kinds, "sha256": made.sha256}
+        for row in selected:
+            kinds = _merge_kinds(kinds, {name: _kind_of(value) for name, value in row.items()})
+        head = {"kinds": kinds, "sha256": part.sha256}
         parts = _parts_table(path)
-        self._make(parts)
+        self._create_table(parts)
         with connect(self._url, self.password, writes=True) as connection:
-            if (found := _head(connection, path)) is None:
+            if (stored_head := _read_head(connection, path)) is None:
                 connection.execute(parts.insert(), {"part": path, "head": head, "lines": data.decode()})
-            elif found["sha256"] != made.sha256:
+            elif stored_head["sha256"] != part.sha256:
                 raise FileExistsError(f"the part {path} exists already, with other rows")
-        return made
+        return part
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         with connect(self._url, self.password, writes=False) as connection:
             if existing_table(connection, _parts_table(part.path).name) is None:
                 raise FileNotFoundError(f"the part {part.path} does not exist")
-            lines = _read(connection, part)
+            lines = _read_lines(connection, part)
         yield from map(orjson.loads, lines)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
@@ -393,57 +394,60 @@ class SqlWriter(OutputWriter):
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         winners = hashlib.sha256(orjson.dumps([part.to_dict() for part in parts])).hexdigest()
         notes = _parts_table(staging)
-        self._make(notes)
+        self._create_table(notes)
         with connect(self._url, self.password, writes=True) as connection:
-            note = _head(connection, staging, NOTE)
+            note = _read_head(connection, staging, PUBLISHED_ROW)
             if note is not None and note["winners"] == winners:
                 return OutputInfo.from_dict(note["output"])
-            columns, table = self._table(connection, parts, if_exists)
+            columns, table = self._open_target(connection, parts, if_exists)
             digest = hashlib.sha256()
             for part in parts:
-                kinds, lines = _kinds(connection, part), _read(connection, part)
+                kinds, lines = _read_kinds(connection, part), _read_lines(connection, part)
                 digest.update(b"".join(line + b"\n" for line in lines))
                 if lines and table is not None:
-                    values = [_values({**columns, **orjson.loads(line)}, kinds, table) for line in lines]
+                    values = [_to_database_row({**columns, **orjson.loads(line)}, kinds, table) for line in lines]
                     connection.execute(table.insert(), values)
             rows, size = sum(part.rows for part in parts), sum(part.bytes for part in parts)
             info = OutputInfo(self.path, rows, size, digest.hexdigest())
             head = {"winners": winners, "output": info.to_dict()}
-            connection.execute(notes.insert(), {"part": NOTE, "head": head, "lines": ""})
+            connection.execute(notes.insert(), {"part": PUBLISHED_ROW, "head": head, "lines": ""})
         return info
 
     def delete_staging(self, staging: str) -> None:
         with connect(self._url, self.password, writes=True) as connection:
             _parts_table(staging).drop(connection, checkfirst=True)
 
-    def _make(self, table: sa.Table) -> None:
-        """Creates a table. Of two that create it at once on Postgres, one fails in spite of IF NOT EXISTS."""
+    def _create_table(self, table: sa.Table) -> None:
+        """Create a table. Of two transactions that create it at once on Postgres, one fails in spite of IF NOT
+        EXISTS."""
         from sqlalchemy.exc import IntegrityError, ProgrammingError
         from sqlalchemy.schema import CreateTable
 
-        for tried in range(MADE_TRIES):
+        for attempt_idx in range(CREATE_TRIES):
             try:
                 with connect(self._url, self.password, writes=True) as connection:
                     connection.execute(CreateTable(table, if_not_exists=True))
                 return
             except (IntegrityError, ProgrammingError):
-                if tried == MADE_TRIES - 1:
+                if attempt_idx == CREATE_TRIES - 1:
                     raise
 
-    def _table(self, connection: Connection, parts: Sequence[PartInfo], if_exists: str) -> tuple[Row, sa.Table | None]:
+    def _open_target(
+        self, connection: Connection, parts: Sequence[PartInfo], if_exists: str
+    ) -> tuple[Row, sa.Table | None]:
         """A row of nulls in all columns of the rows, and the table to fill; None if no row has a column."""
-        found = existing_table(connection, self.table)
+        existing = existing_table(connection, self.table)
         kinds: Kinds = {}
         for part in parts:
-            kinds = _wider(kinds, _kinds(connection, part))
-        if found is not None and self.append:
-            if unknown := sorted(set(kinds) - set(found.c.keys())):
-                raise UserError(f"table {self.table!r} has no columns {unknown}; it has {sorted(found.c.keys())}")
-            return dict.fromkeys(kinds), found
-        if found is not None:
+            kinds = _merge_kinds(kinds, _read_kinds(connection, part))
+        if existing is not None and self.append:
+            if unknown := sorted(set(kinds) - set(existing.c.keys())):
+                raise UserError(f"table {self.table!r} has no columns {unknown}; it has {sorted(existing.c.keys())}")
+            return dict.fromkeys(kinds), existing
+        if existing is not None:
             if if_exists == "error":
                 raise FileExistsError(exists_already(self.path))
-            found.drop(connection)
+            existing.drop(connection)
         if not kinds:
             return {}, None
         table = _new_table(self.table, kinds, connection.dialect.name)
@@ -487,7 +491,7 @@ def _parts_table(location: str) -> sa.Table:
     )
 
 
-def _head(connection: Connection, location: str, part: str = "") -> dict[str, Any] | None:
+def _read_head(connection: Connection, location: str, part: str = "") -> dict[str, Any] | None:
     """The head of the part at a location, or of another `part` of the same table."""
     import sqlalchemy as sa
 
@@ -495,7 +499,7 @@ def _head(connection: Connection, location: str, part: str = "") -> dict[str, An
     return connection.scalar(sa.select(table.c.head).where(table.c.part == (part or location)))
 
 
-def _read(connection: Connection, part: PartInfo) -> list[bytes]:
+def _read_lines(connection: Connection, part: PartInfo) -> list[bytes]:
     """The rows of a part. Raises CorruptFilesError if it has changed."""
     import sqlalchemy as sa
 
@@ -506,14 +510,14 @@ def _read(connection: Connection, part: PartInfo) -> list[bytes]:
     return data.split(b"\n")[:-1]
 
 
-def _kinds(connection: Connection, part: PartInfo) -> Kinds:
-    head = _head(connection, part.path)
+def _read_kinds(connection: Connection, part: PartInfo) -> Kinds:
+    head = _read_head(connection, part.path)
     if head is None:
         raise CorruptFilesError(f"the part {part.path} does not exist")
     return head["kinds"]
 
 
-def _kind(value: object) -> str:
+def _kind_of(value: object) -> str:
     if hasattr(value, "item") and not getattr(value, "shape", None):
         value = value.item()  # type: ignore[attr-defined]  a scalar of numpy or torch
     if isinstance(value, datetime.datetime):
@@ -535,21 +539,21 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 )
 
 
-def _wider(one: Kinds, other: Kinds) -> Kinds:
-    """The columns of both, each of the kind that holds the values of both."""
-    return {name: _widest(one.get(name, "none"), other.get(name, "none")) for name in {**one, **other}}
+def _merge_kinds(first: Kinds, other: Kinds) -> Kinds:
+    """The columns of both, each with the kind that holds the values of both."""
+    return {name: _merge_kind(first.get(name, "none"), other.get(name, "none")) for name in {**first, **other}}
 
 
-def _widest(one: str, other: str) -> str:
-    if one == other or other == "none":
-        return one
-    if one == "none":
+def _merge_kind(first: str, other: str) -> str:
+    if first == other or other == "none":
+        return first
+    if first == "none":
         return other
-    return "float" if {one, other} == {"int", "float"} else "json"
+    return "float" if {first, other} == {"int", "float"} else "json"
 
 
-def _values(row: Row, kinds: Kinds, table: sa.Table) -> Row:
-    """A row of a part as the table takes it."""
+def _to_database_row(row: Row, kinds: Kinds, table: sa.Table) -> Row:
+    """Convert the values of a part's row to those of the table's columns."""
     import sqlalchemy as sa
 
     values: Row = {}

@@ -106,9 +106,9 @@ def _split(name: str, location: str) -> tuple[str, str] | None:
 
 def _row(sample: ShardSample) -> Row:
     store, key = open_store(sample.location)
-    found = store.get_ranges(key, [(offset, offset + size) for _, offset, size in sample.members])
+    contents = store.get_ranges(key, [(offset, offset + size) for _, offset, size in sample.members])
     row: Row = {"__key__": sample.key}
-    for (ending, _, _), data in zip(sample.members, found, strict=True):
+    for (ending, _, _), data in zip(sample.members, contents, strict=True):
         row[ending] = _value(ending, data)
     return row
 
@@ -146,17 +146,17 @@ class WebdatasetWriter(DirectoryWriter):
                 numbered = numbered and self.key not in row
                 key, members = self._members(row, index)
                 if (other := indices.setdefault(key, index)) != index:
-                    raise ValueError(f"rows {other} and {index} have the key {key!r}, and {UNIQUE}")
+                    raise ValueError(f"rows {other} and {index} have the key {key!r}, and {UNIQUE_KEY_RULE}")
                 for name, data in members:
                     member = tarfile.TarInfo(name)
                     member.size = len(data)
                     archive.addfile(member, io.BytesIO(data))
-        extension = NUMBERED if numbered else KEYED
-        return publishing.store_part(part_base, span, extension, buffer.getvalue(), len(indices), alone=True)
+        extension = NUMBERED_EXTENSION if numbered else KEYED_EXTENSION
+        return publishing.store_part(part_base, span, extension, buffer.getvalue(), len(indices), separate=True)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        if any(part.path.endswith(f".{KEYED}") for part in filled):
+        if any(part.path.endswith(f".{KEYED_EXTENSION}") for part in filled):
             self._check_unique(filled)
         return publishing.publish_parts(self.path, filled, "shard-{:06d}.tar", staging, if_exists)
 
@@ -188,16 +188,18 @@ class WebdatasetWriter(DirectoryWriter):
             raise KeyError(f"the row has no column {self.key!r} for its key; it has {sorted(map(str, row))}")
         value = row[self.key]
         if not isinstance(value, str):
-            raise TypeError(f"{self.key} is {value!r}, a {type(value).__name__}; a key is text: use str. {NUMBER_THEM}")
+            raise TypeError(
+                f"{self.key} is {value!r}, a {type(value).__name__}; a key is text: use str. {NUMBERING_ADVICE}"
+            )
         parts = value.split("/")
         if any(part in ("", ".", "..") for part in parts) or any(ord(sign) < 32 or sign in "\\\x7f" for sign in value):
             raise ValueError(
                 f"{self.key} is {value!r}; a key is a relative name without empty parts, '.', '..', backslashes and "
-                f"control characters. {NUMBER_THEM}"
+                f"control characters. {NUMBERING_ADVICE}"
             )
         if "." in parts[-1]:
             raise ValueError(
-                f"{self.key} is {value!r}; a key ends at its first dot, so replace the dots. {NUMBER_THEM}"
+                f"{self.key} is {value!r}; a key ends at its first dot, so replace the dots. {NUMBERING_ADVICE}"
             )
         return value
 
@@ -209,7 +211,7 @@ class WebdatasetWriter(DirectoryWriter):
                 samples = samples_in(io.BytesIO(publishing.read_verified(part)), part.path)
                 if len(samples) != part.rows:
                     raise UserError(
-                        f"the part {part.path} has {len(samples)} samples for {part.rows} rows, and {UNIQUE}"
+                        f"the part {part.path} has {len(samples)} samples for {part.rows} rows, and {UNIQUE_KEY_RULE}"
                     )
                 for sample in samples:
                     try:
@@ -219,16 +221,16 @@ class WebdatasetWriter(DirectoryWriter):
                         (other,) = keys.execute(query, (sample.key,)).fetchone()
                         spans = sorted({_rows_of(parts[other]), _rows_of(part)})
                         raise UserError(
-                            f"two rows have the key {sample.key!r}, in {' and '.join(spans)}, and {UNIQUE}. Nothing is "
-                            f"lost: resume the job with output=WebdatasetWriter({self.path!r}, key=None)"
+                            f"two rows have the key {sample.key!r}, in {' and '.join(spans)}, and {UNIQUE_KEY_RULE}. "
+                            f"Nothing is lost: resume the job with output=WebdatasetWriter({self.path!r}, key=None)"
                         ) from None
 
 
-NUMBERED = "tar"
-KEYED = "keyed.tar"
-"""Of parts with keys of rows. Only these can hold a key twice."""
-UNIQUE = "a sample's key is unique"
-NUMBER_THEM = "WebdatasetWriter(PATH, key=None) numbers the samples instead"
+NUMBERED_EXTENSION = "tar"
+KEYED_EXTENSION = "keyed.tar"
+"""The extension of parts whose samples have keys of their rows. Only these can hold a key twice."""
+UNIQUE_KEY_RULE = "a sample's key is unique"
+NUMBERING_ADVICE = "WebdatasetWriter(PATH, key=None) numbers the samples instead"
 
 
 def _rows_of(part: PartInfo) -> str:

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, JobRecord
 from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
 from tinsmith.batch.openai import MAX_REQUESTS
-from tinsmith.batch.openai.results import Tally, counted, error_lines, results_of, success_lines
+from tinsmith.batch.openai.results import Tally, error_lines, results_of, success_lines, tally_lines
 from tinsmith.batch.openai.rows import Batch, OpenAIBatches, ResultsFile, check
 from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.sample import OpenAIRequest
@@ -47,7 +47,7 @@ GRACE_S = 0.5
 MIN_BATCHES = 8
 """The least number of batches of the bulk job, given enough requests, so that all workers get some."""
 
-WHY = {
+UNDONE_ERRORS = {
     "expired": {"code": "batch_expired", "message": "the batch's window ended before this request was done"},
     "cancelled": {"code": "batch_cancelled", "message": "the batch was cancelled before this request was done"},
     "failed": {"code": "batch_failed", "message": "the batch failed before this request was done"},
@@ -65,7 +65,8 @@ class ReconcilerParts:
     files: Files
     jobs: BatchJobs
     wake_job: Callable[[int | None], None]
-    alone: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)
+    try_lock: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)
+    """Yields whether this process is the only one that reconciles batches in the block."""
 
 
 class Reconciler:
@@ -81,13 +82,13 @@ class Reconciler:
         self._next_sweep = 0.0
 
     def start(self, background: Background, threads: Executor | None = None) -> None:
-        """Call on the running event loop. Steps run on `threads`."""
+        """Start the reconciler's task. Call on the running event loop; steps run on `threads`."""
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._task = background.start("openai_batches", self._run)
 
     async def stop(self) -> None:
-        """Returns after the current step."""
+        """End the task after its current step."""
         self._stopping.set()
         self._due.set()
         if self._task is not None:
@@ -102,18 +103,18 @@ class Reconciler:
         while not self._stopping.is_set():
             self._due.clear()
             try:
-                await asyncio.get_running_loop().run_in_executor(self._threads, self.look)
+                await asyncio.get_running_loop().run_in_executor(self._threads, self.reconcile)
             except SQLAlchemyError as error:
                 log.error("OpenAI batches cannot be read; the next step tries again", error=repr(error))
             await within(POLL_S, self._due.wait())
 
-    def look(self) -> None:
+    def reconcile(self) -> None:
         """Take one step with every batch."""
         active = self._parts.batches.active()
         if not active and time.monotonic() < self._next_sweep:
             return
-        with self._parts.alone() as alone:
-            if not alone:
+        with self._parts.try_lock() as is_locked:
+            if not is_locked:
                 return
             for batch in round_robin(active):
                 if self._stopping.is_set():
@@ -159,15 +160,15 @@ class Reconciler:
         if job_id is None:
             job_id = self._parts.jobs.create(batch.tenant_id, self._spec(batch, checked.total))
         hit("openai.submitted")
-        begun = {"status": "in_progress", "in_progress_at": now()}
-        facts = {"job_id": job_id, "total": checked.total, "model": checked.model}
-        if not self._parts.batches.move(batch, ("validating",), **begun, **facts):
+        start = {"status": "in_progress", "in_progress_at": now()}
+        job_values = {"job_id": job_id, "total": checked.total, "model": checked.model}
+        if not self._parts.batches.move(batch, ("validating",), **start, **job_values):
             # It was cancelled meanwhile: the next step ends the job.
-            self._parts.batches.move(batch, ("cancelling",), **facts)
+            self._parts.batches.move(batch, ("cancelling",), **job_values)
         self._parts.wake_job(None)
 
     def _input(self, batch: Batch) -> str:
-        """The input under a name of the batch's own, so that its file may be deleted. Raises NotFoundError."""
+        """Link the input under a name of the batch's own, so that its file may be deleted. Raises NotFoundError."""
         location = join(self._directory(batch), "input.jsonl")
         store, key = open_store(location)
         if not store.exists(key):
@@ -213,7 +214,7 @@ class Reconciler:
                 self._parts.wake_job(job.job_id)
             return
         if job.rows_ok + job.rows_failed != batch.completed + batch.failed:
-            completed = sum(parts[0]["rows"] for _, parts in jobs.winners(job.job_id) if parts)
+            completed = sum(parts[0]["rows"] for _, parts in jobs.iter_committed_batches(job.job_id) if parts)
             failed = max(job.rows_ok + job.rows_failed - completed, 0)
             batches.move(batch, (batch.status,), completed=completed, failed=failed)
         if job.status == "CANCELLING":  # cancelled as a bulk job
@@ -226,7 +227,7 @@ class Reconciler:
     # End.
 
     def _end(self, batch: Batch, job: JobRecord | None) -> None:
-        status = ending(batch, job)
+        status = final_status(batch, job)
         if status == "completed" and batch.status == "in_progress":
             if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
                 return  # it was cancelled meanwhile
@@ -242,7 +243,7 @@ class Reconciler:
             values |= {"status": "failed", "errors": [problem]}
             files = {}
         hit("openai.written")
-        values |= {f"{name}_file_id": made.stored.file_id for name, made in files.items()}
+        values |= {f"{name}_file_id": file.stored.file_id for name, file in files.items()}
         values |= {"completed": succeeded.lines, "failed": failed.lines, "usage": succeeded.usage()}
         if self._parts.batches.end(batch, list(files.values()), **values):
             log.info("OpenAI batch", batch_id=batch.batch_id, status=values["status"])
@@ -252,22 +253,23 @@ class Reconciler:
     def _files(
         self, batch: Batch, job: JobRecord | None, status: str, succeeded: Tally, failed: Tally
     ) -> dict[str, ResultsFile]:
-        """The output and the error file, without those that are empty. Raises CorruptFilesError, NotFoundError."""
-        found = results_of(self._parts.jobs, job, batch.total)
-        path = self._input(batch) if found.missing else join(self._directory(batch), "input.jsonl")
+        """Write the output and the error file; returns those that are not empty. Raises CorruptFilesError,
+        NotFoundError."""
+        results = results_of(self._parts.jobs, job, batch.total)
+        path = self._input(batch) if results.missing else join(self._directory(batch), "input.jsonl")
         sources = {
-            "output": (success_lines(found), succeeded),
-            "error": (error_lines(found, path, self._settings.max_body_bytes, WHY[status]), failed),
+            "output": (success_lines(results), succeeded),
+            "error": (error_lines(results, path, self._settings.max_body_bytes, UNDONE_ERRORS[status]), failed),
         }
-        kept_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
-        made: dict[str, ResultsFile] = {}
+        retention_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
+        files: dict[str, ResultsFile] = {}
         for name, (lines, tally) in sources.items():
-            stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
+            stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), tally_lines(lines, tally))
             if stored.size_bytes:
-                made[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", kept_s)
+                files[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", retention_s)
             else:
                 self._parts.files.discard(stored.file_id)
-        return made
+        return files
 
     def _directory(self, batch: Batch) -> str:
         return join(self._root, batch.batch_id)
@@ -279,13 +281,13 @@ class Reconciler:
     def _sweep(self) -> None:
         """Delete directories of batches that ended right before a crash."""
         store, root = open_store(self._root)
-        left = {key[len(root) + 1 :].partition("/")[0] for key in store.list(root)}
+        directories = {key[len(root) + 1 :].partition("/")[0] for key in store.list(root)}
         active = {batch.batch_id for batch in self._parts.batches.active()}  # read after the directories were listed
-        for name in left - active:
+        for name in directories - active:
             store.delete_below(join(root, name))
 
 
-def ending(batch: Batch, job: JobRecord | None) -> str:
+def final_status(batch: Batch, job: JobRecord | None) -> str:
     """The final status of a batch whose bulk job has ended, or was never created."""
     if batch.status == "cancelling":
         return "cancelled"
@@ -297,7 +299,8 @@ def ending(batch: Batch, job: JobRecord | None) -> str:
 
 
 def round_robin(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The first batch of every tenant, then the second of every tenant, and so on."""
+    """The batches in the order of their steps: the first of every tenant, then the second of every tenant, and so
+    on."""
     by_tenant: dict[str, list[Batch]] = {}
     for batch in batches:
         by_tenant.setdefault(batch.tenant_id, []).append(batch)

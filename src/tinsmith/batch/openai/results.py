@@ -61,70 +61,72 @@ class Results:
 
 
 def results_of(jobs: BatchJobs, job: JobRecord | None, total: int) -> Results:
-    found = Results()
+    results = Results()
     if job is None:
-        found.missing = [RowRange(0, total - 1)] if total else []
-        return found
+        results.missing = [RowRange(0, total - 1)] if total else []
+        return results
     if job.status == "SUCCEEDED":
         succeeded, failed = jobs.outputs(job.job_id)
-        found.succeeded, found.failed = [_whole(succeeded)], [_whole(failed)]
+        results.succeeded, results.failed = [_part_of_output(succeeded)], [_part_of_output(failed)]
     else:
         expected = 0
-        for span, parts in jobs.winners(job.job_id):
-            for sources, part in zip((found.succeeded, found.failed), parts, strict=False):
+        for span, parts in jobs.iter_committed_batches(job.job_id):
+            for sources, part in zip((results.succeeded, results.failed), parts, strict=False):
                 sources.append(PartInfo.from_dict(part))
             if span.start_idx > expected:
-                found.missing.append(RowRange(expected, span.start_idx - 1))
+                results.missing.append(RowRange(expected, span.start_idx - 1))
             expected = span.end_idx + 1
         if expected < total:
-            found.missing.append(RowRange(expected, total - 1))
+            results.missing.append(RowRange(expected, total - 1))
     after = -1
     while page := jobs.row_errors(job.job_id, PAGE, after):
         after = page[-1]["row_idx"]
         for error in page:
-            found.refused[int(error["row_idx"])] = {
+            results.refused[int(error["row_idx"])] = {
                 "code": "request_failed",
                 "message": f"{error['error_class']}: {error['message']}",
             }
-    return found
+    return results
 
 
-def counted(lines_of: Iterable[bytes], tally: Tally) -> Iterator[bytes]:
+def tally_lines(lines_of: Iterable[bytes], tally: Tally) -> Iterator[bytes]:
     for line in lines_of:
         tally.add(line)
         yield line
 
 
-def success_lines(found: Results) -> Iterator[bytes]:
-    return chain.from_iterable(_lines_of(source) for source in found.succeeded)
+def success_lines(results: Results) -> Iterator[bytes]:
+    return chain.from_iterable(_lines_of(source) for source in results.succeeded)
 
 
-def error_lines(found: Results, input_location: str, max_line_bytes: int, why: Mapping[str, str]) -> Iterator[bytes]:
-    """`why` is the error of the requests that were not done."""
-    yield from chain.from_iterable(_lines_of(source) for source in found.failed)
-    if not (found.missing or found.refused):
+def error_lines(
+    results: Results, input_location: str, max_line_bytes: int, undone_error: Mapping[str, str]
+) -> Iterator[bytes]:
+    """The lines of failed requests. `undone_error` is the error of the requests that were not done."""
+    yield from chain.from_iterable(_lines_of(source) for source in results.failed)
+    if not (results.missing or results.refused):
         return
-    spans = iter(found.missing)
+    spans = iter(results.missing)
     span = next(spans, None)
     for row, (_, line) in enumerate(lines(input_location, max_line_bytes)):
         while span is not None and row > span.end_idx:
             span = next(spans, None)
-        error = why if span is not None and row >= span.start_idx else found.refused.get(row)
+        error = undone_error if span is not None and row >= span.start_idx else results.refused.get(row)
         if error is not None:
             name = orjson.loads(line)["custom_id"]
             yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
 
 
-def _whole(output: Mapping[str, Any]) -> PartInfo:
-    """A published output as one part."""
+def _part_of_output(output: Mapping[str, Any]) -> PartInfo:
+    """The part that covers a whole published output."""
     return PartInfo(output["path"], output["rows"], output["bytes"], output["sha256"])
 
 
 def _lines_of(part: PartInfo) -> Iterator[bytes]:
-    rest = b""
+    partial = b""
     try:
-        for piece in verified(source_of(part)):
-            *whole, rest = (rest + piece).split(b"\n")
-            yield from (line + b"\n" for line in whole)
+        for chunk in verified(source_of(part)):
+            *complete, partial = (partial + chunk).split(b"\n")
+            yield from (line + b"\n" for line in complete)
     except FileNotFoundError:
         raise CorruptFilesError(f"{part.path} does not exist") from None

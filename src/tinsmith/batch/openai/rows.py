@@ -102,10 +102,10 @@ class OpenAIBatches:
         return self.find(tenant_id, str(row["batch_id"]), messages=messages)
 
     def find(self, tenant_id: str, batch_id: str, *, messages: bool = False) -> Batch:
-        """Raises NotFoundError."""
-        mine = sa.select(*_COLUMNS).where(*_shown_to(tenant_id, messages), OPENAI_BATCHES.c.batch_id == batch_id)
+        """A tenant's batch. Raises NotFoundError."""
+        query = sa.select(*_COLUMNS).where(*_visible_to(tenant_id, messages), OPENAI_BATCHES.c.batch_id == batch_id)
         with self._db.read() as connection:
-            row = connection.execute(mine).one_or_none()
+            row = connection.execute(query).one_or_none()
         if row is None:
             raise NotFoundError(f"there is no batch {batch_id[:80]!a}")
         return Batch(*row)
@@ -117,7 +117,7 @@ class OpenAIBatches:
         NotFoundError for either.
         """
         position = OPENAI_BATCHES.c.position
-        query = sa.select(*_COLUMNS).where(*_shown_to(tenant_id, messages))
+        query = sa.select(*_COLUMNS).where(*_visible_to(tenant_id, messages))
         if after is not None:
             query = query.where(position < self.find(tenant_id, after, messages=messages).position)
         if before is not None:
@@ -139,8 +139,8 @@ class OpenAIBatches:
 
     def delete(self, batch: Batch) -> None:
         """Delete the row of a batch that has ended."""
-        mine = (OPENAI_BATCHES.c.batch_id == batch.batch_id) & OPENAI_BATCHES.c.ended_at.is_not(None)
-        self._db.execute(OPENAI_BATCHES.delete().where(mine))
+        is_ended_batch = (OPENAI_BATCHES.c.batch_id == batch.batch_id) & OPENAI_BATCHES.c.ended_at.is_not(None)
+        self._db.execute(OPENAI_BATCHES.delete().where(is_ended_batch))
 
     # For the reconciler.
 
@@ -160,29 +160,29 @@ class OpenAIBatches:
         with self._db.write() as connection:
             if not _move(connection, batch, (batch.status,), {"ended_at": now(), **values}):
                 return False
-            for made in files:
-                tenant_id, after_s = batch.tenant_id, made.expires_after_s
-                add_row(connection, self._db, tenant_id, made.stored, made.filename, BATCH_OUTPUT, after_s)
+            for file in files:
+                tenant_id, after_s = batch.tenant_id, file.expires_after_s
+                add_row(connection, self._db, tenant_id, file.stored, file.filename, BATCH_OUTPUT, after_s)
         return True
 
     def job_of(self, batch: Batch) -> int | None:
         """The bulk job of a batch, which is named after it."""
         jobs = BATCH_JOBS
-        named = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
+        query = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
         with self._db.read() as connection:
-            return connection.scalar(named.order_by(jobs.c.job_id).limit(1))
+            return connection.scalar(query.order_by(jobs.c.job_id).limit(1))
 
 
-def _shown_to(tenant_id: str, messages: bool) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
-    """The batches of OpenAI's routes, or those of Anthropic's."""
+def _visible_to(tenant_id: str, messages: bool) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    """The conditions for a tenant's batches of OpenAI's routes or, with `messages`, of Anthropic's."""
     endpoint = OPENAI_BATCHES.c.endpoint
     return OPENAI_BATCHES.c.tenant_id == tenant_id, endpoint == MESSAGES if messages else endpoint != MESSAGES
 
 
 def _move(connection: Connection, batch: Batch, when: Collection[str], values: Mapping[str, object]) -> bool:
-    mine = OPENAI_BATCHES.update().where(OPENAI_BATCHES.c.batch_id == batch.batch_id)
-    mine = mine.where(OPENAI_BATCHES.c.status.in_(when), OPENAI_BATCHES.c.ended_at.is_(None))
-    return connection.execute(mine.values(**values)).rowcount == 1
+    update = OPENAI_BATCHES.update().where(OPENAI_BATCHES.c.batch_id == batch.batch_id)
+    update = update.where(OPENAI_BATCHES.c.status.in_(when), OPENAI_BATCHES.c.ended_at.is_(None))
+    return connection.execute(update.values(**values)).rowcount == 1
 
 
 MAX_SHOWN = 100
@@ -204,24 +204,24 @@ class InputCheck:
 def check(location: str, endpoint: str, max_line_bytes: int) -> InputCheck:
     store, key = open_store(location)
     if store.head(key).size > MAX_INPUT_BYTES:
-        return _refused("file_too_large", f"the file is larger than {MAX_INPUT_BYTES} bytes; split it")
+        return _refuse("file_too_large", f"the file is larger than {MAX_INPUT_BYTES} bytes; split it")
     problems: list[Problem] = []
-    seen: set[str] = set()
+    custom_ids: set[str] = set()
     model: str | None = None
     total = 0
-    for number, line in lines(location, max_line_bytes):
+    for line_number, line in lines(location, max_line_bytes):
         total += 1
         if total > MAX_REQUESTS:
-            return _refused("too_many_tasks", f"the file has more than {MAX_REQUESTS} requests; split it")
-        found, named = _check_line(line, max_line_bytes, endpoint, seen, model)
-        model = model or named
-        if found is not None:
-            code, param, message = found
-            problems.append({"code": code, "line": number, "message": message, "param": param})
+            return _refuse("too_many_tasks", f"the file has more than {MAX_REQUESTS} requests; split it")
+        problem, line_model = _check_line(line, max_line_bytes, endpoint, custom_ids, model)
+        model = model or line_model
+        if problem is not None:
+            code, param, message = problem
+            problems.append({"code": code, "line": line_number, "message": message, "param": param})
             if len(problems) == MAX_SHOWN:
                 break
     if total == 0:
-        return _refused("empty_file", "the file holds no request")
+        return _refuse("empty_file", "the file holds no request")
     return InputCheck(total, model, problems)
 
 
@@ -231,22 +231,22 @@ def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     with store.open(key) as file:
         if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
             file.seek(0)
-        number = 0
+        line_number = 0
         while line := file.readline(max_line_bytes + 1):
-            number += 1
-            rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(max_line_bytes)):
+            line_number += 1
+            tail = line
+            while not tail.endswith(b"\n") and (tail := file.readline(max_line_bytes)):
                 pass
             if stripped := line.strip(SPACES):
-                yield number, stripped
+                yield line_number, stripped
 
 
-def _refused(code: str, message: str) -> InputCheck:
+def _refuse(code: str, message: str) -> InputCheck:
     return InputCheck(0, None, [{"code": code, "line": None, "message": message, "param": None}])
 
 
 def _check_line(
-    line: bytes, max_line_bytes: int, endpoint: str, seen: set[str], model: str | None
+    line: bytes, max_line_bytes: int, endpoint: str, custom_ids: set[str], model: str | None
 ) -> tuple[tuple[str, str | None, str] | None, str | None]:
     """(code, param, message) of a line's error, and the model that it names."""
     if len(line) > max_line_bytes:
@@ -255,17 +255,17 @@ def _check_line(
         request: dict[str, Any] = read_object(line)
     except UserError as error:
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
-    if found := problem_of(request, seen, (endpoint,)):
-        return found, None
+    if problem := problem_of(request, custom_ids, (endpoint,)):
+        return problem, None
     if endpoint == MESSAGES:  # each request names its model, and is checked when it runs
         return None, None
-    named = request["body"].get("model")
-    if named is None or named == "":
+    line_model = request["body"].get("model")
+    if line_model is None or line_model == "":
         return ("missing_required_parameter", "body.model", "body.model is missing; name the batch's model"), None
-    if not isinstance(named, str) or len(named) > MAX_TEXT or "\0" in named:
-        message = f"body.model is {show(named)}; it must be a string of at most {MAX_TEXT} characters without NUL"
+    if not isinstance(line_model, str) or len(line_model) > MAX_TEXT or "\0" in line_model:
+        message = f"body.model is {show(line_model)}; it must be a string of at most {MAX_TEXT} characters without NUL"
         return ("invalid_model", "body.model", message), None
-    if model not in (None, named):
-        message = f"body.model is {named[:200]!a}, but earlier requests use {model[:200]!a}; use one model for all"
-        return ("model_mismatch", "body.model", message), named
-    return None, named
+    if model not in (None, line_model):
+        message = f"body.model is {line_model[:200]!a}, but earlier requests use {model[:200]!a}; use one model for all"
+        return ("model_mismatch", "body.model", message), line_model
+    return None, line_model

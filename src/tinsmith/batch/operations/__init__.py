@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeGuard
 
-from tinsmith.batch.formats.registry import Registry, built
+from tinsmith.batch.formats.registry import Registry, build_dataclass
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import CHAIN, packed, unpacked
+from tinsmith.batch.types import CHAIN, pack_payload, unpack_payload
 from tinsmith.errors import UserError
 
 TYPE = "operations"
@@ -51,12 +51,12 @@ def payload_of(steps: Sequence[RowOperation]) -> str:
     """The operations as `JobSpec.batch_serialized_fn`, in place of a function's source. Raises UserError."""
     _check_steps(steps)
     try:
-        return packed(described(steps))
+        return pack_payload(describe_operations(steps))
     except (TypeError, ValueError) as error:
         raise UserError(f"the fields of an operation must be JSON: {error}") from None
 
 
-def described(steps: Sequence[RowOperation]) -> dict[str, Any]:
+def describe_operations(steps: Sequence[RowOperation]) -> dict[str, Any]:
     """The operations as a payload, or as a step of a chain."""
     return {"type": TYPE, "version": VERSION, "steps": [{"operation": step.name, **asdict(step)} for step in steps]}
 
@@ -79,9 +79,9 @@ def asks_service(payload: str) -> bool:
 
 
 def _parts_of(payload: str) -> Sequence[object]:
-    """What a worker runs one after the other; nothing for an invalid payload."""
+    """The steps of a payload, in the order in which a worker runs them; none for an invalid payload."""
     try:
-        data = unpacked(payload)
+        data = unpack_payload(payload)
     except ValueError:
         return ()
     parts = data.get("steps") if data.get("type") == CHAIN else [data]
@@ -93,20 +93,20 @@ def _is_operations(part: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def operations_of(data: Mapping[str, Any]) -> list[RowOperation]:
-    """Raises UserError."""
-    given = data.get("steps")
-    if not isinstance(given, list):
-        raise UserError(f"the steps of the operations are {given!r}; they must be a list")
-    steps = [_step(each) for each in given]
+    """The operations of a payload or of a step of a chain. Raises UserError."""
+    steps_data = data.get("steps")
+    if not isinstance(steps_data, list):
+        raise UserError(f"the steps of the operations are {steps_data!r}; they must be a list")
+    steps = [_build_step(step_data) for step_data in steps_data]
     _check_steps(steps)
     return steps
 
 
-def _step(given: object) -> RowOperation:
-    if not isinstance(given, dict) or not isinstance(given.get("operation"), str):
+def _build_step(step_data: object) -> RowOperation:
+    if not isinstance(step_data, dict) or not isinstance(step_data.get("operation"), str):
         raise UserError("each step must be an object that names its 'operation'")
-    values: dict[str, Any] = {name: value for name, value in given.items() if name != "operation"}
-    return built(OPERATION_REGISTRY.find(given["operation"]), values, given["operation"])
+    values: dict[str, Any] = {name: value for name, value in step_data.items() if name != "operation"}
+    return build_dataclass(OPERATION_REGISTRY.find(step_data["operation"]), values, step_data["operation"])
 
 
 def _check_steps(steps: Sequence[RowOperation]) -> None:

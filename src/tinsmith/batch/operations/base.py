@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampleResponse:
     """The answers to a sample. A prompt token without a logprob has None."""
 
     sequences: list[Answer]
@@ -55,12 +55,12 @@ class Sampled:
 
 
 class RowService(Protocol):
-    """The service for one row of one step."""
+    """The service as one row of one step sees it."""
 
     @property
     def row_idx(self) -> int: ...
 
-    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
+    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> SampleResponse:
         """`request` has the fields of /asample without its session and number. Counted in the job's tokens."""
         ...
 
@@ -73,11 +73,11 @@ class RowService(Protocol):
         ...
 
     async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-        """Calls a handler of the server by its verb. Raises RowRefusedError."""
+        """Call a handler of the server by its verb. Raises RowRefusedError."""
         ...
 
     def count(self, tokens_in: int, tokens_out: int) -> None:
-        """Adds to the job's tokens."""
+        """Add to the job's tokens."""
         ...
 
 
@@ -107,7 +107,7 @@ def check_text(name: str, value: object) -> None:
         raise UserError(f"{name} is {value!r}; it must be a string that is not empty")
 
 
-def whole(low: int, high: int) -> Check:
+def integer_between(low: int, high: int) -> Check:
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
@@ -115,7 +115,7 @@ def whole(low: int, high: int) -> Check:
     return check
 
 
-def number(low: float, high: float) -> Check:
+def number_between(low: float, high: float) -> Check:
     def check(name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise UserError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
@@ -137,22 +137,22 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_stop(name: str, value: object) -> None:
-    listed = isinstance(value, list) and (
-        all(isinstance(each, str) for each in value) or all(type(each) is int for each in value)
+    is_list = isinstance(value, list) and (
+        all(isinstance(element, str) for element in value) or all(type(element) is int for element in value)
     )
-    if not (isinstance(value, str) or listed):
+    if not (isinstance(value, str) or is_list):
         raise UserError(f"{name} is {value!r}; it must be a string, a list of strings or a list of token ids")
 
 
 NonEmpty = Annotated[str, check_text]
 NonEmptyOrNone = Annotated[str | None, check_text]
 Flag = Annotated[bool, check_flag]
-MaxTokens = Annotated[int | None, whole(1, 2**31 - 1)]
-Temperature = Annotated[float, number(0, 1e30)]
-TopP = Annotated[float, number(0, 1)]
-TopK = Annotated[int, whole(-1, 2**31 - 1)]
+MaxTokens = Annotated[int | None, integer_between(1, 2**31 - 1)]
+Temperature = Annotated[float, number_between(0, 1e30)]
+TopP = Annotated[float, number_between(0, 1)]
+TopK = Annotated[int, integer_between(-1, 2**31 - 1)]
 Stop = Annotated[str | list[str] | list[int] | None, check_stop]
-Seed = Annotated[int | None, whole(-(2**63 - 1), 2**63 - 1)]
+Seed = Annotated[int | None, integer_between(-(2**63 - 1), 2**63 - 1)]
 
 
 def column_of(row: Row, column: str) -> Any:  # noqa: ANN401  whatever the row holds
@@ -170,7 +170,7 @@ def row_seed(seed: int, row_idx: int, rollout_idx: int | str = 0, turn: int = 0)
 
 
 def seed_for(seed: int | None, row_idx: int, rollout_idx: int | str = 0, turn: int = 0) -> int | None:
-    """None without a seed: then every job samples differently."""
+    """`row_seed`, or None without a seed: then every job samples differently."""
     return None if seed is None else row_seed(seed, row_idx, rollout_idx, turn)
 
 
@@ -181,20 +181,20 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 def check_template(name: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_LENGTH:
         raise UserError(f"{name} must be a string of 1 to {MAX_LENGTH} characters, with the names of columns in braces")
-    for piece in _PIECE.finditer(value):
-        if piece[0] in "{}" or piece[1] == "":
+    for match in _PIECE.finditer(value):
+        if match[0] in "{}" or match[1] == "":
             raise UserError(
-                f"{name} has {piece[0]!r} at {piece.start()}; write a column as {{name}}, and a literal brace twice"
+                f"{name} has {match[0]!r} at {match.start()}; write a column as {{name}}, and a literal brace twice"
             )
 
 
 def render(template: str, row: Row) -> str:
-    """Raises KeyError naming a column that the row lacks."""
+    """Fill a template with the row's columns. Raises KeyError that names a column which the row lacks."""
 
-    def filled(piece: re.Match[str]) -> str:
-        if piece[1] is None:
-            return piece[0][0]
-        value = column_of(row, piece[1])
+    def fill(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][0]
+        value = column_of(row, match[1])
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    return _PIECE.sub(filled, template)
+    return _PIECE.sub(fill, template)

@@ -39,13 +39,13 @@ from tinsmith.batch.operations.base import (
     Temperature,
     check_template,
     column_of,
-    number,
+    integer_between,
+    number_between,
     one_of,
     render,
     seed_for,
-    whole,
 )
-from tinsmith.batch.operations.patterns import check_pattern, check_schema, escaped, fits, last_match
+from tinsmith.batch.operations.patterns import check_pattern, check_schema, escape, last_match, matches_schema
 from tinsmith.batch.operations.sample import sampling_request
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
@@ -69,13 +69,13 @@ def check_ks(name: str, value: object) -> None:
     if not isinstance(value, tuple):
         raise UserError(f"{name} is {value!r}; it must be a list of whole numbers")
     for k in value:
-        whole(1, 1024)(name, k)
+        integer_between(1, 1024)(name, k)
 
 
 def check_scores(name: str, value: object) -> None:
-    named = value.items() if isinstance(value, dict) else ()
-    numbers = all(isinstance(score, int | float) and not isinstance(score, bool) for _, score in named)
-    if not (named and numbers and all(isinstance(text, str) and text for text, _ in named)):
+    items = value.items() if isinstance(value, dict) else ()
+    are_numbers = all(isinstance(score, int | float) and not isinstance(score, bool) for _, score in items)
+    if not (items and are_numbers and all(isinstance(text, str) and text for text, _ in items)):
         raise UserError(f"{name} is {value!r}; it must map strings to numbers")
 
 
@@ -91,10 +91,10 @@ class Grade(RowOperation):
     pattern: Annotated[str | None, check_pattern] = None
     extract: Annotated[str | None, check_pattern] = None
     ignore_case: Flag = False
-    tolerance: Annotated[float, number(0, 1e9)] = 0.0
+    tolerance: Annotated[float, number_between(0, 1e9)] = 0.0
     schema: dict[str, Any] | None = None
     pass_at: Annotated[Sequence[int], check_ks] = ()
-    passing: Annotated[float, number(-1e9, 1e9)] = 1.0
+    passing: Annotated[float, number_between(-1e9, 1e9)] = 1.0
     model: NonEmptyOrNone = None
     template: Annotated[str | None, check_template] = None
     scores: Annotated[dict[str, float] | None, check_scores] = None
@@ -107,14 +107,14 @@ class Grade(RowOperation):
             object.__setattr__(self, "pass_at", tuple(self.pass_at))
 
     def check(self) -> None:
-        """Also refuses fields that this kind would ignore."""
+        """Raises UserError for invalid fields, also for fields that this kind would ignore."""
         super().check()
-        needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
-        wanted = needed.get(self.by, {"reference"})
-        usable = wanted | OPTIONAL.get(self.by, frozenset())
+        required_by_kind = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
+        required = required_by_kind.get(self.by, {"reference"})
+        usable = required | OPTIONAL.get(self.by, frozenset())
         for name in ("reference", "pattern", "schema", "model", "template", "scores", "max_tokens"):
             is_set = getattr(self, name) is not None
-            if name in wanted and not is_set:
+            if name in required and not is_set:
                 raise UserError(f"a Grade by {self.by!r} needs {name!r}")
             if is_set and name not in usable:
                 raise UserError(f"a Grade by {self.by!r} does not use {name!r}; leave it out")
@@ -125,62 +125,62 @@ class Grade(RowOperation):
             check_schema("schema", self.schema)
 
     async def answer(self, row: Row, service: RowService) -> Row:
-        given = column_of(row, self.output)
-        if isinstance(given, str):
-            return {**row, self.score: await self.score_of(given, row, service)}
-        if not (isinstance(given, list) and given and all(isinstance(each, str) for each in given)):
+        output = column_of(row, self.output)
+        if isinstance(output, str):
+            return {**row, self.score: await self.score_of(output, row, service)}
+        if not (isinstance(output, list) and output and all(isinstance(text, str) for text in output)):
             raise ValueError(f"column {self.output!r} must hold a string or a list of strings")
-        scores = [await self.score_of(each, row, service, f"{index}") for index, each in enumerate(given)]
+        scores = [await self.score_of(text, row, service, f"{index}") for index, text in enumerate(output)]
         passed = sum(score >= self.passing for score in scores)
-        made: Row = {**row, self.score: scores, f"{self.score}_mean": statistics.fmean(scores)}
+        graded_row: Row = {**row, self.score: scores, f"{self.score}_mean": statistics.fmean(scores)}
         for k in self.pass_at:
             if k > len(scores):
                 raise ValueError(f"pass_at has {k}, but the row has {len(scores)} answers")
-            made[f"{self.score}_pass@{k}"] = graders.pass_at_k(len(scores), passed, k)
-        return made
+            graded_row[f"{self.score}_pass@{k}"] = graders.pass_at_k(len(scores), passed, k)
+        return graded_row
 
     async def score_of(self, text: str, row: Row, service: RowService, key: str = "0") -> float:
         """The score of one text of this row; `key` is unique among the row's texts."""
         if self.extract is not None:
-            found = last_match(self.extract, text)
-            if found is None:
+            extracted = last_match(self.extract, text)
+            if extracted is None:
                 return 0.0
-            text = found
+            text = extracted
         if self.by == "model":
-            return await self._judged(text, row, service, key)
+            return await self._ask_judge(text, row, service, key)
         if self.by == "regex":
             assert self.pattern is not None
             return float(last_match(self.pattern, text, self.ignore_case) is not None)
         if self.by == "json_schema":
             assert self.schema is not None
             try:
-                return float(fits(graders.json_in(text), self.schema))
+                return float(matches_schema(graders.json_in(text), self.schema))
             except JSONDecodeError:
                 return 0.0
         assert self.reference is not None
         reference = column_of(row, self.reference)
-        many = isinstance(reference, list) and self.by != "json_equal"
-        if many and not reference:
+        has_several = isinstance(reference, list) and self.by != "json_equal"
+        if has_several and not reference:
             raise ValueError(f"column {self.reference!r} is an empty list; give a reference")
-        return max(self._compared(text, each) for each in (reference if many else [reference]))
+        return max(self._compare(text, candidate) for candidate in (reference if has_several else [reference]))
 
-    def _compared(self, text: str, reference: object) -> float:
+    def _compare(self, text: str, reference: object) -> float:
         if self.by == "numeric":
             return graders.numeric(text, reference, self.tolerance)
         if self.by == "choice":
             return graders.choice(text, reference)
         if self.by == "json_equal":
             return graders.json_equal(text, reference)
-        wanted = reference if isinstance(reference, str) else str(reference)
+        expected = reference if isinstance(reference, str) else str(reference)
         if self.by in ("exact", "contains"):
-            return getattr(graders, self.by)(text, wanted, self.ignore_case)
+            return getattr(graders, self.by)(text, expected, self.ignore_case)
         if self.by == "f1":
-            return graders.f1(text, wanted)
-        if max(len(text), len(wanted)) > MAX_LENGTH:
-            raise ValueError(f"{self.by} compares at most {MAX_LENGTH} characters, not {max(len(text), len(wanted))}")
-        return graders.rouge_l(text, wanted) if self.by == "rouge_l" else graders.edit_similarity(text, wanted)
+            return graders.f1(text, expected)
+        if max(len(text), len(expected)) > MAX_LENGTH:
+            raise ValueError(f"{self.by} compares at most {MAX_LENGTH} characters, not {max(len(text), len(expected))}")
+        return graders.rouge_l(text, expected) if self.by == "rouge_l" else graders.edit_similarity(text, expected)
 
-    async def _judged(self, text: str, row: Row, service: RowService, key: str) -> float:
+    async def _ask_judge(self, text: str, row: Row, service: RowService, key: str) -> float:
         assert self.model is not None and self.template is not None
         tokenizer = await service.text(self.model)
         question = render(self.template, {**row, self.output: text})
@@ -188,16 +188,16 @@ class Grade(RowOperation):
         seed = seed_for(self.seed, service.row_idx, key)
         request = sampling_request(prompt, self.max_tokens, self.temperature, 1.0, -1, None, seed)
         sampled = await service.sample(self.model, request, key)
-        said = tokenizer.decode(sampled.sequences[0].tokens)
-        pattern = self.pattern or (NUMBER if self.scores is None else "|".join(map(escaped, self.scores)))
-        found = last_match(pattern, said, self.scores is not None)
-        if found is not None and self.scores is not None:
-            named: Mapping[str, float] = {name.casefold(): score for name, score in self.scores.items()}
-            if found.casefold() in named:
-                return float(named[found.casefold()])
-        elif found is not None:
+        verdict = tokenizer.decode(sampled.sequences[0].tokens)
+        pattern = self.pattern or (NUMBER if self.scores is None else "|".join(map(escape, self.scores)))
+        match = last_match(pattern, verdict, self.scores is not None)
+        if match is not None and self.scores is not None:
+            folded_scores: Mapping[str, float] = {name.casefold(): score for name, score in self.scores.items()}
+            if match.casefold() in folded_scores:
+                return float(folded_scores[match.casefold()])
+        elif match is not None:
             try:
-                return float(found)
+                return float(match)
             except ValueError:
                 pass
-        raise ValueError(f"the grading model's answer has no score that matches {pattern!r}: {said[:500]!r}")
+        raise ValueError(f"the grading model's answer has no score that matches {pattern!r}: {verdict[:500]!r}")

@@ -20,25 +20,25 @@ _FRACTION = re.compile(rf"\\d?frac\{{({_NUMBER})\}}\{{({_NUMBER})\}}|({_NUMBER})
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _ANSWER_IS = re.compile(r"answer\s*(?:is|:)?\s*:?\s*\**\(?([A-Za-z])\)?(?![A-Za-z])", re.IGNORECASE)
 _PARENTHESIZED = re.compile(r"\(([A-Za-z])\)")
-_ALONE = re.compile(r"\s*\**\(?([A-Za-z])\)?\**[.):]?(?:\s|$)")
+_STANDALONE = re.compile(r"\s*\**\(?([A-Za-z])\)?\**[.):]?(?:\s|$)")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalized(text: str, ignore_case: bool) -> str:
+def normalize(text: str, ignore_case: bool) -> str:
     """The text with white space collapsed to single spaces, and in lower case with `ignore_case`."""
     plain = " ".join(text.split())
     return plain.casefold() if ignore_case else plain
 
 
 def exact(text: str, reference: str, ignore_case: bool) -> float:
-    return float(normalized(text, ignore_case) == normalized(reference, ignore_case))
+    return float(normalize(text, ignore_case) == normalize(reference, ignore_case))
 
 
 def contains(text: str, reference: str, ignore_case: bool) -> float:
-    return float(normalized(reference, ignore_case) in normalized(text, ignore_case))
+    return float(normalize(reference, ignore_case) in normalize(text, ignore_case))
 
 
-def boxed(text: str) -> str | None:
+def find_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`."""
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -53,58 +53,58 @@ def boxed(text: str) -> str | None:
 
 def number_in(text: str) -> Fraction | None:
     r"""The number in `\boxed{...}`, if there is one, or else the last number: 1,234.5, -3e2, 3/4, \frac{3}{4}."""
-    inside = boxed(text)
+    inside = find_boxed(text)
     for part in [text] if inside is None else [inside]:
-        found = [value for each in _FRACTION.finditer(part) if (value := _fraction(each)) is not None]
-        if found:
-            return found[-1]
+        values = [value for match in _FRACTION.finditer(part) if (value := _fraction(match)) is not None]
+        if values:
+            return values[-1]
     return None
 
 
-def _fraction(found: re.Match[str]) -> Fraction | None:
-    above, below = (found[1], found[2]) if found[1] is not None else (found[3], found[4] or "1")
-    if len(above) > MAX_DIGITS or len(below) > MAX_DIGITS:
+def _fraction(match: re.Match[str]) -> Fraction | None:
+    numerator, denominator = (match[1], match[2]) if match[1] is not None else (match[3], match[4] or "1")
+    if len(numerator) > MAX_DIGITS or len(denominator) > MAX_DIGITS:
         return None
     try:
-        return Fraction(above.replace(",", "")) / Fraction(below.replace(",", ""))
+        return Fraction(numerator.replace(",", "")) / Fraction(denominator.replace(",", ""))
     except (ValueError, ZeroDivisionError):
         return None
 
 
 def numeric(text: str, reference: object, tolerance: float) -> float:
     """1 if both have the same number. `tolerance` is relative to the reference, or absolute below 1."""
-    wanted = number_in(reference if isinstance(reference, str) else json.dumps(reference))
-    if wanted is None:
+    expected = number_in(reference if isinstance(reference, str) else json.dumps(reference))
+    if expected is None:
         raise ValueError(f"the reference {reference!r} holds no number")
-    found = number_in(text)
-    if found is None:
+    actual = number_in(text)
+    if actual is None:
         return 0.0
-    return float(abs(found - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)))
+    return float(abs(actual - expected) <= Fraction(tolerance) * max(Fraction(1), abs(expected)))
 
 
 def letter_in(text: str) -> str | None:
     r"""The letter of a choice: in `\boxed{...}`, after `answer is`, in brackets, or at the beginning, alone."""
-    inside = boxed(text)
+    inside = find_boxed(text)
     if inside is not None:
-        found = re.search(r"[A-Za-z](?![A-Za-z])", inside)
-        return found[0].upper() if found else None
+        match = re.search(r"[A-Za-z](?![A-Za-z])", inside)
+        return match[0].upper() if match else None
     for pattern in (_ANSWER_IS, _PARENTHESIZED):
         letters = pattern.findall(text)
         if letters:
             return letters[-1].upper()
-    alone = _ALONE.match(text)
-    return alone[1].upper() if alone else None
+    standalone = _STANDALONE.match(text)
+    return standalone[1].upper() if standalone else None
 
 
 def choice(text: str, reference: object) -> float:
     """`reference` is a letter, or the index of a choice from 0."""
     if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < 26:
-        wanted = string.ascii_uppercase[reference]
+        expected = string.ascii_uppercase[reference]
     elif isinstance(reference, str) and (letter := letter_in(reference)) is not None:
-        wanted = letter
+        expected = letter
     else:
         raise ValueError(f"the reference {reference!r} is neither the letter of a choice nor an index from 0 to 25")
-    return float(letter_in(text) == wanted)
+    return float(letter_in(text) == expected)
 
 
 def json_in(text: str) -> Any:  # noqa: ANN401  any JSON
@@ -122,21 +122,21 @@ def _no_constant(name: str) -> None:
 
 def json_equal(text: str, reference: object) -> float:
     """1 if both are equal as JSON: in any order of keys; 1 equals 1.0 and not true."""
-    wanted = json_in(reference) if isinstance(reference, str) else reference
+    expected = json_in(reference) if isinstance(reference, str) else reference
     try:
-        return float(_same(json_in(text), wanted))
+        return float(_is_same_json(json_in(text), expected))
     except json.JSONDecodeError:
         return 0.0
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return one == other
+def _is_same_json(first: object, second: object) -> bool:
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_is_same_json(first[name], second[name]) for name in first)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_is_same_json, first, second))
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    return first == second
 
 
 def words_of(text: str) -> list[str]:
@@ -147,19 +147,19 @@ def words_of(text: str) -> list[str]:
 
 def f1(text: str, reference: str) -> float:
     """The F1 score of the words, with multiplicity."""
-    found, wanted = words_of(text), words_of(reference)
-    if not found or not wanted:
-        return float(found == wanted)
-    common = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * common / (len(found) + len(wanted))
+    words, reference_words = words_of(text), words_of(reference)
+    if not words or not reference_words:
+        return float(words == reference_words)
+    common = sum((Counter(words) & Counter(reference_words)).values())
+    return 2 * common / (len(words) + len(reference_words))
 
 
 def rouge_l(text: str, reference: str) -> float:
     """The F-measure of the longest common subsequence of words."""
-    found, wanted = (re.findall(r"[a-z0-9]+", each.lower()) for each in (text, reference))
-    if not found or not wanted:
-        return float(found == wanted)
-    return 2 * common_length(found, wanted) / (len(found) + len(wanted))
+    words, reference_words = (re.findall(r"[a-z0-9]+", string.lower()) for string in (text, reference))
+    if not words or not reference_words:
+        return float(words == reference_words)
+    return 2 * common_length(words, reference_words) / (len(words) + len(reference_words))
 
 
 def edit_similarity(text: str, reference: str) -> float:
@@ -168,40 +168,40 @@ def edit_similarity(text: str, reference: str) -> float:
     return 1.0 - edit_distance(text, reference) / longest if longest else 1.0
 
 
-def common_length(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+def common_length(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """The length of the longest common subsequence; bit-parallel (Hyyro, 2004)."""
-    where = _positions(one)
-    full = (1 << len(one)) - 1
+    positions = _positions(first)
+    full = (1 << len(first)) - 1
     row = full
-    for item in other:
-        hits = row & where.get(item, 0)
+    for item in second:
+        hits = row & positions.get(item, 0)
         row = ((row + hits) | (row - hits)) & full
-    return len(one) - row.bit_count()
+    return len(first) - row.bit_count()
 
 
-def edit_distance(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+def edit_distance(first: Sequence[Hashable], second: Sequence[Hashable]) -> int:
     """The Levenshtein distance; bit-parallel (Myers, 1999)."""
-    if not one:
-        return len(other)
-    where, full, last = _positions(one), (1 << len(one)) - 1, 1 << (len(one) - 1)
-    rises, falls, distance = full, 0, len(one)
-    for item in other:
-        hits = where.get(item, 0)
+    if not first:
+        return len(second)
+    positions, full, last = _positions(first), (1 << len(first)) - 1, 1 << (len(first) - 1)
+    rises, falls, distance = full, 0, len(first)
+    for item in second:
+        hits = positions.get(item, 0)
         vertical = hits | falls
         horizontal = (((hits & rises) + rises) ^ rises) | hits
-        more = falls | (full & ~(horizontal | rises))
-        fewer = rises & horizontal
-        distance += bool(more & last) - bool(fewer & last)
-        more, fewer = (more << 1 | 1) & full, fewer << 1 & full
-        rises, falls = fewer | (full & ~(vertical | more)), more & vertical
+        increases = falls | (full & ~(horizontal | rises))
+        decreases = rises & horizontal
+        distance += bool(increases & last) - bool(decreases & last)
+        increases, decreases = (increases << 1 | 1) & full, decreases << 1 & full
+        rises, falls = decreases | (full & ~(vertical | increases)), increases & vertical
     return distance
 
 
 def _positions(items: Sequence[Hashable]) -> dict[Hashable, int]:
-    where: dict[Hashable, int] = {}
+    positions: dict[Hashable, int] = {}
     for index, item in enumerate(items):
-        where[item] = where.get(item, 0) | 1 << index
-    return where
+        positions[item] = positions.get(item, 0) | 1 << index
+    return positions
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

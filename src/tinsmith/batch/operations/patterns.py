@@ -22,27 +22,27 @@ MAX_DEPTH = 64
 def check_pattern(name: str, pattern: object) -> None:
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN:
         raise UserError(f"{name} must be a regular expression of 1 to {MAX_PATTERN} characters")
-    _compiled(pattern, False, name)
+    _compile(pattern, False, name)
 
 
 def last_match(pattern: str, text: str, ignore_case: bool = False) -> str | None:
-    """The last match: its first group that matched, or the whole."""
-    found = None
-    for each in _compiled(pattern, ignore_case, "pattern").finditer(text):
-        found = each
-    if found is None:
+    """The text of the last match: of its first group that matched, or of the whole match."""
+    last = None
+    for match in _compile(pattern, ignore_case, "pattern").finditer(text):
+        last = match
+    if last is None:
         return None
-    return next((group for group in found.groups() if group is not None), found[0])
+    return next((group for group in last.groups() if group is not None), last[0])
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     import re2
 
     return re2.escape(text)
 
 
 @lru_cache(maxsize=256)
-def _compiled(pattern: str, ignore_case: bool, name: str) -> Any:  # noqa: ANN401  the library has no types
+def _compile(pattern: str, ignore_case: bool, name: str) -> Any:  # noqa: ANN401  the library has no types
     import re2
 
     options = re2.Options()
@@ -51,8 +51,8 @@ def _compiled(pattern: str, ignore_case: bool, name: str) -> Any:  # noqa: ANN40
     try:
         return re2.compile(pattern, options)
     except re2.error as error:
-        why = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
-        raise UserError(f"{name} {pattern!r} is not a regular expression of RE2: {why}") from None
+        reason = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
+        raise UserError(f"{name} {pattern!r} is not a regular expression of RE2: {reason}") from None
 
 
 def check_schema(name: str, schema: object) -> None:
@@ -72,7 +72,7 @@ def check_schema(name: str, schema: object) -> None:
         raise UserError(f"{name} is not a JSON schema: {error.message}") from None
 
 
-def fits(value: Any, schema: dict[str, Any]) -> bool:  # noqa: ANN401  any JSON
+def matches_schema(value: Any, schema: dict[str, Any]) -> bool:  # noqa: ANN401  any JSON
     """Whether a value matches a schema. Raises ValueError for a reference to outside the schema."""
     import referencing
     from referencing.exceptions import Unresolvable
@@ -93,7 +93,7 @@ def _validator() -> type[Validator]:
 def _pattern(_validator: object, pattern: str, instance: object, _schema: object) -> Iterator[Exception]:
     import jsonschema
 
-    if isinstance(instance, str) and not _compiled(pattern, False, "pattern").search(instance):
+    if isinstance(instance, str) and not _compile(pattern, False, "pattern").search(instance):
         yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
 
 

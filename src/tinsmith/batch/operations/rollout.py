@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from tinsmith.batch.formats.registry import built
+from tinsmith.batch.formats.registry import build_dataclass
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     MaxTokens,
@@ -40,9 +40,9 @@ from tinsmith.batch.operations.base import (
     check_template,
     check_text,
     column_of,
+    integer_between,
     render,
     seed_for,
-    whole,
 )
 from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import messages_of, sampling_request
@@ -61,7 +61,7 @@ class RewardReply(NamedTuple):
 class Environment(ABC):
     @abstractmethod
     def check(self) -> None:
-        """Raises UserError."""
+        """Check the environment's fields. Raises UserError."""
 
     @abstractmethod
     async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
@@ -80,7 +80,7 @@ class Turns(Environment):
 
     async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> RewardReply:
         turns = column_of(row, self.column)
-        if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
+        if not isinstance(turns, list) or not all(isinstance(text, str) for text in turns):
             raise ValueError(f"column {self.column!r} must hold a list of strings")
         return RewardReply(None, turns[turn] if turn < len(turns) else None)
 
@@ -96,7 +96,7 @@ class Retry(Environment):
 
     def __post_init__(self) -> None:
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", built(Grade, self.grade, "environment.grade"))
+            object.__setattr__(self, "grade", build_dataclass(Grade, self.grade, "environment.grade"))
 
     def check(self) -> None:
         check_grade("environment.grade", self.grade)
@@ -112,17 +112,17 @@ class Retry(Environment):
 KINDS: dict[str, type[Environment]] = {"turns": Turns, "retry": Retry}
 
 
-def environment_of(given: object) -> Environment:
-    """Raises UserError, and NotSupportedError for an object that is code."""
-    if isinstance(given, Environment):
-        return given
-    if isinstance(given, Mapping):
-        cls = KINDS.get(str(given.get("kind")))
+def environment_of(environment: object) -> Environment:
+    """Build an environment from its payload. Raises UserError, and NotSupportedError for an object that is code."""
+    if isinstance(environment, Environment):
+        return environment
+    if isinstance(environment, Mapping):
+        cls = KINDS.get(str(environment.get("kind")))
         if cls is None:
-            raise UserError(f"environment.kind is {given.get('kind')!r}; it must be one of {sorted(KINDS)}")
-        return built(cls, given, "environment")
+            raise UserError(f"environment.kind is {environment.get('kind')!r}; it must be one of {sorted(KINDS)}")
+        return build_dataclass(cls, environment, "environment")
     raise NotSupportedError(
-        f"environment is a {type(given).__name__}; the service runs Turns and Retry only. Run your own in a "
+        f"environment is a {type(environment).__name__}; the service runs Turns and Retry only. Run your own in a "
         "function on workers (Dataset.map(function, ...)), and sample there with the SDK"
     )
 
@@ -140,7 +140,7 @@ MAX_TURNS = 1000
 @dataclass
 class _Trajectory:
     turns: list[Row] = field(default_factory=list)
-    ended: str = "turns"
+    end_reason: str = "turns"
 
     @property
     def reward(self) -> float | None:
@@ -148,18 +148,19 @@ class _Trajectory:
         return sum(rewards) if rewards else None
 
     def to_dict(self) -> Row:
-        return {"turns": self.turns, "datums": datums_of(self.turns), "reward": self.reward, "ended": self.ended}
+        return {"turns": self.turns, "datums": datums_of(self.turns), "reward": self.reward, "ended": self.end_reason}
 
 
 def datums_of(turns: list[Row]) -> list[Row]:
-    """One datum for each run of answers whose prompts continue what was before them."""
-    made: list[tuple[list[int], list[float], list[float]]] = []
+    """The training data of a conversation: one datum for each run of answers whose prompts continue all tokens
+    before."""
+    datums: list[tuple[list[int], list[float], list[float]]] = []
     for turn in turns:
         prompt, tokens = turn["prompt_tokens"], turn["tokens"]
-        before = made[-1][0] if made else None
+        before = datums[-1][0] if datums else None
         if before is None or prompt[: len(before)] != before:
-            made.append(([], [], []))
-        all_tokens, logprobs, mask = made[-1]
+            datums.append(([], [], []))
+        all_tokens, logprobs, mask = datums[-1]
         new = prompt[len(all_tokens) :] + tokens
         all_tokens += new
         logprobs += [0.0] * (len(new) - len(tokens)) + turn["logprobs"]
@@ -169,7 +170,7 @@ def datums_of(turns: list[Row]) -> list[Row]:
             "model_input": tokens[:-1],
             "loss_fn_inputs": {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "mask": mask[1:]},
         }
-        for tokens, logprobs, mask in made
+        for tokens, logprobs, mask in datums
     ]
 
 
@@ -184,8 +185,8 @@ class Rollout(RowOperation):
     messages: NonEmpty
     environment: Environment
     grade: Grade | None = None
-    num_rollouts: Annotated[int, whole(1, MAX_ROLLOUTS)] = 1
-    max_turns: Annotated[int, whole(1, MAX_TURNS)] = 8
+    num_rollouts: Annotated[int, integer_between(1, MAX_ROLLOUTS)] = 1
+    max_turns: Annotated[int, integer_between(1, MAX_TURNS)] = 8
     max_tokens: MaxTokens = None
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -197,7 +198,7 @@ class Rollout(RowOperation):
     def __post_init__(self) -> None:
         object.__setattr__(self, "environment", environment_of(self.environment))
         if isinstance(self.grade, Mapping):  # read from a payload
-            object.__setattr__(self, "grade", built(Grade, self.grade, "grade"))
+            object.__setattr__(self, "grade", build_dataclass(Grade, self.grade, "grade"))
 
     def check(self) -> None:
         super().check()
@@ -206,17 +207,17 @@ class Rollout(RowOperation):
             check_grade("grade", self.grade)
 
     async def answer(self, row: Row, service: RowService) -> Row:
-        made = await asyncio.gather(*(self._rollout(row, service, index) for index in range(self.num_rollouts)))
-        return {**row, self.into: [each.to_dict() for each in made]}
+        trajectories = await asyncio.gather(*(self._rollout(row, service, index) for index in range(self.num_rollouts)))
+        return {**row, self.into: [trajectory.to_dict() for trajectory in trajectories]}
 
     async def _rollout(self, row: Row, service: RowService, index: int) -> _Trajectory:
         text, context = await service.text(self.model), await service.context(self.model)
         messages: list[dict[str, Any]] = list(messages_of(column_of(row, self.messages), self.messages))
-        made = _Trajectory()
+        trajectory = _Trajectory()
         for turn in range(self.max_turns):
             prompt = text.chat(messages)
             if turn and len(prompt) + (self.max_tokens or 1) > context:
-                made.ended = "context"
+                trajectory.end_reason = "context"
                 break
             seed = seed_for(self.seed, service.row_idx, index, turn)
             request = sampling_request(
@@ -224,16 +225,21 @@ class Rollout(RowOperation):
             )
             key = f"{index}.{turn}"
             (answer,) = (await service.sample(self.model, request, key)).sequences
-            said = text.decode(answer.tokens)
-            reward, message = await self.environment.reply(said, turn, row, service, f"{key}.g")
-            found = {"prompt_tokens": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs, "text": said}
-            made.turns.append({**found, "stop_reason": answer.stop_reason, "reward": reward})
+            answer_text = text.decode(answer.tokens)
+            reward, message = await self.environment.reply(answer_text, turn, row, service, f"{key}.g")
+            sampled = {
+                "prompt_tokens": prompt,
+                "tokens": answer.tokens,
+                "logprobs": answer.logprobs,
+                "text": answer_text,
+            }
+            trajectory.turns.append({**sampled, "stop_reason": answer.stop_reason, "reward": reward})
             if message is None or answer.stop_reason == "length":
-                made.ended = "done" if message is None else "length"
+                trajectory.end_reason = "done" if message is None else "length"
                 break
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": message}]
+            messages += [{"role": "assistant", "content": answer_text}, {"role": "user", "content": message}]
         if self.grade is not None:
-            last = made.turns[-1]
+            last = trajectory.turns[-1]
             score = await self.grade.score_of(last["text"], row, service, f"{index}.end")
             last["reward"] = score + (last["reward"] or 0.0)
-        return made
+        return trajectory

@@ -36,8 +36,8 @@ from tinsmith.batch.operations.base import (
     TopK,
     TopP,
     column_of,
+    integer_between,
     seed_for,
-    whole,
 )
 from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
@@ -62,7 +62,7 @@ def sampling_request(
     seed: int | None,
     num_samples: int = 1,
 ) -> dict[str, Any]:
-    """The fields of an /asample."""
+    """The fields of a request to /asample."""
     params = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     chosen = {"max_tokens": max_tokens, "stop": stop, "seed": seed}
     params |= {name: value for name, value in chosen.items() if value is not None}
@@ -74,7 +74,7 @@ def messages_of(value: object, column: str) -> list[dict[str, Any]]:
     """A conversation; a plain text is one message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return value
     raise ValueError(f"column {column!r} must hold a list of messages (objects with role and content), or a string")
 
@@ -91,7 +91,7 @@ def with_images(messages: list[dict[str, Any]], value: object, column: str) -> l
 
 
 def _image_url(value: object, column: str) -> str:
-    """Of a file's bytes, which are base64 text in rows that came as JSON; a data: URL is one already."""
+    """A data: URL of the bytes of an image file, which are base64 text in rows that came as JSON."""
     from tinsmith.chat.images import data_url
     from tinsmith.wire.images import sniffed
 
@@ -107,7 +107,7 @@ def _image_url(value: object, column: str) -> str:
 
 
 def token_ids_of(value: object, column: str) -> list[int]:
-    if isinstance(value, list) and all(type(each) is int for each in value):
+    if isinstance(value, list) and all(type(token_id) is int for token_id in value):
         return value
     raise ValueError(f"column {column!r} must hold a list of token ids")
 
@@ -130,19 +130,21 @@ class Sample(RowOperation):
     top_k: TopK = -1
     stop: Stop = None
     seed: Seed = 0
-    num_samples: Annotated[int | None, whole(1, MAX_NUM_SAMPLES)] = None
+    num_samples: Annotated[int | None, integer_between(1, MAX_NUM_SAMPLES)] = None
     image: NonEmptyOrNone = None
     tokens: Flag = False
     logprobs: Flag = False
     prompt_logprobs: Flag = False
-    topk_prompt_logprobs: Annotated[int, whole(0, MAX_TOPK)] = 0
+    topk_prompt_logprobs: Annotated[int, integer_between(0, MAX_TOPK)] = 0
     into: NonEmpty = "output"
 
     def check(self) -> None:
         super().check()
-        given = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise UserError(f"a Sample has {given or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}")
+        prompt_columns = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
+        if len(prompt_columns) != 1:
+            raise UserError(
+                f"a Sample has {prompt_columns or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}"
+            )
         if self.image is not None and self.messages is None:
             raise UserError(f"a Sample has image {self.image!r} without messages; name the column of messages")
 
@@ -161,9 +163,11 @@ class Sample(RowOperation):
             request["prompt_logprobs"] = self.prompt_logprobs
             request["topk_prompt_logprobs"] = self.topk_prompt_logprobs
         sampled = await service.sample(self.model, request)
-        made = [self._columns(answer, text) for answer in sampled.sequences]
+        answer_columns = [self._columns(answer, text) for answer in sampled.sequences]
         columns: Row = (
-            made[0] if self.num_samples is None else {name: [each[name] for each in made] for name in made[0]}
+            answer_columns[0]
+            if self.num_samples is None
+            else {name: [values[name] for values in answer_columns] for name in answer_columns[0]}
         )
         if self.prompt_logprobs:
             columns["prompt_logprobs"] = sampled.prompt_logprobs
@@ -182,10 +186,10 @@ class Sample(RowOperation):
                 messages = with_images(messages, column_of(row, self.image), self.image)
             return prompt_of(text, messages)
         assert self.prompt is not None
-        given = column_of(row, self.prompt)
-        if not isinstance(given, str):
-            raise ValueError(f"column {self.prompt!r} holds a {type(given).__name__}; it must hold a string")
-        return text.encode(given, special=True), ()
+        prompt_text = column_of(row, self.prompt)
+        if not isinstance(prompt_text, str):
+            raise ValueError(f"column {self.prompt!r} holds a {type(prompt_text).__name__}; it must hold a string")
+        return text.encode(prompt_text, special=True), ()
 
     def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:
         columns: dict[str, Any] = {
@@ -203,7 +207,7 @@ VERB = "openai_request"
 
 
 class TokensUsed(NamedTuple):
-    """`cached` is part of `read`, and `reasoning` of `written`."""
+    """The tokens of one request: `cached` is part of `read`, and `reasoning` of `written`."""
 
     read: int
     cached: int
@@ -212,15 +216,15 @@ class TokensUsed(NamedTuple):
 
     @classmethod
     def of(cls, usage: dict[str, Any]) -> TokensUsed:
-        """The usage of a chat or a completion, of a response, or of a message."""
+        """Read the usage object of a chat, a completion, a response or a message."""
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-        of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
-        apart = usage.get("cache_read_input_tokens") or 0  # Anthropic does not count these in input_tokens
+        output_details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        cache_reads = usage.get("cache_read_input_tokens") or 0  # Anthropic does not count these in input_tokens
         return cls(
-            (usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + apart,
-            (details.get("cached_tokens") or 0) + apart,
+            (usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + cache_reads,
+            (details.get("cached_tokens") or 0) + cache_reads,
             usage.get("completion_tokens") or usage.get("output_tokens") or 0,
-            of_output.get("reasoning_tokens") or of_output.get("thinking_tokens") or 0,
+            output_details.get("reasoning_tokens") or output_details.get("thinking_tokens") or 0,
         )
 
 

@@ -113,7 +113,7 @@ def _external_gpus(options: str) -> int:
 
 
 def _count_gpus() -> int:
-    """By NVIDIA's library, or else its command, or else the device files."""
+    """The number of GPUs by NVIDIA's library, or else its command, or else the device files."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()

@@ -52,11 +52,11 @@ class LocalWorker:
     host: str
 
     @property
-    def where(self) -> str:
+    def process_name(self) -> str:
         return str(self.process.pid)
 
     @property
-    def gone(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process.returncode is not None
 
     async def wait(self) -> None:
@@ -78,8 +78,8 @@ class LocalWorker:
 
 def sweep(logs: JobLogs) -> None:
     """Delete directories left by workers of an earlier server on the same data directory, before the first start."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_prefix(logs)}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for directory in Path(tempfile.gettempdir()).glob(f"{_prefix(logs)}*"):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _prefix(logs: JobLogs) -> str:
@@ -94,14 +94,15 @@ class LocalPool:
     def __init__(self, spec: PoolSpec, logs: JobLogs) -> None:
         self.spec = spec
         self._logs = logs
-        self._set_up = asyncio.Lock()
+        self._setup_lock = asyncio.Lock()
         self._setup_done = False
         self._spares: deque[asyncio.subprocess.Process] = deque()
         self._warming = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
 
     def host_of(self, slot: int) -> str:
-        """With accelerators, the GPUs of the slot: one of them may be out of order, and the others not."""
+        """The name of this machine and, with accelerators, of the slot's GPUs: one GPU may be out of order, and others
+        not."""
         devices = self._devices_of(slot)
         return f"{socket.gethostname()}, GPU {', '.join(devices)}" if devices else socket.gethostname()
 
@@ -126,18 +127,18 @@ class LocalPool:
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         token = secrets.token_urlsafe(32)
         log_path = self._logs.path(worker_id)
-        async with contextlib.AsyncExitStack() as left:
+        async with contextlib.AsyncExitStack() as cleanup:
             # The path of a socket has at most about a hundred characters, which the data directory may exceed.
             directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
-            left.callback(shutil.rmtree, directory, ignore_errors=True)
+            cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
             process = None
             while process is None and self._spares:
-                taken = self._spares.popleft()
-                process = taken if taken.returncode is None else None
+                spare = self._spares.popleft()
+                process = spare if spare.returncode is None else None
             if process is None:
-                process = await self._spawn(log_path, self._environment(slot))
+                process = await self._launch(log_path, self._environment(slot))
             started = LocalWorker(process, "", token, directory, host)
-            left.push_async_callback(started.kill)
+            cleanup.push_async_callback(started.kill)
             assert process.stdin is not None and process.stdout is not None
             first = {"token": token, "socket": f"{directory}/worker", "log_path": str(log_path)}
             process.stdin.write(json.dumps(first | {"directory": str(directory)}).encode() + b"\n")
@@ -145,10 +146,10 @@ class LocalPool:
             if not line:
                 raise WorkerStartError(f"a worker did not start to listen; see {log_path}")
             started.address = json.loads(line)["address"]
-            left.pop_all()
+            cleanup.pop_all()
             return started
 
-    async def _spawn(
+    async def _launch(
         self, log_path: Path, environment: Mapping[str, str], roles: Sequence[str] = ()
     ) -> asyncio.subprocess.Process:
         with log_path.open("ab") as log:
@@ -166,11 +167,11 @@ class LocalPool:
 
     async def warm_up(self) -> None:
         """Start the processes of the next workers. Only the first, which plans and publishes, has a utility child."""
-        wanted = 0 if self.spec.devices_per_worker else min(self.spec.workers, MAX_SPARES)
+        num_spares = 0 if self.spec.devices_per_worker else min(self.spec.workers, MAX_SPARES)
         async with self._warming:
-            while len(self._spares) < wanted:
+            while len(self._spares) < num_spares:
                 roles = ("mapper",) if self._spares else ("mapper", "utility")
-                self._spares.append(await self._spawn(Path(os.devnull), self._environment(None), roles))
+                self._spares.append(await self._launch(Path(os.devnull), self._environment(None), roles))
         if self._expiry is not None:
             self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(SPARE_S, self._end_spares)
@@ -204,7 +205,7 @@ class LocalPool:
 
     async def _prepare(self) -> None:
         """Run the pool's setup command once, before its first worker."""
-        async with self._set_up:
+        async with self._setup_lock:
             if self._setup_done or not self.spec.setup:
                 return
             process = await asyncio.create_subprocess_shell(

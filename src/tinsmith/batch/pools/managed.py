@@ -1,15 +1,15 @@
 """Machines of managed pools: each bulk job of such a pool has a managed job of SkyPilot that runs it and ends with it.
 
 The server stores nothing about them. A managed job bears the name of its bulk job (`ManagedMachines.name_of`), and
-SkyPilot's queue says how it is; `look` compares both sides and changes what differs.
+SkyPilot's queue has its status; `reconcile` compares both sides and changes what differs.
 
 - A bulk job without a managed job gets one. Without jobs there are no machines.
 - SkyPilot replaces a machine that it loses. The job continues from its rows there, and no row fails by it.
 - The end of a bulk job ends its managed job. A managed job that was cancelled in SkyPilot cancels its bulk job, and one
   that failed fails it.
 
-One process at a time looks (a lock in the database). A launch that was repeated after a crash starts a second machine,
-which finds the job taken or ended and ends with it.
+One process at a time reconciles (a lock in the database). A launch that was repeated after a crash starts a second
+machine, which finds the job taken or ended and ends with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinsmith.batch.pools.specs import skypilot_task
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings
 
-LOOK_S = 5.0
+RECONCILE_S = 5.0
 MAX_STARTS = 4
 """Machines that a job may have had that ended by themselves before it did."""
 GRACE_S = 60.0
@@ -44,17 +44,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ManagedJob:
-    """What SkyPilot says of a managed job; `over` if it has ended, with `reason` if it failed."""
+    """A managed job in SkyPilot's queue, with the `reason` if it failed."""
 
     job_id: int
     name: str
     status: str
-    over: bool
+    has_ended: bool
     reason: str
 
 
 class SkyPilot:
-    """What is used of SkyPilot's Python API (0.14.1). Calls block until SkyPilot has done what they ask."""
+    """The used calls of SkyPilot's Python API (0.14.1). They block until SkyPilot has done what they ask."""
 
     def __init__(self) -> None:
         try:
@@ -62,25 +62,29 @@ class SkyPilot:
         except ImportError:
             raise SettingsError("a managed pool needs SkyPilot; pip install skypilot where the server runs") from None
 
-    def managed_jobs(self, prefix: str) -> list[ManagedJob]:
-        """Those whose names begin with a prefix, oldest first."""
+    def list_jobs(self, prefix: str) -> list[ManagedJob]:
+        """The managed jobs whose names begin with a prefix, oldest first."""
         sky = self._sky
         try:
             records = sky.get(sky.jobs.queue_v2(refresh=True, fields=FIELDS, name_match=prefix))[0]
         except sky.exceptions.ClusterNotUpError:  # nothing was ever launched
             return []
-        found = [
+        jobs = [
             ManagedJob(
-                each.job_id, each.job_name, each.status.value, each.status.is_terminal(), each.failure_reason or ""
+                record.job_id,
+                record.job_name,
+                record.status.value,
+                record.status.is_terminal(),
+                record.failure_reason or "",
             )
-            for each in records
-            if each.status is not None and (each.job_name or "").startswith(prefix)
+            for record in records
+            if record.status is not None and (record.job_name or "").startswith(prefix)
         ]
-        return sorted(found, key=lambda job: job.job_id)
+        return sorted(jobs, key=lambda job: job.job_id)
 
     def launch(self, name: str, task: Mapping[str, object], secrets: Mapping[str, str]) -> None:
-        made = self._sky.Task.from_yaml_config(dict(task), secrets_overrides=list(secrets.items()))
-        self._sky.get(self._sky.jobs.launch(made, name=name))
+        sky_task = self._sky.Task.from_yaml_config(dict(task), secrets_overrides=list(secrets.items()))
+        self._sky.get(self._sky.jobs.launch(sky_task, name=name))
 
     def cancel(self, job_ids: Sequence[int]) -> None:
         self._sky.get(self._sky.jobs.cancel(job_ids=list(job_ids)))
@@ -112,53 +116,56 @@ class ManagedMachines:
     async def run(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self.look)
+                await asyncio.to_thread(self.reconcile)
             except Exception as error:  # noqa: BLE001  SkyPilot's own; tried again
                 log.error("the machines of managed pools cannot be looked after; trying again", error=repr(error))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(RECONCILE_S)
 
     def name_of(self, job: JobRecord) -> str:
-        """Unique, also among databases that begin to count again."""
+        """The name of a bulk job's managed job, unique also among databases that begin to count again."""
         return f"{self._prefix}{job.job_id}-{int(job.created_at):x}"
 
-    def look(self) -> None:
-        with self._jobs.looking_after_machines() as mine:
-            if not mine:
+    def reconcile(self) -> None:
+        with self._jobs.hold_machines_lock() as is_locked:
+            if not is_locked:
                 return
             jobs = {self.name_of(job): job for job in self._jobs.active_in(list(self._pools))}
-            managed = self._sky.managed_jobs(self._prefix)
+            managed = self._sky.list_jobs(self._prefix)
             for name, job in jobs.items():
-                self._look_after(job, name, [each for each in managed if each.name == name])
-            self._end_unneeded([each for each in managed if each.name not in jobs and not each.over])
+                self._reconcile_job(job, name, [managed_job for managed_job in managed if managed_job.name == name])
+            self._end_unneeded(
+                [managed_job for managed_job in managed if managed_job.name not in jobs and not managed_job.has_ended]
+            )
 
-    def _look_after(self, job: JobRecord, name: str, managed: Sequence[ManagedJob]) -> None:
-        if job.status == "CANCELLING" or any(not each.over for each in managed):
+    def _reconcile_job(self, job: JobRecord, name: str, managed: Sequence[ManagedJob]) -> None:
+        if job.status == "CANCELLING" or any(not managed_job.has_ended for managed_job in managed):
             return
         last = managed[-1] if managed else None
         if last is not None and last.status == "CANCELLED":
             log.info("a bulk job is cancelled, as its managed job was", job_id=job.job_id, managed_job=last.job_id)
             self._jobs.cancel(job.tenant_id, job.job_id)
         elif last is not None and (last.status != "SUCCEEDED" or len(managed) >= MAX_STARTS):
-            what = f"ended {last.status}{f': {last.reason}' if last.reason else ''}"
-            self._fail(job, f"SkyPilot's managed job {last.job_id} {what}; see `sky jobs logs {last.job_id}`")
+            outcome = f"ended {last.status}{f': {last.reason}' if last.reason else ''}"
+            self._fail(job, f"SkyPilot's managed job {last.job_id} {outcome}; see `sky jobs logs {last.job_id}`")
         else:
             log.info("starting a machine for a bulk job", job_id=job.job_id, managed_job=name)
             task = skypilot_task(job.pool, self._pools[job.pool], 1, {**self._envs, "BATCH_JOB": str(job.job_id)})
             self._sky.launch(name, {**task, "name": name}, self._secrets)
 
-    def _fail(self, job: JobRecord, why: str) -> None:
-        """Once the lease of the machine's coordinator has ended."""
+    def _fail(self, job: JobRecord, reason: str) -> None:
+        """Fail a bulk job, once the lease of its machine's coordinator has ended."""
         if self._jobs.acquire_batch_coordinator(job.job_id, self._token, self._holder, LEASE_S):
-            log.error("a bulk job failed with its machine", job_id=job.job_id, error=why)
-            self._jobs.set_status(job.job_id, self._token, "FAILED", why)
+            log.error("a bulk job failed with its machine", job_id=job.job_id, error=reason)
+            self._jobs.set_status(job.job_id, self._token, "FAILED", reason)
 
     def _end_unneeded(self, managed: Sequence[ManagedJob]) -> None:
         at = time.monotonic()
-        self._unneeded = {each.job_id: self._unneeded.get(each.job_id, at) for each in managed}
+        self._unneeded = {managed_job.job_id: self._unneeded.get(managed_job.job_id, at) for managed_job in managed}
         ending = [
-            each.job_id
-            for each in managed
-            if each.status != "CANCELLING" and (each.status != "RUNNING" or at - self._unneeded[each.job_id] >= GRACE_S)
+            managed_job.job_id
+            for managed_job in managed
+            if managed_job.status != "CANCELLING"
+            and (managed_job.status != "RUNNING" or at - self._unneeded[managed_job.job_id] >= GRACE_S)
         ]
         if ending:
             self._sky.cancel(ending)

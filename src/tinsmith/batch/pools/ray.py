@@ -50,20 +50,20 @@ class Driver:
         self.nodes: dict[str, dict[str, float]] = {}
         """The resources of each node of the cluster, by its name, when a worker last started or ended."""
         self._starting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._gone: dict[str, asyncio.Event] = {}
+        self._exit_events: dict[str, asyncio.Event] = {}
 
     async def start(self, worker_id: str, request: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Event]:
-        """Start a worker; returns its address and an event that is set when it is gone. Waits for room."""
+        """Start a worker; returns its address and an event that is set when it has ended. Waits for room."""
         started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        gone = asyncio.Event()
+        exit_event = asyncio.Event()
         async with self._lock:
             if self._process is None:
                 await self._open()
             self._starting[worker_id] = started
-            self._gone[worker_id] = gone
-            self._tell({"start": worker_id, **request})
+            self._exit_events[worker_id] = exit_event
+            self._send({"start": worker_id, **request})
         try:
-            return await started, gone
+            return await started, exit_event
         except BaseException:
             self.kill(worker_id)
             raise
@@ -71,7 +71,7 @@ class Driver:
             self._starting.pop(worker_id, None)
 
     def kill(self, worker_id: str) -> None:
-        self._tell({"kill": worker_id})
+        self._send({"kill": worker_id})
 
     async def close(self) -> None:
         process, reader = self._process, self._reader
@@ -99,42 +99,42 @@ class Driver:
             limit=LINE_BYTES,
         )
         self._process = process
-        self._tell({"address": self._address})
+        self._send({"address": self._address})
         self._reader = asyncio.create_task(self._read(process))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Read the process's messages to its end, after which all its workers are gone."""
         assert process.stdout is not None
-        why = "the Ray driver process has ended"
+        reason = "the Ray driver process has ended"
         try:
             async for line in process.stdout:
                 message = json.loads(line)
                 self.nodes = message.get("nodes") or self.nodes
                 if "refused" in message:
-                    why = message["refused"]
+                    reason = message["refused"]
                 elif "started" in message:
                     starting = self._starting.get(message["started"])
                     if starting is not None and not starting.done():
                         starting.set_result(message)
                 else:
-                    self._lose(message["gone"], message["why"], message["host"])
+                    self._report_end(message["gone"], message["why"], message["host"])
         except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
-            why = f"the Ray driver process sent an invalid message: {error!r}"
+            reason = f"the Ray driver process sent an invalid message: {error!r}"
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         finally:
             self._process = None
-            for worker_id in list(self._gone):
-                self._lose(worker_id, why)
+            for worker_id in list(self._exit_events):
+                self._report_end(worker_id, reason)
         await process.wait()
 
-    def _lose(self, worker_id: str, reason: str, host: str = "") -> None:
-        if worker_id in self._gone:
-            self._gone.pop(worker_id).set()
+    def _report_end(self, worker_id: str, reason: str, host: str = "") -> None:
+        if worker_id in self._exit_events:
+            self._exit_events.pop(worker_id).set()
         starting = self._starting.get(worker_id)
         if starting is not None and not starting.done():
             starting.set_exception(WorkerStartError(reason, host))
@@ -148,37 +148,37 @@ class RayWorker:
     address: str
     token: str
     host: str
-    where: str
+    process_name: str
     driver: Driver
-    ended: asyncio.Event
+    exit_event: asyncio.Event
     log_path: Path
     following: asyncio.Task[None] | None = field(default=None)
 
     @property
-    def gone(self) -> bool:
-        return self.ended.is_set()
+    def has_ended(self) -> bool:
+        return self.exit_event.is_set()
 
     async def wait(self) -> None:
-        await self.ended.wait()
+        await self.exit_event.wait()
 
     async def kill(self) -> None:
         if self.following is not None:
-            if not self.gone:
+            if not self.has_ended:
                 self.following.cancel()
             await within(END_S, asyncio.gather(self.following, return_exceptions=True))
         self.driver.kill(self.worker_id)
-        await within(END_S, self.ended.wait())
+        await within(END_S, self.exit_event.wait())
 
     async def follow(self) -> None:
         """Copy its output to the log of this server until it ends."""
         after = 0
         client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
-            while not self.gone:
+            while not self.has_ended:
                 after = await self._copy(client, after, follow=True)
-                await within(RETRY_S, self.ended.wait())
+                await within(RETRY_S, self.exit_event.wait())
         except asyncio.CancelledError:
-            if not self.gone:
+            if not self.has_ended:
                 await self._copy(client, after, follow=False)
             raise
         finally:
@@ -239,11 +239,11 @@ class RayPool:
         request = {"token": token, "setup": self.spec.setup, "reserved": reserved, "avoid": sorted(avoid)}
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         path = self._logs.path(worker_id)
-        found, ended = await self._driver.start(worker_id, request)
-        address, host, process = found["address"], found["host"], found["where"]
-        worker = RayWorker(worker_id, address, token, host, process, self._driver, ended, path)
+        reply, exit_event = await self._driver.start(worker_id, request)
+        address, host, process = reply["address"], reply["host"], reply["where"]
+        worker = RayWorker(worker_id, address, token, host, process, self._driver, exit_event, path)
         worker.following = asyncio.create_task(worker.follow())
-        log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)
+        log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.process_name)
         return worker
 
     async def warm_up(self) -> None:

@@ -35,10 +35,10 @@ def host_name(address: str, node_id: str) -> str:
 
 def sweep() -> None:
     """Delete the directories on this node whose process is gone, killed together with its worker."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        owner = left.name.removeprefix(PREFIX).partition("-")[0]
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        owner = directory.name.removeprefix(PREFIX).partition("-")[0]
         if not (owner.isdigit() and Path(f"/proc/{owner}").exists()):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class WorkerHost:
@@ -114,6 +114,8 @@ class WorkerHost:
     def _prepare(self, environment: dict[str, str]) -> None:
         """Run the pool's setup command before each worker, since the node may be new."""
         command = ["/bin/sh", "-c", self._setup]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the pool's setup failed: {done.stdout.decode(errors='replace')[-TAIL:]}")
+        process = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
+        if process.returncode:
+            raise RuntimeError(f"the pool's setup failed: {process.stdout.decode(errors='replace')[-TAIL:]}")

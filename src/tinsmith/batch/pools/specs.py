@@ -76,18 +76,18 @@ class PoolSpec:
 
     @property
     def rented(self) -> bool:
-        """Whether its machines are SkyPilot's, and serve it by themselves."""
+        """Whether the pool's machines are SkyPilot's, and serve it by themselves."""
         return self.infra not in INFRA
 
     @property
     def exclusive(self) -> bool:
         return self.devices_per_worker > 0 or self.infra == RAY
 
-    def resized(self, workers: object) -> PoolSpec:
+    def with_workers(self, workers: object) -> PoolSpec:
         return replace(self, workers=_count("workers", workers))
 
 
-def most_workers(pool: PoolSpec, job: JobSpec) -> int:
+def max_job_workers(pool: PoolSpec, job: JobSpec) -> int:
     """How many workers of the pool may run a job at a time, with the resources that each needs. Ray decides on its
     cluster, where a request without room waits for the autoscaler, and a rented machine decides when it takes the job.
     Raises UserError that names the resource that a worker cannot have."""
@@ -97,22 +97,22 @@ def most_workers(pool: PoolSpec, job: JobSpec) -> int:
         raise UserError(f"the pool {pool.name!r} cannot run a job: {problem}")
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     shared = {"num_cpus": float(os.cpu_count() or 1), "memory": float(pages * page_bytes)}
-    asked = {"num_cpus": job.num_cpus, "memory": job.memory, "num_gpus": job.num_gpus, **(job.resources or {})}
-    most = MAX_SLOTS
-    for name, amount in asked.items():
-        has = shared.get(name, float(pool.devices_per_worker) if name == "num_gpus" else 0.0)
-        if amount and amount > has:
+    requested = {"num_cpus": job.num_cpus, "memory": job.memory, "num_gpus": job.num_gpus, **(job.resources or {})}
+    limit = MAX_SLOTS
+    for name, amount in requested.items():
+        available = shared.get(name, float(pool.devices_per_worker) if name == "num_gpus" else 0.0)
+        if amount and amount > available:
             raise UserError(
                 f"each worker needs {name} = {amount:.15g}, but a worker of pool {pool.name!r} can have at most "
-                f"{has:.15g}; request less, or use another pool"
+                f"{available:.15g}; request less, or use another pool"
             )
         if amount and name in shared:
-            most = min(most, int(has / amount))
-    return most
+            limit = min(limit, int(available / amount))
+    return limit
 
 
-class Started(Protocol):
-    """A worker, and how to reach it."""
+class WorkerHandle(Protocol):
+    """A started worker, and how to reach it."""
 
     address: str
     """`tcp://HOST:PORT`, or the path of a Unix socket."""
@@ -121,12 +121,12 @@ class Started(Protocol):
     """The name of its machine, or of its GPUs there, for `Pool.start` and for users."""
 
     @property
-    def where(self) -> str:
+    def process_name(self) -> str:
         """A process, or a node and a process, to be shown to users."""
         ...
 
     @property
-    def gone(self) -> bool: ...
+    def has_ended(self) -> bool: ...
 
     async def wait(self) -> None:
         """Wait until it is gone."""
@@ -145,7 +145,7 @@ class Pool(Protocol):
 
     async def start(
         self, worker_id: str, slot: int | None, job: JobSpec | None = None, avoid: Collection[str] = ()
-    ) -> Started:
+    ) -> WorkerHandle:
         """Start a worker for a slot, with what the job needs, or, with None, for an operation beside the slots; on none
         of the hosts in `avoid`, if the pool can choose. Raises WorkerStartError, or what prevented the start."""
         ...
@@ -159,7 +159,7 @@ class Pool(Protocol):
         ...
 
     async def warm_up(self) -> None:
-        """A job has ended: prepare for the next one."""
+        """Prepare for the next job, after one has ended."""
         ...
 
     async def close(self) -> None:
@@ -167,8 +167,8 @@ class Pool(Protocol):
         ...
 
 
-def pool_from_yaml(name: str, path: Path) -> PoolSpec:
-    """A pool from SkyPilot's keys. Raises SettingsError."""
+def read_pool(name: str, path: Path) -> PoolSpec:
+    """Read a pool from a file of SkyPilot's keys. Raises SettingsError."""
     return _read_pool(name, path)[0]
 
 
@@ -178,7 +178,7 @@ def _read_pool(name: str, path: Path) -> tuple[PoolSpec, Mapping[str, Any]]:
 
     try:
         data = yaml.safe_load(path.read_text())
-        return replace(pool_from(name, data), file=path), data
+        return replace(parse_pool(name, data), file=path), data
     except (OSError, yaml.YAMLError, UserError) as error:
         raise SettingsError(f"the pool {name!r} in {path}: {error}") from None
 
@@ -193,11 +193,15 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
             f"resources.infra is {spec.infra!r}; it must be SkyPilot's, such as aws/us-east-1 or kubernetes/CONTEXT"
         )
     resources = {key: value for key, value in data["resources"].items() if key != "infra"}
-    there = {
+    machine_pool = {
         "pool": {"workers": spec.workers},
         "resources": {k: v for k, v in resources.items() if k == "accelerators"},
     }
-    own = {"DATA_DIR": "~/tinsmith", "BATCH_WORKERS": "0", "BATCH_POOLS": json.dumps([f"{spec.name}=~/pool.yaml"])}
+    default_envs = {
+        "DATA_DIR": "~/tinsmith",
+        "BATCH_WORKERS": "0",
+        "BATCH_POOLS": json.dumps([f"{spec.name}=~/pool.yaml"]),
+    }
     install = "python3 -m venv ~/venv\n~/venv/bin/pip install --constraint constraints.txt '.[batch,postgres]'\n"
     serve = "exec ~/venv/bin/tinsmith serve --role batch-worker\n"
     return {
@@ -205,16 +209,16 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
         "num_nodes": machines,
         "resources": {"infra": spec.infra, **resources},
         "workdir": data.get("workdir", "."),
-        "envs": {f"TINSMITH_{name}": value for name, value in {**own, **envs}.items()},
+        "envs": {f"TINSMITH_{name}": value for name, value in {**default_envs, **envs}.items()},
         "secrets": {"TINSMITH_DATABASE_URL": None, "TINSMITH_SIGNING_SECRET": None},
         "setup": install + spec.setup,
-        "run": f"echo {shlex.quote(json.dumps(there))} > ~/pool.yaml\n" + serve,
+        "run": f"echo {shlex.quote(json.dumps(machine_pool))} > ~/pool.yaml\n" + serve,
     }
 
 
-def pool_from(name: str, data: object) -> PoolSpec:
-    """Raises UserError that names the key. The keys for scaling by queue length are accepted without effect, since a
-    pool starts a worker for the first batch and ends it after the last one."""
+def parse_pool(name: str, data: object) -> PoolSpec:
+    """Build a pool from SkyPilot's keys. Raises UserError that names the key. The keys for scaling by queue length are
+    accepted without effect, since a pool starts a worker for the first batch and ends it after the last one."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
         raise UserError("pool is missing; give pool.workers")
     if unknown := sorted(set(data) - {"name", "pool", "resources", "setup", "workdir"}):

@@ -6,7 +6,7 @@ rows fails that row alone; one of a function of batches fails the batch. The use
 columns: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are, and `flat_map` and
 `map_batches` give the new rows whole.
 
-Each row made knows the input row that it comes from, so that a later failure is that row's, until a function of batches
+Each result knows the input row that it comes from, so that a later failure is that row's, until a function of batches
 changes the number of rows.
 """
 
@@ -23,20 +23,20 @@ from tinsmith.batch.client.functions import Mapper, mapper_of
 from tinsmith.batch.operations import runtime as operations_runtime
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpacked
+from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpack_payload
 from tinsmith.batch.worker.children import NO_ROW
 from tinsmith.batch.worker.event_loop import EventLoop
-from tinsmith.batch.worker.feed import BatchRows, Feed, wrong_number
+from tinsmith.batch.worker.feed import BatchRows, Feed, row_count_error
 
 T = TypeVar("T")
 
 
 def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
     """The functions and operations of a payload. Runs its source, so only in workers. Raises ValueError, UserError."""
-    data = unpacked(payload)
+    data = unpack_payload(payload)
     steps = data["steps"] if data.get("type") == CHAIN else [data]
     return [
-        operations.operations_of(each) if each.get("type") == operations.TYPE else mapper_of(each) for each in steps
+        operations.operations_of(step) if step.get("type") == operations.TYPE else mapper_of(step) for step in steps
     ]
 
 
@@ -58,19 +58,19 @@ def loop_of(
         return event_loop.run(asyncio.to_thread(feed.next_batch)) if is_async else feed.next_batch()
 
     def loop() -> None:
-        functions = [_step(steps, index, spec, feed, channel, event_loop) for index in range(len(steps))]
+        functions = [_build_step(steps, index, spec, feed, channel, event_loop) for index in range(len(steps))]
         while (batch := next_batch()) is not None:
             try:
                 for function in functions:
                     function(batch)
-                feed.keep(batch)
+                feed.mark_saved(batch)
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 feed.fail_current(error)
 
     return loop
 
 
-def _step(
+def _build_step(
     steps: Sequence[Mapper | list[RowOperation]],
     index: int,
     spec: JobSpec,
@@ -81,28 +81,28 @@ def _step(
     step = steps[index]
     if isinstance(step, Mapper):
         is_batch = step.kind == "batch" or step.options.get("batched", False)
-        return (_OfBatches if is_batch else _OfRows)(step, spec, feed, event_loop)
+        return (_BatchStep if is_batch else _RowStep)(step, spec, feed, event_loop)
     operations_before = sum(len(step) for step in steps[:index] if isinstance(step, list))
 
     def operate(batch: BatchRows) -> None:
         assert channel is not None, "a worker gives operations a channel"
-        answers = operations_runtime.answers(
-            step, batch.made, batch.made_indices, batch.assignment, channel, operations_before
+        answers = operations_runtime.answer_rows(
+            step, batch.results, batch.result_indices, batch.assignment, channel, operations_before
         )
         results, tokens = event_loop.run(answers)
         batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
-        batch.give(results, many=False)
+        batch.set_results(results, any_number=False)
 
     return operate
 
 
 async def _construct(mapper: Mapper) -> Callable[..., Any]:
-    """On the event loop, since a constructor may need the running one."""
+    """Make the function's instance on the event loop, since a constructor may need the running one."""
     return mapper.instance()
 
 
-class _Function:
-    """A step with a function, of rows or batches."""
+class _FunctionStep:
+    """A step that calls a user's function, of rows or batches."""
 
     def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed, event_loop: EventLoop) -> None:
         options = mapper.options
@@ -112,50 +112,54 @@ class _Function:
         self._is_async = mapper.is_async
         self._spec = spec
         self._feed = feed
-        self._many = mapper.kind in ("filter", "flat") or options.get("rows", spec.rows) == "any"
+        self._allows_any_number = mapper.kind in ("filter", "flat") or options.get("rows", spec.rows) == "any"
         self._with_indices = bool(options.get("with_indices"))
-        self._removed = frozenset(options.get("remove_columns") or ())
+        self._removed_columns = frozenset(options.get("remove_columns") or ())
         self._merge = bool(options.get("merge"))
-        self._shape = str(options.get("batch_format", "rows"))
+        self._batch_format = str(options.get("batch_format", "rows"))
 
     def _collect(self, result: object) -> object:
         """The result of a function, awaited if need be; for a generator, all values that it yields."""
         if inspect.isgenerator(result):
-            return _Yielded(result)
+            return _YieldedValues(result)
         if inspect.isasyncgen(result):
-            return self._event_loop.run(_all_of(result))
+            return self._event_loop.run(_collect_async(result))
         return self._event_loop.run(result) if inspect.iscoroutine(result) else result
 
-    def _over(self, row: Row, result: object) -> object:
-        """The row with its result over it, without the removed columns; each of a list of results; errors unchanged."""
+    def _merge_into_row(self, row: Row, result: object) -> object:
+        """Merge a result, or each result of a list, over its row without the removed columns; errors stay unchanged."""
         if isinstance(result, list):
-            return [self._over(row, each) for each in result]
+            return [self._merge_into_row(row, element) for element in result]
         if not isinstance(result, dict):
             return result
-        kept = {name: value for name, value in row.items() if name not in self._removed} if self._removed else row
-        return {**kept, **result}
+        columns = row
+        if self._removed_columns:
+            columns = {name: value for name, value in row.items() if name not in self._removed_columns}
+        return {**columns, **result}
 
 
-class _OfRows(_Function):
+class _RowStep(_FunctionStep):
     """A function that is called with each row. Errors of the classes in `retry_on` are tried again here, since they do
     not concern the other rows of the batch."""
 
     def __call__(self, batch: BatchRows) -> None:
-        rows, indices = batch.made, batch.made_indices
+        rows, indices = batch.results, batch.result_indices
         calls = [
             (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
         ]
         if self._is_async:
-            results = self._event_loop.run(_all([self._tried_async(arguments) for arguments in calls]))
+            results = self._event_loop.run(_gather([self._try_row_async(arguments) for arguments in calls]))
         else:
             results = []
             for index, arguments in zip(indices, calls, strict=True):
                 self._feed.marker.row(index)
-                results.append(self._tried(arguments))
+                results.append(self._try_row(arguments))
             self._feed.marker.row(NO_ROW)
-        batch.give([self._result(row, result) for row, result in zip(rows, results, strict=True)], self._many)
+        batch.set_results(
+            [self._result(row, result) for row, result in zip(rows, results, strict=True)], self._allows_any_number
+        )
 
-    def _tried(self, arguments: tuple[Any, ...]) -> object:
+    def _try_row(self, arguments: tuple[Any, ...]) -> object:
         tries = 0
         while True:
             try:
@@ -166,12 +170,12 @@ class _OfRows(_Function):
                     return error
             time.sleep(pause_s)
 
-    async def _tried_async(self, arguments: tuple[Any, ...]) -> object:
+    async def _try_row_async(self, arguments: tuple[Any, ...]) -> object:
         tries = 0
         while True:
             try:
-                made = self._call(*arguments)
-                return [each async for each in made] if inspect.isasyncgen(made) else await made
+                output = self._call(*arguments)
+                return [value async for value in output] if inspect.isasyncgen(output) else await output
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 tries += 1
                 if (pause_s := self._pause_s(tries, error)) is None:
@@ -191,26 +195,26 @@ class _OfRows(_Function):
         if self._kind == "filter":
             return row if result else None
         if self._kind == "row":
-            return self._over(row, result)
+            return self._merge_into_row(row, result)
         if isinstance(result, Iterable) and not isinstance(result, Mapping | str | bytes):
             return list(result)
         return TypeError(f"the function of flat_map returned a {type(result).__name__}; it must return a list of rows")
 
 
-class _OfBatches(_Function):
+class _BatchStep(_FunctionStep):
     def __call__(self, batch: BatchRows) -> None:
-        rows = batch.made
+        rows = batch.results
         if not rows:
-            batch.give([], self._many)
+            batch.set_results([], self._allows_any_number)
             return
-        arguments: list[Any] = [shaped([dict(row) for row in rows], self._shape)]
+        arguments: list[Any] = [convert_batch([dict(row) for row in rows], self._batch_format)]
         if self._with_indices:
-            arguments.append(batch.made_indices)
+            arguments.append(batch.result_indices)
         returned = self._collect(self._call(*arguments))
         if self._kind == "filter":
-            batch.give(filter_rows(rows, returned), self._many)
+            batch.set_results(filter_rows(rows, returned), self._allows_any_number)
             return
-        parts = returned if isinstance(returned, _Yielded) else [returned]
+        parts = returned if isinstance(returned, _YieldedValues) else [returned]
         results = [row for part in parts for row in rows_of(part)]
         if len(results) != len(rows):
             if self._merge:
@@ -219,38 +223,38 @@ class _OfBatches(_Function):
                     f"{len(rows)}; map(batched=True) merges each result into its row, so return one for each "
                     'row. map_batches with rows="any" takes any number of rows'
                 )
-            if not self._many:
-                raise wrong_number(len(results), len(rows))
+            if not self._allows_any_number:
+                raise row_count_error(len(results), len(rows))
         if self._merge:
-            results = [self._over(row, result) for row, result in zip(rows, results, strict=True)]
-        batch.give(results, self._many)
+            results = [self._merge_into_row(row, result) for row, result in zip(rows, results, strict=True)]
+        batch.set_results(results, self._allows_any_number)
 
 
-class _Yielded(list[Any]):
+class _YieldedValues(list[Any]):
     """The values that a generator yielded."""
 
 
-async def _all_of(made: AsyncIterable[object]) -> _Yielded:
-    return _Yielded([each async for each in made])
+async def _collect_async(generator: AsyncIterable[object]) -> _YieldedValues:
+    return _YieldedValues([value async for value in generator])
 
 
-async def _all(attempts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _gather(attempts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     return list(await asyncio.gather(*attempts))
 
 
-def shaped(rows: list[Row], shape: str) -> object:
-    if shape == "rows":
+def convert_batch(rows: list[Row], batch_format: str) -> object:
+    if batch_format == "rows":
         return rows
-    if shape == "pandas":
+    if batch_format == "pandas":
         import pandas
 
         return pandas.DataFrame(rows)
-    if shape == "pyarrow":
+    if batch_format == "pyarrow":
         import pyarrow
 
         return pyarrow.Table.from_pylist(rows)
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    return {name: _array(values) for name, values in columns.items()} if shape == "numpy" else columns
+    return {name: _array(values) for name, values in columns.items()} if batch_format == "numpy" else columns
 
 
 def _array(values: list[Any]) -> Any:  # noqa: ANN401
@@ -280,20 +284,20 @@ def filter_rows(rows: Sequence[Row], answers: object) -> list[Row | None]:
     return [row if value else None for row, value in zip(rows, values, strict=True)]
 
 
-def rows_of(made: object) -> list[Any]:
+def rows_of(output: object) -> list[Any]:
     """The rows that a function of a batch returned. Raises ProgramError for another type."""
-    if isinstance(made, Mapping):
-        columns = {name: list(values) for name, values in made.items()}
+    if isinstance(output, Mapping):
+        columns = {name: list(values) for name, values in output.items()}
         if len({len(values) for values in columns.values()}) > 1:
             lengths = {name: len(values) for name, values in columns.items()}
             raise ProgramError(f"the function returned columns of unequal length: {lengths}")
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    if (to_pylist := getattr(made, "to_pylist", None)) is not None:
+    if (to_pylist := getattr(output, "to_pylist", None)) is not None:
         return to_pylist()
-    if hasattr(made, "columns") and (to_dict := getattr(made, "to_dict", None)) is not None:
+    if hasattr(output, "columns") and (to_dict := getattr(output, "to_dict", None)) is not None:
         return to_dict("records")
-    if isinstance(made, Sequence) and not isinstance(made, str | bytes):
-        return list(made)
+    if isinstance(output, Sequence) and not isinstance(output, str | bytes):
+        return list(output)
     raise ProgramError(
-        f"the function returned a {type(made).__name__}; it must return a list of dicts, a dict of columns or a table"
+        f"the function returned a {type(output).__name__}; it must return a list of dicts, a dict of columns or a table"
     )

@@ -26,7 +26,7 @@ from tinsmith.batch.worker.rpc import Message, pack, read_frames
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
-    from tinsmith.batch.worker.feed import Waiting
+    from tinsmith.batch.worker.feed import BoundedQueue
 
 WORKER_POLL_S = 0.5
 
@@ -47,7 +47,7 @@ def main() -> None:
         except BrokenPipeError:
             _die()
 
-    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_worker, args=(os.getppid(),), daemon=True).start()
     for module in sys.argv[4:]:
         importlib.import_module(module)
     first = next(source, None)
@@ -70,8 +70,8 @@ def main() -> None:
                 send(message)
 
 
-def _die_with(worker_pid: int) -> None:
-    """A worker that was killed cannot end its children, so they watch for its death."""
+def _exit_with_worker(worker_pid: int) -> None:
+    """End this process when its worker has ended: a worker that was killed cannot end its children."""
     while os.getppid() == worker_pid:
         time.sleep(WORKER_POLL_S)
     _die()
@@ -85,14 +85,15 @@ def _die() -> NoReturn:
 
 
 def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool) -> None:
-    """A careful child reads the rows of a batch only when the mapper asks for it."""
+    """Run the mapper over the assignments. A careful child reads the rows of a batch only when the mapper asks for
+    it."""
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import runtime
-    from tinsmith.batch.worker.feed import Waiting
+    from tinsmith.batch.worker.feed import BoundedQueue
 
     logs.tag_output(runtime.current_batch)
     channel = Channel(send)
-    assignments = Waiting[Assignment](lambda _: 0)  # the worker bounds them
+    assignments = BoundedQueue[Assignment](lambda _: 0)  # the worker bounds them
     threading.Thread(target=_read, args=(source, assignments, channel, send), daemon=True).start()
     try:
         runtime.run(
@@ -109,17 +110,17 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
         send({"start_error": "".join(traceback.format_exception(error))})
 
 
-def _read(source: Iterator[Message], assignments: Waiting[Assignment], channel: Channel, send: Send) -> None:
+def _read(source: Iterator[Message], assignments: BoundedQueue[Assignment], channel: Channel, send: Send) -> None:
     """Separate assignments and answers, which share a pipe: an answer must not wait behind rows being read."""
     from tinsmith.batch.worker import runtime
 
     for message in source:
         if "answers" in message:
-            channel.answered(message["answers"])
+            channel.deliver_answers(message["answers"])
         elif "take_back" in message:
             keys = set(map(tuple, message["take_back"]))
-            taken = [*assignments.take_back(keys), *runtime.take_back(keys)]
-            send({"taken_back": [assignment.key for assignment in taken]})
+            removed = [*assignments.take_back(keys), *runtime.take_back(keys)]
+            send({"taken_back": [assignment.key for assignment in removed]})
         else:
             for assignment in map(assignment_of, message["assignments"]):
                 assignments.put(assignment)

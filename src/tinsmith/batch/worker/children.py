@@ -1,12 +1,13 @@
 """A worker's children: processes in groups of their own, which can be killed at any time, and their attempts.
 
 `Child` is one process with two pipes of messages (`rpc.py`). `MapperProcess` sends attempts to a child that runs the
-mapper and starts another child when that one dies. `Utility` runs operations.
+mapper and starts another child when that one dies. `IoProcess` runs operations, in the role `utility`.
 
 A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
 both processes map, so it survives a sudden death. If it names several batches, the next child runs these one at a time.
-Attempts that only waited go to the next child. Each attempt is settled once: with an outcome, or with a `LostAttempt`
-that says whether the batch is to blame, the machine (`infra`), or a mapper that does not start (`setup`).
+Attempts that only waited go to the next child. Each attempt is settled once: with an outcome, or with an
+`AttemptFailure` that says whether the batch is to blame, the machine (`infra`), or a mapper that does not start
+(`setup`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith import __version__
-from tinsmith.batch.types import Assignment, LostAttempt
-from tinsmith.batch.worker.logs import untagged
+from tinsmith.batch.types import Assignment, AttemptFailure
+from tinsmith.batch.worker.logs import strip_tags
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
 TAIL_BYTES = 4000
-AHEAD = 3
-"""Attempts that the child has, or as many as the last group had: it reads one, maps one, and stores one."""
+MIN_PREFETCH = 3
+"""The fewest attempts that the child may have: it reads one, maps one, and stores one. It may have as many as the last
+group had."""
 
 MODULES = {
     "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
@@ -57,35 +59,37 @@ READ, MAP, STORE = range(3)
 NO_ROW = -1
 _STARTING, _IDLE, _BUSY = range(3)
 _WIDTH = 4
-SIZE = 3 * _WIDTH * 8
+MARKER_BYTES = 3 * _WIDTH * 8
 
 
 def marker_file() -> IO[bytes]:
     """An unnamed file for a marker, in the state in which nothing has begun. A child inherits its descriptor."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  its owner closes it
-    file.truncate(SIZE)
+    file.truncate(MARKER_BYTES)
     return file
 
 
 class Marker:
-    """The slots, in a shared file of `SIZE` bytes; without a file, in the memory of this process."""
+    """The slots, in a shared file of `MARKER_BYTES`; without a file, in the memory of this process."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._slots = memoryview(bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)).cast("q")
+        self._slots = memoryview(
+            bytearray(MARKER_BYTES) if descriptor is None else mmap.mmap(descriptor, MARKER_BYTES)
+        ).cast("q")
 
     def start(self) -> None:
-        """The mapper's function is called, perhaps again, and has not asked for a batch."""
+        """Set the mapping stage to starting: the function is called, perhaps again, and has not asked for a batch."""
         self._slots[MAP * _WIDTH] = _STARTING
 
     def begin(self, stage: int, assignment: Assignment) -> None:
-        """The state is written last: a process that dies before that has not begun."""
-        at = stage * _WIDTH
-        for number, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), at + 1):
-            self._slots[number] = value
-        self._slots[at] = _BUSY
+        """Set a stage to work on an attempt. The state is written last: a process that dies before has not begun."""
+        offset = stage * _WIDTH
+        for slot, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), offset + 1):
+            self._slots[slot] = value
+        self._slots[offset] = _BUSY
 
     def row(self, row_idx: int) -> None:
-        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
+        """Set the row of the current batch that is mapped from now on; `NO_ROW` after the last."""
         self._slots[MAP * _WIDTH + 3] = row_idx
 
     def end(self, stage: int) -> None:
@@ -137,7 +141,7 @@ class Child:
         self.send({**first, "log_path": str(log_path)})
 
     def send(self, message: Message) -> None:
-        """A dead child is ignored here; the reader of its messages notices."""
+        """Send a message. A dead child is ignored here; the reader of its messages notices its death."""
         with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(pack(message))
             self._input.flush()
@@ -160,11 +164,11 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def tail(self) -> str:
-        """The end of its output."""
+        """The last `TAIL_BYTES` of the child's output."""
         with self._log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
-            return untagged(log.read().decode(errors="replace"))
+            return strip_tags(log.read().decode(errors="replace"))
 
 
 def spare(role: str) -> Child:
@@ -172,8 +176,8 @@ def spare(role: str) -> Child:
     return Child(sys.executable, Path(os.devnull), MODULES[role])
 
 
-def started(python: str, spare: Child | None, log_path: Path) -> Child:
-    """The spare, if it is alive and of this interpreter, or a new child. Raises OSError."""
+def start_child(python: str, spare: Child | None, log_path: Path) -> Child:
+    """Return the spare, if it is alive and of this interpreter, or else start a child. Raises OSError."""
     if spare is not None:
         if python == sys.executable and spare.process.poll() is None:
             return spare
@@ -197,25 +201,25 @@ def interpreter_problem(python: str) -> str:
         return f"{python} did not start within {PROBE_S:g} s"
     except OSError as error:
         return f"{python} cannot be started ({error.strerror}); it must be on the machine of the worker"
-    version, _, found = probe.stdout.strip().partition(" ")
+    version, _, tinsmith_version = probe.stdout.strip().partition(" ")
     if not version:
         tail = probe.stderr[-TAIL_BYTES:]
         return f"{python} is not a Python interpreter: it ended with status {probe.returncode}\n{tail}"
     if tuple(map(int, version.split("."))) < MIN_PYTHON:
-        wanted = ".".join(map(str, MIN_PYTHON))
-        return f"{python} is Python {version}; a mapper needs {wanted} or newer"
+        required = ".".join(map(str, MIN_PYTHON))
+        return f"{python} is Python {version}; a mapper needs {required} or newer"
     if probe.returncode:
-        why = probe.stderr.strip().rpartition("\n")[2]
-        return f"{python} cannot import tinsmith ({why}). Install it there: {python} -m pip install tinsmith"
-    if found != __version__:
+        import_error = probe.stderr.strip().rpartition("\n")[2]
+        return f"{python} cannot import tinsmith ({import_error}). Install it there: {python} -m pip install tinsmith"
+    if tinsmith_version != __version__:
         return (
-            f"{python} has tinsmith {found}, and this server is {__version__}. Install the same there: "
+            f"{python} has tinsmith {tinsmith_version}, and this server is {__version__}. Install the same there: "
             f"{python} -m pip install tinsmith=={__version__}"
         )
     return ""
 
 
-GIVEN_BACK = LostAttempt("GivenBack", "other batches took too long", infra=True, begun=False)
+RETURNED_ATTEMPT = AttemptFailure("GivenBack", "other batches took too long", infra=True, begun=False)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -231,7 +235,7 @@ class Attempt:
     assignment: Message
     put: Callable[[Attempt | list[Message]], None]
     since: float = field(default_factory=time.monotonic)
-    begun: bool = False
+    is_sent: bool = False
     """Whether the child has it."""
     result: Message = field(default_factory=dict)
     """`{"outcome": ...}` or `{"lost": ...}`."""
@@ -244,12 +248,12 @@ class Attempt:
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
         deterministic, so each child stores parts in a separate directory."""
-        bases, again = self.assignment["part_bases"], self.times_sent
+        bases, times_sent = self.assignment["part_bases"], self.times_sent
         self.times_sent += 1
-        return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
+        return self.assignment | ({"part_bases": [f"{base}-{times_sent}" for base in bases]} if times_sent else {})
 
-    def settle(self, outcome: Message | LostAttempt) -> None:
-        self.result = {"lost": asdict(outcome)} if isinstance(outcome, LostAttempt) else {"outcome": outcome}
+    def settle(self, outcome: Message | AttemptFailure) -> None:
+        self.result = {"lost": asdict(outcome)} if isinstance(outcome, AttemptFailure) else {"outcome": outcome}
         self.put(self)
 
 
@@ -265,10 +269,10 @@ class MapperProcess:
         self._log_path = log_path
         self._lock = threading.RLock()
         self._waiting: dict[tuple[int, int], Attempt] = {}
-        self._ahead = AHEAD
+        self._prefetch = MIN_PREFETCH
         self._child: Child | None = None
         self._answered = False
-        self._timed_out: tuple[Attempt, LostAttempt] | None = None
+        self._timed_out: tuple[Attempt, AttemptFailure] | None = None
         """The attempt for which the child was killed, and its result."""
         self._quarantined: set[tuple[int, int]] = set()
         """Attempts one of which killed a child. They run alone."""
@@ -291,33 +295,34 @@ class MapperProcess:
     def feed(self, attempts: list[Attempt]) -> None:
         with self._lock:
             self._waiting |= {attempt.key: attempt for attempt in attempts}
-            self._ahead = max(AHEAD, len(attempts))
+            self._prefetch = max(MIN_PREFETCH, len(attempts))
             if self._child is None:
                 self._start_child()
             else:
                 self._send()
 
     def _send(self) -> None:
-        """Send no more than the child works on soon: the others are returned at once when batches become slow."""
-        next_ones = islice(self._waiting.values(), 1 if self._quarantined else self._ahead)
-        to_send = [attempt for attempt in next_ones if not attempt.begun]
+        """Send the child the attempts that it works on soon; the others can be returned at once when batches become
+        slow."""
+        next_ones = islice(self._waiting.values(), 1 if self._quarantined else self._prefetch)
+        to_send = [attempt for attempt in next_ones if not attempt.is_sent]
         if to_send and self._child is not None:
             for attempt in to_send:
-                attempt.begun = True
+                attempt.is_sent = True
             self._child.send({"assignments": [attempt.to_send() for attempt in to_send]})
 
     def give_back(self, attempts: list[Attempt]) -> None:
         """Settle those that have not begun, so that another worker can run them. The child is asked for those that it
-        has beyond the first `AHEAD`."""
-        given = {attempt.key for attempt in attempts}
+        has beyond the first `MIN_PREFETCH`."""
+        keys = {attempt.key for attempt in attempts}
         with self._lock:
-            in_child = list(self._waiting)[AHEAD:]
+            in_child = list(self._waiting)[MIN_PREFETCH:]
             for attempt in list(self._waiting.values()):
-                if attempt.key in given and not attempt.begun:
-                    self._settle(attempt, GIVEN_BACK)
-            asked = [key for key in in_child if key in given and key in self._waiting]
-            if asked and self._child is not None:
-                self._child.send({"take_back": asked})
+                if attempt.key in keys and not attempt.is_sent:
+                    self._settle(attempt, RETURNED_ATTEMPT)
+            keys_in_child = [key for key in in_child if key in keys and key in self._waiting]
+            if keys_in_child and self._child is not None:
+                self._child.send({"take_back": keys_in_child})
 
     def _start_child(self) -> None:
         if self._problem is None:
@@ -326,16 +331,16 @@ class MapperProcess:
             self._start_failed("InterpreterError", self._problem, final=True, of_machine=True)
             return
         try:
-            child = started(self._python, self._spare, self._log_path)
+            child = start_child(self._python, self._spare, self._log_path)
         except OSError as error:
-            self._settle_all(LostAttempt("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            self._settle_all(AttemptFailure("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
         self._spare = None
         child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         self._child, self._answered, self._timed_out = child, False, None
         now = time.monotonic()
         for attempt in self._waiting.values():
-            attempt.since, attempt.begun = now, False
+            attempt.since, attempt.is_sent = now, False
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
 
@@ -354,7 +359,7 @@ class MapperProcess:
                 elif "taken_back" in message:
                     for key in map(tuple, message["taken_back"]):
                         if key in self._waiting:
-                            self._settle(self._waiting[key], GIVEN_BACK)
+                            self._settle(self._waiting[key], RETURNED_ATTEMPT)
                 else:
                     self._complete(message["outcomes"])
         status = child.process.wait()
@@ -366,8 +371,8 @@ class MapperProcess:
 
     def _ask(self, asks: list[Message]) -> None:
         for attempt in self._waiting.values():
-            if own := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
-                attempt.put(own)
+            if attempt_asks := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
+                attempt.put(attempt_asks)
 
     def answer(self, answers: list[Message]) -> None:
         """Pass the server's answers to the operations that asked."""
@@ -380,10 +385,10 @@ class MapperProcess:
             attempt = self._waiting.get((outcome["batch_idx"], outcome["attempt_id"]))
             if attempt is not None:
                 self._deaths_alone = 0
-                failed = LostAttempt(
+                failure = AttemptFailure(
                     outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
                 )
-                self._settle(attempt, failed if outcome["error"] else outcome)
+                self._settle(attempt, failure if outcome["error"] else outcome)
         for next_one in islice(self._waiting.values(), 1):
             next_one.since = time.monotonic()
         self._send()
@@ -393,11 +398,11 @@ class MapperProcess:
             causes = {name: bool(start_error.get(name)) for name in ("final", "of_machine")}
             self._start_failed("MapperStartError", start_error["start_error"], **causes)
         elif self._timed_out is not None:
-            attempt, lost = self._timed_out
-            if lost.setup:
-                self._settle_all(lost)
+            attempt, failure = self._timed_out
+            if failure.setup:
+                self._settle_all(failure)
             elif attempt.key in self._waiting:
-                self._settle(attempt, lost)
+                self._settle(attempt, failure)
         elif start_error is None and self._waiting:
             self._blame(status, child)
         if self._waiting:
@@ -414,33 +419,35 @@ class MapperProcess:
         elif suspects:
             attempt, row = suspects[0], busy[suspects[0].key]
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
-            where = "this batch" if row is None else f"row {row}"
-            text = _death(status, f"while it worked on {where}", child)
-            self._settle(attempt, LostAttempt(kind, text, died=True, row=row))
+            location = "this batch" if row is None else f"row {row}"
+            text = _describe_death(status, f"while it worked on {location}", child)
+            self._settle(attempt, AttemptFailure(kind, text, died=True, row=row))
         else:
             self._deaths_alone += 1
             if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
                 return  # the first time, perhaps an accident of the machine
             if starting:
-                self._start_failed(kind, _death(status, "before it asked for a batch", child))
+                self._start_failed(kind, _describe_death(status, "before it asked for a batch", child))
             else:
-                self._settle_all(LostAttempt(kind, _death(status, "while it worked on no batch", child), infra=True))
+                self._settle_all(
+                    AttemptFailure(kind, _describe_death(status, "while it worked on no batch", child), infra=True)
+                )
 
     def _start_failed(self, error_class: str, error: str, *, final: bool = False, of_machine: bool = False) -> None:
         self._start_error = {"start_error": error}
-        self._settle_all(LostAttempt(error_class, error, setup=True, final=final, of_machine=of_machine))
+        self._settle_all(AttemptFailure(error_class, error, setup=True, final=final, of_machine=of_machine))
 
-    def _settle(self, attempt: Attempt, outcome: Message | LostAttempt) -> None:
+    def _settle(self, attempt: Attempt, outcome: Message | AttemptFailure) -> None:
         del self._waiting[attempt.key]
         self._quarantined.discard(attempt.key)
         attempt.settle(outcome)
 
-    def _settle_all(self, lost: LostAttempt) -> None:
+    def _settle_all(self, failure: AttemptFailure) -> None:
         for attempt in list(self._waiting.values()):
-            self._settle(attempt, lost)
+            self._settle(attempt, failure)
 
     def watch(self) -> None:
-        """Kill a child that takes too long."""
+        """Kill the child if its oldest attempt takes too long."""
         with self._lock:
             if self._child is None or not self._waiting or self._timed_out:
                 return
@@ -448,7 +455,7 @@ class MapperProcess:
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if time.monotonic() - oldest.since > limit_s:
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                self._timed_out = oldest, LostAttempt("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
+                self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
                 self._child.kill()
 
     def close(self, grace_s: float) -> None:
@@ -456,7 +463,7 @@ class MapperProcess:
         with self._lock:
             self._closed = True
             child = self._child or self._spare
-            self._settle_all(LostAttempt("Shutdown", "the worker was shut down", infra=True))
+            self._settle_all(AttemptFailure("Shutdown", "the worker was shut down", infra=True))
         if child is not None:
             child.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -464,8 +471,8 @@ class MapperProcess:
             child.kill()
 
 
-def _death(status: int, when: str, child: Child) -> str:
-    """How a child ended, in one line, then the end of its output."""
+def _describe_death(status: int, when: str, child: Child) -> str:
+    """Describe how a child ended in one line, then the end of its output."""
     if status == -signal.SIGKILL:
         how = "was killed (signal 9; out of memory?)"
     elif status < 0:
@@ -476,8 +483,8 @@ def _death(status: int, when: str, child: Child) -> str:
     return f"the mapper's process {how} {when}" + (f"\nThe end of what it printed:\n{tail}" if tail else "")
 
 
-class Utility:
-    """A child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
+class IoProcess:
+    """The child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
 
     def __init__(self, spec: Message, job_id: int, log_path: Path, spare: Child | None = None) -> None:
         self._first = {"role": "utility", "spec": spec, "job_id": job_id}
@@ -490,7 +497,7 @@ class Utility:
         """The messages of an operation, the last with `end` or `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
-                self._child = started(sys.executable, self._spare, self._log_path)
+                self._child = start_child(sys.executable, self._spare, self._log_path)
                 self._child.begin(self._first, self._log_path)
                 self._spare = None
             child = self._child

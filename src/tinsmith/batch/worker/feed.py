@@ -1,8 +1,8 @@
 """The batches of one job on one worker: read, mapped, stored, reported.
 
 `Feed` reads the next batches while the mapper works on one, and stores the previous ones, on three threads. Short
-batches wait between the threads in larger numbers (`Waiting`), and those that wait to be stored share objects and one
-fsync. The mapper's code runs only in the calling thread.
+batches wait between the threads in larger numbers (`BoundedQueue`), and those that wait to be stored share objects and
+one fsync. The mapper's code runs only in the calling thread.
 
 Invariants:
 - Every assignment is reported once: parts and counts, or why it failed.
@@ -43,14 +43,15 @@ from tinsmith.batch.types import (
 from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
-MAX_WAITING_ROWS = 256
-"""Between two threads; a batch of more rows waits alone."""
-UNKNOWN = -1
-"""In place of the input row of rows whose number a function of batches changed."""
+MAX_QUEUED_ROWS = 256
+"""The most rows in a queue between two threads; a batch of more rows waits alone."""
+UNKNOWN_POSITION = -1
+"""The position of the input row of a result whose input row is unknown, since a function of batches changed the number
+of rows."""
 
 
 class RowError(Exception):
-    """In place of a result: this row failed. Takes the exception, or a text."""
+    """A result that fails its row, with an exception or a text as the cause."""
 
     def __init__(self, cause: BaseException | str) -> None:
         super().__init__(str(cause))
@@ -66,91 +67,105 @@ class BatchRows:
     """The input rows that could be read."""
     indices: list[int] = field(default_factory=list)
     """The indices of `rows`."""
-    unread: list[RowFailure] = field(default_factory=list)
-    made: Sequence[Row] = ()
+    read_failures: list[RowFailure] = field(default_factory=list)
+    """The rows that could not be read."""
+    results: Sequence[Row] = ()
     """The results of the last step."""
-    places: Sequence[int] = ()
-    """The place in `rows` of the input row of each result."""
-    failed: dict[int, BaseException] = field(default_factory=dict)
-    """The first error of each failed row, by its place."""
+    positions: Sequence[int] = ()
+    """The position in `rows` of the input row of each result."""
+    row_errors: dict[int, BaseException] = field(default_factory=dict)
+    """The first error of each failed row, by its position in `rows`."""
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
-    """Of the batch as a whole."""
+    """The error of the batch as a whole."""
 
     @property
     def key(self) -> tuple[int, int]:
         return self.assignment.key
 
     @property
-    def num_waiting(self) -> int:
-        """Its share of the rows that may wait between two threads."""
+    def queued_rows(self) -> int:
+        """How many of the `MAX_QUEUED_ROWS` of a queue the batch takes."""
         return max(1, len(self.rows))
 
     @property
-    def made_indices(self) -> list[int]:
-        """The input row of each result."""
-        return [NO_ROW if place == UNKNOWN else self.indices[place] for place in self.places]
+    def result_indices(self) -> list[int]:
+        """The index of the input row of each result."""
+        return [NO_ROW if position == UNKNOWN_POSITION else self.indices[position] for position in self.positions]
 
-    def give(self, results: Sequence[object], many: bool) -> None:
-        """The results of a step; an error among them fails its row. `many`: a result may be several rows or none."""
-        places = self.places if len(results) == len(self.places) else [UNKNOWN] * len(results)
+    def set_results(self, results: Sequence[object], any_number: bool) -> None:
+        """Store the results of a step; an error among them fails its row. `any_number`: a result may be several rows
+        or none."""
+        positions = self.positions if len(results) == len(self.positions) else [UNKNOWN_POSITION] * len(results)
         if all(type(result) is dict for result in results):
-            self.made, self.places = results, places  # type: ignore[assignment]
+            self.results, self.positions = results, positions  # type: ignore[assignment]
             return
-        found: list[tuple[int, Row]] = []
-        for place, result in zip(places, results, strict=True):
+        parsed: list[tuple[int, Row]] = []
+        for position, result in zip(positions, results, strict=True):
             try:
-                found += [(place, row) for row in rows_in(result, many)]
+                parsed += [(position, row) for row in parse_result(result, any_number)]
             except Exception as error:  # noqa: BLE001  fails the row
-                self.fail(place, error)
-        kept = [(place, row) for place, row in found if place not in self.failed]
-        self.made, self.places = [row for _, row in kept], [place for place, _ in kept]
+                self.fail(position, error)
+        surviving = [(position, row) for position, row in parsed if position not in self.row_errors]
+        self.results, self.positions = [row for _, row in surviving], [position for position, _ in surviving]
 
-    def fail(self, place: int, error: BaseException) -> None:
-        self.failed.setdefault(place, error)
+    def fail(self, position: int, error: BaseException) -> None:
+        self.row_errors.setdefault(position, error)
 
-    def kept(self) -> Iterator[tuple[int, Row]]:
-        """The results of rows that have not failed, with their places."""
-        return ((place, row) for place, row in zip(self.places, self.made, strict=True) if place not in self.failed)
+    def surviving_results(self) -> Iterator[tuple[int, Row]]:
+        """The results of rows that have not failed, with their positions."""
+        return (
+            (position, row)
+            for position, row in zip(self.positions, self.results, strict=True)
+            if position not in self.row_errors
+        )
 
     @property
-    def lost(self) -> BaseException | None:
-        """Why the batch fails as a whole: its own error, or a row's where it is not known which row it is. Such a batch
-        is halved until it has one row, which then has failed."""
-        if self.error is None and len(self.rows) > 1 and self.failed and UNKNOWN in {*self.failed, *self.places}:
-            return next(iter(self.failed.values()))
+    def batch_error(self) -> BaseException | None:
+        """The error that fails the batch as a whole: its own, or a row's where it is not known which row it is. Such a
+        batch is halved until it has one row, which then has failed."""
+        if (
+            self.error is None
+            and len(self.rows) > 1
+            and self.row_errors
+            and UNKNOWN_POSITION in {*self.row_errors, *self.positions}
+        ):
+            return next(iter(self.row_errors.values()))
         return self.error
 
     @property
     def failures(self) -> list[RowFailure]:
-        errors = self.failed.items()
-        found = [_failure(self.indices[place], self.rows[place], error) for place, error in errors]
-        return sorted([*self.unread, *found], key=lambda failure: failure.idx)
+        errors = self.row_errors.items()
+        map_failures = [
+            _build_row_failure(self.indices[position], self.rows[position], error) for position, error in errors
+        ]
+        return sorted([*self.read_failures, *map_failures], key=lambda failure: failure.idx)
 
     def output_rows(self) -> Sequence[Row | None]:
-        """For each row of the span its results, or None; if it is not known of which row each is, only these."""
-        whole = isinstance(self.places, range) and len(self.indices) == self.assignment.span.rows
-        if not self.failed and (whole or UNKNOWN in self.places):
-            return self.made
+        """The results of each row of the span, or None in place of them; if the rows of the results are unknown, only
+        the results."""
+        is_one_per_row = isinstance(self.positions, range) and len(self.indices) == self.assignment.span.rows
+        if not self.row_errors and (is_one_per_row or UNKNOWN_POSITION in self.positions):
+            return self.results
         by_index: dict[int, list[Row | None]] = {}
-        for place, row in self.kept():
-            by_index.setdefault(self.indices[place], []).append(row)
+        for position, row in self.surviving_results():
+            by_index.setdefault(self.indices[position], []).append(row)
         start, end = self.assignment.span
         return [row for index in range(start, end + 1) for row in by_index.get(index, [None])]
 
 
-def rows_in(result: object, many: bool) -> list[Row]:
-    """The rows that a function gave for one; with `many`, there may be several or none. Raises the result's own error,
-    or TypeError."""
+def parse_result(result: object, any_number: bool) -> list[Row]:
+    """The rows that a function returned for one; with `any_number`, there may be several or none. Raises the result's
+    own error, or TypeError."""
     if isinstance(result, dict):
         return [result]
     if isinstance(result, RowError):
         raise (result.cause or result)
     if isinstance(result, BaseException):
         raise result
-    if not many or not (result is None or isinstance(result, list)):
-        allowed = "a dict, a list of them or None" if many else 'a dict (see also rows="any")'
+    if not any_number or not (result is None or isinstance(result, list)):
+        allowed = "a dict, a list of them or None" if any_number else 'a dict (see also rows="any")'
         raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
     for row in result or ():
         if not isinstance(row, dict):
@@ -158,50 +173,50 @@ def rows_in(result: object, many: bool) -> list[Row]:
     return result or []
 
 
-Waits = TypeVar("Waits", Assignment, BatchRows)
+Item = TypeVar("Item", Assignment, BatchRows)
 
 
-class Waiting(Generic[Waits]):
-    """What waits between two threads, in order: at least one item, and more while they have few rows."""
+class BoundedQueue(Generic[Item]):
+    """A queue between two threads with room for at least one item, and for more while they have few rows."""
 
-    def __init__(self, rows_of: Callable[[Waits], int]) -> None:
-        self._items: deque[Waits] = deque()
+    def __init__(self, rows_of: Callable[[Item], int]) -> None:
+        self._items: deque[Item] = deque()
         self._rows_of = rows_of
         self._num_rows = 0
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, item: Waits) -> None:
-        """Waits for room."""
+    def put(self, item: Item) -> None:
+        """Add an item; waits for room."""
         rows = self._rows_of(item)
         with self._changed:
-            self._changed.wait_for(lambda: not self._items or self._num_rows + rows <= MAX_WAITING_ROWS)
+            self._changed.wait_for(lambda: not self._items or self._num_rows + rows <= MAX_QUEUED_ROWS)
             self._items.append(item)
             self._num_rows += rows
             self._changed.notify_all()
 
     def close(self) -> None:
-        """There is nothing after the items that wait."""
+        """End the queue after the items that wait."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def take(self, most: int | None = None) -> list[Waits]:
-        """The items that wait, or the first of them; blocks until there is one, and is empty at the end."""
+    def take(self, limit: int | None = None) -> list[Item]:
+        """Remove all waiting items, or the first `limit`; blocks until there is one, and returns none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._closed)
-            return self._removed(list(islice(self._items, most)))
+            return self._remove(list(islice(self._items, limit)))
 
-    def take_back(self, keys: set[tuple[int, int]]) -> list[Waits]:
-        """Remove these attempts."""
+    def take_back(self, keys: set[tuple[int, int]]) -> list[Item]:
+        """Remove and return the items of these attempts."""
         with self._changed:
-            return self._removed([item for item in self._items if item.key in keys])
+            return self._remove([item for item in self._items if item.key in keys])
 
-    def __iter__(self) -> Iterator[Waits]:
-        while taken := self.take(1):
-            yield taken[0]
+    def __iter__(self) -> Iterator[Item]:
+        while items := self.take(1):
+            yield items[0]
 
-    def _removed(self, items: list[Waits]) -> list[Waits]:
+    def _remove(self, items: list[Item]) -> list[Item]:
         for item in items:
             self._items.remove(item)
             self._num_rows -= self._rows_of(item)
@@ -230,19 +245,19 @@ class Feed:
         self._reader: InputReader = InputReader.from_dict(spec.batch_input_format)
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
-        self._writers: list[OutputWriter] = [OutputWriter.from_dict(each) for each in spec.batch_output_formats]
+        self._writers: list[OutputWriter] = [OutputWriter.from_dict(data) for data in spec.batch_output_formats]
         self._have_schemas = any(type(writer).schema is not OutputWriter.schema for writer in self._writers)
-        self._to_map = Waiting[BatchRows](lambda batch: batch.num_waiting)
-        self._to_store = Waiting[BatchRows](lambda batch: batch.num_waiting)
+        self._to_map = BoundedQueue[BatchRows](lambda batch: batch.queued_rows)
+        self._to_store = BoundedQueue[BatchRows](lambda batch: batch.queued_rows)
         self._current: BatchRows | None = None
         self.num_taken = 0
-        self.ended = False
+        self.is_at_end = False
         self.error: BaseException | None = None
-        """The exception of the source of assignments."""
-        self._reading = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
-        self._storing = threading.Thread(target=self._store_all, name="store", daemon=True)
-        self._reading.start()
-        self._storing.start()
+        """The exception that the source of assignments raised."""
+        self._read_thread = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
+        self._store_thread = threading.Thread(target=self._store_all, name="store", daemon=True)
+        self._read_thread.start()
+        self._store_thread.start()
 
     def __iter__(self) -> Iterator[list[Row]]:
         while (batch := self.next_batch()) is not None:
@@ -257,9 +272,9 @@ class Feed:
         return [batch.assignment for batch in self._to_map.take_back(keys)]
 
     @property
-    def at_work(self) -> Assignment | None:
+    def current_assignment(self) -> Assignment | None:
         """The assignment of the current batch."""
-        if self._current is None or threading.current_thread() in (self._reading, self._storing):
+        if self._current is None or threading.current_thread() in (self._read_thread, self._store_thread):
             return None
         return self._current.assignment
 
@@ -268,11 +283,11 @@ class Feed:
         while True:
             self._finish_current("the function asked for the next batch before it called save_results for this one")
             self._may_read.set()
-            taken = [] if self.ended else self._to_map.take(1)
-            if not taken:
-                self.ended = True
+            batches = [] if self.is_at_end else self._to_map.take(1)
+            if not batches:
+                self.is_at_end = True
                 return None
-            batch = taken[0]
+            batch = batches[0]
             self.num_taken += 1
             if batch.rows:
                 self._current = batch
@@ -281,23 +296,23 @@ class Feed:
             self._to_store.put(batch)
 
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
-        """The results of the current batch, from a function that loops over batches."""
+        """Save the results of the current batch, from a function that loops over batches."""
         batch = self._current
         if batch is None:
             raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
         if batch.saved:
             batch.error = ProgramError("save_results was called twice for one batch; call it once, with all results")
             raise batch.error
-        results, many = list(results), self._spec.rows == "any"
-        if not many and len(results) != len(batch.rows):
-            batch.saved, batch.error = True, wrong_number(len(results), len(batch.rows))
+        results, any_number = list(results), self._spec.rows == "any"
+        if not any_number and len(results) != len(batch.rows):
+            batch.saved, batch.error = True, row_count_error(len(results), len(batch.rows))
             return
         batch.tokens = tokens_in, tokens_out
-        batch.give(results, many)
-        self.keep(batch)
+        batch.set_results(results, any_number)
+        self.mark_saved(batch)
 
-    def keep(self, batch: BatchRows) -> None:
-        """The current batch went through all steps."""
+    def mark_saved(self, batch: BatchRows) -> None:
+        """Mark the current batch as saved after all steps."""
         batch.saved = True
         if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
             self._fail_unwritable(batch)
@@ -313,19 +328,19 @@ class Feed:
         """Wait until everything is stored and reported."""
         self._finish_current("the function returned before it called save_results for this batch")
         self._to_store.close()
-        self._storing.join()
+        self._store_thread.join()
 
     def _finish_current(self, complaint: str) -> None:
-        """Only now is it certain that the current batch was saved once."""
+        """Store or fail the current batch, of which only now it is certain that it was saved once."""
         batch, self._current = self._current, None
         self.marker.end(MAP)
         if batch is None:
             return
-        error = batch.lost if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
+        error = batch.batch_error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
         if error is None:
             self._to_store.put(batch)
         else:
-            self._report([self._failed(batch.assignment, error)])
+            self._report([self._failure_outcome(batch.assignment, error)])
 
     # The reading thread.
 
@@ -337,7 +352,7 @@ class Feed:
                 try:
                     batch = self._read(assignment)
                 except Exception as error:  # noqa: BLE001  fails the batch
-                    self._report([self._failed(assignment, error)])
+                    self._report([self._failure_outcome(assignment, error)])
                     continue
                 finally:
                     self.marker.end(READ)
@@ -360,23 +375,23 @@ class Feed:
                     batch.rows += self._reader.download_batch(index, index, self._cache)
                     batch.indices.append(index)
                 except (ValueError, TypeError, KeyError) as error:
-                    batch.unread.append(_failure(index, None, error))
+                    batch.read_failures.append(_build_row_failure(index, None, error))
         if len(batch.rows) != len(batch.indices):
             raise ProgramError(
                 f"the {type(self._reader).__name__} gave {len(batch.rows)} rows for {start} to {end}, both included"
             )
-        batch.made, batch.places = batch.rows, range(len(batch.rows))
+        batch.results, batch.positions = batch.rows, range(len(batch.rows))
         return batch
 
     # The storing thread.
 
     def _store_all(self) -> None:
         while batches := self._to_store.take():
-            self._report(self._stored(batches))
+            self._report(self._store_together(batches))
             self.marker.end(STORE)
 
-    def _stored(self, batches: Sequence[BatchRows]) -> list[AttemptOutcome]:
-        """The outcome of each batch. Its parts are durable before any outcome is reported."""
+    def _store_together(self, batches: Sequence[BatchRows]) -> list[AttemptOutcome]:
+        """Store batches; returns the outcome of each. All their parts are durable when it returns."""
         outcomes = []
         try:
             with publishing.in_segments():
@@ -385,36 +400,36 @@ class Feed:
                     try:
                         outcomes.append(self._store(batch))
                     except Exception as error:  # noqa: BLE001  fails the batch
-                        outcomes.append(self._failed(batch.assignment, error))
+                        outcomes.append(self._failure_outcome(batch.assignment, error))
         except Exception as error:  # noqa: BLE001  none of the parts may be there
-            return [self._failed(batch.assignment, error) for batch in batches]
+            return [self._failure_outcome(batch.assignment, error) for batch in batches]
         return outcomes
 
     def _check_schemas(self, batch: BatchRows) -> None:
-        """Rows whose types conflict with those of earlier rows, in the batch or in what is committed, fail."""
+        """Fail the rows whose types conflict with those of earlier rows, in the batch or in what is committed."""
         if not self._have_schemas:
             return
-        known = batch.assignment.schemas or (None,) * len(self._writers)
-        for writer, types in zip(self._writers, known, strict=True):
+        committed = batch.assignment.schemas or (None,) * len(self._writers)
+        for writer, types in zip(self._writers, committed, strict=True):
             merged = types or {}
-            for place, row in batch.kept():
+            for position, row in batch.surviving_results():
                 try:
                     schema = writer.schema(row)
-                    merged = schemas.merged(merged, schema, values=row) if schema is not None else merged
+                    merged = schemas.merge_schemas(merged, schema, values=row) if schema is not None else merged
                 except schemas.SchemaConflictError as error:
-                    batch.fail(place, error)
+                    batch.fail(position, error)
 
     def _store(self, batch: BatchRows) -> AttemptOutcome:
         assignment = batch.assignment
         self._check_schemas(batch)
         try:
-            parts = () if batch.lost else self._written(batch)
+            parts = () if batch.batch_error else self._write_parts(batch)
         except (ValueError, TypeError, KeyError):
             if len(self._writers) > 1 or not self._fail_unwritable(batch):
                 raise
-            parts = () if batch.lost else self._written(batch)
-        if batch.lost is not None:
-            return self._failed(assignment, batch.lost)
+            parts = () if batch.batch_error else self._write_parts(batch)
+        if batch.batch_error is not None:
+            return self._failure_outcome(assignment, batch.batch_error)
         failures = batch.failures
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
@@ -427,53 +442,53 @@ class Feed:
             row_failures=tuple(failures),
         )
 
-    def _written(self, batch: BatchRows) -> tuple[PartInfo, ...]:
+    def _write_parts(self, batch: BatchRows) -> tuple[PartInfo, ...]:
         rows = batch.output_rows()
-        written = zip(self._writers, batch.assignment.part_bases, strict=True)
-        return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in written)
+        destinations = zip(self._writers, batch.assignment.part_bases, strict=True)
+        return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in destinations)
 
-    def _failed(self, assignment: Assignment, error: BaseException) -> AttemptOutcome:
+    def _failure_outcome(self, assignment: Assignment, error: BaseException) -> AttemptOutcome:
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
             error_type=type(error).__name__,
-            error=text_of(error),
+            error=format_traceback(error),
             final=isinstance(error, FINAL_ERRORS),
             retry=is_retried(error, self._spec.retry_on),
         )
 
     def _fail_unwritable(self, batch: BatchRows) -> bool:
         """Fail the rows that an output cannot write; False if there are none."""
-        found = False
-        for place, row in batch.kept():
+        has_failed_rows = False
+        for position, row in batch.surviving_results():
             try:
                 for writer in self._writers:
                     writer.check(row)
             except Exception as error:  # noqa: BLE001  fails the row
-                found = True
-                batch.fail(place, error)
-        return found
+                has_failed_rows = True
+                batch.fail(position, error)
+        return has_failed_rows
 
 
-def wrong_number(results: int, rows: int) -> ProgramError:
+def row_count_error(results: int, rows: int) -> ProgramError:
     return ProgramError(
         f"the function returned {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must return "
         'one for each row, in the same order. With rows="any" (in the shell: --rows any) it may return any number'
     )
 
 
-def _failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
-    shown = plain(row) if row is not None else None
+def _build_row_failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
+    json_row = plain(row) if row is not None else None
     return RowFailure(
         idx=index,
         error_type=type(error).__name__,
         message=str(error),
-        traceback=text_of(error),
-        row=shown if isinstance(shown, dict) else None,
+        traceback=format_traceback(error),
+        row=json_row if isinstance(json_row, dict) else None,
     )
 
 
-def text_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """The traceback without this package's frames above the mapper's; for a broken rule, only the message."""
     if isinstance(error, ProgramError | input_versions.InputChangedError):
         return str(error)

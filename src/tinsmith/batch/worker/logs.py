@@ -1,8 +1,9 @@
 """Logs of bulk jobs: one file for each worker, in which each line names the batch that printed it.
 
-A mapper's process writes through `Tagged`. Such a line is a record separator and an object {at, stream, batch_idx,
-attempt_id, text}, and is in the file as soon as it ends or is flushed, so that a process that is killed leaves it.
-Output that bypasses `Tagged` (of a C library or of a process that the mapper started) is stored as plain lines.
+A mapper's process writes through `TaggedOutput`. Such a line is a record separator and an object {at, stream,
+batch_idx, attempt_id, text}, and is in the file as soon as it ends or is flushed, so that a process that is killed
+leaves it. Output that bypasses `TaggedOutput` (of a C library or of a process that the mapper started) is stored as
+plain lines.
 
 `JobLogs` reads the files of one server's workers and deletes them after the retention of jobs.
 """
@@ -32,7 +33,7 @@ FIELDS = ("at", "stream", "batch_idx", "attempt_id", "text")
 Line = dict[str, Any]
 
 
-class Tagged(io.TextIOBase):
+class TaggedOutput(io.TextIOBase):
     """Standard output or error of a mapper's process."""
 
     def __init__(self, target: IO[str], stream: str, batch: Callable[[], Assignment | None]) -> None:
@@ -57,11 +58,11 @@ class Tagged(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        *whole, rest = (getattr(self._partial, "text", "") + text).split("\n")
-        self._partial.text = rest
-        for line in whole:
+        *lines, partial = (getattr(self._partial, "text", "") + text).split("\n")
+        self._partial.text = partial
+        for line in lines:
             self._write_line(line)
-        if len(rest) > LONGEST_LINE:
+        if len(partial) > LONGEST_LINE:
             self.flush()
         return len(text)
 
@@ -90,20 +91,20 @@ def write_to(path: str, *descriptors: int) -> None:
 def tag_output(batch: Callable[[], Assignment | None]) -> None:
     """Tag what this process prints from now on with the batch that `batch` returns."""
     for name in ("stdout", "stderr"):
-        setattr(sys, name, Tagged(getattr(sys, f"__{name}__"), name, batch))
+        setattr(sys, name, TaggedOutput(getattr(sys, f"__{name}__"), name, batch))
 
 
-def untagged(text: str) -> str:
-    """The lines as they were printed."""
-    return "\n".join(_line(line)["text"] for line in text.split("\n"))
+def strip_tags(text: str) -> str:
+    """The lines of a log as they were printed, without tags."""
+    return "\n".join(_parse_line(line)["text"] for line in text.split("\n"))
 
 
-def _line(text: str) -> Line:
+def _parse_line(text: str) -> Line:
     if text.startswith(SEPARATOR):
         with contextlib.suppress(ValueError):
-            found = json.loads(text[1:])
-            if isinstance(found, dict) and set(found) == set(FIELDS):
-                return found
+            line = json.loads(text[1:])
+            if isinstance(line, dict) and set(line) == set(FIELDS):
+                return line
     return {**dict.fromkeys(FIELDS), "text": text}
 
 
@@ -119,7 +120,7 @@ def read_page(path: Path, after: int) -> tuple[str, int]:
 
 
 class JobLogs:
-    """The files of all workers that this server has started."""
+    """The log files of all workers that this server has started."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -129,13 +130,13 @@ class JobLogs:
 
     def workers(self, job_id: int) -> list[tuple[str, int]]:
         """The workers with output for a job and the bytes of each, oldest first."""
-        found = []
+        logs = []
         for path in self.directory.glob(f"batch-{job_id}-*.log"):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 if status.st_size:
-                    found.append((status.st_ctime, path.stem.removeprefix("batch-"), status.st_size))
-        return [(worker_id, size) for _, worker_id, size in sorted(found)]
+                    logs.append((status.st_ctime, path.stem.removeprefix("batch-"), status.st_size))
+        return [(worker_id, size) for _, worker_id, size in sorted(logs)]
 
     def read(self, job_id: int, worker_id: str, after: int) -> tuple[list[Line], int]:
         """The next page of a worker's lines, and the byte where it ends. Raises NotFoundError."""
@@ -145,7 +146,7 @@ class JobLogs:
             text, end = read_page(self.path(worker_id), after)
         except FileNotFoundError:
             raise NotFoundError(f"bulk job {job_id} has no worker {worker_id!r} with a log on this server") from None
-        return [_line(line) for line in text.removesuffix("\n").split("\n")] if end > after else [], end
+        return [_parse_line(line) for line in text.removesuffix("\n").split("\n")] if end > after else [], end
 
     def sweep(self, before: float) -> None:
         """Delete the files that were last written before this time."""

@@ -217,14 +217,14 @@ class RpcServer:
             await close(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises CallRefusedError, ConnectionLostError."""
+        """Check the token of a new connection. Raises CallRefusedError, ConnectionLostError."""
         try:
             async with asyncio.timeout(TOKEN_S):
                 (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                sent = await reader.readexactly(size) if size <= MAX_TOKEN_BYTES else b""
+                token_frame = await reader.readexactly(size) if size <= MAX_TOKEN_BYTES else b""
         except (TimeoutError, asyncio.IncompleteReadError):
             raise ConnectionLostError(f"no token arrived within {TOKEN_S:g} s") from None
-        if not hmac.compare_digest(sent, pack({"token": self._token})[LENGTH.size :]):
+        if not hmac.compare_digest(token_frame, pack({"token": self._token})[LENGTH.size :]):
             raise CallRefusedError(409, "the token is not the one of this worker's coordinator")
         del self._unauthenticated[writer]
 
@@ -300,15 +300,15 @@ class RpcClient:
             reader, writer = await self._connection()
         except OSError as error:
             raise ConnectionLostError(repr(error)) from error
-        ended = False
+        is_complete = False
         try:
             await self._send(writer, frame)
-            while not ended:
+            while not is_complete:
                 kind, value = await self._read(reader)
                 if kind == REFUSED:
                     raise CallRefusedError(value["status"], value["error"])
-                ended = kind == DONE
-                if value or not ended:
+                is_complete = kind == DONE
+                if value or not is_complete:
                     yield value
                 while file is not None and (chunk := await asyncio.to_thread(file.read, CHUNK_BYTES)):
                     await self._send(writer, chunk)
@@ -316,7 +316,7 @@ class RpcClient:
         except OSError as error:
             raise ConnectionLostError(repr(error)) from error
         finally:
-            if ended and not writer.is_closing():
+            if is_complete and not writer.is_closing():
                 self._idle.append((reader, writer))
             else:
                 self._writers.discard(writer)
@@ -364,7 +364,7 @@ class RpcClient:
         return kind, value
 
     async def close(self) -> None:
-        """Calls in progress end with ConnectionLostError."""
+        """Close all connections; calls in progress end with ConnectionLostError."""
         writers, self._writers = self._writers, set()
         self._idle.clear()
         for writer in writers:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, overload
 from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import (
-    ERRORS_OF_MACHINE,
     FINAL_ERRORS,
+    MACHINE_ERRORS,
     Assignment,
     JobSpec,
     MapperStartError,
@@ -26,7 +26,7 @@ from tinsmith.batch.types import (
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
 from tinsmith.batch.worker.event_loop import EventLoop
-from tinsmith.batch.worker.feed import Feed, Report, text_of
+from tinsmith.batch.worker.feed import Feed, Report, format_traceback
 
 if TYPE_CHECKING:
     from tinsmith.batch.client.dataset import Dataset
@@ -36,7 +36,7 @@ _feed: Feed | None = None
 
 def current_batch() -> Assignment | None:
     """The batch that the mapper works on; None between batches, and on threads that read or store other batches."""
-    return _feed.at_work if _feed is not None else None
+    return _feed.current_assignment if _feed is not None else None
 
 
 def take_back(keys: set[tuple[int, int]]) -> list[Assignment]:
@@ -90,13 +90,15 @@ def run(
         steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
-        raise MapperStartError(text_of(error), final=True, of_machine=isinstance(error, ERRORS_OF_MACHINE)) from error
+        raise MapperStartError(
+            format_traceback(error), final=True, of_machine=isinstance(error, MACHINE_ERRORS)
+        ) from error
     _feed = feed
     with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
         try:
             loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
             name = getattr(steps[0], "name", "operations")
-            while not feed.ended:
+            while not feed.is_at_end:
                 _run_once(loop, name, feed, event_loop)
             feed.finish()
             if feed.error is not None:
@@ -115,12 +117,12 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: Eve
                 event_loop.run(result)
             finally:
                 event_loop.cancel_tasks()  # it loads its own state again
-        if not feed.ended and feed.num_taken == num_taken:
+        if not feed.is_at_end and feed.num_taken == num_taken:
             raise ProgramError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
-        if not feed.ended:
+        if not feed.is_at_end:
             feed.fail_current(ProgramError(f"the mapper {name!r} returned while there were batches left"))
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
-        if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.ended:
-            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, ERRORS_OF_MACHINE)
-            raise MapperStartError(text_of(error), is_final, of_machine) from error
+        if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.is_at_end:
+            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, MACHINE_ERRORS)
+            raise MapperStartError(format_traceback(error), is_final, of_machine) from error

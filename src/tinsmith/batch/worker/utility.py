@@ -1,7 +1,8 @@
 """The operations of a worker beside mapping: plan, publish, delete, give_up.
 
-They run readers and writers, which may be a user's code, so they run in a worker's utility child. Each can be repeated
-after a crash at any time. `plan` splits the input into spans of rows, in order, that cover each row once.
+They run readers and writers, which may be a user's code, so they run in a worker's child of the role `utility`
+(`children.IoProcess`). Each can be repeated after a crash at any time. `plan` splits the input into spans of rows, in
+order, that cover each row once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, writer_of_part
 from tinsmith.batch.types import (
-    DEATHS,
+    PROCESS_DEATHS,
     AttemptOutcome,
     JobSpec,
     OutputInfo,
@@ -58,8 +59,8 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
                 yield {"end": _give_up(spec, request).to_dict()}
     except Exception as error:  # noqa: BLE001  fails this operation only
         # An error that the user can fix is one line; where it was raised does not help.
-        own = isinstance(error, UserError | OSError)
-        text = str(error) if own else "".join(traceback.format_exception(error))
+        is_users = isinstance(error, UserError | OSError)
+        text = str(error) if is_users else "".join(traceback.format_exception(error))
         yield {"error": text, "error_type": type(error).__name__, "message": str(error)}
 
 
@@ -85,14 +86,14 @@ def plan(spec: JobSpec) -> Iterator[Message]:
     if sizes is None:
         raise UserError(f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out")
     total = 0
-    remaining = _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+    remaining = _split_by_tokens(sizes, spec.batch_size, spec.batch_tokens)
     while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
         total = page[-1].end_idx + 1
         yield {"spans": [list(span) for span in page]}
     yield {"end": {"total_rows": total, **version}}
 
 
-def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[RowRange]:
+def _split_by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[RowRange]:
     start, count, tokens = 0, 0, 0
     for size in sizes:
         if count and (count == batch_size or tokens + size > batch_tokens):
@@ -114,7 +115,7 @@ def _input_version(spec: JobSpec) -> Version | None:
 # Publishing.
 
 
-class Winners(Sequence[PartInfo]):
+class CommittedParts(Sequence[PartInfo]):
     """The committed parts of one output, in a file with a line for each batch. Parts are read when they are used; only
     the offsets of the lines are in memory."""
 
@@ -130,7 +131,7 @@ class Winners(Sequence[PartInfo]):
         return len(self._offsets) - 1
 
     def __iter__(self) -> Iterator[PartInfo]:
-        return self._after(0)
+        return self._iter_from(0)
 
     @overload
     def __getitem__(self, index: int) -> PartInfo: ...
@@ -138,10 +139,10 @@ class Winners(Sequence[PartInfo]):
     def __getitem__(self, index: slice) -> list[PartInfo]: ...
     def __getitem__(self, index: int | slice) -> PartInfo | list[PartInfo]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        return next(self._after(range(len(self))[index]))
+            return [self[part_idx] for part_idx in range(*index.indices(len(self)))]
+        return next(self._iter_from(range(len(self))[index]))
 
-    def _after(self, first: int) -> Iterator[PartInfo]:
+    def _iter_from(self, first: int) -> Iterator[PartInfo]:
         with open(self._path, "rb") as lines:
             lines.seek(self._offsets[first])
             for line in islice(lines, len(self) - first):
@@ -156,15 +157,16 @@ def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
         with open(path, "wb") as lines:
             for part in parts:
                 lines.write(orjson.dumps([part.to_dict()]) + b"\n")
-        yield Winners(path, 0)
+        yield CommittedParts(path, 0)
 
 
 def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
-    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row. It is deleted."""
+    """Publish an output from the file `path`, which has a line for each batch or, for the output of errors, for each
+    failed row. The file is deleted."""
     index, path = int(request["output_idx"]), request["path"]
     try:
         if index < len(spec.batch_output_formats):
-            return publish_output(spec, index, job_id, Winners(path, index))
+            return publish_output(spec, index, job_id, CommittedParts(path, index))
         with open(path, "rb") as lines:
             return publish_errors(spec, job_id, map(orjson.loads, lines))
     finally:
@@ -186,15 +188,15 @@ def _rewrite(
 ) -> Iterator[PartInfo]:
     """The parts, with those of another format written again in this one. The result is the same each time."""
     base = part_base(writer.path, job_id, output_idx, 0)  # attempts begin at 1
-    at = 0
+    next_row = 0
     for part in parts:
         if (old := writer_of_part(part, spec.part_formats)) is not None:
             rows = list(old.read_part(part))
             for row in rows:
                 writer.check(row)
-            part = writer.write_part(rows, RowRange(at, at + len(rows) - 1), base)
+            part = writer.write_part(rows, RowRange(next_row, next_row + len(rows) - 1), base)
         yield part
-        at += part.rows
+        next_row += part.rows
 
 
 def publish_errors(spec: JobSpec, job_id: str | int, failures: Iterable[Row]) -> OutputInfo:
@@ -207,10 +209,10 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Iterable[Row]) ->
 
 
 def _write_failures(writer: OutputWriter, failures: Iterable[Row], base: str) -> Iterator[PartInfo]:
-    rows, at = iter(failures), 0
+    rows, next_row = iter(failures), 0
     while page := list(islice(rows, FAILURES_IN_A_PART)):
-        yield writer.write_part(page, RowRange(at, at + len(page) - 1), base)
-        at += len(page)
+        yield writer.write_part(page, RowRange(next_row, next_row + len(page) - 1), base)
+        next_row += len(page)
 
 
 # Deleting.
@@ -260,7 +262,7 @@ def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
         for writer, base in zip(writers, assignment.part_bases, strict=True)
     ]
     error_type, trace = request["error_type"], request["error"]
-    line = trace.strip().partition("\n")[0] if error_type in DEATHS else trace.strip().rpartition("\n")[2]
+    line = trace.strip().partition("\n")[0] if error_type in PROCESS_DEATHS else trace.strip().rpartition("\n")[2]
     message = re.sub(rf"^[\w.]*{re.escape(error_type)}: ", "", line)
     failure = RowFailure(assignment.start_idx, error_type, message, trace, row)
     return AttemptOutcome(

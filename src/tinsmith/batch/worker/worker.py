@@ -34,8 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.types import LostAttempt
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, MapperProcess, Utility, spare
+from tinsmith.batch.types import AttemptFailure
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
 from tinsmith.runtime.background import within
@@ -45,7 +45,7 @@ T = TypeVar("T")
 HEARTBEAT_S = 1.0
 WATCH_S = 0.2
 MAX_IN_FLIGHT = 2
-"""Groups."""
+"""The most groups of attempts with a worker."""
 MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
@@ -85,7 +85,7 @@ class Worker:
         self._directory = directory
         self._job_id: int | None = None
         self._mapper: MapperProcess | None = None
-        self._utility: Utility | None = None
+        self._io_process: IoProcess | None = None
         self._num_groups = 0
         self._draining = False
         self._children_ended = asyncio.Event()
@@ -110,7 +110,7 @@ class Worker:
         return await self._server.listen(path, host)
 
     async def serve(self) -> None:
-        """Until a caller shuts the worker down."""
+        """Serve calls until one of them shuts the worker down."""
         await self._stopped.wait()
         await self._server.close()
 
@@ -119,8 +119,8 @@ class Worker:
         self._draining = True
         if self._mapper is not None:
             self._mapper.close(grace_s)
-        if self._utility is not None:
-            self._utility.close()
+        if self._io_process is not None:
+            self._io_process.close()
         for child in self._spares.values():
             child.kill()
 
@@ -131,7 +131,7 @@ class Worker:
             raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
         self._mapper = MapperProcess(request["spec"], self._log_path, self._spares.pop("mapper", None))
-        self._utility = Utility(request["spec"], self._job_id, self._log_path, self._spares.pop("utility", None))
+        self._io_process = IoProcess(request["spec"], self._job_id, self._log_path, self._spares.pop("utility", None))
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
             await asyncio.to_thread(self._mapper.start)
@@ -143,11 +143,11 @@ class Worker:
             mapper.watch()
 
     async def _feed(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
-        mapper, _utility = self._configured(request)
+        mapper, _io_process = self._require_job(request)
         events: LoopQueue[Attempt | list[Message]] = LoopQueue()
         attempts = [
-            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events.put)
-            for each in request["assignments"]
+            Attempt({name: assignment[name] for name in ASSIGNMENT if name in assignment}, events.put)
+            for assignment in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
             raise CallRefusedError(400, f"assignments has {len(attempts)} items; it must have from 1 to {MAX_GROUP}")
@@ -156,37 +156,37 @@ class Worker:
         self._num_groups += 1
         try:
             await asyncio.to_thread(mapper.feed, attempts)
-            left = len(attempts)
-            while left:
-                arrived = await _next_events(events, left)
-                if not arrived:
+            num_unsettled = len(attempts)
+            while num_unsettled:
+                new_events = await _next_events(events, num_unsettled)
+                if not new_events:
                     await asyncio.to_thread(mapper.give_back, attempts)
                     yield {"alive": True}
-                if asks := [ask for each in arrived if isinstance(each, list) for ask in each]:
+                if asks := [ask for event in new_events if isinstance(event, list) for ask in event]:
                     yield {"asks": asks}
-                if settled := [each for each in arrived if isinstance(each, Attempt)]:
-                    left -= len(settled)
+                if settled := [event for event in new_events if isinstance(event, Attempt)]:
+                    num_unsettled -= len(settled)
                     yield {"settled": [{"key": attempt.key, **attempt.result} for attempt in settled]}
         finally:
             self._num_groups -= 1
 
     async def _answer(self, request: Message, _: asyncio.StreamReader) -> Message:
-        mapper, _utility = self._configured(request)
+        mapper, _io_process = self._require_job(request)
         await asyncio.to_thread(mapper.answer, request["answers"])
         return {}
 
     async def _operate(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
-        _mapper, utility = self._configured(request)
+        _mapper, io_process = self._require_job(request)
         if request.get("op") not in OPERATIONS:
             raise CallRefusedError(400, f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
         messages: LoopQueue[Message] = LoopQueue()
 
         def run() -> None:
             try:
-                for message in utility.run(request):
+                for message in io_process.run(request):
                     messages.put(message)
             except (ChildError, OSError) as error:
-                messages.put({"lost": asdict(LostAttempt("ChildError", str(error), infra=True))})
+                messages.put({"lost": asdict(AttemptFailure("ChildError", str(error), infra=True))})
 
         threading.Thread(target=run, daemon=True).start()
         while True:
@@ -195,17 +195,17 @@ class Worker:
             if message is not None and not message.keys().isdisjoint(("end", "error", "lost")):
                 return
 
-    def _configured(self, request: Message) -> tuple[MapperProcess, Utility]:
+    def _require_job(self, request: Message) -> tuple[MapperProcess, IoProcess]:
         if self._draining:
             raise CallRefusedError(409, "this worker is shutting down")
-        if self._mapper is None or self._utility is None:
+        if self._mapper is None or self._io_process is None:
             raise CallRefusedError(409, "this worker is not configured")
         if request.get("job_id") != self._job_id:
             raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
-        return self._mapper, self._utility
+        return self._mapper, self._io_process
 
     async def _receive(self, request: Message, reader: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
-        """Takes a file of `size` bytes, which the caller sends after the first message."""
+        """Receive a file of `size` bytes, which the caller sends after the first message."""
         size = request["size"]
         if not isinstance(size, int) or size < 0:
             raise CallRefusedError(400, f"size is {size!r}; it must be a whole number of bytes")
@@ -253,14 +253,14 @@ class Worker:
 async def _next_events(events: LoopQueue[Attempt | list[Message]], attempts_left: int) -> list[Attempt | list[Message]]:
     """The next events; empty if none comes within a heartbeat. Waits up to `GATHER_S` for more attempts to settle."""
     first = await events.get(HEARTBEAT_S)
-    arrived = [] if first is None else [first]
+    collected = [] if first is None else [first]
     until = time.monotonic() + GATHER_S
-    while arrived and isinstance(arrived[-1], Attempt) and len(arrived) < attempts_left:
+    while collected and isinstance(collected[-1], Attempt) and len(collected) < attempts_left:
         another = await events.get(max(0.0, until - time.monotonic()))
         if another is None:
             break
-        arrived.append(another)
-    return arrived
+        collected.append(another)
+    return collected
 
 
 def main() -> None:
@@ -270,14 +270,14 @@ def main() -> None:
         for child in spares.values():
             child.kill()
         return
-    given = json.loads(line)
-    write_to(given["log_path"], 2)
+    config = json.loads(line)
+    write_to(config["log_path"], 2)
 
     async def serve() -> None:
-        directory = Path(given["directory"])
-        worker = Worker(given["token"], Path(given["log_path"]), directory, spares)
+        directory = Path(config["directory"])
+        worker = Worker(config["token"], Path(config["log_path"]), directory, spares)
         threading.Thread(target=_end_with_input, args=(worker, directory), daemon=True).start()
-        address = await worker.listen(given.get("socket"), given.get("host", "127.0.0.1"))
+        address = await worker.listen(config.get("socket"), config.get("host", "127.0.0.1"))
         sys.stdout.write(json.dumps({"address": address}) + "\n")
         sys.stdout.flush()
         await worker.serve()
