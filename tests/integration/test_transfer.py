@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith.backends import Capture
 from tinsmith.engine import transfer
-from tinsmith.engine.transfer import KEPT_FILES, NotHereError, TransferServer, fetch
+from tinsmith.engine.transfer import KEPT_FILES, TransferServer, VersionUnavailableError, fetch
 from tinsmith.errors import CorruptFilesError
 
 KEY = b"k" * 32
@@ -80,13 +80,13 @@ def test_withdrawn_and_unknown_versions_are_not_found(server: TransferServer, tm
     server.offer("v", capture("x"))
     server.withdraw("v")
     for version_id in ("v", "never", "../../etc"):
-        with pytest.raises(NotHereError, match="404"):
+        with pytest.raises(VersionUnavailableError, match="404"):
             taken(server, version_id, tmp_path / version_id.replace("/", "-"))
 
 
 def test_a_transfer_needs_the_key(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x"))
-    with pytest.raises(NotHereError, match="403"):
+    with pytest.raises(VersionUnavailableError, match="403"):
         taken(server, "v", tmp_path / "a", key=b"other" * 8)
     host, _, port = server.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=10)
@@ -121,7 +121,7 @@ def test_a_missing_peer_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken_port:
         taken_port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken_port.getsockname()[1]}"
-    with pytest.raises(NotHereError, match="fetching version"):
+    with pytest.raises(VersionUnavailableError, match="fetching version"):
         fetch(address, "v", KEY, tmp_path, MOST)
 
 
@@ -131,7 +131,7 @@ def test_a_version_that_cannot_be_written_fails_this_transfer_only(server: Trans
 
     server.offer("bad", Capture(1, full))
     server.offer("good", capture("x"))
-    with pytest.raises(NotHereError):
+    with pytest.raises(VersionUnavailableError):
         taken(server, "bad", tmp_path / "a")
     assert taken(server, "good", tmp_path / "b")
 

@@ -153,7 +153,7 @@ class Settlement:
     effects: Effects = field(default=())
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
-    work: WorkTimes | None = None
+    work_times: WorkTimes | None = None
 
 
 # Statements of every request, built once: building and hashing them takes longer than their execution by SQLite.
@@ -490,7 +490,11 @@ class Futures:
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,
                         **({name: getattr(settlement.cost, name) for name in _COST} if settlement.cost else _NO_COST),
-                        **({name: getattr(settlement.work, name) for name in _WORK} if settlement.work else _NO_WORK),
+                        **(
+                            {name: getattr(settlement.work_times, name) for name in _WORK}
+                            if settlement.work_times
+                            else _NO_WORK
+                        ),
                     },
                 )
                 if changed != 1:
