@@ -241,7 +241,7 @@ def stream(
             async def engine() -> None:
                 await asyncio.sleep(0.05)
                 for partial in told(seats[0].request_id):
-                    services.partials.arrived([line_of(partial)])
+                    services.partials.deliver([line_of(partial)])
                 await asyncio.sleep(0.05)
                 settle(harness, seats[0].request_id, found)
 
@@ -271,10 +271,10 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
         results: list[SampleResult] = []
         async with submitted_samples(prepared) as seats:
             partials = partials_of(seats[0].request_id, "hello there")
-            services.partials.arrived([line_of(partial) for partial in partials[:2]])
+            services.partials.deliver([line_of(partial) for partial in partials[:2]])
             source = follow(prepared, seats, results)
             first = await anext(source)
-            services.partials.arrived([line_of(partial) for partial in partials[2:]])
+            services.partials.deliver([line_of(partial) for partial in partials[2:]])
             settle(harness, seats[0].request_id, result("hello there"))
             news = [first, *[one async for one in source]]
         async with submitted_samples(prepared):
@@ -357,9 +357,9 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
     async def scenario() -> None:
         partials = Partials()
         with partials.listen(["a"]) as queue:
-            partials.arrived(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
+            partials.deliver(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
             assert queue.get_nowait().tokens == (2,) and queue.empty()
-        partials.arrived([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
+        partials.deliver([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
         assert queue.empty()
 
     asyncio.run(scenario())

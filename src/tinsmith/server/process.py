@@ -89,7 +89,7 @@ from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import open_tracing
-from tinsmith.wire.token_stream import MARK, Partials
+from tinsmith.wire.token_stream import PARTIAL_MARK, Partials
 
 PATIENCE_S = 5.0
 """How long a request waits for the database before it is answered with 503."""
@@ -398,9 +398,9 @@ def _services(
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
-    tokens = {line for line in lines if line.startswith(MARK)}
+    tokens = {line for line in lines if line.startswith(PARTIAL_MARK)}
     if tokens:
-        partials.arrived(tokens)
+        partials.deliver(tokens)
     request_ids = lines - tokens
     if "" in request_ids:  # wake-ups may have been missed
         waiters.wake_all()

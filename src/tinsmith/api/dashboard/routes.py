@@ -29,7 +29,7 @@ from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.history import Outline, Point, RecentStep
 from tinsmith.store.overview import SORTS, Row
-from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, wrong
+from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -195,7 +195,7 @@ def run(call: Call) -> JsonObject:
 
 def _check_tags(tags: list[str]) -> list[str]:
     if any("," in tag or not tag.strip() or not tag.isprintable() for tag in tags):
-        raise wrong(f"is {show(tags)}; a tag is printable, not blank, and has no comma")
+        raise validation_error(f"is {show(tags)}; a tag is printable, not blank, and has no comma")
     return list(dict.fromkeys(tag.strip() for tag in tags))
 
 

@@ -25,7 +25,7 @@ from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, CheckpointSearch, NewCheckpoint, parse_path
 from tinsmith.store.models import Model, copied_run
 from tinsmith.store.usage import added
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, moment_of, show
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, parse_time, show
 from tinsmith.wire.weights import Ttl, optimizer_config
 
 # Maps the middle segment of a path to the type that the SDK shows.
@@ -139,7 +139,7 @@ def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str
     """
     if cursor is None:
         return None
-    created_at = moment_of("cursor.last_created_at", cursor.last_created_at)
+    created_at = parse_time("cursor.last_created_at", cursor.last_created_at)
     try:
         directory = uuid.UUID(cursor.last_checkpoint_uuid).hex
     except ValueError:

@@ -42,7 +42,7 @@ from tinsmith.wire.fields import (
     Schema,
     Text,
     TextMetadata,
-    described,
+    json_schemas,
     read_object,
     show,
     validate,
@@ -117,7 +117,7 @@ class UploadRequest(Body):
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 
 _FILE: Schema = {"type": "string", "format": "binary"}
-_TEXTS = cast("dict[str, Schema]", described(UploadRequest)["UploadRequest"]["properties"])
+_TEXTS = cast("dict[str, Schema]", json_schemas(UploadRequest)["UploadRequest"]["properties"])
 FORM: Schema = {
     "type": "object",
     "required": [adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, "base_model", "name"],
