@@ -97,7 +97,7 @@ def model(call: Call) -> JsonObject:
 
 def _listed(name: str, file: HubFile) -> JsonObject:
     facts: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
-    if file.whole:
+    if file.is_full_hash:
         facts["lfs"] = {"oid": file.etag, "size": file.size_bytes, "pointerSize": 0}
     return facts
 

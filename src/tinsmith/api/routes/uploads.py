@@ -29,7 +29,7 @@ from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
-from tinsmith.exchange.adapters import AdapterFacts
+from tinsmith.exchange.adapters import AdapterInfo
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import copied_run
@@ -195,9 +195,9 @@ def store_adapter(
 
 def _written(
     call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraConfigBody | None
-) -> tuple[str, int, AdapterFacts, str | None]:
+) -> tuple[str, int, AdapterInfo, str | None]:
     """Validate and write the files. Returns name, size, adapter and optimizer type. Raises UserError."""
-    found: list[tuple[AdapterFacts, str | None]] = []
+    found: list[tuple[AdapterInfo, str | None]] = []
 
     def fill(directory: Path) -> None:
         for name, opener in files.items():
