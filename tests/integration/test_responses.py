@@ -285,7 +285,7 @@ def test_polls_alone_keep_a_pending_response(harness: Harness, tmp_path: Path) -
     response = in_background(harness)
     let_pass(harness, 2 * TIMEOUT_S)
     assert seen(harness, response["id"])["status"] == "in_progress"
-    assert harness.services.sessions.silent(TIMEOUT_S) == []
+    assert harness.services.sessions.list_silent(TIMEOUT_S) == []
 
 
 def test_a_server_that_starts_keeps_what_another_accepted(harness: Harness, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_response_is_stored_when_it_is_complete_and_read_much_later(harness: H
     for _ in range(3):  # the session is closed, and its futures are deleted
         sweep(harness, tmp_path)
         let_pass(harness, 7200)
-    assert harness.services.futures.settled_among([request_id]) == []
+    assert harness.services.futures.filter_settled([request_id]) == []
     assert seen(harness, response["id"]) == body
     let_pass(harness, 2 * 86400)
     sweep(harness, tmp_path)

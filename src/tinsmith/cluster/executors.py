@@ -28,7 +28,7 @@ from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store.futures import NewFuture, cancelled_name
+from tinsmith.store.futures import NewFuture, cancel_target
 from tinsmith.types import Pending, Sample
 
 SAMPLER = "sampler"
@@ -157,7 +157,7 @@ def reassign_all(db: Database, connection: sa.Connection, executor: str, base_mo
     rows = connection.execute(returned).all()
     assigned = {row.request_id: row.executor for row in rows}
     for row in rows:
-        executor = assigned.get(cancelled_name(row.request_id), row.executor) if row.kind == "cancel" else row.executor
+        executor = assigned.get(cancel_target(row.request_id), row.executor) if row.kind == "cancel" else row.executor
         if executor != row.executor:
             connection.execute(FUTURES.update().where(FUTURES.c.request_id == row.request_id).values(executor=executor))
 

@@ -404,7 +404,7 @@ class Engine:
             model.require_usable()
             self._part_began = time.monotonic()
             with self._quarantine.restoring(model_id):
-                run_to_end(self._recovery.restore(model), self._between if interleave else None)
+                run_to_end(self._recovery.restore(model), self._decode_between_parts if interleave else None)
         except TinsmithError as error:
             return error
         except (UnreachableError, SQLAlchemyError):

@@ -216,7 +216,7 @@ class Operations:
             details = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
             effects = [
                 *completion(new, directory, size_bytes),
-                *usage.added(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
+                *usage.usage_increments(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
                 entry(model.tenant_id, event, details),
             ]
             return _answer(request, answer, effects, clean_up)

@@ -378,7 +378,7 @@ class Arrivals:
         } - self.queues.request_ids
         for lane in self.queues.lanes.values():
             if lane.has_gap:
-                for request in self.futures.refused_of(lane.model_id, lane.next_seq_id):
+                for request in self.futures.list_refused(lane.model_id, lane.next_seq_id):
                     lane.add(request)
         return expired_ids
 

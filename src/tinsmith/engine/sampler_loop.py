@@ -43,7 +43,7 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import Settlement, cancelled_name
+from tinsmith.store.futures import Settlement, cancel_target
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import ModelShape, Partial, Pending
 from tinsmith.wire.token_stream import line_of
@@ -475,7 +475,7 @@ class SamplerEngine:
     def _admit(self) -> None:
         for cancel in self._queues.cancels:
             # Move them to the queue, from which cancellations withdraw samples.
-            for request in self._loader.withdraw(cancelled_name(cancel.request_id)):
+            for request in self._loader.withdraw(cancel_target(cancel.request_id)):
                 self._queues.add_sample(request)
         ready, failures = self._loader.ready()
         for request in ready:

@@ -35,7 +35,7 @@ from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.store import recorded_sequences
-from tinsmith.store.futures import SampleCost, Settlement, cancelled_name, deletion
+from tinsmith.store.futures import SampleCost, Settlement, cancel_target, deletion
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Partial, Pending, SampleResult, VisionShape
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -211,7 +211,7 @@ class Sampling:
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
-        self._absent = self.stores.samplers.silent_among(sorted(sessions), absent_after_s)
+        self._absent = self.stores.samplers.filter_silent(sorted(sessions), absent_after_s)
         present_sessions = sessions - self._absent
         present_wait = any(request.session_id in present_sessions for request in waiting)
         if self._absent and present_sessions and (present_wait or self.backend.sampler.cache_use().waiting_sequences):
@@ -263,7 +263,7 @@ class Sampling:
         """Withdraw what a cancellation names; returns the settlements of the samples and of the cancellation. A
         database error changes nothing.
         """
-        name = cancelled_name(cancel.request_id)
+        name = cancel_target(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
         running_ids = [
             request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])

@@ -508,7 +508,7 @@ class Recovery:
             self.operations.publish_again(model, body)
         elif request.state == "done":
             try:
-                as_of = self.futures.settled_at(request.request_id)
+                as_of = self.futures.settlement_time(request.request_id)
                 self.operations.load_into(model, read_load(body), as_of=as_of)
             except TinsmithError as error:
                 raise LostStateError(_restore_error(model, [str(error)])) from error

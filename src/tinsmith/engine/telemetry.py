@@ -354,7 +354,7 @@ class Recorder:
         run = self._runs.get(model_id)
         if run is None:
             try:
-                run = _Run(*self._records.curves.known(model_id))
+                run = _Run(*self._records.curves.count_steps_and_points(model_id))
             except SQLAlchemyError as error:
                 log.warning("the curves of a run cannot be read", model_id=model_id, error=repr(error))
                 return None

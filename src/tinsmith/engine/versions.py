@@ -178,7 +178,7 @@ class Versions:
         """Thread-safe."""
         for version in captured:
             directory, _ = self._directories.write(version.capture.write)
-            self._directories.discard(self._samplers.written(version.version_id, directory))
+            self._directories.discard(self._samplers.record_files(version.version_id, directory))
 
     def mark_written(self, model_id: str, captured: Sequence[CapturedVersion], error: Exception | None) -> None:
         """Record whether they were written."""

@@ -445,7 +445,7 @@ async def wake_missed(
     """
     request_ids, sampling_session_ids = waiters.watched()
     loop = asyncio.get_running_loop()
-    settled = await loop.run_in_executor(threads, futures.settled_among, request_ids)
+    settled = await loop.run_in_executor(threads, futures.filter_settled, request_ids)
     newest = await loop.run_in_executor(threads, samplers.last_orders, sampling_session_ids)
     waiters.settled(settled)
     waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))

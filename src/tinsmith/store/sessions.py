@@ -98,13 +98,13 @@ class Sessions:
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
         """Open a session with a new id or with `session_id`, or return the existing session of that id."""
-        created_at, given = now(), cast("dict[str, Any]", asdict(new) | {"tags": list(new.tags)})
+        created_at, fields = now(), cast("dict[str, Any]", asdict(new) | {"tags": list(new.tags)})
         session = Session(
             session_id=session_id or str(uuid.uuid4()),
             tenant_id=tenant_id,
             state="active",
             reason=None,
-            **given,
+            **fields,
             created_at=created_at,
             last_heartbeat_at=created_at,
         )
@@ -204,7 +204,7 @@ class Sessions:
         after = filters.after
         while len(sessions) <= filters.limit:
             batch = self._scan(tenant_id, filters, after)
-            sessions += [session for session in batch if _is_named(session, filters) and has_metadata(session)]
+            sessions += [session for session in batch if _matches_name(session, filters) and has_metadata(session)]
             if len(batch) < _SCAN_ROWS:
                 break
             after = (batch[-1].created_at, batch[-1].session_id)
@@ -231,7 +231,7 @@ class Sessions:
         future = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
         self._db.execute(SESSIONS.update().where(*future).values(last_heartbeat_at=now()))
 
-    def silent(self, timeout_s: float) -> list[Session]:
+    def list_silent(self, timeout_s: float) -> list[Session]:
         """Open sessions whose last heartbeat is older than `timeout_s`."""
         silent = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
         return [Session(**row._mapping) for row in self._db.rows(sa.select(SESSIONS).where(*silent))]
@@ -257,7 +257,7 @@ class Sessions:
         return True
 
     def list_closed(self, before: float, *, tenant_id: str | None = None) -> list[str]:
-        """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
+        """A batch of sessions (of one tenant) closed before `before` whose futures can be deleted."""
         # Postgres would turn EXISTS into a hash of all futures.
         futures = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == SESSIONS.c.session_id).limit(1)
         settled = futures.where(FUTURES.c.state != "pending").scalar_subquery()
@@ -278,7 +278,7 @@ def _finish_reason(finish_type: str, detail: str) -> str:
     return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
 
 
-def _is_named(session: Session, filters: SessionSearch) -> bool:
+def _matches_name(session: Session, filters: SessionSearch) -> bool:
     if filters.display_name is None:
         return True  # SQL has compared the id
     name = (session.display_name or "").casefold()

@@ -133,7 +133,7 @@ def overview(call: Call) -> JsonObject:
         "counts": call.services.overview.counts(call.tenant_id),
         "engines": [engine | {"memory": memory.get(str(engine["base_model"]), {})} for engine in _engines(call)],
         "seats": [
-            seat | {"started_at": iso(seat["started_at"])} for seat in call.services.overview.seats(call.tenant_id)
+            seat | {"started_at": iso(seat["started_at"])} for seat in call.services.overview.list_seats(call.tenant_id)
         ],
     }
 
@@ -252,8 +252,8 @@ def _run(row: Row, newest: Point | None) -> JsonObject:
     "/dashboard/queue", "List waiting requests and recent steps", answer=fields({"waiting": LIST, "engines": LIST})
 )
 def queue(call: Call) -> JsonObject:
-    waiting = call.services.overview.waiting(call.tenant_id)
-    seats = call.services.overview.seats(call.tenant_id)
+    waiting = call.services.overview.list_waiting(call.tenant_id)
+    seats = call.services.overview.list_seats(call.tenant_id)
     return {
         "now": iso(time.time()),
         "waiting": [

@@ -174,7 +174,7 @@ def prepare(
     request = validate(kind, values, ignored)
     plan: Callable[[Text], GenerationPlan] = request.plan
     if capture is not None and isinstance(request, ChatRequest | CountRequest):
-        plan = partial(request.plan, recorded=partial(services.exchanges.answered, tenant_id, capture))
+        plan = partial(request.plan, recorded=partial(services.exchanges.find_answered, tenant_id, capture))
     return prepare_plan(services, tenant_id, request.model, plan, ignored, capture)
 
 

@@ -127,7 +127,7 @@ def _bucket(start: float) -> JsonObject:
 @listing("/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=PROJECT)
 def stored_checkpoints(call: Call) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
-    for one in call.services.usage.stored(call.tenant_id, call.query.get("project_id")):
+    for one in call.services.usage.list_stored(call.tenant_id, call.query.get("project_id")):
         count, size_bytes = totals.get(one.project_id, (0, 0))
         totals[one.project_id] = (count + 1, size_bytes + one.size_bytes)
     return {

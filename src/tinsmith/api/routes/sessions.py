@@ -228,7 +228,7 @@ def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
         return metadata.items() <= (text_values(session.user_metadata) or {}).items()
 
     found, more = call.services.sessions.search(call.tenant_id, filters, has_metadata)
-    stored = call.services.usage.stored_of_sessions([session.session_id for session in found])
+    stored = call.services.usage.sum_stored_by_session([session.session_id for session in found])
     last = found[-1] if more else None
     return {
         "sessions": [_summary(session, *stored.get(session.session_id, (0, 0))) for session in found],

@@ -32,8 +32,8 @@ from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterInfo
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
-from tinsmith.store.models import copied_run
-from tinsmith.store.usage import added
+from tinsmith.store.models import copy_insertion
+from tinsmith.store.usage import usage_increments
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import (
@@ -184,10 +184,10 @@ def store_adapter(
         facts_of_save = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
         new = NewCheckpoint(ref, call.tenant_id, shape.name, facts.spec, *facts_of_save)
         effects = [
-            *added(call.tenant_id, session_id, shape.name, "checkpoint", 1),
+            *usage_increments(call.tenant_id, session_id, shape.name, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
         ]
-        added_run = copied_run(new.run(session_id), request.project_id, reason)
+        added_run = copy_insertion(new.run(session_id), request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
             already_exists(services.models.find(ref.training_run_id), reason)
     return services.checkpoints.get(call.tenant_id, ref)
