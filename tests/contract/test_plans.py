@@ -60,7 +60,7 @@ class Recorder:
         if database.is_sqlite:
             database._pool.close()
             assert database._files is not None
-            database._files.closed()
+            database._files.mark_closed()
         database.engine.dispose()
 
     def _on_connect(self, connection: sqlite3.Connection | psycopg.Connection, _record: object) -> None:

@@ -185,7 +185,7 @@ def test_a_lane_is_expected_beside_another_when_it_is_empty_or_has_only_an_optim
 
 def test_a_lane_notes_a_pass_that_could_run_at_once_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(Rhythm, "came", lambda self, moment: seen.append(moment))
+    monkeypatch.setattr(Rhythm, "record_pass", lambda self, moment: seen.append(moment))
     lane = Lane("m", "t", 1)
     lane.add(pending(2, "optim_step"))
     lane.add(pending(1, "forward_backward", created_at=7.0))
@@ -205,7 +205,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     first = bench.train(alice, 1)
     bench.run_until_idle()
@@ -217,7 +217,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr("tinsmith.engine.queues.MAX_HOLD_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
@@ -237,7 +237,7 @@ def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     bench.engine._queues.lanes[bob].rhythm = quick(0.01, answered_at=0.0)  # long ago
     request_id = bench.train(alice, 1)
     bench.run_until_idle()
@@ -250,14 +250,14 @@ def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     bench.step(bob, 1)
     passes = [bench.train(alice, 1), bench.train(bob, 2)]
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     bench.run_until_idle()
     assert [sorted(step) for step in bench.backend.steps] == [sorted(passes)]
 
 
 def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: 0.0)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: 0.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     bench.step(bob, 1)
     bench.train(bob, 2)
@@ -271,7 +271,7 @@ def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, m
 def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = bench.model("s:train:0")
     bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))
     request_id = bench.train(alice, 1, tokens=(1, 2, 3, 4))

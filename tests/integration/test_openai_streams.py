@@ -64,7 +64,7 @@ async def pending(harness: Harness, count: int = 1) -> list[str]:
 
 def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
     harness.services.futures.settle([Settlement(request_id, write_sample_result(found), "proto")], {})
-    harness.services.waiters.settled([request_id])
+    harness.services.waiters.wake([request_id])
 
 
 def test_an_answer_needs_no_http(harness: Harness) -> None:
@@ -212,7 +212,7 @@ def test_a_failed_sample_is_its_error(harness: Harness) -> None:
             answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
             request_id = (await pending(harness))[-1]
             harness.services.futures.settle([Settlement(request_id, error=error)], {})
-            harness.services.waiters.settled([request_id])
+            harness.services.waiters.wake([request_id])
             statuses.append((await answering)[0])
         return statuses
 

@@ -225,7 +225,7 @@ def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
         while not (found := pending(harness)):
             await asyncio.sleep(0.01)
         settle(harness, found[0], "yes")
-        harness.services.waiters.settled([found[0]])
+        harness.services.waiters.wake([found[0]])
         status, body = await answering
         assert status == 200 and body["store"] is False
         status, refused = await answer(harness.services, "alice", RESPONSES, asked | {"background": True})

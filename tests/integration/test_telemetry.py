@@ -286,7 +286,7 @@ LARGE = Image("chunks[1]", bytes(2 << 20), "png", 3, 1, 1, 1, b"")
 class NoDatabase:
     """A database whose reads fail."""
 
-    def known(self, _model_id: str) -> tuple[int, int]:
+    def count_steps_and_points(self, _model_id: str) -> tuple[int, int]:
         raise OperationalError("", None, Exception())
 
     def add(self, *_arguments: object) -> None:

@@ -117,7 +117,7 @@ class Life:
     def _work(self, settlement: Settlement) -> None:
         futures = self.harness.services.futures
         ownership = Ownership(database(self.harness), BASE, "engine-0")
-        (arrived,) = ownership.named([settlement.request_id])
+        (arrived,) = ownership.fetch_by_ids([settlement.request_id])
         incoming = ownership.incoming(arrived.request.arrival - 1)
         assert [one.request.request_id for one in incoming] == [settlement.request_id]
         assert ownership.pending_ids() == {settlement.request_id}

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.routing import BLOCK_TOKENS, MOST_OVER_MEAN, SLACK_TOKENS, Prefixes, chain_of, choose
+from tinsmith.cluster.routing import BLOCK_TOKENS, MAX_LOAD_FACTOR, SLACK_TOKENS, Prefixes, chain_of, choose
 
 NAMES = st.lists(st.text("abcdef:/-0123", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = st.binary(max_size=64)
@@ -47,7 +47,7 @@ def test_no_sampler_far_above_the_mean_is_chosen(loads, key) -> None:
     assert chosen is not None
     load = waiting_tokens[chosen]
     mean = sum(loads) / len(loads)
-    assert load <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
+    assert load <= max(MAX_LOAD_FACTOR * mean, mean + SLACK_TOKENS)
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(KEYS, st.integers(1, 20_000)), max_size=60))
@@ -58,7 +58,7 @@ def test_a_sequence_of_samples_never_overloads_one_sampler(count, samples) -> No
         chosen = choose(key, loads)
         assert chosen is not None
         loads[chosen] += tokens
-        assert loads[chosen] <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS) + tokens
+        assert loads[chosen] <= max(MAX_LOAD_FACTOR * mean, mean + SLACK_TOKENS) + tokens
 
 
 def test_one_hot_prefix_spills_to_the_others() -> None:

@@ -131,7 +131,7 @@ def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monke
 
 def test_threads_sleep_sooner_beside_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert [engine_environment(alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
+    assert [engine_environment(computes_alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
     alone = ({}, {"engines": 2}, {"samplers": 1}, {"sampler": "vllm"}, {"tensor_parallel": 2})
     assert [load(dict(given)).computes_alone for given in alone] == [True, False, False, False, False]
 

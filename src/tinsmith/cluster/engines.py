@@ -49,7 +49,7 @@ NO_START = "it cannot be started: "
 HOLDER = "holder"
 """The file with a data directory's id. Copies of the directory must not contain it."""
 
-FORGOTTEN_S = 86400.0
+SEAT_RETENTION_S = 86400.0
 """Seats without a renewal for this long are deleted."""
 
 log = structlog.get_logger()
@@ -196,9 +196,9 @@ class Engines:
         return None if usable or not broken else f"the engine of {base_model} does not run; {broken[0]}"
 
     def delete_unused(self) -> int:
-        """Delete the seats that were not used for FORGOTTEN_S; returns how many."""
-        expired = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
-        old = ENGINES.c.started_at < now() - FORGOTTEN_S
+        """Delete the seats that were not used for SEAT_RETENTION_S; returns how many."""
+        expired = ENGINES.c.lease_expires_at < self._db.clock() - SEAT_RETENTION_S
+        old = ENGINES.c.started_at < now() - SEAT_RETENTION_S
         owns_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         has_requests = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
         return self._db.execute(ENGINES.delete().where(expired, old, ~owns_runs, ~has_requests))

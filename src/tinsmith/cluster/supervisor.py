@@ -41,7 +41,7 @@ MANY_DEATHS = 3
 MANY_STARTS = 5
 """An engine counts as unable to start after this many deaths in a row before it was ready."""
 
-MOST_LOG_BYTES, MOST_SHOWN = 16 << 10, 300
+MAX_LOG_BYTES, MAX_REASON_CHARS = 16 << 10, 300
 ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit)(?::.*)?$")
 CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@|(?<=[?&;\s])(?:password|token|secret|key)=[^&;\s]+", re.IGNORECASE)
 
@@ -74,7 +74,7 @@ class Supervisor:
         on_release: Callable[[str], None] = lambda _base_model: None,
         prestarted: EngineProcess | None = None,
     ) -> None:
-        """`gone` is called with the pid of an engine that has ended, `freed` with its base model."""
+        """`on_exit` is called with the pid of an engine that has ended, `on_release` with its base model."""
         self._prestarted = prestarted
         self._on_exit = on_exit
         self._on_release = on_release
@@ -239,12 +239,12 @@ def last_error(log_path: Path) -> str:
     """The last line of a log that names an exception, without credentials; empty if no line does."""
     try:
         with log_path.open("rb") as file:
-            file.seek(max(0, log_path.stat().st_size - MOST_LOG_BYTES))
+            file.seek(max(0, log_path.stat().st_size - MAX_LOG_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
     error_line = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")
-    return CREDENTIALS.sub("***", error_line)[:MOST_SHOWN]
+    return CREDENTIALS.sub("***", error_line)[:MAX_REASON_CHARS]
 
 
 async def _end(process: EngineProcess, exited: asyncio.Task[int]) -> None:

@@ -91,8 +91,8 @@ class Mailbox:
     """A datagram socket that is bound to a name in a directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        _make_own(directory.parent)
-        _make_own(directory)
+        _make_private(directory.parent)
+        _make_private(directory)
         self._directory = directory
         self._path = directory / name
         self._path.unlink(missing_ok=True)
@@ -143,9 +143,9 @@ class Mailbox:
 
     def _members(self, name: str) -> list[str]:
         """The mailbox `name`, or those of the group `name`."""
-        return [one for one in self._known_endpoints() if one == name or one.startswith(f"{name}.")]
+        return [endpoint for endpoint in self._list_endpoints() if endpoint == name or endpoint.startswith(f"{name}.")]
 
-    def _known_endpoints(self) -> list[str]:
+    def _list_endpoints(self) -> list[str]:
         """The names in the directory, which is read again when it has changed."""
         try:
             changed_at = os.stat(self._directory).st_mtime_ns
@@ -179,17 +179,17 @@ class Mailbox:
                 self._path.unlink()
 
 
-def _make_own(directory: Path) -> None:
+def _make_private(directory: Path) -> None:
     """Make a directory that only this user can enter. Raises SettingsError if another user could change it.
 
     The system's directory of temporary files is accepted: its sticky bit protects the files in it.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX and found.st_uid == 0:
+    status = directory.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and status.st_uid == 0:
         return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SettingsError(
             f"{directory}, the directory of Tinsmith's sockets, could be changed by other users; remove it, or set "
             "TMPDIR to another directory"
@@ -230,11 +230,11 @@ class Waiters:
         return self._watch(self._requests, request_id)
 
     def watch_session(self, sampling_session_id: str) -> AbstractContextManager[asyncio.Event]:
-        """As `watch`, for any sample of a sampling session."""
+        """Register for the settlement of any sample of a sampling session, before reading its rows."""
         return self._watch(self._sessions, sampling_session_id)
 
     def watch_job(self, job_id: int) -> AbstractContextManager[asyncio.Event]:
-        """As `watch`, for any change of a bulk job."""
+        """Register for any change of a bulk job, before reading its row."""
         return self._watch(self._jobs, job_line(job_id))
 
     @contextlib.contextmanager
@@ -249,28 +249,28 @@ class Waiters:
             if not events[name]:
                 del events[name]
 
-    def watched(self) -> tuple[list[str], list[str]]:
+    def list_watched(self) -> tuple[list[str], list[str]]:
         """The request_ids and the sampling sessions with waiters."""
         return list(self._requests), list(self._sessions)
 
-    def settled(self, request_ids: Iterable[str]) -> None:
+    def wake(self, request_ids: Iterable[str]) -> None:
         """Wake the waiters of these requests, or of the bulk jobs that the ids name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
             _set(self._jobs if request_id.startswith(JOB) else self._requests, request_id)
             sampling_session_ids.add(request_id.rpartition(":")[0])
-        self.sessions_settled(sampling_session_ids)
+        self.wake_sessions(sampling_session_ids)
 
-    def sessions_settled(self, sampling_session_ids: Iterable[str]) -> None:
+    def wake_sessions(self, sampling_session_ids: Iterable[str]) -> None:
         """Wake the waiters of any sample of these sampling sessions."""
         for sampling_session_id in sampling_session_ids:
             _set(self._sessions, sampling_session_id)
 
-    def settled_from_thread(self, request_ids: Sequence[str]) -> None:
-        """As `settled`, from any thread."""
+    def wake_from_thread(self, request_ids: Sequence[str]) -> None:
+        """Wake the waiters of these requests from any thread."""
         if self._loop is not None and len(self):
             with contextlib.suppress(RuntimeError):  # the loop has just ended, with all waiters
-                self._loop.call_soon_threadsafe(self.settled, request_ids)
+                self._loop.call_soon_threadsafe(self.wake, request_ids)
 
     def wake_all(self) -> None:
         """Wake every waiter, so that it reads its row again."""
@@ -285,9 +285,9 @@ class Waiters:
 
     def __len__(self) -> int:
         """The number of held polls."""
-        return sum(len(woken) for events in (self._requests, self._sessions) for woken in events.values())
+        return sum(len(waiting) for events in (self._requests, self._sessions) for waiting in events.values())
 
 
 def _set(events: _Events, name: str) -> None:
-    for woken in events.get(name, ()):
-        woken.set()
+    for event in events.get(name, ()):
+        event.set()

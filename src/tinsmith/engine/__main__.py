@@ -483,7 +483,7 @@ def _serve(context: _EngineContext, settings: Settings, stopping: threading.Even
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     stores = open_stores(database, settings, ownership, tracing)
     engine, close = start(stores, database, mailbox, settings)
-    database.time_use(engine.meters.observe_database)
+    database.observe_use(engine.meters.observe_database)
     threading.Thread(target=_prepare_stop, args=(stopping, engine, context), daemon=True).start()
     gc.freeze()  # without torch, what this process has imported is not exempt yet
     start_supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)

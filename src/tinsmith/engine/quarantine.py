@@ -24,7 +24,7 @@ from pathlib import Path
 
 import structlog
 
-from tinsmith.cluster.in_flight_journal import Note, after_death
+from tinsmith.cluster.in_flight_journal import Note, read_suspects
 from tinsmith.engine.faults import EngineFaultError, Fault, classify
 from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
@@ -51,7 +51,7 @@ class Quarantine:
         self.on_fault: Callable[[EngineFaultError], None] = lambda _fault: None
         """Called once, when the journal names the cause of the engine's end."""
         self._written = b""
-        self._suspects = after_death(path)
+        self._suspects = read_suspects(path)
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -68,7 +68,7 @@ class Quarantine:
         for text in notes:
             for request_id, other in Note.parse(text).suspects.items():
                 if request_id in waiting:
-                    self._suspects[request_id] = self._suspects.get(request_id, other).worse_of(other)
+                    self._suspects[request_id] = self._suspects.get(request_id, other).merge(other)
         self._write()
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -356,7 +356,7 @@ class Arrivals:
             *self.queues.request_ids,
             *(arrival.request.request_id for arrival in arrivals),
         }:
-            arrivals += self.ownership.named(sorted(missing_ids))
+            arrivals += self.ownership.fetch_by_ids(sorted(missing_ids))
         self._claim_and_enqueue(arrivals)
         if EVERYTHING in woken_ids:
             self._claim_and_enqueue(self._fetch_missed())
@@ -368,13 +368,13 @@ class Arrivals:
         expired_ids = self.ownership.free_expired()
         if expired_ids:
             log.warning("engines stopped renewing their leases; their requests are free", engine_ids=expired_ids)
-        self._other_engines = self.ownership.others()
+        self._other_engines = self.ownership.list_others()
         self.fetch()
         missed = self._fetch_missed()
         self._claim_and_enqueue(missed)
         # Requests still free at the next poll are claimed then, whichever engine is preferred.
         self._left_to_other_engines = {
-            arrival.request.request_id for arrival in missed if arrival.free
+            arrival.request.request_id for arrival in missed if arrival.is_unassigned
         } - self.queues.request_ids
         for lane in self.queues.lanes.values():
             if lane.has_gap:
@@ -383,23 +383,23 @@ class Arrivals:
         return expired_ids
 
     def _fetch_missed(self) -> list[Arrival]:
-        return self.ownership.named(sorted(self.ownership.pending_ids() - self.queues.request_ids))
+        return self.ownership.fetch_by_ids(sorted(self.ownership.pending_ids() - self.queues.request_ids))
 
     def _claim_and_enqueue(self, arrivals: Sequence[Arrival]) -> None:
         ids_to_claim = [
-            arrival.request.request_id for arrival in arrivals if arrival.free and self._is_to_claim(arrival)
+            arrival.request.request_id for arrival in arrivals if arrival.is_unassigned and self._is_to_claim(arrival)
         ]
         self._journals_due |= bool(ids_to_claim)  # even if the database does not report the claims
         claimed = self.ownership.claim(ids_to_claim) if ids_to_claim else set[str]()
         if claimed:
             hit("engine.claimed")
         for arrival in arrivals:
-            if not arrival.free or arrival.request.request_id in claimed:
+            if not arrival.is_unassigned or arrival.request.request_id in claimed:
                 self._enqueue(arrival.request)
         if claimed:
             # Rows of the same runs may have been skipped while another engine owned them.
             for arrival in self._fetch_missed():
-                if not arrival.free:
+                if not arrival.is_unassigned:
                     self._enqueue(arrival.request)
         if self._journals_due:
             self.quarantine.adopt(self.ownership.suspects(), self.queues.request_ids)

@@ -407,7 +407,7 @@ class SamplerEngine:
             *(request.request_id for request in requests),
         }
         if missing_ids:
-            requests += self._executors.named(self._engine_id, sorted(missing_ids))
+            requests += self._executors.fetch_by_ids(self._engine_id, sorted(missing_ids))
         self._enqueue(requests)
 
     def _fetch_late(self) -> None:
@@ -415,7 +415,7 @@ class SamplerEngine:
         self._fetch()
         missing_ids = self._executors.pending_ids(self._base_model, self._engine_id) - self._queues.request_ids
         if missing_ids:
-            self._enqueue(self._executors.named(self._engine_id, sorted(missing_ids)))
+            self._enqueue(self._executors.fetch_by_ids(self._engine_id, sorted(missing_ids)))
 
     def _enqueue(self, requests: Sequence[Pending]) -> None:
         if requests:

@@ -83,13 +83,13 @@ class EngineMeters:
         base_model: str,
         engine_id: str,
         token_budget: int,
-        most_tenants: int,
+        max_tenants: int,
         registry: CollectorRegistry | None = None,
     ) -> None:
         seat = (base_model, engine_id)
         registry = registry or CollectorRegistry()
         self._token_budget = token_budget
-        self._tenants = metrics.TenantLabels(most_tenants)
+        self._tenants = metrics.TenantLabels(max_tenants)
         prefix = "tinsmith_engine_"
         step_seconds = metrics.histogram(prefix + "step_seconds", registry)
         tokens = metrics.counter(prefix + "tokens_total", registry)

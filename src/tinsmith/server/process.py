@@ -133,9 +133,9 @@ class Server:
     on_stop: Callable[[int, int], None] | None = None
     """Called when the process begins to stop, with the numbers of held polls and of engine processes."""
 
-    def work(self) -> dict[str, float]:
+    def work_counts(self) -> dict[str, float]:
         """Counts since the start: stored requests, trained and sampled tokens."""
-        return self.app.state.services.meters.work()
+        return self.app.state.services.meters.work_counts()
 
     def _stopping(self) -> None:
         if self.on_stop is not None:
@@ -251,7 +251,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     holder = holder_of(data_dir)
     engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
-    database.time_use(meters.observe_database)
+    database.observe_use(meters.observe_database)
     count_failure = meters.count_background_failure
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), count_failure, timeouts)
     background = Background(count_failure)
@@ -269,9 +269,9 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     waiters = Waiters()
     meters.watch_long_polls(waiters.__len__)
     wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
-    fleet = EngineRouter(database)
-    futures = Futures(database, wake, meters.submitted, fleet.for_sample)
-    services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
+    engine_router = EngineRouter(database)
+    futures = Futures(database, wake, meters.count_request, engine_router.for_sample)
+    services = _services(settings, served, database, waiters, futures, engines, engine_router, meters)
     services = _with_engine_states(services, supervisor, engines)
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
@@ -341,7 +341,7 @@ def _services(
     waiters: Waiters,
     futures: Futures,
     engines: Engines,
-    fleet: EngineRouter,
+    engine_router: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches, dispatch = BatchJobs(database), OpenAIBatches(database), Dispatch(Executors(database))
@@ -387,7 +387,7 @@ def _services(
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         queue_state=engines.queue_state,
-        engine_for_run=fleet.for_run,
+        engine_for_run=engine_router.for_run,
         dispatch=dispatch,
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
@@ -405,7 +405,7 @@ def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
     if "" in request_ids:  # wake-ups may have been missed
         waiters.wake_all()
     else:
-        waiters.settled(request_ids)
+        waiters.wake(request_ids)
 
 
 async def _watch_files(database: Database, threads: ThreadPools, supervisor: Supervisor) -> None:
@@ -443,12 +443,12 @@ async def wake_missed(
     """Wake the polls whose futures have settled. `orders` is the previous return value: the last settle_order of each
     sampling session with waiters.
     """
-    request_ids, sampling_session_ids = waiters.watched()
+    request_ids, sampling_session_ids = waiters.list_watched()
     loop = asyncio.get_running_loop()
     settled = await loop.run_in_executor(threads, futures.filter_settled, request_ids)
     newest = await loop.run_in_executor(threads, samplers.last_orders, sampling_session_ids)
-    waiters.settled(settled)
-    waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
+    waiters.wake(settled)
+    waiters.wake_sessions(name for name, order in newest.items() if order != orders.get(name))
     return newest
 
 

@@ -32,7 +32,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.models import LOADED
-from tinsmith.telemetry.metrics import Counted
+from tinsmith.telemetry.metrics import RowCount
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 UNFINISHED_JOB = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
@@ -45,20 +45,20 @@ class DatabaseCounts:
         self._db = db
         self._holder = holder
 
-    def counts(self) -> Iterator[Counted]:
+    def counts(self) -> Iterator[RowCount]:
         with self._db.read() as connection:
             yield from self._queues(connection)
             yield from self._engines(connection)
             yield from _models(connection)
             opened = sa.select(sa.func.count()).select_from(SESSIONS).where(ACTIVE_SESSION)
-            yield Counted("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
+            yield RowCount("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
             jobs = BATCH_JOBS.c.status
             for status, count in connection.execute(
                 sa.select(jobs, sa.func.count()).where(jobs.in_(UNFINISHED_JOB)).group_by(jobs)
             ):
-                yield Counted("tinsmith_batch_jobs", (status,), float(count))
+                yield RowCount("tinsmith_batch_jobs", (status,), float(count))
 
-    def _queues(self, connection: sa.Connection) -> Iterator[Counted]:
+    def _queues(self, connection: sa.Connection) -> Iterator[RowCount]:
         # For the index of the engines' queues, since most requests are settled.
         query = (
             sa.select(FUTURES.c.base_model, FUTURES.c.kind, sa.func.count(), sa.func.min(FUTURES.c.created_at))
@@ -67,20 +67,20 @@ class DatabaseCounts:
         )
         now_s = now()
         for base_model, kind, count, oldest in connection.execute(query):
-            yield Counted("tinsmith_queue_requests", (base_model, kind), float(count))
-            yield Counted("tinsmith_queue_oldest_seconds", (base_model, kind), max(0.0, now_s - oldest))
+            yield RowCount("tinsmith_queue_requests", (base_model, kind), float(count))
+            yield RowCount("tinsmith_queue_oldest_seconds", (base_model, kind), max(0.0, now_s - oldest))
 
-    def _engines(self, connection: sa.Connection) -> Iterator[Counted]:
+    def _engines(self, connection: sa.Connection) -> Iterator[RowCount]:
         alive = (ENGINES.c.lease_expires_at > self._db.clock()).label("alive")
         columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.holder, ENGINES.c.pid, alive)
         for row in connection.execute(sa.select(*columns)):
             ready = row.state == "ready" and bool(row.alive)
-            yield Counted("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
+            yield RowCount("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
             if row.alive and row.holder == self._holder and (size := resident_bytes(row.pid)):
-                yield Counted("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
+                yield RowCount("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
 
 
-def _models(connection: sa.Connection) -> Iterator[Counted]:
+def _models(connection: sa.Connection) -> Iterator[RowCount]:
     lag = sa.func.max(MODELS.c.applied_seq_id - sa.func.coalesce(MODELS.c.snapshot_seq_id, 0))
     query = (
         sa.select(MODELS.c.base_model, MODELS.c.state, sa.func.count(), lag)
@@ -88,9 +88,9 @@ def _models(connection: sa.Connection) -> Iterator[Counted]:
         .group_by(MODELS.c.base_model, MODELS.c.state)
     )
     for base_model, state, count, max_lag in connection.execute(query):
-        yield Counted("tinsmith_models", (base_model, state), float(count))
+        yield RowCount("tinsmith_models", (base_model, state), float(count))
         if state == "ready":
-            yield Counted("tinsmith_snapshot_lag_operations", (base_model,), float(max_lag))
+            yield RowCount("tinsmith_snapshot_lag_operations", (base_model,), float(max_lag))
 
 
 def resident_bytes(pid: int) -> int:

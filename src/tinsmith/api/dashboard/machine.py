@@ -72,7 +72,7 @@ _UTILISATION = Utilisation()
 )
 def machine(call: Call) -> JsonObject:
     services, read_at = call.services, now()
-    memory = services.meters.memory()
+    memory = services.meters.device_memory()
     waiting = services.overview.list_waiting(call.tenant_id)
     engines: list[JsonObject] = []
     training = 0.0

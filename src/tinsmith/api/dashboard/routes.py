@@ -127,7 +127,7 @@ COUNTED = {
     answer=fields({"counts": ANYTHING, "engines": LIST, "seats": LIST}),
 )
 def overview(call: Call) -> JsonObject:
-    memory = call.services.meters.memory()
+    memory = call.services.meters.device_memory()
     return {
         "tenant_id": call.tenant_id,
         "counts": call.services.overview.counts(call.tenant_id),

@@ -304,7 +304,7 @@ def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) ->
     seats.append(seat)
     if plan.stream:
         services.partials.expect(seat.request_id)
-    services.futures.submit(services.dispatch.assigned(new, sample))
+    services.futures.submit(services.dispatch.assign(new, sample))
 
 
 def _shown(plan: GenerationPlan) -> Mapping[str, object]:

@@ -64,7 +64,7 @@ def file_response(
         status = HTTPStatus.PARTIAL_CONTENT
         given |= _content_range(f"{start}-{end - 1}", file.size_bytes)
     given["content-length"] = str(end - start)
-    content = iter(()) if request.method == "HEAD" else _pieces(file.open(), start, end)
+    content = iter(()) if request.method == "HEAD" else _pieces(file.opened(), start, end)
     return StreamingResponse(content, status, given, media_type)
 
 

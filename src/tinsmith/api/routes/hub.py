@@ -118,7 +118,7 @@ async def resolve(request: Request) -> Response:
             )
         file = found.file(name)
         headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
-        return file_response(request, StoredFile(file.path, file.size_bytes, file.opened), FILE_TYPE, headers)
+        return file_response(request, StoredFile(file.path, file.size_bytes, file.open), FILE_TYPE, headers)
 
     return await run(work, on=services.threads.transfers)
 

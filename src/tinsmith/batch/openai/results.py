@@ -22,7 +22,7 @@ from tinsmith.batch.openai.rows import lines
 from tinsmith.batch.operations.sample import TokensUsed
 from tinsmith.batch.types import PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage.stores import verified
+from tinsmith.storage.stores import stream_verified
 
 PAGE = 1000
 
@@ -123,7 +123,7 @@ def _whole(output: Mapping[str, Any]) -> PartInfo:
 def _lines_of(part: PartInfo) -> Iterator[bytes]:
     rest = b""
     try:
-        for piece in verified(source_of(part)):
+        for piece in stream_verified(source_of(part)):
             *whole, rest = (rest + piece).split(b"\n")
             yield from (line + b"\n" for line in whole)
     except FileNotFoundError:
