@@ -31,10 +31,10 @@ SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSW
 
 BUCKET_SCHEMES = ("s3", "gs")
 
-RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
+RAY_ACTOR_VARIABLES = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
 """Environment variables of Ray's processes that child processes must not inherit."""
 
-HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
+MALLOC_TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
 """glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
 
 SIOCGIFADDR = 0x8915
@@ -46,7 +46,7 @@ DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_paral
 RANK_ADDRESS_FILE = "ranks.address"
 """The file of an engine's data directory with the address at which ranks of other machines join."""
 
-KEPT_PRODUCTS = 128
+CACHED_MATMULS = 128
 """Most compiled matrix products in an engine's caches."""
 
 
@@ -490,7 +490,7 @@ def load(overrides: dict[str, object]) -> Settings:
     try:
         return Settings.model_validate({**Settings().model_dump(), **overrides})
     except ValidationError as error:
-        raise SettingsError(_in_words(error)) from None
+        raise SettingsError(_describe_errors(error)) from None
 
 
 def engine_environment(
@@ -509,11 +509,11 @@ def engine_environment(
     - glibc keeps freed blocks, in huge pages, to avoid page faults in every step.
     """
     inherited = {name: value for name, value in os.environ.items() if not _is_secret(name)}
-    cache_limits = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
+    cache_limits = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(CACHED_MATMULS))
     metrics = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
     threading = {
         "TOKENIZERS_PARALLELISM": "false",
-        "GLIBC_TUNABLES": HEAP,
+        "GLIBC_TUNABLES": MALLOC_TUNABLES,
         "GOMP_SPINCOUNT": "20000" if computes_alone else "2000",
     }
     interface = network_interface(peer) if peer else "lo"
@@ -545,13 +545,15 @@ def network_interface(host: str) -> str:
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a bulk job worker, without secrets except bucket credentials."""
-    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
+    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_ACTOR_VARIABLES}
 
 
 def role_environment() -> dict[str, str]:
     """Return the environment of a process that may connect to Ray and reads its settings from a pipe."""
     return {
-        name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIX) and name not in RAY_ACTOR_VARIABLES
     }
 
 
@@ -619,7 +621,7 @@ def client_address() -> tuple[str, str]:
     )
 
 
-def _in_words(error: ValidationError) -> str:
+def _describe_errors(error: ValidationError) -> str:
     def fix(problem: ErrorDetails) -> str:
         if problem["type"].startswith("byte_size"):
             return "it must be a number of bytes, or one with a unit, such as 6GiB"

@@ -21,7 +21,7 @@ from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import NewFuture, Settlement
-from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, ImplicitSessions
+from tinsmith.store.implicit_sessions import SESSION_LIFETIME_S, ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.fields import IgnoredFields
@@ -376,7 +376,7 @@ def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harn
     assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
     assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
     assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
-    moment[0] += REPLACED_EVERY_S
+    moment[0] += SESSION_LIFETIME_S
     replaced = implicit.next_sample("alice", nano.MODEL_NAME, None)
     assert replaced.session_id != seats[0].session_id
     assert services.sessions.get("alice", seats[0].session_id).state == "finished"

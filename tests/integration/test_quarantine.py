@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.engine_bench import BASE, Bench, FlakyBackend
 from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.in_flight_journal import BATCH_SHRINK_FACTOR, Note, Suspect, read_journal
+from tinsmith.cluster.in_flight_journal import BATCH_SHRINK_FACTOR, JournalNote, Suspect, read_journal
 from tinsmith.db.schema import BODIES, MODELS
 from tinsmith.engine.faults import EngineFaultError, Fault
 from tinsmith.engine.quarantine import MAX_BUGS, MAX_DEATHS, Quarantine
@@ -180,7 +180,9 @@ def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) 
     request_id = bench.step(model, 1)
     bench.run_until_idle()
     assert bench.outcome(request_id) is None, "it is another's"
-    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode())
+    there.release(
+        Seat(BASE), "restarting", suspects=JournalNote([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode()
+    )
     bench.engine._slow_poll()
     bench.run_until_idle()
     outcome = bench.outcome(request_id)

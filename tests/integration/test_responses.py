@@ -241,7 +241,7 @@ TIMEOUT_S = 300.0
 
 def sweep(harness: Harness, tmp_path: Path) -> None:
     """One round of the work for pending responses, and a sweep of the janitor."""
-    PendingResponses(harness.services).work_round()
+    PendingResponses(harness.services).run_round()
     db = harness.services.futures._db
     directories = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     Janitor(harness.services, Engines(db, "here"), *directories).sweep()
@@ -331,13 +331,13 @@ def test_a_response_whose_model_is_away_waits_for_it(harness: Harness, tmp_path:
         settle(harness, request_id, "hello")
     moments = [0.0]
     away = PendingResponses(replace(harness.services, bases=Bases(())), clock=lambda: moments[0])
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) is None and stored_body(harness, other["id"]) is None
     away._services = harness.services
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) is None, "a pause first"
     moments[0] = 120.0
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) and stored_body(harness, other["id"])
 
 
@@ -356,7 +356,7 @@ def test_stored_responses_have_a_quota(tmp_path: Path) -> None:
     harness = replace(made, services=services)
     first = in_background(harness)
     settle(harness, pending(harness)[0], "hello " * 300)
-    PendingResponses(services).work_round()
+    PendingResponses(services).run_round()
     assert services.overview.counts("alice")["response_bytes"] > 2000
     asked = {"model": nano.MODEL_NAME, "input": "hi", "background": True}
     refused = harness.client.post("/v1/responses", json=asked, headers=HEADERS)

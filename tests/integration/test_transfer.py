@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith.backends import Capture
 from tinsmith.engine import transfer
-from tinsmith.engine.transfer import KEPT_FILES, TransferServer, VersionUnavailableError, fetch
+from tinsmith.engine.transfer import CACHED_VERSIONS, TransferServer, VersionUnavailableError, fetch
 from tinsmith.errors import CorruptFilesError
 
 KEY = b"k" * 32
@@ -69,10 +69,10 @@ def test_it_is_written_once_for_all_samplers_and_again_once_replaced(server: Tra
 
 
 def test_the_files_of_only_a_few_versions_are_kept(server: TransferServer, tmp_path: Path) -> None:
-    for number in range(KEPT_FILES + 3):
+    for number in range(CACHED_VERSIONS + 3):
         server.offer(f"v{number}", capture("x"))
         taken(server, f"v{number}", tmp_path / f"{number}")
-    assert len(list((tmp_path / "outbox").iterdir())) == KEPT_FILES
+    assert len(list((tmp_path / "outbox").iterdir())) == CACHED_VERSIONS
     assert taken(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
 
 

@@ -43,7 +43,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class JournalNote:
     """The running requests, and the suspects of earlier crashes. `reason` is why the engine ended itself, if it did,
     and `is_bug` whether that was a bug; `restoring` is the model that is being restored for the running request.
     """
@@ -64,7 +64,7 @@ class Note:
         return orjson.dumps(note)
 
     @classmethod
-    def parse(cls, text: bytes | str) -> Note:
+    def parse(cls, text: bytes | str) -> JournalNote:
         """Parse a note. An unreadable note, which a crash may have truncated, is empty."""
         try:
             note = orjson.loads(text)
@@ -91,7 +91,7 @@ def journal_path(data_dir: Path, engine_id: str) -> Path:
 def read_suspects(path: Path) -> dict[str, Suspect]:
     """The suspects after the crash of the engine that left this note."""
     try:
-        note = Note.parse(path.read_bytes().partition(b"\n")[0])
+        note = JournalNote.parse(path.read_bytes().partition(b"\n")[0])
     except OSError:
         return {}
     suspects = dict(note.suspects)
@@ -109,4 +109,4 @@ def read_suspects(path: Path) -> dict[str, Suspect]:
 def read_journal(path: Path) -> str | None:
     """The suspects of `read_suspects` as the text of a note; None without suspects."""
     suspects = read_suspects(path)
-    return Note([], suspects).text().decode() if suspects else None
+    return JournalNote([], suspects).text().decode() if suspects else None

@@ -40,7 +40,7 @@ SLACK_TOKENS = 8192
 """... unless it is within this many tokens of the mean, since a cached prefix is worth a short wait."""
 
 
-def chain_of(scope: str, prompt_T: I32) -> list[bytes]:
+def prefix_keys(scope: str, prompt_T: I32) -> list[bytes]:
     """A key of each prefix of whole blocks, then a key of the prompt. Equal keys mean equal scopes and tokens."""
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
     keys: list[bytes] = []
@@ -87,7 +87,7 @@ class Prefixes:
         """Choose and record the executor for a sample; None without a live sampler. Prompts of different scopes share
         no cache.
         """
-        *blocks, prompt_key = chain_of(scope, prompt_T)
+        *blocks, prompt_key = prefix_keys(scope, prompt_T)
         depth = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._prefixes), 0)
         executor = self._affine_executor(blocks, depth, prompt_key)
         if executor is None or executor not in _below_load_limit(waiting_tokens):
@@ -125,7 +125,7 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _View:
+class _CachedLoads:
     read_at: float
     loads: dict[str, int]
 
@@ -138,7 +138,7 @@ class Loads:
         self._read_loads = read_loads
         self._clock = clock or (lambda: time.monotonic())
         self.lock = threading.Lock()
-        self._views: dict[str, _View] = {}
+        self._views: dict[str, _CachedLoads] = {}
 
     def of(self, base_model: str) -> dict[str, int]:
         """The load of each process, by its id."""
@@ -155,5 +155,5 @@ class Loads:
         except SQLAlchemyError as error:
             log.warning("the processes of a base model could not be read", base_model=base_model, error=repr(error))
         with self.lock:
-            self._views[base_model] = _View(read_at, loads)
+            self._views[base_model] = _CachedLoads(read_at, loads)
         return loads

@@ -59,7 +59,7 @@ class _Deaths:
     last_start: float = 0.0
 
     @property
-    def broken(self) -> str | None:
+    def start_error(self) -> str | None:
         """The reason, for the row, if the engine cannot be started."""
         return f"{NO_START}{self.reason}; see its log" if self.starts >= MANY_STARTS else None
 
@@ -147,7 +147,7 @@ class Supervisor:
         while not self._stopping.is_set():
             started = deaths.last_start = time.monotonic()
             # The row may still say that the previous engine is ready.
-            await self._write_row(self._engines.set_state, seat, "starting", deaths.broken)
+            await self._write_row(self._engines.set_state, seat, "starting", deaths.start_error)
             try:
                 code = await self._run_once(shape, seat)
             except OSError as error:  # out of memory, or no space for the log: temporary
@@ -162,11 +162,11 @@ class Supervisor:
                 self.refuse((row.reason if row else None) or f"model {shape.name!r} cannot be served")
                 return
             if code == EXIT_LEASE_LOST:
-                continue  # it was slow, not broken
+                continue  # it was slow, not start_error
             line = last_error(self.log_path(seat))
             deaths.reason = f"it ended with status {code}{f' ({line})' if line else ''}"
             deaths.starts = 0 if await self._was_ready(seat) else deaths.starts + 1
-            await self._release(seat, "restarting", deaths.broken or deaths.reason)
+            await self._release(seat, "restarting", deaths.start_error or deaths.reason)
             ran_s = time.monotonic() - started
             deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
             pause_s = backoff.after(ran_s)

@@ -34,7 +34,7 @@ SERVER = "server"
 EVERYTHING = "*"
 """In place of an id: rows of another engine were released, anywhere in the queue."""
 
-JOB = "batch-job:"
+JOB_PREFIX = "batch-job:"
 """Prefix of a bulk job's number, in place of an id: the job's row has changed."""
 
 SAFETY_POLL_S = 1.0
@@ -45,7 +45,7 @@ MAX_UNSENT = 200
 
 _FULL = (errno.EAGAIN, errno.ENOBUFS)
 
-_SETTLED_S = 0.1
+_MTIME_RESOLUTION_S = 0.1
 """A directory that changed this recently may change again within the same time stamp."""
 
 
@@ -62,7 +62,7 @@ def _group_of(base_model: str) -> str:
 
 def job_line(job_id: int) -> str:
     """The id that is sent to the servers when a bulk job has changed."""
-    return f"{JOB}{job_id}"
+    return f"{JOB_PREFIX}{job_id}"
 
 
 def server_mailbox(data_dir: Path) -> str:
@@ -151,7 +151,7 @@ class Mailbox:
             changed_at = os.stat(self._directory).st_mtime_ns
             if changed_at != self._endpoints_at:
                 self._endpoints = os.listdir(self._directory)
-                self._endpoints_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
+                self._endpoints_at = changed_at if time.time_ns() - changed_at > _MTIME_RESOLUTION_S * 1e9 else 0
         except OSError:  # temporary files were cleaned up
             return []
         return self._endpoints
@@ -257,7 +257,7 @@ class Waiters:
         """Wake the waiters of these requests, or of the bulk jobs that the ids name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
-            _set(self._jobs if request_id.startswith(JOB) else self._requests, request_id)
+            _set(self._jobs if request_id.startswith(JOB_PREFIX) else self._requests, request_id)
             sampling_session_ids.add(request_id.rpartition(":")[0])
         self.wake_sessions(sampling_session_ids)
 

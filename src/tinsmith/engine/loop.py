@@ -153,7 +153,7 @@ class Engine:
         """Write state that only this engine's memory holds, for the next engine."""
         self.clear_journal()
         self.flush()
-        self._snapshots.cover_all()
+        self._snapshots.snapshot_all()
         try:
             self._versions.write_all()
         except Exception as error:  # the next engine recreates them by a replay
@@ -189,7 +189,7 @@ class Engine:
             # Also when busy: one tenant's load must not hide a lost wake-up or another tenant's gap.
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._slow_poll()
-            self._give_up_gaps()
+            self._skip_gaps()
             self._recorder.flush()
             self._sampling.update_absent_sessions(self._queues, self._settings.absent_after_s)
             self._sampling.measure()
@@ -200,7 +200,9 @@ class Engine:
         return busy
 
     def _trim_when_idle(self, busy: bool) -> None:
-        """Freed blocks are kept for the next step (`settings.HEAP`); an engine without work returns them, once."""
+        """Freed blocks are kept for the next step (`settings.MALLOC_TUNABLES`); an engine without work returns them,
+        once.
+        """
         if busy:
             self._trim_at = time.monotonic() + TRIM_AFTER_S
         elif time.monotonic() >= self._trim_at:
@@ -217,22 +219,22 @@ class Engine:
         """Nothing arrived for a moment: do deferrable work, then wait. False if still nothing arrived."""
         if busy or patience_s <= QUIET_S:
             return False
-        while self._tidy():
+        while self._offload_one_version():
             if self._mailbox.wait(0.0):
                 return True
         return self._mailbox.wait(patience_s - QUIET_S)
 
-    def _tidy(self) -> bool:
+    def _offload_one_version(self) -> bool:
         try:
-            return self._versions.tidy()
+            return self._versions.offload_one()
         except OSError as error:  # a full disk: the versions stay in memory
             log.error("an ephemeral version could not be moved to disk", exc_info=error)
             return False
 
-    def _give_up_gaps(self) -> None:
-        """Skip missing seq_ids: the SDK stops re-sending a request after some minutes."""
+    def _skip_gaps(self) -> None:
+        """Skip seq_ids that are missing for long: the SDK stops re-sending a request after some minutes."""
         for lane in self._queues.lanes.values():
-            if missing := lane.give_up_gap(self._settings.seq_gap_s):
+            if missing := lane.skip_gap(self._settings.seq_gap_s):
                 first, last = missing
                 log.warning("stopped waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
         self._queues.forget_idle_lanes()

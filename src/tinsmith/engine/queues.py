@@ -214,7 +214,7 @@ class Lane:
     def has_gap(self) -> bool:
         return bool(self.waiting) and self.next_seq_id not in self.waiting
 
-    def give_up_gap(self, patience_s: float) -> tuple[int, int] | None:
+    def skip_gap(self, patience_s: float) -> tuple[int, int] | None:
         """Skip the missing seq_ids if the requests after them have waited for `patience_s`; returns the first and last.
 
         The wall clock, which can be set, only counts when a gap is first seen.

@@ -69,7 +69,8 @@ TRIM_BYTES = 2**26
 blocks, which glibc does not return by itself."""
 
 MAPPED_BYTES = 2**27
-"""Models of this size are not counted: each of their four buffers is a mapping of its own (`settings.HEAP`)."""
+"""Models of this size are not counted: each of their four buffers is a mapping of its own (`settings.MALLOC_TUNABLES`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ SNAPSHOT_SHARE = 0.005
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
 """Request bytes between snapshots, which bounds a model's log on disk."""
 
-COVER_S = 5.0
+STOP_SNAPSHOT_S = 5.0
 """For how long a stopping engine begins snapshots."""
 
 RETRY_S = 10.0
@@ -383,9 +384,9 @@ class Snapshots:
             self.write_versions(model_id)
         return False
 
-    def cover_all(self) -> None:
-        """Take snapshots of all models within COVER_S before the engine stops, which spares a replay."""
-        until = time.monotonic() + COVER_S
+    def snapshot_all(self) -> None:
+        """Take snapshots of all models within STOP_SNAPSHOT_S before the engine stops, which spares a replay."""
+        until = time.monotonic() + STOP_SNAPSHOT_S
         for model_id, resident in self._resident.items():
             if not resident.is_covered and time.monotonic() < until:
                 self._start_snapshot(model_id, resident)

@@ -57,7 +57,7 @@ from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions
 PREFIX = "/versions/"
 NONCE, EXPIRES, SIGNATURE, MANIFEST_BYTES = "X-Nonce", "X-Expires", "X-Signature", "X-Manifest-Bytes"
 
-SIGNED_FOR_S = 300
+SIGNATURE_VALIDITY_S = 300
 """Validity of a request's signature, and the largest difference between the clocks of two machines."""
 
 SILENCE_S = 10.0
@@ -69,7 +69,7 @@ MAX_TRANSFERS = 8
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 64
 
-KEPT_FILES = 4
+CACHED_VERSIONS = 4
 """Versions whose files are kept for the next sampler."""
 
 CLOSING_S = 0.1
@@ -120,7 +120,11 @@ class TransferServer:
     def allows(self, path: str, nonce: str, expires: str, signature: str) -> bool:
         if not hmac.compare_digest(_request_signature(self._key, path, nonce, expires), signature):
             return False
-        return expires.isascii() and expires.isdigit() and time.time() < int(expires) <= time.time() + 2 * SIGNED_FOR_S
+        return (
+            expires.isascii()
+            and expires.isdigit()
+            and time.time() < int(expires) <= time.time() + 2 * SIGNATURE_VALIDITY_S
+        )
 
     def answer(self, manifest: bytes, nonce: str) -> str:
         return _answer_signature(self._key, manifest, nonce)
@@ -153,7 +157,7 @@ class TransferServer:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._written[version_id] = capture, directory
-        while len(self._written) > KEPT_FILES:
+        while len(self._written) > CACHED_VERSIONS:
             self._discard(next(iter(self._written)))
         return directory
 
@@ -217,7 +221,7 @@ def fetch(address: str, version_id: str, key: bytes, into: Path, max_bytes: int)
     CorruptFilesError if the content differs from what was signed or exceeds `max_bytes`.
     """
     path, nonce = PREFIX + quote(version_id, safe=""), secrets.token_hex(16)
-    expires = str(int(time.time()) + SIGNED_FOR_S)
+    expires = str(int(time.time()) + SIGNATURE_VALIDITY_S)
     headers = {NONCE: nonce, EXPIRES: expires, SIGNATURE: _request_signature(key, path, nonce, expires)}
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=SILENCE_S)

@@ -190,7 +190,7 @@ class Versions:
         elif inflight in ids and self._backend.has_version(inflight):
             self._newer_inflight.add(inflight)
 
-    def tidy(self) -> bool:
+    def offload_one(self) -> bool:
         """Move one ephemeral version to disk if a model has too many in memory; False if none has."""
         for model_id, versions in self._ephemeral.items():
             if len(versions) > VERSIONS_IN_MEMORY and self._move_oldest(model_id, leave=len(versions) - 1):

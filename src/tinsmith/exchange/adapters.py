@@ -37,7 +37,7 @@ UNEMBEDDINGS = ("lm_head", "embed_out", "output")
 TINKER_HEAD, HEAD = "model.unembed_tokens", "lm_head"
 """The unembedding in Tinker's exports, and its name here and in PEFT."""
 
-HARMLESS = frozenset(
+HARMLESS_SETTINGS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
      "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
      "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
@@ -48,18 +48,18 @@ HARMLESS = frozenset(
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base unchanged; the others (PiSSA, OLoRA, ...) subtract something from it."""
 
-EXPERTS = "experts.gate_up_proj"
+EXPERTS_PATTERN = "experts.gate_up_proj"
 """The pattern by which our own checkpoints describe experts: two matrices stored as one of twice the rank."""
 
-SPLIT = {"in_proj_qkv": 3, "in_proj": 2}
-"""Linears with several adapters, which our own checkpoints store as one: its rank, as a multiple of theirs."""
+RANK_MULTIPLES = {"in_proj_qkv": 3, "in_proj": 2}
+"""Linears with several adapters, which our own checkpoints store as one: its rank, as a multiple of each one's."""
 
-IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
+IMPORT_HINT = "`tinsmith checkpoints import` rewrites the adapter"
 
 EXPERT_SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
-_COPY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
+_BASE_WEIGHT_KEY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
+_LORA_KEY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterInfo:
     ours = plain and _is_ours(config)
     stacked = ours and bool(config.get("target_parameters"))
     split_names = (
-        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & SPLIT.keys() if ours else frozenset()
+        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & RANK_MULTIPLES.keys()
+        if ours
+        else frozenset()
     )
     if ours:
         config = {name: value for name, value in config.items() if name not in EXPERT_SETTINGS}
@@ -148,7 +150,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterInfo:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
     linears, copies = _read_linears(directory / WEIGHTS_FILE)
     if plain and copies:
-        raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
+        raise UserError(
+            f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT_HINT}"
+        )
     experts = frozenset(name for name in linears if stacked and name.endswith((".experts", ".experts.base_layer")))
     separate = experts | {name for name in linears if name.rpartition(".")[2] in split_names}
     info = AdapterInfo(
@@ -169,7 +173,7 @@ def read(directory: Path, *, plain: bool = False) -> AdapterInfo:
         if linear.rank != expected:
             raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {expected}")
         if plain and not linear.keys[0].endswith(".lora_A.weight"):
-            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT}")
+            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT_HINT}")
     alphas = [info.alpha, *info.alpha_pattern.values()]
     if not (1 <= info.rank <= MAX_RANK and all(0 < alpha_value < MAX_ALPHA for alpha_value in alphas)):
         raise UserError(
@@ -266,9 +270,9 @@ def _is_ours(config: Mapping[str, object]) -> bool:
     parameters = config.get("target_parameters") or []
     if not isinstance(ranks, dict) or not isinstance(parameters, list) or not (ranks or parameters):
         return False
-    if (EXPERTS in ranks) != any(str(name).endswith(EXPERTS) for name in parameters):
+    if (EXPERTS_PATTERN in ranks) != any(str(name).endswith(EXPERTS_PATTERN) for name in parameters):
         return False
-    times = {name: (SPLIT | {EXPERTS: 2}).get(name, 0) for name in ranks}
+    times = {name: (RANK_MULTIPLES | {EXPERTS_PATTERN: 2}).get(name, 0) for name in ranks}
     return (ranks, alphas) == (
         {name: factor * cast(int, rank) for name, factor in times.items()},
         {name: factor * cast(float, alpha) for name, factor in times.items()},
@@ -276,7 +280,7 @@ def _is_ours(config: Mapping[str, object]) -> bool:
 
 
 def _refuse_unknown(config: Mapping[str, object]) -> None:
-    unknown = sorted(name for name, value in config.items() if value and name not in HARMLESS)
+    unknown = sorted(name for name, value in config.items() if value and name not in HARMLESS_SETTINGS)
     if unknown:
         raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, unknown))}, which is not supported here")
 
@@ -284,7 +288,7 @@ def _refuse_unknown(config: Mapping[str, object]) -> None:
 def _require_plain(config: Mapping[str, object]) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
-            raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT}")
+            raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT_HINT}")
 
 
 def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]:
@@ -292,8 +296,8 @@ def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]
     copies: dict[str, str] = {}
     sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for key, (dtype, shape) in read_header(path).items():
-        match = _TENSOR.fullmatch(key)
-        copy_match = None if match else _COPY.fullmatch(key)
+        match = _LORA_KEY.fullmatch(key)
+        copy_match = None if match else _BASE_WEIGHT_KEY.fullmatch(key)
         if copy_match and copy_match["name"].rpartition(".")[2] in (*UNEMBEDDINGS, "embed_tokens"):
             copies[copy_match["name"]] = key
             continue

@@ -26,10 +26,12 @@ from tinsmith.types import ModelShape
 REVISION = "main"
 TEMPLATES = "additional_chat_templates"
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-SMALL = ("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt",
-         "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*",
-         f"{TEMPLATES}/*.jinja", "LICENSE*")  # fmt: skip
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+SERVED_PATTERNS = (
+    *("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*"),
+    *(f"{TEMPLATES}/*.jinja", "LICENSE*"),
+)
 """Files of a base model's directory that are served; others are not."""
 
 FULL_HASH_BYTES = 64 << 20
@@ -118,8 +120,8 @@ def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
     directory = Path(shape.path)
     paths = {path.name: path for path in directory.glob("*") if path.is_file()}
     paths |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
-    heavy = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in WEIGHTS)}
-    light = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in SMALL)} - heavy
+    heavy = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in WEIGHT_PATTERNS)}
+    light = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in SERVED_PATTERNS)} - heavy
     hidden = frozenset() if weights else frozenset(heavy)
     files = {name: _hub_file(paths[name]) for name in sorted((light | heavy) - hidden)}
     modified_at = max((paths[name].stat().st_mtime for name in files), default=0.0)

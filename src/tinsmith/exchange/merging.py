@@ -30,7 +30,7 @@ from tinsmith.types import LORA_ALPHA
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-PATTERN = "model{suffix}.safetensors"
+SHARD_PATTERN = "model{suffix}.safetensors"
 OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
 """Other files of a model's directory, which are copied."""
 
@@ -40,7 +40,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 FILE_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BYTES: Mapping[str, int] = {
+DTYPE_BYTES: Mapping[str, int] = {
     **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
@@ -71,7 +71,7 @@ class PlannedTensor:
 
 
 def _num_bytes(tensor: PlannedTensor) -> int:
-    width = BYTES[tensor.source.dtype] if tensor.dtype is None else tensor.dtype.itemsize
+    width = DTYPE_BYTES[tensor.source.dtype] if tensor.dtype is None else tensor.dtype.itemsize
     return math.prod(tensor.source.shape) * width
 
 
@@ -106,7 +106,7 @@ def merge(
     if dtype != "auto":
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     shards = split_state_dict_into_shards_factory(
-        plan, get_storage_size=_num_bytes, filename_pattern=PATTERN, max_shard_size=shard_bytes
+        plan, get_storage_size=_num_bytes, filename_pattern=SHARD_PATTERN, max_shard_size=shard_bytes
     )
     with atomic_directory(output) as hidden:
         _copy_other_files(base, hidden)
@@ -189,7 +189,7 @@ def _list_tensors(base: Path) -> dict[str, BaseTensor]:
         for key, (dtype, shape) in adapters.read_header(file).items()
     }
     for name, tensor in base_tensors.items():
-        if tensor.dtype not in BYTES:
+        if tensor.dtype not in DTYPE_BYTES:
             raise UserError(f"{tensor.file.name} holds {name!r} as {tensor.dtype}; such a base cannot be merged into")
     return base_tensors
 

@@ -100,7 +100,7 @@ OTHER_CONNECTIONS = 3
 SHUTDOWN_S = 5
 """How long requests in flight may take after a stop signal."""
 
-FEW_FILES = 4096
+MIN_OPEN_FILES = 4096
 """The server warns about a lower limit of open files, since each held poll is a connection, and so a file."""
 
 log = structlog.get_logger()
@@ -460,7 +460,7 @@ def raise_file_limit() -> None:
         soft = hard
     except (ValueError, OSError) as error:  # the kernel refuses a hard limit of "unlimited"
         log.info("the limit of open files was not raised", limit=soft, error=str(error))
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
 
 

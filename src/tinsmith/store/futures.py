@@ -236,7 +236,7 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
     }
 
 
-RENUMBERED = {"save_weights_for_sampler": "sampling_session_seq_id"}
+RENUMBERED_FIELDS = {"save_weights_for_sampler": "sampling_session_seq_id"}
 """Kind of request -> the field that the SDK numbers anew each time it sends the same request again. The first number
 counts, since the result names the sampling session.
 """
@@ -244,7 +244,7 @@ counts, since the result names the sampling session.
 
 def _same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
     """Whether the body is the stored one, of which only the length is known once it is freed."""
-    field = RENUMBERED.get(new.kind)
+    field = RENUMBERED_FIELDS.get(new.kind)
     fields = orjson.loads(new.body) if field else {}
     if field not in fields:
         return body_bytes == len(new.body) and stored in (None, new.body)

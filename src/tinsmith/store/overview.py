@@ -123,7 +123,7 @@ MAX_LOADS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedFrom:
+class CheckpointLoad:
     """A load of a checkpoint's weights, by its path, into a run."""
 
     path: str
@@ -184,7 +184,7 @@ class Overview:
             metadata = {name: value for name, value in {**(row[0] or {}), **changes}.items() if value != ""}
             connection.execute(MODELS.update().where(of_run).values(user_metadata=metadata))
 
-    def lineage(self, tenant_id: str, model_id: str, limit: int) -> list[LoadedFrom]:
+    def lineage(self, tenant_id: str, model_id: str, limit: int) -> list[CheckpointLoad]:
         """The loads among a run's ancestors, then among its descendants, each nearest first; at most `limit`.
 
         Loads are read from the audit log, until its entries expire.
@@ -196,9 +196,9 @@ class Overview:
             .limit(MAX_LOADS)
         )
         rows = self._db.rows(query)
-        loads = [LoadedFrom(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
+        loads = [CheckpointLoad(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
         loads = list({(load.path, load.model_id): load for load in loads}.values())
-        links: dict[tuple[str, str], LoadedFrom] = {}
+        links: dict[tuple[str, str], CheckpointLoad] = {}
         for near, far in (("model_id", "parent"), ("parent", "model_id")):
             level, visited = {model_id}, {model_id}
             while level:

@@ -27,7 +27,7 @@ FINISH_TYPES = ("success", "errored", "interrupted")
 _SCAN_ROWS = 500  # of a search with filters outside SQL
 _DELETE_BATCH = 100
 
-POLL_SIGN_S = 15.0
+POLL_HEARTBEAT_S = 15.0
 """Interval at which a poll counts as a heartbeat; longer than that of the SDK's heartbeats, 10 s."""
 
 
@@ -132,21 +132,21 @@ class Sessions:
         self.require_active(tenant_id, session_id)
         self._update(session_id, last_heartbeat_at=now())
 
-    def is_sign_due(self, session_id: str) -> bool:
-        """Whether to call `record_poll` for this poll: once in POLL_SIGN_S. Must be called from one thread."""
+    def is_poll_heartbeat_due(self, session_id: str) -> bool:
+        """Whether to call `record_poll` for this poll: once in POLL_HEARTBEAT_S. Must be called from one thread."""
         read_at = time.monotonic()
-        if read_at - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
+        if read_at - self._polled_at.get(session_id, -POLL_HEARTBEAT_S) < POLL_HEARTBEAT_S:
             return False
         self._polled_at.pop(session_id, None)
         self._polled_at[session_id] = read_at
-        while read_at - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
+        while read_at - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_HEARTBEAT_S:
             del self._polled_at[oldest]
         return True
 
     def record_poll(self, tenant_id: str, session_id: str) -> None:
         """Record a poll as a heartbeat of the session."""
         is_open = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
-        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
+        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_HEARTBEAT_S
         if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*is_open, stale)) is not None:
             self._db.execute(SESSIONS.update().where(*is_open, stale).values(last_heartbeat_at=now()))
 

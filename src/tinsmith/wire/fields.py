@@ -57,7 +57,7 @@ MAX_SHOWN_CHARS = 80
 MAX_IGNORED = 64
 """Most names of ignored fields of a request."""
 
-MAX_PASSES = 8
+MAX_VALIDATIONS = 8
 """Most validations of a body. Each one removes ignored fields, and the next one may meet others behind them."""
 
 
@@ -311,7 +311,7 @@ def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredField
     """
     ignored = IgnoredFields(strict=True) if ignored is None else ignored
     errors: list[ErrorDetails] = []
-    for _ in range(MAX_PASSES):
+    for _ in range(MAX_VALIDATIONS):
         try:
             return model.__pydantic_validator__.validate_python(values)
         except ValidationError as error:

@@ -98,8 +98,10 @@ MAX_NUM_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TEMPERATURE = 1e30  # the sampler computes in float32
 INT32_MAX = 2**31 - 1
-LAST_N = "at most the prompt's length - 1; with prompt_logprobs only"
-TARGETS = "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
+LAST_N_DESCRIPTION = "at most the prompt's length - 1; with prompt_logprobs only"
+TARGETS_DESCRIPTION = (
+    "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
+)
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 
@@ -190,9 +192,9 @@ class AsampleRequest(ClosedBody):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: Count = 0
     topk_sample_logprobs: Count = 0
-    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS)] | None = None
+    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS_DESCRIPTION)] | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N)] | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N_DESCRIPTION)] | None = None
     record_stability_info: bool = False
     type: Ignored = None
 
