@@ -427,9 +427,9 @@ def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: 
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
     keeper = SampleRecorder(Records(bench.db, 9))
     for number in range(1000):
-        assert keeper._allowed(f"tenant-{number}")
+        assert keeper._take_allowance(f"tenant-{number}")
         moment[0] += 1.0
     assert len(keeper._allowances) <= FULL_BURST_AFTER_S + 1
     for _ in range(int(BURST_OF_SAMPLES)):
-        assert keeper._allowed("tenant-0")
-    assert not keeper._allowed("tenant-0"), "one that is used keeps its debt"
+        assert keeper._take_allowance("tenant-0")
+    assert not keeper._take_allowance("tenant-0"), "one that is used keeps its debt"

@@ -1,6 +1,6 @@
 """Seats, leases and fencing tokens of engines and dedicated samplers: one row per seat.
 
-A seat is a place for one process of a base model; a base model can have any number of seats. States: starting ->
+A seat is the slot of one process of a base model; a base model can have any number of seats. States: starting ->
 loading -> ready; failed when the engine refused its model; restarting, stopped, lost. An engine renews its lease while
 it runs. The row's epoch is the fencing token: every writing transaction of an engine checks it (`fence`), so an engine
 that was declared dead but still runs cannot write. An expired lease stays valid until another process begins the next
@@ -61,7 +61,7 @@ class LeaseLostError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place for one process of a base model, within one holder."""
+    """The slot of one process of a base model, within one holder."""
 
     base_model: str
     kind: str = "engine"

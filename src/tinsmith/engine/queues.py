@@ -197,7 +197,9 @@ class Lane:
         return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
 
     def pass_due_in_lockstep_s(self, first: Lane, now_s: float, late_s: float = LATE_S) -> float | None:
-        """How long its next pass is expected because that of `first` has arrived; None as above."""
+        """How long its next pass is expected because that of `first` has arrived; None if it is not expected, or has
+        arrived.
+        """
         if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
             return None
         return self.rhythm.due_in_lockstep_s(first.rhythm, now_s, late_s)

@@ -168,7 +168,7 @@ class Exchanges:
         return merge_exchanges(self._exchanges(tenant_id, session))
 
     def _exchanges(self, tenant_id: str, session: str) -> Iterator[Exchange]:
-        """The exchanges of a session in their order, read piece by piece, since their prompts repeat each other."""
+        """The exchanges of a session in their order, read in pages, since their prompts repeat each other."""
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
         of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         query = sa.select(*columns).where(of_session).order_by(EXCHANGES.c.exchange_id).limit(_ROWS)

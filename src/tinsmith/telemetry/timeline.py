@@ -45,7 +45,7 @@ class Traces:
         self._db = db
 
     def write(self, session_id: str) -> Iterator[bytes]:
-        """The trace's JSON in pieces, with a bounded number of rows in memory."""
+        """Write the trace's JSON in chunks, with a bounded number of rows in memory."""
         yield b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps({"session_id": session_id}) + b',"traceEvents":['
         processes: dict[str, int] = {}
         separator = b""

@@ -300,7 +300,7 @@ TextMetadata = Annotated[
     AfterValidator(_check_size),
     Field(description="at most 64 KiB of JSON"),
 ]
-"""As `Metadata`, with strings only, because the SDK reads strings from a checkpoint. null becomes the empty string."""
+"""An object of the user with strings only, because the SDK reads strings from a checkpoint. null becomes ""."""
 Ignored = SkipJsonSchema[Any]
 """A known field without effect, like the SDK's `type`. The OpenAPI document omits it."""
 
