@@ -3,7 +3,7 @@
 It runs on an event loop. An engine that dies is restarted with back-off; meanwhile its runs are freed for other
 engines, with its in-flight note (`in_flight_journal`). After MANY_STARTS deaths before it was ready, restarts go on,
 and its row says that it cannot be started: polls for its requests fail with the reason, and the requests stay stored.
-An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `refused` is set.
+An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `must_stop` is set.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: set[int] = set()
         self._deaths: dict[str, _Deaths] = {}
-        self.refused = asyncio.Event()
+        self.must_stop = asyncio.Event()
         self.refusal = ""
 
     def start(self, background: Background | None = None) -> None:
@@ -101,13 +101,13 @@ class Supervisor:
         ]
 
     def refuse(self, reason: str) -> None:
-        """Make the server stop: it waits for `refused`."""
+        """Make the server stop: it waits for `must_stop`."""
         self.refusal = reason
-        self.refused.set()
+        self.must_stop.set()
 
     def failing(self) -> str:
         """Why the process is unhealthy, without details, since everyone may read it; empty if it is healthy."""
-        if self.refused.is_set():
+        if self.must_stop.is_set():
             return "this process is stopping; see its log"
         base_models = dict.fromkeys(failure.base_model for failure in self.failures())
         return "; ".join(f"the engine of {name} ended {MANY_DEATHS} or more times in a row" for name in base_models)

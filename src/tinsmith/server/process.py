@@ -164,17 +164,17 @@ class Server:
         uvloop.run(self._run(on_ready, signalled))
 
     async def _run(self, on_ready: Callable[[str], None] | None, signalled: threading.Event) -> None:
-        refused = asyncio.create_task(self.supervisor.refused.wait())
+        must_stop = asyncio.create_task(self.supervisor.must_stop.wait())
         if self.listener is None:
-            await self._run_without_listening(on_ready, refused, signalled)
+            await self._run_without_listening(on_ready, must_stop, signalled)
         else:
-            await self._listen(self.listener, on_ready, refused, signalled)
-        refused.cancel()
-        if self.supervisor.refused.is_set():
+            await self._listen(self.listener, on_ready, must_stop, signalled)
+        must_stop.cancel()
+        if self.supervisor.must_stop.is_set():
             raise SettingsError(self.supervisor.refusal)
 
     async def _run_without_listening(
-        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], signalled: threading.Event
+        self, on_ready: Callable[[str], None] | None, must_stop: asyncio.Task[bool], signalled: threading.Event
     ) -> None:
         end = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -185,7 +185,7 @@ class Server:
             if on_ready:
                 on_ready(self.url)
             stopping = asyncio.create_task(end.wait())
-            await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, must_stop}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             self._stopping()
 
@@ -193,7 +193,7 @@ class Server:
         self,
         listener: socket.socket,
         on_ready: Callable[[str], None] | None,
-        refused: asyncio.Task[bool],
+        must_stop: asyncio.Task[bool],
         signalled: threading.Event,
     ) -> None:
         config = uvicorn.Config(
@@ -214,7 +214,7 @@ class Server:
             server.should_exit = True
         if on_ready:
             on_ready(self.url)
-        await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, must_stop}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
 
