@@ -206,7 +206,7 @@ def test_what_is_stored_counts_for_the_project_of_its_session(db: Database) -> N
 
 def test_storage_counts_from_the_creation_until_now(db: Database) -> None:
     store(db, "m", "one", 1000)
-    created_at = Usage(db).stored("alice")[0].created_at
+    created_at = Usage(db).list_stored("alice")[0].created_at
     first_hour = created_at // HOUR_S * HOUR_S
     with db.write() as connection:  # two and a half hours ago
         connection.execute(CHECKPOINTS.update().values(created_at=first_hour - 1.5 * HOUR_S))

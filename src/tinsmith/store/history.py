@@ -123,7 +123,7 @@ class Curves:
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
-        """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps and the last one."""
+        """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps with the last."""
         outline_of: dict[str, Outline] = {}
         with self._db.read() as connection:
             for model_id in model_ids:
