@@ -496,7 +496,7 @@ def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
     shown = {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
     unknown = dict.fromkeys(("reward", "run", "step", "advantage", "training_logprobs"))
     assert found["sequences"] == [shown | unknown]
-    assert found["params"] == {"temperature": 0.5} and found["list_earlier_turns"] == []
+    assert found["params"] == {"temperature": 0.5} and found["turns_before"] == []
     assert harness.get("dashboard/samples?search=" + "x" * 201).status_code == 400
 
 
