@@ -58,7 +58,7 @@ class Bench:
         request_id = f"{MODEL}:{self.number}"
         new = NewFuture(request_id, "alice", SESSION, BASE, kind, b"{}", 0, MODEL, None, self.number)
         self.futures.submit(new)
-        (found,) = self.ownership.named([request_id])
+        (found,) = self.ownership.fetch_by_ids([request_id])
         return found.request
 
     def settle(self, request: Pending, effects: Callable[[], Sequence[object]]) -> float:

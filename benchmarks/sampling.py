@@ -230,7 +230,7 @@ def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack
     from tinsmith.settings import engine_environment
 
     arguments = ("--alone", str(directory), dtype, str(adapters), str(save_to))
-    child = stack.enter_context(Child("sampling.py", *arguments, environment=engine_environment(alone=True)))
+    child = stack.enter_context(Child("sampling.py", *arguments, environment=engine_environment(computes_alone=True)))
     child.ask()
     return child
 
@@ -243,7 +243,7 @@ def peers(
     """
     from tinsmith.settings import engine_environment
 
-    whole = engine_environment(alone=True)
+    whole = engine_environment(computes_alone=True)
     part = {**os.environ, "GOMP_SPINCOUNT": whole["GOMP_SPINCOUNT"]}
     wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK} | asdict(LOADS[given.load])
     chosen: dict[str, tuple[str | None, str, Row]] = {}

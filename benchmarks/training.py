@@ -129,7 +129,7 @@ def in_child(kind: str, directory: Path, dtype: str, stack: ExitStack) -> Contes
     from tinsmith.settings import engine_environment
 
     arguments = ("--child", kind, str(directory), dtype)
-    child = stack.enter_context(Child("training.py", *arguments, environment=engine_environment(alone=True)))
+    child = stack.enter_context(Child("training.py", *arguments, environment=engine_environment(computes_alone=True)))
     child.ask(work=None)
 
     def run(index: int) -> float:

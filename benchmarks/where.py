@@ -414,7 +414,7 @@ def main() -> None:
         flags = [*sys.argv[1:], "--inside"]
         sys.exit(
             subprocess.run(
-                [sys.executable, __file__, *flags], env=engine_environment(alone=True), check=False
+                [sys.executable, __file__, *flags], env=engine_environment(computes_alone=True), check=False
             ).returncode
         )
 

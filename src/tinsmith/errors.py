@@ -36,9 +36,9 @@ class RequestError(UserError):
         self.code = code
 
 
-def not_supported(param: str, why: str) -> RequestError:
+def not_supported(param: str, reason: str) -> RequestError:
     """The error for a field or value that this server does not support: a 400, because OpenAI's clients retry a 501."""
-    return RequestError(param, f"{param} is not supported by this server: {why}", "unsupported_parameter")
+    return RequestError(param, f"{param} is not supported by this server: {reason}", "unsupported_parameter")
 
 
 class NotAuthenticatedError(UserError):

@@ -31,10 +31,10 @@ SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSW
 
 BUCKET_SCHEMES = ("s3", "gs")
 
-RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
+RAY_ACTOR_VARIABLES = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
 """Environment variables of Ray's processes that child processes must not inherit."""
 
-HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
+MALLOC_TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
 """glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
 
 SIOCGIFADDR = 0x8915
@@ -46,7 +46,7 @@ DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_paral
 RANK_ADDRESS_FILE = "ranks.address"
 """The file of an engine's data directory with the address at which ranks of other machines join."""
 
-KEPT_PRODUCTS = 128
+CACHED_MATMULS = 128
 """Most compiled matrix products in an engine's caches."""
 
 
@@ -380,8 +380,8 @@ class Settings(BaseSettings):
     @property
     def resolved_backend(self) -> str:
         """The backend: with several devices, torch becomes sharded."""
-        several = self.num_ranks > 1 or self.expert_parallel > 1 or self.shard_base or self.machines > 1
-        return "sharded" if self.backend == "torch" and several else self.backend
+        has_several_devices = self.num_ranks > 1 or self.expert_parallel > 1 or self.shard_base or self.machines > 1
+        return "sharded" if self.backend == "torch" and has_several_devices else self.backend
 
     @property
     def num_ranks(self) -> int:
@@ -400,8 +400,8 @@ class Settings(BaseSettings):
     @field_validator("storage_dir")
     @classmethod
     def _is_location(cls, value: str) -> str:
-        scheme, separator, rest = value.partition("://")
-        if separator and (scheme not in ("file", *BUCKET_SCHEMES) or not rest.strip("/")):
+        scheme, separator, path = value.partition("://")
+        if separator and (scheme not in ("file", *BUCKET_SCHEMES) or not path.strip("/")):
             raise ValueError("it must be a directory, file:///DIRECTORY, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
         return value
 
@@ -472,53 +472,56 @@ class Settings(BaseSettings):
         return self.database_url or f"sqlite:///{self.resolved_data_dir / 'tinsmith.db'}"
 
 
-def load(given: dict[str, object]) -> Settings:
-    """Load the settings of this process; `given` overrides the environment. Raises SettingsError."""
-    known = sorted(name.upper() for name in Settings.model_fields)
-    found = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
-    for name in found:
-        if name not in known:
+def load(overrides: dict[str, object]) -> Settings:
+    """Load the settings of this process; `overrides` take precedence over the environment. Raises SettingsError."""
+    known_names = sorted(name.upper() for name in Settings.model_fields)
+    names = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
+    for name in names:
+        if name not in known_names:
             if re.search(r"(^|_)(PORT_\d+_|SERVICE_(HOST|PORT))", name):
                 raise SettingsError(
                     f"the environment sets {PREFIX}{name}, as Kubernetes does for a Service of the name tinsmith; set "
                     "enableServiceLinks: false in the pod"
                 )
-            near = difflib.get_close_matches(name, known)
-            choices = ", ".join(PREFIX + each for each in near or known)
+            near = difflib.get_close_matches(name, known_names)
+            choices = ", ".join(PREFIX + match for match in near or known_names)
             label = "did you mean" if near else "known settings"
             raise SettingsError(f"the environment sets {PREFIX}{name}, which is not a setting; {label}: {choices}")
     try:
-        return Settings.model_validate({**Settings().model_dump(), **given})
+        return Settings.model_validate({**Settings().model_dump(), **overrides})
     except ValidationError as error:
-        raise SettingsError(_in_words(error)) from None
+        raise SettingsError(_describe_errors(error)) from None
 
 
 def engine_environment(
-    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", alone: bool = False
+    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", computes_alone: bool = False
 ) -> dict[str, str]:
     """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
     the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
     the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
     address `peer`. The other variables are chosen by measurement:
 
-    - OpenMP threads of an engine that is `alone` spin for a millisecond before they sleep; with a tenth of that they
-      sleep between the kernels of a step, which takes 1.15 times as long. Beside other processes that compute, they
-      would take the cores from each other (two 32-token steps at once on two cores: 300 ms against 105).
-    - oneDNN and torch cache compiled products for fewer shapes than the default of 1,024, at 0.3 to 1 MiB each, since
-      data of varying length rarely repeat a shape.
-    - glibc keeps freed blocks, in huge pages: otherwise a step of 8 x 32 tokens with m50 has 25,000 page faults, a
-      fifth of its time.
+    - OpenMP threads of an engine that computes alone spin for a millisecond before they sleep, since they would
+      otherwise sleep between the kernels of a step. Beside other processes that compute, they would take the cores from
+      each other.
+    - oneDNN and torch cache compiled products for fewer shapes than by default, since data of varying length rarely
+      repeat a shape.
+    - glibc keeps freed blocks, in huge pages, to avoid page faults in every step.
     """
-    needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
-    kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
-    metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
-    own = {"TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP, "GOMP_SPINCOUNT": "20000" if alone else "2000"}
+    inherited = {name: value for name, value in os.environ.items() if not _is_secret(name)}
+    cache_limits = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(CACHED_MATMULS))
+    metrics = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
+    threading = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLIBC_TUNABLES": MALLOC_TUNABLES,
+        "GOMP_SPINCOUNT": "20000" if computes_alone else "2000",
+    }
     interface = network_interface(peer) if peer else "lo"
     if interface and sys.platform == "linux":  # ranks must not listen elsewhere
-        own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+        threading |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
     credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
-    return {**own, **kept, **needed, **metered, **credentials}
+    return {**threading, **cache_limits, **inherited, **metrics, **credentials}
 
 
 def network_interface(host: str) -> str:
@@ -528,27 +531,29 @@ def network_interface(host: str) -> str:
     import struct
 
     try:
-        wanted = socket.inet_aton(socket.gethostbyname(host))
+        address = socket.inet_aton(socket.gethostbyname(host))
     except OSError:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if found[20:24] == wanted:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if reply[20:24] == address:
                     return name
     return ""
 
 
 def worker_environment() -> dict[str, str]:
     """Return the environment of a bulk job worker, without secrets except bucket credentials."""
-    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
+    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_ACTOR_VARIABLES}
 
 
 def role_environment() -> dict[str, str]:
     """Return the environment of a process that may connect to Ray and reads its settings from a pipe."""
     return {
-        name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(PREFIX) and name not in RAY_ACTOR_VARIABLES
     }
 
 
@@ -559,8 +564,8 @@ def ray_variables(token_path: Path | None = None) -> dict[str, str]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
     if token_path is None:
         return quiet
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
-    return {**quiet, **own, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
+    return {**quiet, **authentication, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def prepare_ray(token_path: Path | None = None) -> None:
@@ -592,13 +597,13 @@ def storage_endpoints() -> dict[str, str]:
     """Return the custom endpoints of object stores by scheme, from the standard variables. The client libraries read
     keys and regions themselves.
     """
-    found = {
+    urls = {
         "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
         "gs": os.environ.get("STORAGE_EMULATOR_HOST", ""),
     }
     return {
         scheme: url if url.startswith(("http://", "https://")) else f"http://{url}"
-        for scheme, url in found.items()
+        for scheme, url in urls.items()
         if url
     }
 
@@ -616,10 +621,12 @@ def client_address() -> tuple[str, str]:
     )
 
 
-def _in_words(error: ValidationError) -> str:
+def _describe_errors(error: ValidationError) -> str:
     def fix(problem: ErrorDetails) -> str:
         if problem["type"].startswith("byte_size"):
             return "it must be a number of bytes, or one with a unit, such as 6GiB"
         return problem["msg"].removeprefix("Value error, ")
 
-    return "; ".join(f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {fix(one)}" for one in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, details['loc']))} is {details['input']!r}: {fix(details)}" for details in error.errors()
+    )

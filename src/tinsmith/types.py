@@ -51,10 +51,10 @@ Array = F32 | I64 | SparseRows
 class Image:
     """An image chunk of an input: its encoded bytes, and the positions `start` to `stop` that it occupies.
 
-    `where` is the chunk's path in the request, for errors. Width and height come from the file's header.
+    `path` is the chunk's path in the request, for errors. Width and height come from the file's header.
     """
 
-    where: str
+    path: str
     data: bytes
     format: str  # png or jpeg
     width: int
@@ -266,7 +266,7 @@ class DimuonParams:
     grad_clip_norm: float = 0.0
 
     def problem(self) -> str | None:
-        """As `AdamParams.problem`."""
+        """Return the first invalid field, with its value and the valid range; None if all are valid."""
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
             return f"optimizer_params.learning_rate is {self.learning_rate}; it must be finite and at least 0"
         if not math.isfinite(self.grad_clip_norm):
@@ -278,7 +278,7 @@ class DimuonParams:
 
 OptimParams = AdamParams | DimuonParams
 
-OPTIMIZERS: Mapping[str, type[OptimParams]] = {each.family: each for each in (AdamParams, DimuonParams)}
+OPTIMIZERS: Mapping[str, type[OptimParams]] = {kind.family: kind for kind in (AdamParams, DimuonParams)}
 """The registry of optimizers: hyperparameters, validation, state. `backends.torch.optim` has the steps."""
 
 
@@ -305,7 +305,7 @@ GRAMMAR_LIMITS = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Limits of llguidance: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
+"""Limits of llguidance, which bound the time of a compilation and of a step, whatever the grammar."""
 
 
 @dataclass(frozen=True, slots=True)

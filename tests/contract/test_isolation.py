@@ -23,7 +23,7 @@ from tinsmith.api.openapi import body_schema
 from tinsmith.api.operation import PREFIX, Access, Operation
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.executors import Executors
-from tinsmith.wire.fields import described
+from tinsmith.wire.fields import json_schemas
 
 LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
 OPERATOR = [each for each in OPERATIONS if each.access is Access.OPERATOR and "sampler" in each.path]
@@ -67,7 +67,7 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
     for operation in OPERATIONS:
         if operation.access in (Access.IDS, Access.LINK) or operation.path in filtered:
             continue
-        schemas = described(operation.body) if isinstance(operation.body, type) else body_schema(operation)
+        schemas = json_schemas(operation.body) if isinstance(operation.body, type) else body_schema(operation)
         names = set().union(*map(names_in, schemas.values())) | names_in(schemas)
         ids = {name for name in {*names, *operation.query} if name.endswith(("_id", "_ids", "_path", "after"))}
         ids -= {"project_id", "project_ids", "destination_project_id"}  # the tenant's own words

@@ -27,12 +27,12 @@ from tinsmith.api.app import API, OPERATIONS
 from tinsmith.api.openapi import body_schema, document, statuses
 from tinsmith.api.operation import BEARER_SCHEME, KEY_SCHEME, METRICS_SCHEME, PREFIX, Access
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Schema, described
+from tinsmith.wire.fields import Schema, json_schemas
 from tinsmith.wire.sampling import EncodedTextChunkBody
 
 DOCUMENT = cast("dict[str, Any]", document(OPERATIONS))
 REQUESTS: Mapping[str, Schema] = {each.path: body_schema(each) for each in OPERATIONS if each.takes}
-SHARED: Mapping[str, Schema] = DOCUMENT["components"]["schemas"] | described(EncodedTextChunkBody)
+SHARED: Mapping[str, Schema] = DOCUMENT["components"]["schemas"] | json_schemas(EncodedTextChunkBody)
 
 # Bodies and routes of the SDK.
 SENT: Mapping[str, type[pydantic.BaseModel]] = {

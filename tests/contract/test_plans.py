@@ -60,7 +60,7 @@ class Recorder:
         if database.is_sqlite:
             database._pool.close()
             assert database._files is not None
-            database._files.closed()
+            database._files.mark_closed()
         database.engine.dispose()
 
     def _on_connect(self, connection: sqlite3.Connection | psycopg.Connection, _record: object) -> None:
@@ -158,7 +158,7 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     sampler = harness.sampler()
     request_id = harness.ok("asample", sample_request(sampler, 0))["request_id"]
     harness.post("retrieve_future", {"request_id": request_id})
-    services.futures.settled_among([request_id])
+    services.futures.filter_settled([request_id])
     services.sampling_sessions.last_orders([sampler])
     list(DatabaseCounts(database, "here").counts())
     run_engines(database)

@@ -223,11 +223,11 @@ def test_a_clock_set_forward_gives_up_no_gap(tmp_path: Path, monkeypatch: pytest
         model = bench.model()
         waiting = bench.step(model, 2)
         bench.run_until_idle()
-        bench.engine._give_up_gaps()
+        bench.engine._skip_gaps()
         clock = SetClock()
         clock.offset_s = 3600
         monkeypatch.setattr("tinsmith.engine.queues.time.time", clock.wall)
-        bench.engine._give_up_gaps()
+        bench.engine._skip_gaps()
         bench.run_until_idle()
         assert bench.outcome(waiting) is None
         missing = bench.forward(model, 1)

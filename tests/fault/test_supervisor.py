@@ -276,7 +276,7 @@ def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, url
 
     async def run() -> None:
         supervisor.start()
-        await asyncio.wait_for(supervisor.refused.wait(), 30)
+        await asyncio.wait_for(supervisor.must_stop.wait(), 30)
         await supervisor.stop()
 
     asyncio.run(run())

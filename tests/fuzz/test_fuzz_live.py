@@ -121,7 +121,7 @@ def test_small_bodies_need_bounded_memory(server: LiveServer, client: RawClient)
     """Ten megabytes of brackets or of empty messages would need hundreds of megabytes as objects."""
     before = resident_bytes(server.process.pid)
     brackets = b'{"a":[' + b",".join([b"[]"] * (3 * MIB)) + b"]}"
-    empty = b"\x1a\x00" * (bodies.FREE_BYTES // 2 + 1000) * 2
+    empty = b"\x1a\x00" * (bodies.UNCOUNTED_BYTES // 2 + 1000) * 2
     sent = [("asample", brackets, JSON), ("forward_backward", empty, PASS)] * 2
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda each: client.send(each[0], each[1], **each[2]), sent))

@@ -405,16 +405,16 @@ def framed(number: int, body: bytes) -> bytes:
 
 def counted(count: int) -> bytes:
     """A body with this many empty datums, large enough for the counting check."""
-    return b"\x1a\x00" * count + framed(4, b"x" * bodies.FREE_BYTES)
+    return b"\x1a\x00" * count + framed(4, b"x" * bodies.UNCOUNTED_BYTES)
 
 
 def test_messages_at_their_limit() -> None:
     bodies.check_messages(counted(bodies.MAX_MESSAGES), pb.ForwardBackwardRequest)
-    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # no bytes
+    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.UNCOUNTED_BYTES), pb.ForwardBackwardRequest)  # no bytes
     for wrong in (
         counted(bodies.MAX_MESSAGES + 1),
-        framed(3, b"\x0a\x00" * bodies.FREE_BYTES),
-        framed(3, framed(2, framed(2, b"\x12\x00" * bodies.FREE_BYTES))),
+        framed(3, b"\x0a\x00" * bodies.UNCOUNTED_BYTES),
+        framed(3, framed(2, framed(2, b"\x12\x00" * bodies.UNCOUNTED_BYTES))),
     ):
         with pytest.raises(UserError, match="protobuf messages"):
             bodies.check_messages(wrong, pb.ForwardBackwardRequest)

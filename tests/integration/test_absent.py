@@ -22,7 +22,7 @@ from support.live import API_KEY, serving
 from tinsmith.db.database import now
 from tinsmith.db.schema import SESSIONS
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.store.sessions import POLL_SIGN_S
+from tinsmith.store.sessions import POLL_HEARTBEAT_S
 
 PLACES = 8
 LONG_AGO_S = 100.0
@@ -186,15 +186,15 @@ def test_a_poll_is_a_sign_of_life(harness: Harness, path: str, monkeypatch: pyte
             connection.execute(SESSIONS.update().where(mine).values(last_heartbeat_at=now() - by_s))
         return heard_at()
 
-    recent = age(POLL_SIGN_S / 2)
+    recent = age(POLL_HEARTBEAT_S / 2)
     harness.ok(path, body)
     assert heard_at() == recent, "a heartbeat is newer than that"
-    before = age(10 * POLL_SIGN_S)
+    before = age(10 * POLL_HEARTBEAT_S)
     harness.ok(path, body)
     assert heard_at() == before, "it was looked at a moment ago"
     monkeypatch.setattr(harness.services.sessions, "_polled_at", {})
     harness.ok(path, body)
-    assert heard_at() > before + 9 * POLL_SIGN_S
+    assert heard_at() > before + 9 * POLL_HEARTBEAT_S
 
 
 # A client that is killed.

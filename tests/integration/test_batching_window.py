@@ -36,9 +36,9 @@ def quick(pause_s: float, answered_at: float = 0.0) -> Rhythm:
     """The rhythm of a client that took this long twice."""
     rhythm = Rhythm()
     for _ in range(2):
-        rhythm.answered(0.0)
-        rhythm.came(pause_s)
-    rhythm.answered(answered_at)
+        rhythm.record_answer(0.0)
+        rhythm.record_pass(pause_s)
+    rhythm.record_answer(answered_at)
     return rhythm
 
 
@@ -48,7 +48,7 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
 ) -> None:
     gathering = BatchingWindow()
     for seconds in steps_s:
-        gathering.ran(seconds)
+        gathering.record_passes(seconds)
     most_s = min(MAX_HOLD_S, MAX_HOLD_SHARE * min(steps_s[-9:]))
     moment, began = 0.0, None
     for elapsed_s, beside_s, quick_s in turns:
@@ -58,14 +58,14 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
         assert moment + wait_s <= began + most_s + 1e-9 or not wait_s
         assert wait_s in (0.0, *beside_s, *quick_s)
         if not wait_s:
-            gathering.ran(steps_s[0])  # held requests run now
-            most_s, began = gathering.most_s(), None
+            gathering.record_passes(steps_s[0])  # held requests run now
+            most_s, began = gathering.max_hold_s(), None
 
 
 def test_there_is_no_wait_before_a_timed_step_or_without_expected_passes() -> None:
     gathering = BatchingWindow()
     assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0 and gathering.late_s() == LATE_S
-    gathering.ran(1.0)
+    gathering.record_passes(1.0)
     assert gathering.late_s() == LATE_SHARE
     assert gathering.wait_s([], [], 0.0) == 0.0
     assert gathering.wait_s([], [0.001, 0.002, 7.0], 0.0) == 0.002
@@ -75,7 +75,7 @@ def test_there_is_no_wait_before_a_timed_step_or_without_expected_passes() -> No
 
 def test_of_those_who_came_together_before_all_are_waited_for_or_none() -> None:
     gathering = BatchingWindow()
-    gathering.ran(1.0)
+    gathering.record_passes(1.0)
     assert gathering.wait_s([0.003, 7.0], [], 0.0) == 0.0
     assert gathering.wait_s([0.003, 7.0], [0.001], 0.0) == 0.001
     assert gathering.wait_s([0.003, 0.004], [0.001], 0.0) == 0.004
@@ -88,10 +88,10 @@ def test_a_pass_is_expected_for_half_as_long_again_as_the_longer_of_two_pauses(
     rhythm = Rhythm()
     for pause_s in (first_s, second_s):
         assert rhythm.due_in_s(0.0) is None
-        rhythm.answered(0.0)
-        rhythm.came(pause_s)
+        rhythm.record_answer(0.0)
+        rhythm.record_pass(pause_s)
     assert rhythm.due_in_s(0.0) is None  # it is there
-    rhythm.answered(0.0)
+    rhythm.record_answer(0.0)
     due_at = 1.5 * max(first_s, second_s) + LATE_S
     if waited_s < due_at:
         assert rhythm.due_in_s(waited_s) == pytest.approx(due_at - waited_s)
@@ -101,19 +101,19 @@ def test_a_pass_is_expected_for_half_as_long_again_as_the_longer_of_two_pauses(
 
 def test_who_came_late_once_is_expected_again_after_two_quick_passes() -> None:
     rhythm = quick(0.01)
-    rhythm.came(5.0)
+    rhythm.record_pass(5.0)
     pauses = []
     for _ in range(3):
         pauses.append(rhythm.pause_s)
-        rhythm.answered(0.0)
-        rhythm.came(0.01)
+        rhythm.record_answer(0.0)
+        rhythm.record_pass(0.01)
     assert pauses == [5.0, 5.0, 0.01]
 
 
 def came(*moments: float) -> Rhythm:
     rhythm = Rhythm()
     for moment in moments:
-        rhythm.came(moment)
+        rhythm.record_pass(moment)
     return rhythm
 
 
@@ -135,21 +135,21 @@ def test_who_came_with_another_twice_is_expected_as_long_after_it_again(
     second = came(*(turn * pause_s + lag for turn, lag in enumerate(mine)))
     lag_s = max(0.0, *(own - other for own, other in zip(mine, others, strict=True)))
     left = 1.5 * lag_s + late_s - waited_s
-    due_s = second.due_beside_s(first, again + waited_s, late_s)
+    due_s = second.due_in_lockstep_s(first, again + waited_s, late_s)
     if abs(left) > 1e-9:
         assert due_s == (pytest.approx(left, abs=1e-9) if left > 0 else None)
-    second.came(again)  # and then nobody is waited for
+    second.record_pass(again)  # and then nobody is waited for
     third = came(*(moment + 3 * MAX_HOLD_S for moment in (0.0, pause_s)))
-    assert third.due_beside_s(first, again) is None
-    assert came(pause_s).due_beside_s(first, again) is None
-    assert second.due_beside_s(came(0.0, again), again) is None
+    assert third.due_in_lockstep_s(first, again) is None
+    assert came(pause_s).due_in_lockstep_s(first, again) is None
+    assert second.due_in_lockstep_s(came(0.0, again), again) is None
 
 
 def test_a_client_that_has_gone_is_waited_for_once_only() -> None:
     first, gone = came(0.0, 10.0, 20.0), came(0.01, 10.01)
-    assert gone.due_beside_s(first, 20.0) is not None
-    first.came(30.0)
-    assert gone.due_beside_s(first, 30.0) is None
+    assert gone.due_in_lockstep_s(first, 20.0) is not None
+    first.record_pass(30.0)
+    assert gone.due_in_lockstep_s(first, 30.0) is None
 
 
 def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step() -> None:
@@ -159,7 +159,7 @@ def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step()
     assert lane.pass_due_in_s(101.0) is None
     lane.add(pending(1, "forward_backward", created_at=100.01))
     assert lane.pass_due_in_s(100.01) is None  # it is there
-    lane.done(1)
+    lane.mark_applied(1)
     lane.add(pending(3, "forward"))
     assert lane.pass_due_in_s(0.0) is None  # behind a gap
     lane.add(pending(2, "optim_step"))
@@ -173,19 +173,19 @@ def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step()
 def test_a_lane_is_expected_beside_another_when_it_is_empty_or_has_only_an_optimizer_step_left() -> None:
     first, lane = Lane("first", "t", 1), Lane("m", "t", 1)
     first.rhythm, lane.rhythm = came(0.0, 10.0, 20.0), came(0.0, 10.0)
-    assert lane.pass_due_beside_s(first, 20.0) == pytest.approx(LATE_S)
+    assert lane.pass_due_in_lockstep_s(first, 20.0) == pytest.approx(LATE_S)
     lane.add(pending(1, "optim_step"))
-    assert lane.pass_due_beside_s(first, 20.0) == pytest.approx(LATE_S)
+    assert lane.pass_due_in_lockstep_s(first, 20.0) == pytest.approx(LATE_S)
     lane.add(pending(2, "forward"))
-    assert lane.pass_due_beside_s(first, 20.0) is None
+    assert lane.pass_due_in_lockstep_s(first, 20.0) is None
     assert lane.pass_due_in_s(20.0) == LATE_S
-    lane.done(1)
-    assert lane.pass_due_beside_s(first, 20.0) is None and lane.pass_due_in_s(20.0) is None
+    lane.mark_applied(1)
+    assert lane.pass_due_in_lockstep_s(first, 20.0) is None and lane.pass_due_in_s(20.0) is None
 
 
 def test_a_lane_notes_a_pass_that_could_run_at_once_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(Rhythm, "came", lambda self, moment: seen.append(moment))
+    monkeypatch.setattr(Rhythm, "record_pass", lambda self, moment: seen.append(moment))
     lane = Lane("m", "t", 1)
     lane.add(pending(2, "optim_step"))
     lane.add(pending(1, "forward_backward", created_at=7.0))
@@ -197,7 +197,7 @@ def test_a_lane_that_never_repeated_itself_is_not_waited_for() -> None:
     lane = Lane("m", "t", 1)
     lane.add(pending(1, "optim_step"))
     assert lane.pass_due_in_s(0.0) is None
-    lane.done(1)
+    lane.mark_applied(1)
     assert lane.pass_due_in_s(0.0) is None
 
 
@@ -205,7 +205,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     first = bench.train(alice, 1)
     bench.run_until_idle()
@@ -217,7 +217,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr("tinsmith.engine.queues.MAX_HOLD_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
@@ -237,7 +237,7 @@ def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     bench.engine._queues.lanes[bob].rhythm = quick(0.01, answered_at=0.0)  # long ago
     request_id = bench.train(alice, 1)
     bench.run_until_idle()
@@ -250,14 +250,14 @@ def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     bench.step(bob, 1)
     passes = [bench.train(alice, 1), bench.train(bob, 2)]
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     bench.run_until_idle()
     assert [sorted(step) for step in bench.backend.steps] == [sorted(passes)]
 
 
 def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: 0.0)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: 0.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     bench.step(bob, 1)
     bench.train(bob, 2)
@@ -271,7 +271,7 @@ def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, m
 def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = bench.model("s:train:0")
     bench.model("s:train:1")
-    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "max_hold_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))
     request_id = bench.train(alice, 1, tokens=(1, 2, 3, 4))

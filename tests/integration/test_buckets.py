@@ -22,9 +22,9 @@ from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import ABANDONED_S, Cache
 from tinsmith.storage.directories import Directories
 from tinsmith.storage.locations import open_store
-from tinsmith.storage.stores import PIECE_BYTES, UnreachableError
+from tinsmith.storage.stores import PART_BYTES, UnreachableError
 
-LARGE = os.urandom(PIECE_BYTES + 12345)
+LARGE = os.urandom(PART_BYTES + 12345)
 
 
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.extended)])
@@ -87,8 +87,8 @@ def test_a_large_file_goes_in_pieces_and_comes_back_in_pieces(
     other = machine(bucket, prefix, tmp_path / "other")
     assert content(other, name) == {"large": LARGE}
     with other.open(name, "large") as file:
-        file.seek(PIECE_BYTES - 3)
-        assert file.read(10) == LARGE[PIECE_BYTES - 3 : PIECE_BYTES + 7]
+        file.seek(PART_BYTES - 3)
+        assert file.read(10) == LARGE[PART_BYTES - 3 : PART_BYTES + 7]
         file.seek(-4, os.SEEK_END)
         assert file.read() == LARGE[-4:]
     copied, _ = directories.copy(name)

@@ -16,7 +16,7 @@ from tinsmith.db.schema import CHECKPOINTS
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, Checkpoints, NewCheckpoint, completion, failure
-from tinsmith.store.models import Models, NewModel, copied_run
+from tinsmith.store.models import Models, NewModel, copy_insertion
 from tinsmith.types import LoraSpec
 
 ALICE, BOB, CAROL = "alice", "bob", "carol"
@@ -191,7 +191,7 @@ def copy_of(bench: Bench, source: Checkpoint, run_id: str = "c:train:0") -> bool
     ref = CheckpointRef(run_id, source.kind, source.name)
     new = NewCheckpoint(ref, BOB, source.base_model, source.lora)
     run = NewModel(run_id, run_id.split(":")[0], BOB, source.base_model, source.lora)
-    return bench.checkpoints.copy(source, new, copied_run(run, "project", f"copied from {source.ref.path}"))
+    return bench.checkpoints.copy(source, new, copy_insertion(run, "project", f"copied from {source.ref.path}"))
 
 
 def test_a_copy_has_files_and_a_run_of_its_own(bench: Bench) -> None:

@@ -643,7 +643,7 @@ def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkey
     refused = bench.submit(model, 2, "forward", b"", refusal=UserError("no"))
     bench.run_until_idle()
     monkeypatch.setattr("tinsmith.engine.queues.IDLE_LANE_S", 0.0)
-    bench.engine._give_up_gaps()
+    bench.engine._skip_gaps()
     assert not bench.engine._queues.lanes
     third = bench.step(model, 3)
     bench.run_until_idle()

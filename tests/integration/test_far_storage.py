@@ -253,7 +253,7 @@ def test_publishing_waits_for_no_network(bench: FarBench) -> None:
         samples.append(bench.sample(bench.publish(ONE, seq_id + 1, number)))
         seq_id += 2
         bench.until(lambda: bench.outcome(samples[-1]))
-    while bench.engine._tidy():
+    while bench.engine._offload_one_version():
         pass
     bench.gate.open.set()
     assert all(bench.outcome(sample) for sample in samples)

@@ -168,7 +168,7 @@ def test_a_token_is_needed_once_there_are_keys(harness: Harness, tmp_path: Path)
 
 
 def test_a_large_file_is_known_by_samples_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(hub, "FULL_HASH_BYTES", 10)
     monkeypatch.setattr(hub, "SAMPLE_BYTES", 4)
     digests = set()
     for position in (0, 500, 999):
@@ -176,8 +176,8 @@ def test_a_large_file_is_known_by_samples_of_it(tmp_path: Path, monkeypatch: pyt
         content[position] = 1
         path = tmp_path / f"{position}.safetensors"
         path.write_bytes(content)
-        described = hub._described(path)
-        assert not described.whole and len(described.etag) == 32
+        described = hub._hub_file(path)
+        assert not described.is_full_hash and len(described.etag) == 32
         digests.add(described.etag)
     assert len(digests) == 3
 

@@ -383,7 +383,7 @@ def post(harness: Harness, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN
                         row.request_id, write_sample_result(SampleResult("r", (sequence,))), "proto"
                     )
                     harness.services.futures.settle([settlement], {})
-                    harness.services.waiters.settled_from_thread([row.request_id])
+                    harness.services.waiters.wake_from_thread([row.request_id])
         return posting.result()
 
 

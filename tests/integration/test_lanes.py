@@ -138,7 +138,7 @@ def test_authentication_and_heartbeats_need_no_thread_of_other_work(
     services = harness.services
     session_id = harness.session()
     request_id = f"{session_id}:sample:0:0"
-    monkeypatch.setattr(services.sessions, "is_sign_due", lambda _session_id: True)
+    monkeypatch.setattr(services.sessions, "is_poll_heartbeat_due", lambda _session_id: True)
     polled: list[str] = []
     monkeypatch.setattr(services.sessions, "record_poll", lambda _tenant_id, name: polled.append(name))
     threads = services.threads

@@ -24,7 +24,7 @@ from support.raw_client import RawClient, connect
 from tinsmith.db.database import Database
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import UserError
-from tinsmith.server.process import FEW_FILES, wake_missed
+from tinsmith.server.process import MIN_OPEN_FILES, wake_missed
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 
@@ -199,7 +199,7 @@ def test_a_server_that_may_open_few_files_says_so() -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "
     code += "from tinsmith.server.process import raise_file_limit; raise_file_limit(); "
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    for hard, told in ((FEW_FILES - 1, True), (FEW_FILES, False)):
+    for hard, told in ((MIN_OPEN_FILES - 1, True), (MIN_OPEN_FILES, False)):
         done = subprocess.run(
             [sys.executable, "-c", code.format(limits=(100, min(hard, limits[1])))],
             capture_output=True,

@@ -119,7 +119,7 @@ def test_only_so_many_tenants_have_names_of_their_own(harness: Harness) -> None:
     assert [labels(name) for name in ("a", "b", "c", "a", "d", OTHER)] == ["a", "b", OTHER, "a", OTHER, OTHER]
     assert TenantLabels(0)("a") == OTHER
     for index in range(20):
-        harness.services.meters.submitted("sample", f"tenant-{index}", refused=False)
+        harness.services.meters.count_request("sample", f"tenant-{index}", refused=False)
     tenants = [labels for name, labels in scraped(harness) if name == "tinsmith_tenant_requests_total"]
     assert tenants == [("tenant-0",), ("tenant-1",), (OTHER,)]
 

@@ -52,7 +52,7 @@ async def pending(harness: Harness, count: int) -> list[str]:
 
 def settle(harness: Harness, answers: ModelGateway, request_id: str, body: bytes) -> None:
     harness.services.futures.settle([Settlement(request_id, body=body, result_type="proto")], {})
-    answers.waiters.settled([request_id])
+    answers.waiters.wake([request_id])
 
 
 def test_the_same_question_is_one_sample(harness: Harness) -> None:
@@ -126,7 +126,7 @@ def test_a_sample_that_failed_fails_its_row(harness: Harness) -> None:
         task = asyncio.create_task(answers.answer(question()))
         (request_id,) = await pending(harness, 1)
         harness.services.futures.settle([Settlement(request_id, error=UserError("too hot"))], {})
-        answers.waiters.settled([request_id])
+        answers.waiters.wake([request_id])
         with pytest.raises(TinsmithError, match="too hot"):
             await task
 
@@ -141,7 +141,7 @@ def test_a_session_that_expired_is_followed_by_another(harness: Harness) -> None
         (request_id,) = await pending(harness, 1)
         assert sessions.close("bulk-job-5-1", "no heartbeat")
         harness.services.futures.settle([Settlement(request_id, error=UserError("cancelled"))], {})
-        answers.waiters.settled([request_id])
+        answers.waiters.wake([request_id])
         (second,) = await pending(harness, 1)
         assert second.startswith("bulk-job-5-2:sample:")
         settle(harness, answers, second, b"x")

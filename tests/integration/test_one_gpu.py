@@ -96,7 +96,7 @@ def opened(
     monkeypatch.setattr(engine_main, "load_backend", lambda name, shape, **options: trainer)
     monkeypatch.setattr(engine_main, "eos_token_ids", lambda shape: EOS)
     with capture_logs() as lines:
-        settings = engine_main._with_sampler(Settings(data_dir=tmp_path, sampler_python=one_gpu), SHAPE, "engine")
+        settings = engine_main._resolve_sampler(Settings(data_dir=tmp_path, sampler_python=one_gpu), SHAPE, "engine")
     assert [(line["event"], line["sampler"]) for line in lines] == [("sampler chosen", "vllm")]
     backend = engine_main.open_backend(settings, SHAPE, "here", {})
     assert isinstance(backend, RemotelySampledBackend)
@@ -130,7 +130,7 @@ def test_training_and_vllm_take_turns_over_adapters_in_memory(
 
 def test_a_dedicated_sampler_keeps_its_setting(one_gpu: str) -> None:
     settings = Settings(sampler_python=one_gpu)
-    assert engine_main._with_sampler(settings, SHAPE, SAMPLER) is settings and not settings.samples_elsewhere
+    assert engine_main._resolve_sampler(settings, SHAPE, SAMPLER) is settings and not settings.samples_elsewhere
 
 
 def test_a_full_memory_sends_adapters_through_the_disk(

@@ -21,7 +21,7 @@ from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import NewFuture, Settlement
-from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, ImplicitSessions
+from tinsmith.store.implicit_sessions import SESSION_LIFETIME_S, ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.fields import IgnoredFields
@@ -64,7 +64,7 @@ async def pending(harness: Harness, count: int = 1) -> list[str]:
 
 def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
     harness.services.futures.settle([Settlement(request_id, write_sample_result(found), "proto")], {})
-    harness.services.waiters.settled([request_id])
+    harness.services.waiters.wake([request_id])
 
 
 def test_an_answer_needs_no_http(harness: Harness) -> None:
@@ -212,7 +212,7 @@ def test_a_failed_sample_is_its_error(harness: Harness) -> None:
             answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
             request_id = (await pending(harness))[-1]
             harness.services.futures.settle([Settlement(request_id, error=error)], {})
-            harness.services.waiters.settled([request_id])
+            harness.services.waiters.wake([request_id])
             statuses.append((await answering)[0])
         return statuses
 
@@ -241,7 +241,7 @@ def stream(
             async def engine() -> None:
                 await asyncio.sleep(0.05)
                 for partial in told(seats[0].request_id):
-                    services.partials.arrived([line_of(partial)])
+                    services.partials.deliver([line_of(partial)])
                 await asyncio.sleep(0.05)
                 settle(harness, seats[0].request_id, found)
 
@@ -271,10 +271,10 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
         results: list[SampleResult] = []
         async with submitted_samples(prepared) as seats:
             partials = partials_of(seats[0].request_id, "hello there")
-            services.partials.arrived([line_of(partial) for partial in partials[:2]])
+            services.partials.deliver([line_of(partial) for partial in partials[:2]])
             source = follow(prepared, seats, results)
             first = await anext(source)
-            services.partials.arrived([line_of(partial) for partial in partials[2:]])
+            services.partials.deliver([line_of(partial) for partial in partials[2:]])
             settle(harness, seats[0].request_id, result("hello there"))
             news = [first, *[one async for one in source]]
         async with submitted_samples(prepared):
@@ -357,9 +357,9 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
     async def scenario() -> None:
         partials = Partials()
         with partials.listen(["a"]) as queue:
-            partials.arrived(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
+            partials.deliver(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
             assert queue.get_nowait().tokens == (2,) and queue.empty()
-        partials.arrived([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
+        partials.deliver([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
         assert queue.empty()
 
     asyncio.run(scenario())
@@ -376,7 +376,7 @@ def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harn
     assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
     assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
     assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
-    moment[0] += REPLACED_EVERY_S
+    moment[0] += SESSION_LIFETIME_S
     replaced = implicit.next_sample("alice", nano.MODEL_NAME, None)
     assert replaced.session_id != seats[0].session_id
     assert services.sessions.get("alice", seats[0].session_id).state == "finished"

@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from support.engine_bench import BASE, Bench
 from tinsmith.backends import MicroBatches
-from tinsmith.engine.pacing import ACTIVE_S, COLD_TOKENS, SINGLE_TENANT_FACTOR, CostModel, Pace
+from tinsmith.engine.pacing import ACTIVE_S, COLD_TOKENS, SINGLE_TENANT_FACTOR, CostModel, StepPacer
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import Partial, Pass, Sample, SampleResult
 
@@ -21,8 +21,8 @@ BUDGET = 65_536
 SECONDS = st.floats(1e-6, 100.0)
 
 
-def shared(step_seconds: float = 1.0) -> Pace:
-    pace = Pace(step_seconds)
+def shared(step_seconds: float = 1.0) -> StepPacer:
+    pace = StepPacer(step_seconds)
     pace.record_tenants(["alice", "bob"], 0.0)
     return pace
 
@@ -42,7 +42,7 @@ def test_a_step_among_tenants_is_predicted_to_take_no_longer_than_its_bound(
 def test_a_tenant_that_is_alone_has_long_steps_and_decodes_for_as_long_as_one(
     token_s: float, trained_s: float, decoded_s: float
 ) -> None:
-    pace = Pace(1.0)
+    pace = StepPacer(1.0)
     for moment in range(3):
         pace.record_tenants(["alice"], float(moment))
     assert not pace.is_shared
@@ -73,8 +73,8 @@ def test_a_tenant_counts_for_a_minute_after_its_last_work() -> None:
 
 def test_before_anything_is_known_a_step_is_short() -> None:
     assert shared().step_tokens(BUDGET, None, samples=False) == COLD_TOKENS
-    assert Pace(1.0).step_tokens(BUDGET, None, samples=False) == COLD_TOKENS
-    assert Pace(1.0).step_tokens(500, None, samples=False) == 500
+    assert StepPacer(1.0).step_tokens(BUDGET, None, samples=False) == COLD_TOKENS
+    assert StepPacer(1.0).step_tokens(500, None, samples=False) == 500
 
 
 def test_without_a_bound_every_step_has_the_whole_budget() -> None:
@@ -306,9 +306,9 @@ def test_passes_of_one_tenant_do_not_wait_for_those_of_another(bench: Bench) -> 
     second = queues.lanes[another].waiting[1]
     rhythm = queues.lanes[another].rhythm
     for _ in range(2):
-        rhythm.answered(0.0)
-        rhythm.came(0.01)
+        rhythm.record_answer(0.0)
+        rhythm.record_pass(0.01)
     queues.lanes[another].waiting.clear()
-    rhythm.answered(first.created_at)
+    rhythm.record_answer(first.created_at)
     assert queues.passes_due([first]) == ([], [])
     assert queues.passes_due([first, second]) == ([], [])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.engine_bench import BASE, Bench, FlakyBackend
 from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, read_journal
+from tinsmith.cluster.in_flight_journal import BATCH_SHRINK_FACTOR, JournalNote, Suspect, read_journal
 from tinsmith.db.schema import BODIES, MODELS
 from tinsmith.engine.faults import EngineFaultError, Fault
 from tinsmith.engine.quarantine import MAX_BUGS, MAX_DEATHS, Quarantine
@@ -49,7 +49,7 @@ def test_suspects_run_in_batches_of_an_eighth(tmp_path: Path) -> None:
     with pytest.raises(DeathError), Quarantine(path).running(names):
         raise DeathError
     found = Quarantine(path)
-    assert {found.batch_size(name) for name in names} == {64 // SMALLER} and not found.batch_size("other")
+    assert {found.batch_size(name) for name in names} == {64 // BATCH_SHRINK_FACTOR} and not found.batch_size("other")
     found.keep({*names[:20], "other"})
     assert [len(group) for group in found.groups([pending(name) for name in names[:20]])] == [8, 8, 4]
     with pytest.raises(DeathError), found.running(names[:8]):
@@ -180,7 +180,9 @@ def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) 
     request_id = bench.step(model, 1)
     bench.run_until_idle()
     assert bench.outcome(request_id) is None, "it is another's"
-    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode())
+    there.release(
+        Seat(BASE), "restarting", suspects=JournalNote([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode()
+    )
     bench.engine._slow_poll()
     bench.run_until_idle()
     outcome = bench.outcome(request_id)
@@ -361,7 +363,7 @@ def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench:
     assert "ended the engine's process" in bench.error(poisoned)
     outcomes = [bench.outcome(request_id) for request_id in ids]
     assert all(outcome is not None and outcome.error is None for outcome in outcomes)
-    assert max(samplers[0].waiting) == 60 and max(samplers[1].waiting) == 60 // SMALLER
+    assert max(samplers[0].waiting) == 60 and max(samplers[1].waiting) == 60 // BATCH_SHRINK_FACTOR
 
 
 def poison_sample(bench: Bench, seq_id: int) -> str:

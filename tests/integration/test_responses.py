@@ -225,7 +225,7 @@ def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
         while not (found := pending(harness)):
             await asyncio.sleep(0.01)
         settle(harness, found[0], "yes")
-        harness.services.waiters.settled([found[0]])
+        harness.services.waiters.wake([found[0]])
         status, body = await answering
         assert status == 200 and body["store"] is False
         status, refused = await answer(harness.services, "alice", RESPONSES, asked | {"background": True})
@@ -241,7 +241,7 @@ TIMEOUT_S = 300.0
 
 def sweep(harness: Harness, tmp_path: Path) -> None:
     """One round of the work for pending responses, and a sweep of the janitor."""
-    PendingResponses(harness.services).work_round()
+    PendingResponses(harness.services).run_round()
     db = harness.services.futures._db
     directories = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     Janitor(harness.services, Engines(db, "here"), *directories).sweep()
@@ -285,7 +285,7 @@ def test_polls_alone_keep_a_pending_response(harness: Harness, tmp_path: Path) -
     response = in_background(harness)
     let_pass(harness, 2 * TIMEOUT_S)
     assert seen(harness, response["id"])["status"] == "in_progress"
-    assert harness.services.sessions.silent(TIMEOUT_S) == []
+    assert harness.services.sessions.list_silent(TIMEOUT_S) == []
 
 
 def test_a_server_that_starts_keeps_what_another_accepted(harness: Harness, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_response_is_stored_when_it_is_complete_and_read_much_later(harness: H
     for _ in range(3):  # the session is closed, and its futures are deleted
         sweep(harness, tmp_path)
         let_pass(harness, 7200)
-    assert harness.services.futures.settled_among([request_id]) == []
+    assert harness.services.futures.filter_settled([request_id]) == []
     assert seen(harness, response["id"]) == body
     let_pass(harness, 2 * 86400)
     sweep(harness, tmp_path)
@@ -331,13 +331,13 @@ def test_a_response_whose_model_is_away_waits_for_it(harness: Harness, tmp_path:
         settle(harness, request_id, "hello")
     moments = [0.0]
     away = PendingResponses(replace(harness.services, bases=Bases(())), clock=lambda: moments[0])
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) is None and stored_body(harness, other["id"]) is None
     away._services = harness.services
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) is None, "a pause first"
     moments[0] = 120.0
-    away.work_round()
+    away.run_round()
     assert stored_body(harness, response["id"]) and stored_body(harness, other["id"])
 
 
@@ -356,7 +356,7 @@ def test_stored_responses_have_a_quota(tmp_path: Path) -> None:
     harness = replace(made, services=services)
     first = in_background(harness)
     settle(harness, pending(harness)[0], "hello " * 300)
-    PendingResponses(services).work_round()
+    PendingResponses(services).run_round()
     assert services.overview.counts("alice")["response_bytes"] > 2000
     asked = {"model": nano.MODEL_NAME, "input": "hi", "background": True}
     refused = harness.client.post("/v1/responses", json=asked, headers=HEADERS)

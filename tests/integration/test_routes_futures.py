@@ -92,7 +92,7 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
                 await asyncio.to_thread(
                     harness.services.futures.settle, [Settlement(request_id, body=b'{"done":true}')], {}
                 )
-                harness.services.waiters.settled([request_id])
+                harness.services.waiters.wake([request_id])
                 return await polling, time.monotonic() - started
 
         answer, delay_s = asyncio.run(poll_and_settle())

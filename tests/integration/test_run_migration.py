@@ -22,7 +22,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, MODELS
 from tinsmith.engine import queues
 from tinsmith.engine.loop import Engine, Stores
-from tinsmith.engine.snapshots import MAX_LOOKS
+from tinsmith.engine.snapshots import MAX_POLLS
 from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -227,7 +227,7 @@ class Pair(Bench):
 
     def look(self, index: int = 0) -> None:
         """Run an engine's migration check, and wait for the snapshots that it began."""
-        self.engines[index]._migration.look()
+        self.engines[index]._migration.poll()
         self.engines[index].flush()
 
 
@@ -355,7 +355,7 @@ def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkey
 
     monkeypatch.setattr(fakes.backends[0], "capture", capture)
     fakes.join()
-    for _ in range(MAX_LOOKS):
+    for _ in range(MAX_POLLS):
         fakes.look()
     assert [fakes.owner(run) for run in runs] == [0, 0]
     for _ in range(3):

@@ -185,13 +185,13 @@ def test_a_held_poll_is_woken_by_the_next_settlement(tmp_path: Path, how: str) -
 
     async def work(web: httpx.AsyncClient) -> tuple[httpx.Response, float]:
         polling = await held(harness, web.post("retrieve_futures", json={"target": target(sampler)}))
-        harness.services.waiters.settled(["somebody:sample:0:0", ""])
+        harness.services.waiters.wake(["somebody:sample:0:0", ""])
         await asyncio.sleep(0.05)
         assert not polling.done()
         started = time.monotonic()
         if how == "settled":
             await asyncio.to_thread(harness.services.futures.settle, [Settlement(request_id, b"abc")], {})
-            harness.services.waiters.settled([request_id])
+            harness.services.waiters.wake([request_id])
         else:
             await web.post("asample", json=sample_request(sampler, 0, num_samples=0))
         return await polling, time.monotonic() - started

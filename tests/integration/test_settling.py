@@ -60,7 +60,7 @@ class FaultyBench(Bench):
 
         def stopping() -> bool:
             assert next(left, None) is not None, f"not settled: {self.pending()}"
-            return not (self.pending() or self.engine._queues.known)
+            return not (self.pending() or self.engine._queues.request_ids)
 
         try:
             self.engine.run(stopping)
@@ -386,7 +386,7 @@ def test_kept_settlements_are_not_retried_at_every_step(bench: FaultyBench, monk
     bench.engine._sampling._admit(bench.engine._queues)
     bench.db.reset(lambda moment, _number: lost() if moment == "begin" else None)
     for _ in samples:
-        bench.engine._sampling.between(0.0)
+        bench.engine._sampling.decode_during_step(0.0)
     assert bench.db.raised == 1, "a training step must not wait for a database that is away at each micro-batch"
     bench.db.reset()
     bench.run()

@@ -23,7 +23,7 @@ from tinsmith.db.statements import execute
 from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleRecorder
+from tinsmith.engine.telemetry import BURST_OF_SAMPLES, FULL_BURST_AFTER_S, Recorder, Records, SampleRecorder
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
@@ -123,7 +123,7 @@ def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
     rng = np.random.default_rng(1)
     names = ("loss:sum", "ratio:mean", "high:max", "low:min")
     results = [(int(rng.integers(1, 9)), dict(zip(names, rng.normal(size=4).tolist(), strict=True))) for _ in range(5)]
-    gathered = telemetry._Gathered()
+    gathered = telemetry._PassMetrics()
     outputs = []
     for num_data, metrics in results:
         gathered.add(metrics, num_data, num_data)
@@ -171,7 +171,7 @@ def test_a_policys_loss_is_shared_by_the_tokens_that_have_an_advantage(loss_fn: 
 def test_a_custom_loss_is_shared_by_data() -> None:
     passed = pass_of("custom", arrays_of(weights=[1, 1]), arrays_of(weights=[1, 1]))
     assert token_weight(passed) is None
-    gathered = telemetry._Gathered()
+    gathered = telemetry._PassMetrics()
     gathered.add({"loss:sum": 6.0, "tokens:sum": 4.0}, 2, None)
     assert gathered.metrics() == {"loss:sum": 6.0, "tokens:sum": 4.0, "loss_per_datum": 3.0}
     gathered.add({"loss:sum": 4.0, "tokens:sum": 9.0}, 3, 8.0)
@@ -286,7 +286,7 @@ LARGE = Image("chunks[1]", bytes(2 << 20), "png", 3, 1, 1, 1, b"")
 class NoDatabase:
     """A database whose reads fail."""
 
-    def known(self, _model_id: str) -> tuple[int, int]:
+    def count_steps_and_points(self, _model_id: str) -> tuple[int, int]:
         raise OperationalError("", None, Exception())
 
     def add(self, *_arguments: object) -> None:
@@ -427,9 +427,9 @@ def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: 
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
     keeper = SampleRecorder(Records(bench.db, 9))
     for number in range(1000):
-        assert keeper._allowed(f"tenant-{number}")
+        assert keeper._take_allowance(f"tenant-{number}")
         moment[0] += 1.0
-    assert len(keeper._allowances) <= WHOLE_AFTER_S + 1
+    assert len(keeper._allowances) <= FULL_BURST_AFTER_S + 1
     for _ in range(int(BURST_OF_SAMPLES)):
-        assert keeper._allowed("tenant-0")
-    assert not keeper._allowed("tenant-0"), "one that is used keeps its debt"
+        assert keeper._take_allowance("tenant-0")
+    assert not keeper._take_allowance("tenant-0"), "one that is used keeps its debt"

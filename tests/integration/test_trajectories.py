@@ -18,7 +18,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.store import exchanges as exchanges_module
-from tinsmith.store.exchanges import RETENTION_S, Exchange, merged
+from tinsmith.store.exchanges import RETENTION_S, Exchange, merge_exchanges
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 
 _TOKENS = st.integers(0, 2)
@@ -42,7 +42,7 @@ def test_turns_are_one_trajectory_and_forks_are_kept_apart() -> None:
         exchange(4, [1, 2, 3, 7], [5]),  # forks from the first turn
         exchange(5, [1, 2, 3, 4, 5, 6, 4], [1], "b"),  # goes on after the fork
     ]
-    first, other, fork = merged(turns)
+    first, other, fork = merge_exchanges(turns)
     assert first.tokens == [1, 2, 3, 4, 5, 6, 4, 1] and first.trajectory_id == "traj-1" and first.num_exchanges == 3
     assert first.sampled == [False, False, True, False, True, True, False, True]
     assert first.logprobs == [0, 0, -1, 0, -1, -2, 0, -1] and first.versions == ["a", "b"]
@@ -55,7 +55,7 @@ def test_every_sampled_token_is_in_one_trajectory_and_nothing_is_invented(
     made: list[tuple[list[int], list[int]]],
 ) -> None:
     exchanges = [exchange(number, prompt, answer) for number, (prompt, answer) in enumerate(made)]
-    found = merged(exchanges)
+    found = merge_exchanges(exchanges)
     assert sum(sum(each.sampled) for each in found) == sum(len(answer) for _, answer in made)
     assert sum(each.num_exchanges for each in found) == len(made)
     # The definition: each exchange continues the longest trajectory that is a prefix of its prompt, or starts a new

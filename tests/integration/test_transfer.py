@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith.backends import Capture
 from tinsmith.engine import transfer
-from tinsmith.engine.transfer import KEPT_FILES, NotHereError, TransferServer, fetch
+from tinsmith.engine.transfer import CACHED_VERSIONS, TransferServer, VersionUnavailableError, fetch
 from tinsmith.errors import CorruptFilesError
 
 KEY = b"k" * 32
@@ -69,10 +69,10 @@ def test_it_is_written_once_for_all_samplers_and_again_once_replaced(server: Tra
 
 
 def test_the_files_of_only_a_few_versions_are_kept(server: TransferServer, tmp_path: Path) -> None:
-    for number in range(KEPT_FILES + 3):
+    for number in range(CACHED_VERSIONS + 3):
         server.offer(f"v{number}", capture("x"))
         taken(server, f"v{number}", tmp_path / f"{number}")
-    assert len(list((tmp_path / "outbox").iterdir())) == KEPT_FILES
+    assert len(list((tmp_path / "outbox").iterdir())) == CACHED_VERSIONS
     assert taken(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
 
 
@@ -80,13 +80,13 @@ def test_withdrawn_and_unknown_versions_are_not_found(server: TransferServer, tm
     server.offer("v", capture("x"))
     server.withdraw("v")
     for version_id in ("v", "never", "../../etc"):
-        with pytest.raises(NotHereError, match="404"):
+        with pytest.raises(VersionUnavailableError, match="404"):
             taken(server, version_id, tmp_path / version_id.replace("/", "-"))
 
 
 def test_a_transfer_needs_the_key(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x"))
-    with pytest.raises(NotHereError, match="403"):
+    with pytest.raises(VersionUnavailableError, match="403"):
         taken(server, "v", tmp_path / "a", key=b"other" * 8)
     host, _, port = server.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=10)
@@ -121,7 +121,7 @@ def test_a_missing_peer_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken_port:
         taken_port.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken_port.getsockname()[1]}"
-    with pytest.raises(NotHereError, match="fetching version"):
+    with pytest.raises(VersionUnavailableError, match="fetching version"):
         fetch(address, "v", KEY, tmp_path, MOST)
 
 
@@ -131,7 +131,7 @@ def test_a_version_that_cannot_be_written_fails_this_transfer_only(server: Trans
 
     server.offer("bad", Capture(1, full))
     server.offer("good", capture("x"))
-    with pytest.raises(NotHereError):
+    with pytest.raises(VersionUnavailableError):
         taken(server, "bad", tmp_path / "a")
     assert taken(server, "good", tmp_path / "b")
 

@@ -141,7 +141,7 @@ class Harness:
 
     def _settle(self, settlement: Settlement) -> None:
         self.services.futures.settle([settlement], {})
-        self.services.waiters.settled([settlement.request_id])
+        self.services.waiters.wake([settlement.request_id])
 
     def pending(self) -> list[Pending]:
         """The pending requests of all base models, including refused ones, which engines skip."""
@@ -185,7 +185,7 @@ def make_harness(
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
-        futures=Futures(database, lambda base_model, _engine_id=None: woken.append(base_model), meters.submitted),
+        futures=Futures(database, lambda base_model, _engine_id=None: woken.append(base_model), meters.count_request),
         usage=Usage(database),
         audit=Audit(database),
         traces=Traces(database),

@@ -21,7 +21,7 @@ from tinsmith.batch.openai.results import Results, success_lines
 from tinsmith.batch.types import Assignment, PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.locations import locations, open_store
-from tinsmith.storage.stores import PIECE_BYTES, Source, UnreachableError, join, split
+from tinsmith.storage.stores import PART_BYTES, Source, UnreachableError, join, split
 
 BUCKET = "rows"
 
@@ -96,7 +96,7 @@ def test_ranges_heads_lists_copies_and_deletions(base: str) -> None:
     assert list(store.list(root)) == []
 
 
-@pytest.mark.parametrize("size", [0, 10, PIECE_BYTES + 5])
+@pytest.mark.parametrize("size", [0, 10, PART_BYTES + 5])
 def test_a_write_in_pieces_appears_atomically(base: str, size: int) -> None:
     store, key = open_store(f"{base}/w.bin")
     data = bytes(size)
@@ -107,7 +107,7 @@ def test_a_write_in_pieces_appears_atomically(base: str, size: int) -> None:
     assert store.get(key) == data
 
 
-@pytest.mark.parametrize("size", [10, PIECE_BYTES + 5])
+@pytest.mark.parametrize("size", [10, PART_BYTES + 5])
 def test_a_writer_that_fails_leaves_nothing(base: str, size: int) -> None:
     store, key = open_store(f"{base}/w.bin")
     with pytest.raises(RuntimeError), store.open_writer(key) as writer:
@@ -117,7 +117,7 @@ def test_a_writer_that_fails_leaves_nothing(base: str, size: int) -> None:
     assert list(store.list(root)) == []
 
 
-@pytest.mark.parametrize("size", [10, PIECE_BYTES + 5])
+@pytest.mark.parametrize("size", [10, PART_BYTES + 5])
 def test_an_exclusive_writer_replaces_nothing(base: str, size: int) -> None:
     store, key = open_store(f"{base}/w.bin")
     store.put(key, b"mine")

@@ -93,9 +93,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_memory_is_asked_of_the_driver(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_main._device(Settings(), 1) == (FREE_BYTES, True)
-    assert engine_main._device(Settings(device="cuda:1", sampler_shares_device=True), 1) == (2 * FREE_BYTES, True)
-    assert engine_main._device(Settings(device="cpu"), 1)[1] is False
+    assert engine_main._device_memory(Settings(), 1) == (FREE_BYTES, True)
+    assert engine_main._device_memory(Settings(device="cuda:1", sampler_shares_device=True), 1) == (
+        2 * FREE_BYTES,
+        True,
+    )
+    assert engine_main._device_memory(Settings(device="cpu"), 1)[1] is False
     asked: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -136,7 +136,9 @@ def test_a_sampler_sees_what_it_was_given_and_nothing_else(rows: Rows) -> None:
     assert [request.request_id for request in found] == mine
     assert [one_.request_id for one_ in rows.executors.incoming(BASE, one, found[0].arrival)] == mine[1:]
     assert rows.executors.pending_ids(BASE, one) == set(mine)
-    assert [request.request_id for request in rows.executors.named(one, [*mine[:1], theirs, nobodys])] == mine[:1]
+    assert [request.request_id for request in rows.executors.fetch_by_ids(one, [*mine[:1], theirs, nobodys])] == mine[
+        :1
+    ]
     engine = Ownership(rows.db, BASE, "engine-0")
     assert [arrival.request.request_id for arrival in engine.incoming(0)] == [nobodys], "engines leave theirs alone"
 
@@ -259,14 +261,14 @@ def request_and_sample(number: int, prompt: list[int]) -> tuple[NewFuture, Sampl
 def test_samples_are_given_away_before_they_are_stored(rows: Rows) -> None:
     dispatch = Dispatch(rows.executors)
     new, sample = request_and_sample(1, [1, 2, 3])
-    assert dispatch.assigned(new, sample).executor is None, "there is no sampler"
+    assert dispatch.assign(new, sample).executor is None, "there is no sampler"
     one, two = rows.sampler(0), rows.sampler(1)
     dispatch = Dispatch(rows.executors)
-    chosen = {dispatch.assigned(new, sample).executor for _ in range(5)}
+    chosen = {dispatch.assign(new, sample).executor for _ in range(5)}
     assert len(chosen) == 1 and chosen <= {one, two}, "the same prompt goes to the same sampler"
-    spread = {dispatch.assigned(*request_and_sample(n, [n])).executor for n in range(40)}
+    spread = {dispatch.assign(*request_and_sample(n, [n])).executor for n in range(40)}
     assert spread == {one, two}
-    assert dispatch.assigned(new, sample, inflight=True).executor is None
+    assert dispatch.assign(new, sample, inflight=True).executor is None
 
 
 def test_a_view_is_asked_for_twice_a_second_at_most_and_counts_what_was_given_out(rows: Rows, monkeypatch) -> None:
@@ -278,9 +280,9 @@ def test_a_view_is_asked_for_twice_a_second_at_most_and_counts_what_was_given_ou
     monkeypatch.setattr("tinsmith.cluster.routing.time.monotonic", lambda: moment[0])
     dispatch = Dispatch(rows.executors)
     new, sample = request_and_sample(1, [1, 2, 3])
-    given = Counter(dispatch.assigned(replace(new, num_tokens=5000), sample).executor for _ in range(10))
+    given = Counter(dispatch.assign(replace(new, num_tokens=5000), sample).executor for _ in range(10))
     assert looks == [BASE]
     assert set(given) == {one, two}, "one hot prompt does not stay with one sampler however much waits there"
     moment[0] += FRESH_S
-    dispatch.assigned(new, sample)
+    dispatch.assign(new, sample)
     assert looks == [BASE, BASE]

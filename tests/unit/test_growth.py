@@ -117,7 +117,7 @@ class Life:
     def _work(self, settlement: Settlement) -> None:
         futures = self.harness.services.futures
         ownership = Ownership(database(self.harness), BASE, "engine-0")
-        (arrived,) = ownership.named([settlement.request_id])
+        (arrived,) = ownership.fetch_by_ids([settlement.request_id])
         incoming = ownership.incoming(arrived.request.arrival - 1)
         assert [one.request.request_id for one in incoming] == [settlement.request_id]
         assert ownership.pending_ids() == {settlement.request_id}
@@ -126,7 +126,7 @@ class Life:
         futures.settle([settlement], applied)
 
     def poll_for_lost(self) -> None:
-        self.harness.services.futures.settled_among([f"{self.sampler}:{number}" for number in range(50)])
+        self.harness.services.futures.filter_settled([f"{self.sampler}:{number}" for number in range(50)])
         self.harness.services.sampling_sessions.last_orders([self.sampler])
 
     def follow(self) -> None:
@@ -152,7 +152,7 @@ class Life:
 
     def late(self) -> None:
         """The reads of an engine, once a second."""
-        self.harness.services.futures.refused_of(self.model, self.number)
+        self.harness.services.futures.list_refused(self.model, self.number)
 
     def ask_usage(self) -> None:
         hour = now() // usage.HOUR_S * usage.HOUR_S

@@ -188,7 +188,7 @@ def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Databas
     keep(db, 5, "bob", most=9, prompt=[1, 2], answer=[3, 4])
 
     def before(request_id: str) -> list[str]:
-        return samples.turns_before(*samples.get("alice", request_id))
+        return samples.list_earlier_turns(*samples.get("alice", request_id))
 
     assert before(first) == before(other) == []
     assert before(second) == [first]

@@ -119,8 +119,8 @@ def test_a_prompt_and_a_datum_hold_images() -> None:
     for tokens, images in ((sample.prompt_T, sample.images), (read.tokens_N, read.images)):
         assert tokens.tolist() == [5, *[IMAGE] * 15, 6]
         assert [one.data for one in images] == [data]
-    assert sample.images[0].where == "prompt.chunks[1]"
-    assert read.images[0].where == "data[0].model_input.chunks[1]"
+    assert sample.images[0].path == "prompt.chunks[1]"
+    assert read.images[0].path == "data[0].model_input.chunks[1]"
 
 
 def test_a_wrong_number_of_tokens_is_refused_with_both_numbers() -> None:

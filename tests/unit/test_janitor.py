@@ -88,7 +88,7 @@ def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(parts
 
 def test_a_heartbeat_between_looking_and_closing_keeps_the_session(parts: Parts) -> None:
     session_id = silent_session(parts)
-    (found,) = parts.services.sessions.silent(300.0)
+    (found,) = parts.services.sessions.list_silent(300.0)
     parts.services.sessions.heartbeat(TENANT, session_id)
     assert not parts.services.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
     assert parts.services.sessions.get(TENANT, session_id).state == "active"
@@ -142,7 +142,7 @@ def test_files_of_ephemeral_versions_go_with_their_session(parts: Parts, tmp_pat
             NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
         )
         directory, _ = parts.versions.write(lambda target: None)
-        parts.services.sampling_sessions.written(version_id, directory)
+        parts.services.sampling_sessions.record_files(version_id, directory)
         kept[session_id] = directory
     janitor_of(parts).sweep()
     closed, lively = kept.values()
@@ -194,8 +194,8 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(parts: Par
     for name, root in (("versions", parts.versions), ("snapshots", parts.snapshots)):
         *named, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
         if name == "versions":
-            parts.services.sampling_sessions.written(version_id, named.pop())
-            parts.services.sampling_sessions.written(version_id, named[0])
+            parts.services.sampling_sessions.record_files(version_id, named.pop())
+            parts.services.sampling_sessions.record_files(version_id, named[0])
         else:
             for seq_id, directory in enumerate(named):
                 parts.services.models.record_snapshot(model_id, seq_id, directory)

@@ -118,7 +118,7 @@ def test_a_job_that_changes_all_the_time_is_not_read_for_every_change(
             following = asyncio.ensure_future(status(stream))
             await asyncio.sleep(0)
             for _ in range(200):
-                services.waiters.settled([job_line(job_id)])
+                services.waiters.wake([job_line(job_id)])
                 await asyncio.sleep(0)
             await asyncio.sleep(2 * routes.EVENTS_PAUSE_S)
             assert reads.count(job_id) <= 3

@@ -288,7 +288,7 @@ def test_both_readers_of_adapters_agree() -> None:
     """Engines have a separate reader, since they load torch and the server does not."""
     assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
     assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)
-    assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}
+    assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS_SETTINGS == {"rank_pattern", "alpha_pattern"}
 
 
 def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: Path) -> None:

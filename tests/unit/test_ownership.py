@@ -54,7 +54,7 @@ def vars_of(new: NewFuture) -> dict[str, object]:
 
 
 def seen(ownership: Ownership) -> list[tuple[str, bool]]:
-    return [(each.request.request_id, each.free) for each in ownership.incoming(0)]
+    return [(each.request.request_id, each.is_unassigned) for each in ownership.incoming(0)]
 
 
 def test_a_claim_takes_the_run_with_all_its_requests(db: Database, one: Ownership, two: Ownership) -> None:
@@ -62,7 +62,7 @@ def test_a_claim_takes_the_run_with_all_its_requests(db: Database, one: Ownershi
     assert seen(one) == seen(two) == [(first, True), (second, True)]
     assert one.claim([first]) == {first}
     assert seen(one) == [(first, False), (second, False)]
-    assert seen(two) == [] and two.named([first, second]) == [] and two.pending_ids() == set()
+    assert seen(two) == [] and two.fetch_by_ids([first, second]) == [] and two.pending_ids() == set()
     assert two.claim([first, second]) == set()
     assert one.pending_ids() == {first, second}
     assert one.claim([first, second]) == {first, second}, "claiming what is one's own changes nothing"
@@ -73,7 +73,7 @@ def test_a_sample_of_a_runs_own_version_goes_with_the_run(db: Database, one: Own
     SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
     asked = sample(db, "s:sample:0", 0)
     (found,) = one.incoming(0)
-    assert (found.request.request_id, found.free, found.run_id) == (asked, False, RUN)
+    assert (found.request.request_id, found.is_unassigned, found.run_id) == (asked, False, RUN)
     assert seen(two) == [] and two.claim([asked]) == set()
     with db.write() as connection:
         connection.execute(MODELS.update().values(engine_id=None))
@@ -112,7 +112,7 @@ def test_settled_requests_and_those_of_other_bases_are_not_claimed(db: Database,
     Futures(db).settle([Settlement(done, b"{}")], {RUN: 1})
     assert seen(one) == [(other, True)]
     assert Ownership(db, "local/other", "engine-one").incoming(0) == []
-    assert Ownership(db, "local/other", "engine-one").named([other]) == []
+    assert Ownership(db, "local/other", "engine-one").fetch_by_ids([other]) == []
 
 
 def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Database) -> None:
@@ -195,8 +195,8 @@ def test_samples_that_are_bound_to_no_run_are_spread(db: Database) -> None:
     for new in (bound, given):
         futures.submit(new)
     found = {name: Ownership(db, BASE, name).incoming(0) for name in ready}
-    assert all(any(not each.free for each in arrivals) for arrivals in found.values())
-    assert {each.request.request_id for arrivals in found.values() for each in arrivals if each.free} == {
+    assert all(any(not each.is_unassigned for each in arrivals) for arrivals in found.values())
+    assert {each.request.request_id for arrivals in found.values() for each in arrivals if each.is_unassigned} == {
         "s:sample:1:0"
     }
-    assert sum(not each.free for arrivals in found.values() for each in arrivals) == 32
+    assert sum(not each.is_unassigned for arrivals in found.values() for each in arrivals) == 32

@@ -196,9 +196,9 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
     assert slow.inserted.wait(10)
     second = bench.step(model, 2)
     deadline = time.monotonic() + 10
-    while second not in bench.engine._queues.known and time.monotonic() < deadline:
+    while second not in bench.engine._queues.request_ids and time.monotonic() < deadline:
         bench.engine.run_once(0.1)
-    assert second in bench.engine._queues.known and bench.outcome(second) is None, "it waits for the first"
+    assert second in bench.engine._queues.request_ids and bench.outcome(second) is None, "it waits for the first"
     bench.engine._next_check = time.monotonic() + 60  # without the slow poll
     slow.go.set()
     thread.join()

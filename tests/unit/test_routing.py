@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.routing import BLOCK_TOKENS, MOST_OVER_MEAN, SLACK_TOKENS, Prefixes, chain_of, choose
+from tinsmith.cluster.routing import BLOCK_TOKENS, MAX_LOAD_FACTOR, SLACK_TOKENS, Prefixes, choose, prefix_keys
 
 NAMES = st.lists(st.text("abcdef:/-0123", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = st.binary(max_size=64)
@@ -47,7 +47,7 @@ def test_no_sampler_far_above_the_mean_is_chosen(loads, key) -> None:
     assert chosen is not None
     load = waiting_tokens[chosen]
     mean = sum(loads) / len(loads)
-    assert load <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
+    assert load <= max(MAX_LOAD_FACTOR * mean, mean + SLACK_TOKENS)
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(KEYS, st.integers(1, 20_000)), max_size=60))
@@ -58,7 +58,7 @@ def test_a_sequence_of_samples_never_overloads_one_sampler(count, samples) -> No
         chosen = choose(key, loads)
         assert chosen is not None
         loads[chosen] += tokens
-        assert loads[chosen] <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS) + tokens
+        assert loads[chosen] <= max(MAX_LOAD_FACTOR * mean, mean + SLACK_TOKENS) + tokens
 
 
 def test_one_hot_prefix_spills_to_the_others() -> None:
@@ -139,11 +139,11 @@ def test_a_full_sampler_keeps_no_conversation() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=300))
 def test_keys_are_equal_as_far_as_tokens_and_scope_are(one: list[int], other: list[int]) -> None:
-    chains = [chain_of("v", np.array(each, np.int32)) for each in (one, other)]
+    chains = [prefix_keys("v", np.array(each, np.int32)) for each in (one, other)]
     for depth, (left, right) in enumerate(zip(*(chain[:-1] for chain in chains), strict=False), 1):
         assert (left == right) == (one[: depth * BLOCK_TOKENS] == other[: depth * BLOCK_TOKENS])
     assert (chains[0] == chains[1]) == (one == other)
-    assert not set(chains[0]) & set(chain_of("w", np.array(one, np.int32)))
+    assert not set(chains[0]) & set(prefix_keys("w", np.array(one, np.int32)))
 
 
 def test_only_so_many_prefixes_are_remembered() -> None:

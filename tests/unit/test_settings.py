@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tinsmith.cli import main as cli
 from tinsmith.errors import SettingsError
-from tinsmith.settings import KEPT_PRODUCTS, Settings, engine_environment, load
+from tinsmith.settings import CACHED_MATMULS, Settings, engine_environment, load
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,9 @@ def test_an_engine_keeps_few_compiled_products_unless_the_user_wants_more(monkey
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert {engine_environment()[name] for name in names} == {str(KEPT_PRODUCTS)}
+    assert {engine_environment()[name] for name in names} == {str(CACHED_MATMULS)}
     monkeypatch.setenv(names[0], "2000")
-    assert [engine_environment()[name] for name in names] == ["2000", str(KEPT_PRODUCTS)]
+    assert [engine_environment()[name] for name in names] == ["2000", str(CACHED_MATMULS)]
 
 
 def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monke
 
 def test_threads_sleep_sooner_beside_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert [engine_environment(alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
+    assert [engine_environment(computes_alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
     alone = ({}, {"engines": 2}, {"samplers": 1}, {"sampler": "vllm"}, {"tensor_parallel": 2})
     assert [load(dict(given)).computes_alone for given in alone] == [True, False, False, False, False]
 

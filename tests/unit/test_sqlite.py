@@ -99,7 +99,7 @@ def test_no_more_connections_stay_open_than_were_used_together(lite: Database) -
 
 def test_the_duration_of_each_use_is_reported(lite: Database) -> None:
     used: list[float] = []
-    lite.time_use(used.append)
+    lite.observe_use(used.append)
     names(lite)
     with pytest.raises(RuntimeError), lite.write():
         raise RuntimeError

@@ -19,7 +19,7 @@ from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, completion
 from tinsmith.store.futures import Futures, NewFuture, SampleCost, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sessions import NewSession, Sessions
-from tinsmith.store.usage import HOUR_S, Usage, added, fold_usage
+from tinsmith.store.usage import HOUR_S, Usage, fold_usage, usage_increments
 from tinsmith.types import LoraSpec
 
 HOUR = 1_790_000_400.0 // HOUR_S * HOUR_S
@@ -172,7 +172,7 @@ def test_the_sum_is_the_same_with_any_roll_ups(tmp_path: Path, requests: list[tu
 
 def test_what_is_added_twice_counts_twice(db: Database) -> None:
     with db.write() as connection:
-        for statement in added("alice", "s", "base", "checkpoint", 1, HOUR + 5) * 2:
+        for statement in usage_increments("alice", "s", "base", "checkpoint", 1, HOUR + 5) * 2:
             connection.execute(statement)
     assert totals(db) == {"checkpoint": 2}
 
@@ -193,20 +193,20 @@ def test_what_is_stored_counts_for_the_project_of_its_session(db: Database) -> N
     store(db, f"{ids[0]}:train:0", "two", 11)
     store(db, f"{ids[0]}:train:0", "expired", 1000, ttl_s=-1.0)
     usage = Usage(db)
-    assert sorted((one.project_id or "", one.size_bytes) for one in usage.stored("alice")) == [
+    assert sorted((one.project_id or "", one.size_bytes) for one in usage.list_stored("alice")) == [
         ("", 100),
         ("p", 11),
         ("p", 100),
     ]
-    assert [one.size_bytes for one in usage.stored("alice", "p")].count(1000) == 0
-    assert len(usage.stored("alice", "p")) == 2
-    assert usage.stored("bob") == []
-    assert usage.stored_of_sessions(ids) == {ids[0]: (2, 111), ids[1]: (1, 100)}
+    assert [one.size_bytes for one in usage.list_stored("alice", "p")].count(1000) == 0
+    assert len(usage.list_stored("alice", "p")) == 2
+    assert usage.list_stored("bob") == []
+    assert usage.sum_stored_by_session(ids) == {ids[0]: (2, 111), ids[1]: (1, 100)}
 
 
 def test_storage_counts_from_the_creation_until_now(db: Database) -> None:
     store(db, "m", "one", 1000)
-    created_at = Usage(db).stored("alice")[0].created_at
+    created_at = Usage(db).list_stored("alice")[0].created_at
     first_hour = created_at // HOUR_S * HOUR_S
     with db.write() as connection:  # two and a half hours ago
         connection.execute(CHECKPOINTS.update().values(created_at=first_hour - 1.5 * HOUR_S))

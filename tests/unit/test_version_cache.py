@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.properties import examples
 from tinsmith.engine.sampler_loop import VersionCache, VersionLoader
-from tinsmith.engine.transfer import FetchedVersion, NotHereError, WantedVersion
+from tinsmith.engine.transfer import FetchedVersion, VersionRef, VersionUnavailableError
 from tinsmith.errors import CorruptFilesError
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Pending
@@ -30,7 +30,7 @@ class VersionFetcher:
     def num_running(self) -> int:
         return len(self.asked) + len(self.come)
 
-    def begin(self, wanted: WantedVersion) -> None:
+    def begin(self, wanted: VersionRef) -> None:
         self.asked.append(wanted.key)
 
     def bring(self, error: Exception | None = None) -> None:
@@ -62,7 +62,7 @@ class Sampler:
         name = f"{key}-{self.count}"
         session = SamplingSession(f"session-{key}", "s", "t", "base", None, key, "m", None, 0.0, 0)
         request = Pending(self.count, name, "t", "s", "sample", "pending", None, f"session-{key}", None, 1, 0.0)
-        self.stock.add(request, WantedVersion(key, session))
+        self.stock.add(request, VersionRef(key, session))
         return name
 
     def ready(self) -> list[str]:
@@ -150,13 +150,13 @@ def test_a_missing_version_fails_only_its_samples() -> None:
     sampler = Sampler(10 * SIZE)
     lost, fine, broken = sampler.add("lost"), sampler.add("fine"), sampler.add("broken")
     sampler.ready()
-    sampler.fetcher.bring(NotHereError("nowhere"))
+    sampler.fetcher.bring(VersionUnavailableError("nowhere"))
     sampler.fetcher.bring()
     sampler.fetcher.bring()
     ready, failures = sampler.stock.ready()
     assert [request.request_id for request in ready] == [fine]
     assert [[one.request_id for one in failure.requests] for failure in failures] == [[lost], [broken]]
-    assert [type(failure.error) for failure in failures] == [NotHereError, CorruptFilesError]
+    assert [type(failure.error) for failure in failures] == [VersionUnavailableError, CorruptFilesError]
     assert sampler.fetcher.closed == ["lost", "fine", "broken"] and sampler.memory == {"fine"}
 
 

@@ -188,7 +188,7 @@ def test_a_waiter_is_woken_by_its_own_id_only() -> None:
     async def run() -> None:
         waiters = Waiters()
         with waiters.watch("a") as mine, waiters.watch("a") as twin, waiters.watch("b") as other:
-            waiters.settled(["a", "unknown"])
+            waiters.wake(["a", "unknown"])
             assert mine.is_set() and twin.is_set() and not other.is_set()
             mine.clear()
             waiters.wake_all()

@@ -172,7 +172,7 @@ class _ResponseCounter:
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
-        self._answered = services.meters.answered
+        self._answered = services.meters.count_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:

@@ -50,7 +50,18 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
+from tinsmith.wire.fields import (
+    MAX_SHOWN_CHARS,
+    Body,
+    OneOf,
+    SequenceNumber,
+    Text,
+    iso,
+    json_schemas,
+    show,
+    validate,
+    validation_error,
+)
 from tinsmith.wire.images import ImageBytes, image_chunk, refuse_chunk
 from tinsmith.wire.json_results import CONVERSIONS, DTYPES, dump
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
@@ -77,13 +88,13 @@ class JsonTensor(TensorDataBody):
 
 def _list_or_tensor(value: object, tensor: ValidatorFunctionWrapHandler) -> list[object] | JsonTensor:
     if not isinstance(value, list | dict):
-        raise wrong(f"is {show(value)}; it must be a list, or an object with data and dtype")
+        raise validation_error(f"is {show(value)}; it must be a list, or an object with data and dtype")
     return value if isinstance(value, list) else tensor(value)
 
 
 def _number_or_text(value: object) -> float | str:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise wrong(f"is {show(value)}; it must be a number or a string")
+        raise validation_error(f"is {show(value)}; it must be a number or a string")
     return value
 
 
@@ -91,7 +102,7 @@ Config = dict[str, Annotated[Any, AfterValidator(_number_or_text), WithJsonSchem
 
 
 class DatumBody(Body):
-    model_input: Annotated[Any, WithJsonSchema(described(ModelInputBody)["ModelInput"])]
+    model_input: Annotated[Any, WithJsonSchema(json_schemas(ModelInputBody)["ModelInput"])]
     loss_fn_inputs: dict[str, Annotated[JsonTensor, WrapValidator(_list_or_tensor)]]
 
 
@@ -132,7 +143,7 @@ def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.Forw
         for chunk in prompt_chunks(datum.model_input, f"{at}.model_input"):
             _write_chunk(written.model_input.add(), chunk)
         for name, tensor in datum.loss_fn_inputs.items():
-            _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:SHOWN]}")
+            _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}")
     return message
 
 

@@ -31,7 +31,7 @@ from tinsmith.api.operation import (
     operation,
 )
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import Schema, described
+from tinsmith.wire.fields import Schema, json_schemas
 
 TEXT: Schema = {"type": "string"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
@@ -165,7 +165,7 @@ def document(operations: tuple[Operation, ...]) -> Schema:
 def body_schema(operation: Operation) -> Schema:
     """Return the schema of a body. Its references point to the document's components."""
     if isinstance(operation.body, type):
-        return described(operation.body)[operation.body.__name__.removesuffix("Body")]
+        return json_schemas(operation.body)[operation.body.__name__.removesuffix("Body")]
     return operation.body or {}
 
 
@@ -174,7 +174,7 @@ def _parts(operation: Operation) -> dict[str, Schema]:
     if not isinstance(operation.body, type):
         return {}
     own = operation.body.__name__.removesuffix("Body")
-    return {name: each for name, each in described(operation.body).items() if name != own}
+    return {name: each for name, each in json_schemas(operation.body).items() if name != own}
 
 
 def _described(operation: Operation) -> Schema:

@@ -569,7 +569,7 @@ def stored(services: Services, submitted: Submission) -> JsonObject:
     else:
         request_id = services.futures.submit(submitted.new, submitted.refusal)
     if submitted.refusal is not None:  # a poll of the whole session may already be waiting for it
-        services.waiters.settled_from_thread([request_id])
+        services.waiters.wake_from_thread([request_id])
     return {"request_id": request_id, **submitted.more}
 
 

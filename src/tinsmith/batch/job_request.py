@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 
 from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, ROWS, JobSpec, Limits
 from tinsmith.errors import UserError
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Unread, validate
+from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, validate
 
 MAX_NUMBER = 2**53 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
@@ -73,13 +73,13 @@ class JobRequest(ClosedBody):
     resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     directory: str = ""
     limits: LimitsBody | None = None
-    roots: Unread = None
-    batch_coordinator: Unread = None
-    batch_dataset_path: Unread = None
-    batch_output_path: Unread = None
-    input_version: Unread = None
-    part_formats: Unread = None
-    purge: Unread = None
+    roots: Ignored = None
+    batch_coordinator: Ignored = None
+    batch_dataset_path: Ignored = None
+    batch_output_path: Ignored = None
+    input_version: Ignored = None
+    part_formats: Ignored = None
+    purge: Ignored = None
 
     def spec(self) -> JobSpec:
         """The specification. Raises UserError for fields that contradict each other."""

@@ -20,7 +20,18 @@ from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SamplingParams
 from tinsmith.wire import fields
-from tinsmith.wire.fields import NO_EFFECT, ClosedBody, LongText, OneOf, Only, OrText, Unread, refused, show, wrong
+from tinsmith.wire.fields import (
+    NO_EFFECT,
+    ClosedBody,
+    Ignored,
+    LongText,
+    OneOf,
+    StrOr,
+    Supported,
+    refuse,
+    show,
+    validation_error,
+)
 
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
@@ -33,7 +44,7 @@ def _arguments(given: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise wrong(f"is {show(given)}; it must be a JSON object")
+        raise validation_error(f"is {show(given)}; it must be a JSON object")
     return arguments
 
 
@@ -44,9 +55,9 @@ class CalledFunction(ClosedBody):
 
 class RecordedCall(ClosedBody):
     function: CalledFunction
-    id: Unread = None
-    type: Unread = None
-    index: Unread = None
+    id: Ignored = None
+    type: Ignored = None
+    index: Ignored = None
 
 
 _READS_REASONING = re.compile(r"\breasoning\b")
@@ -54,18 +65,18 @@ _READS_REASONING = re.compile(r"\breasoning\b")
 
 class ImageUrl(ClosedBody):
     url: LongText
-    detail: Annotated[Unread, NO_EFFECT] = None  # an image is taken whole
+    detail: Annotated[Ignored, NO_EFFECT] = None  # an image is taken whole
 
 
 class TextPart(ClosedBody):
-    type: Annotated[fields.Text, Only(("text", "image_url"), "this server's models accept only text and images")]
+    type: Annotated[fields.Text, Supported(("text", "image_url"), "this server's models accept only text and images")]
     text: LongText = ""
     image_url: ImageUrl | None = None
 
     @model_validator(mode="after")
     def _check_image(self) -> TextPart:
         if self.type == "image_url" and self.image_url is None:
-            raise wrong("has no image_url")
+            raise validation_error("has no image_url")
         return self
 
     @property
@@ -77,7 +88,7 @@ class TextPart(ClosedBody):
 
 class ChatMessage(VendorMessageFields):
     role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"))]
-    content: Annotated[str | list[TextPart], OrText()] | None = None
+    content: Annotated[str | list[TextPart], StrOr()] | None = None
     name: LongText | None = None
     tool_call_id: LongText | None = None
     reasoning_content: LongText | None = None
@@ -87,7 +98,7 @@ class ChatMessage(VendorMessageFields):
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
-            raise wrong("has no content; only an assistant's message may omit it")
+            raise validation_error("has no content; only an assistant's message may omit it")
         return self
 
     def shown(self, template: str) -> Mapping[str, object]:
@@ -277,7 +288,9 @@ def _prompts(prompt: object) -> list[object]:
     if isinstance(prompt, str) or _is_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list) or not 0 < len(prompt) <= MAX_PROMPTS:
-        raise wrong(f"is {show(prompt)}; it must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either")
+        raise validation_error(
+            f"is {show(prompt)}; it must be a text, token ids, or a list of 1 to {MAX_PROMPTS} of either"
+        )
     return prompt
 
 
@@ -298,7 +311,7 @@ class CompletionRequest(GenerationRequest):
     ) = None
     echo: bool = False
     add_special_tokens: bool = True
-    suffix: Annotated[Unread, refused("this server's models do not fill in the middle")] = None
+    suffix: Annotated[Ignored, refuse("this server's models do not fill in the middle")] = None
 
     @model_validator(mode="after")
     def _check_limits(self) -> CompletionRequest:

@@ -26,16 +26,16 @@ from tinsmith.wire.fields import (
     MAX_TEXT,
     NO_EFFECT,
     ClosedBody,
+    Ignored,
     Integer,
     LongText,
-    Only,
-    OrText,
     Position,
+    StrOr,
+    Supported,
     Text,
-    Unread,
     show,
-    unsupported,
-    wrong,
+    support_error,
+    validation_error,
 )
 
 MAX_CHOICES = 128
@@ -165,19 +165,21 @@ def bounded(grammar: Grammar) -> Grammar:
 
 class JsonSchemaFormat(ClosedBody):
     given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    name: Unread = None
-    description: Unread = None
-    strict: Unread = None
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None
 
 
 class ResponseFormat(ClosedBody):
-    type: Annotated[Text, Only(("text", "json_object", "json_schema"), "use 'text', 'json_object' or 'json_schema'")]
+    type: Annotated[
+        Text, Supported(("text", "json_object", "json_schema"), "use 'text', 'json_object' or 'json_schema'")
+    ]
     json_schema: JsonSchemaFormat | None = None
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
-            raise wrong("has no json_schema, which its type needs")
+            raise validation_error("has no json_schema, which its type needs")
         return self
 
     @property
@@ -193,7 +195,7 @@ def _schema_of(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
-        raise wrong(f"has the json {show(text)}; it must be a JSON object, the schema")
+        raise validation_error(f"has the json {show(text)}; it must be a JSON object, the schema")
     return schema
 
 
@@ -201,7 +203,7 @@ def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.j
     """Read vLLM's structured outputs: exactly one of json, regex, choice and grammar."""
     present = [name for name, value in structure.items() if value is not None]
     if len(present) != 1 or present[0] not in STRUCTURES:
-        raise unsupported(f"{show(present)}; use exactly one of {', '.join(STRUCTURES)}")
+        raise support_error(f"{show(present)}; use exactly one of {', '.join(STRUCTURES)}")
     kind, value = present[0], structure[present[0]]
     if kind == "json" and isinstance(value, dict | str):
         return json_grammar(_schema_of(value) if isinstance(value, str) else value, path)
@@ -212,7 +214,7 @@ def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.j
     texts = value if isinstance(value, list) and all(_is_text(each) and each for each in value) else []
     if kind == "choice" and 0 < len(texts) <= MAX_STRUCTURED_CHOICES:
         return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
-    raise wrong(
+    raise validation_error(
         f"has the {kind} {show(value)}; json is a schema, regex a string of at most {MAX_TEXT} characters without NUL, "
         f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} such strings that are not empty, grammar a string"
     )
@@ -221,9 +223,9 @@ def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.j
 def _lark(text: str) -> Grammar:
     """Read a grammar in Lark's form. GBNF and EBNF are other forms, with other operators."""
     if "::=" in text:
-        raise unsupported("a grammar in the form of GBNF or EBNF ('::='); write it in Lark's form, with a rule start")
+        raise support_error("a grammar in the form of GBNF or EBNF ('::='); write it in Lark's form, with a rule start")
     if not re.search(r"^\s*\??start(\[.*?\])?\s*:", text, re.MULTILINE):
-        raise wrong(f"has the grammar {show(text)}; it must be in Lark's form, with a rule start")
+        raise validation_error(f"has the grammar {show(text)}; it must be in Lark's form, with a rule start")
     return bounded(Grammar("lark", text))
 
 
@@ -237,29 +239,29 @@ def _is_text(value: object) -> bool:
 def _stops(given: object) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise wrong(f"is {show(given)}; use a non-empty string or a list of such strings")
+        raise validation_error(f"is {show(given)}; use a non-empty string or a list of such strings")
     return tuple(texts)
 
 
 def _bad_words(given: list[str]) -> list[str]:
     if len(given) > MAX_BAD_WORDS or not all(word.strip() and len(word) <= MAX_TEXT for word in given):
-        raise wrong(f"is {show(given)}; use at most {MAX_BAD_WORDS} strings of 1 to {MAX_TEXT} characters")
+        raise validation_error(f"is {show(given)}; use at most {MAX_BAD_WORDS} strings of 1 to {MAX_TEXT} characters")
     return given
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:
-        raise wrong(f"has {len(given)} tokens; at most {MAX_BIASES} are allowed")
+        raise validation_error(f"has {len(given)} tokens; at most {MAX_BIASES} are allowed")
     for name in given:
         if not (name.isascii() and name.isdigit() and len(name) <= 9):
-            raise wrong(f"has the key {show(name)}; keys are token ids")
+            raise validation_error(f"has the key {show(name)}; keys are token ids")
     return {int(name): bias for name, bias in given.items()}
 
 
 class StreamOptions(ClosedBody):
     include_usage: bool = False
     continuous_usage_stats: Annotated[bool, Field(description="with include_usage, every chunk has the usage")] = False
-    include_obfuscation: Annotated[Unread, NO_EFFECT] = None
+    include_obfuscation: Annotated[Ignored, NO_EFFECT] = None
 
 
 Stops = Annotated[
@@ -295,13 +297,13 @@ class SamplingFields(VendorSamplingFields):
     allowed_token_ids: Annotated[list[Position], Field(min_length=1)] | None = None
     bad_words: Annotated[list[str], AfterValidator(_bad_words)] = Field(default_factory=list)
     structured_outputs: Annotated[dict[str, Any], AfterValidator(_read_structure)] | None = None
-    guided_json: Annotated[dict[str, Any] | str, OrText()] | None = None
+    guided_json: Annotated[dict[str, Any] | str, StrOr()] | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: LongText | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: Annotated[bool, Only((True,), "the tokenizer decides on spaces")] = True
+    spaces_between_special_tokens: Annotated[bool, Supported((True,), "the tokenizer decides on spaces")] = True
     truncate_prompt_tokens: (
         Annotated[int, Field(ge=1, le=MAX_TOKENS, description="keeps the prompt's last tokens")] | None
     ) = None

@@ -33,16 +33,16 @@ from tinsmith.wire.fields import (
     NO_EFFECT,
     ByType,
     ClosedBody,
+    Ignored,
     Integer,
     LongText,
     OneOf,
-    Only,
-    OrText,
-    Unread,
-    refused,
+    StrOr,
+    Supported,
+    advisory,
+    refuse,
     validate,
-    wish,
-    wrong,
+    validation_error,
 )
 
 MIN_BUDGET = 1024  # Anthropic's minimum
@@ -52,10 +52,10 @@ MIN_BUDGET = 1024  # Anthropic's minimum
 
 
 class TextBlock(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     text: LongText = ""
-    cache_control: Annotated[Unread, NO_EFFECT] = None
-    citations: Annotated[Unread, NO_EFFECT] = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
+    citations: Annotated[Ignored, NO_EFFECT] = None
 
     @property
     def part(self) -> JsonObject:
@@ -63,15 +63,17 @@ class TextBlock(ClosedBody):
 
 
 class ImageSource(ClosedBody):
-    type: Annotated[fields.Text, Only(("base64",), "this server fetches nothing; send the image's bytes as base64")]
+    type: Annotated[
+        fields.Text, Supported(("base64",), "this server fetches nothing; send the image's bytes as base64")
+    ]
     media_type: fields.Text
     data: LongText
 
 
 class ImageBlock(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     source: ImageSource
-    cache_control: Annotated[Unread, NO_EFFECT] = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
 
     @property
     def part(self) -> JsonObject:
@@ -80,22 +82,22 @@ class ImageBlock(ClosedBody):
 
 
 class ThinkingBlock(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     thinking: LongText = ""
-    signature: Unread = None
+    signature: Ignored = None
 
 
 class ToolUseBlock(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     id: fields.Text
     name: fields.Text
     input: dict[str, Any]
-    cache_control: Annotated[Unread, NO_EFFECT] = None
-    caller: Unread = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
+    caller: Ignored = None
 
 
 # Text, or blocks of text.
-Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], OrText()]
+Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], StrOr()]
 
 
 ResultBlock = Annotated[
@@ -105,11 +107,11 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     tool_use_id: fields.Text
-    content: Annotated[Annotated[str | list[ResultBlock], OrText()], BeforeValidator(lambda given: given or "")] = ""
-    is_error: Unread = None
-    cache_control: Annotated[Unread, NO_EFFECT] = None
+    content: Annotated[Annotated[str | list[ResultBlock], StrOr()], BeforeValidator(lambda given: given or "")] = ""
+    is_error: Ignored = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
 
     @property
     def message(self) -> JsonObject:
@@ -150,13 +152,13 @@ OF_ROLE: Mapping[str, tuple[type[Block], ...]] = {
 
 class Turn(ClosedBody):
     role: Annotated[str, OneOf(("user", "assistant", "system"))]
-    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS, DROPPED_BLOCKS)]], OrText()]
+    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS, DROPPED_BLOCKS)]], StrOr()]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Turn:
         for index, block in enumerate([] if isinstance(self.content, str) else self.content):
             if not isinstance(block, OF_ROLE[self.role]):
-                raise wrong(f"has a {block.type} in content[{index}], which role {self.role} cannot have")
+                raise validation_error(f"has a {block.type} in content[{index}], which role {self.role} cannot have")
         return self
 
     def chat_messages(self) -> Iterator[JsonObject]:
@@ -192,12 +194,12 @@ class CustomTool(ClosedBody):
     input_schema: dict[str, Any]
     description: Any = None
     strict: Any = None
-    type: Unread = None
-    cache_control: Annotated[Unread, NO_EFFECT] = None
-    eager_input_streaming: Annotated[Unread, NO_EFFECT] = None
-    defer_loading: Annotated[Unread, NO_EFFECT] = None
-    allowed_callers: Annotated[Unread, NO_EFFECT] = None
-    input_examples: Annotated[Unread, wish("put the examples into the description")] = None
+    type: Ignored = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
+    eager_input_streaming: Annotated[Ignored, NO_EFFECT] = None
+    defer_loading: Annotated[Ignored, NO_EFFECT] = None
+    allowed_callers: Annotated[Ignored, NO_EFFECT] = None
+    input_examples: Annotated[Ignored, advisory("put the examples into the description")] = None
 
     def function(self) -> JsonObject:
         more = {"description": self.description, "strict": self.strict}
@@ -223,12 +225,12 @@ class ToolChoice(ClosedBody):
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoice:
         if self.type == "tool" and self.name is None:
-            raise wrong("has no name; name the tool")
+            raise validation_error("has no name; name the tool")
         return self
 
 
 class ThinkingConfig(ClosedBody):
-    type: Annotated[fields.Text, Only(("enabled", "adaptive", "disabled"), "use enabled, adaptive or disabled")]
+    type: Annotated[fields.Text, Supported(("enabled", "adaptive", "disabled"), "use enabled, adaptive or disabled")]
     budget_tokens: Annotated[Integer, Field(description=f"at least {MIN_BUDGET} and less than max_tokens")] | None = (
         None
     )
@@ -236,7 +238,7 @@ class ThinkingConfig(ClosedBody):
     @model_validator(mode="after")
     def _check_budget(self) -> ThinkingConfig:
         if self.type == "enabled" and (self.budget_tokens or 0) < MIN_BUDGET:
-            raise wrong(f"has budget_tokens {self.budget_tokens}; it must be at least {MIN_BUDGET}")
+            raise validation_error(f"has budget_tokens {self.budget_tokens}; it must be at least {MIN_BUDGET}")
         return self
 
 
@@ -246,7 +248,7 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class OutputFormat(ClosedBody):
-    type: Annotated[fields.Text, Only(("json_schema",), "use 'json_schema'")]
+    type: Annotated[fields.Text, Supported(("json_schema",), "use 'json_schema'")]
     definition: Annotated[dict[str, Any], AfterValidator(_check_schema), Field(alias="schema")]
 
 
@@ -267,14 +269,14 @@ class CountRequest(ClosedBody):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Annotated[Unread, NO_EFFECT] = None
-    container: Annotated[Unread, wish("this server does not run code of models; leave it out")] = None
-    mcp_servers: Annotated[Unread, wish("this server does not run tools; leave it out")] = None
-    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
-    thread: Annotated[Unread, wish("this server keeps no threads; send all messages")] = None
-    inference_geo: Annotated[Unread, wish("the only region is this server; leave it out")] = None
-    speed: Annotated[Unread, wish("the only speed is the default; leave it out")] = None
-    prefill: Annotated[Unread, refused("completions cannot be prefilled")] = None
+    cache_control: Annotated[Ignored, NO_EFFECT] = None
+    container: Annotated[Ignored, advisory("this server does not run code of models; leave it out")] = None
+    mcp_servers: Annotated[Ignored, advisory("this server does not run tools; leave it out")] = None
+    context_management: Annotated[Ignored, advisory("this server does not edit prompts; leave it out")] = None
+    thread: Annotated[Ignored, advisory("this server keeps no threads; send all messages")] = None
+    inference_geo: Annotated[Ignored, advisory("the only region is this server; leave it out")] = None
+    speed: Annotated[Ignored, advisory("the only speed is the default; leave it out")] = None
+    prefill: Annotated[Ignored, refuse("completions cannot be prefilled")] = None
 
     @model_validator(mode="after")
     def _check_end(self) -> CountRequest:

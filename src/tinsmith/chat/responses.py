@@ -32,18 +32,18 @@ from tinsmith.wire.fields import (
     NO_EFFECT,
     ByType,
     ClosedBody,
+    Ignored,
     LongText,
     OneOf,
-    Only,
-    OrText,
-    Unread,
-    advice,
-    nameable,
-    refused,
+    StrOr,
+    Supported,
+    advice_error,
+    advisory,
+    printable_name,
+    refuse,
     show,
-    unsupported,
+    support_error,
     validate,
-    wish,
 )
 
 JsonObject = dict[str, Any]
@@ -57,10 +57,10 @@ INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 
 
 class InputText(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     text: LongText
-    annotations: Unread = None
-    logprobs: Unread = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
 
     @property
     def part(self) -> JsonObject:
@@ -69,15 +69,15 @@ class InputText(ClosedBody):
 
 def _check_url(url: str) -> str:
     if not url.lower().startswith("data:"):
-        raise unsupported(f"{show(url)}; this server fetches nothing; send the image as data:image/png;base64,...")
+        raise support_error(f"{show(url)}; this server fetches nothing; send the image as data:image/png;base64,...")
     return url
 
 
 class InputImage(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     image_url: Annotated[LongText, AfterValidator(_check_url)]
-    detail: Annotated[Unread, NO_EFFECT] = None  # an image is taken whole
-    file_id: Annotated[Unread, refused("images of files are not read; send image_url as data:image/png;base64,...")] = (
+    detail: Annotated[Ignored, NO_EFFECT] = None  # an image is taken whole
+    file_id: Annotated[Ignored, refuse("images of files are not read; send image_url as data:image/png;base64,...")] = (
         None
     )
 
@@ -88,43 +88,43 @@ class InputImage(ClosedBody):
 
 InputPart = InputText | InputImage
 PARTS = {"input_text": InputText, "output_text": InputText, "text": InputText, "input_image": InputImage}
-Content = Annotated[str | list[Annotated[InputPart, ByType(PARTS)]], OrText()]
+Content = Annotated[str | list[Annotated[InputPart, ByType(PARTS)]], StrOr()]
 
 
 class MessageItem(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     role: Annotated[str, OneOf(("user", "assistant", "system", "developer"))]
     content: Content
-    id: Unread = None
-    status: Unread = None
-    phase: Unread = None
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
 
 
 class CallItem(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     call_id: fields.Text
     name: fields.Text
     namespace: fields.Text | None = None
     arguments: LongText
-    id: Unread = None
-    status: Unread = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 class CallOutputItem(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     call_id: fields.Text
     output: Content
-    id: Unread = None
-    status: Unread = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 class ReasoningItem(ClosedBody):
-    type: Unread = None
+    type: Ignored = None
     content: list[dict[str, Any]] | None = None
-    summary: Unread = None
-    encrypted_content: Annotated[Unread, NO_EFFECT] = None
-    id: Unread = None
-    status: Unread = None
+    summary: Ignored = None
+    encrypted_content: Annotated[Ignored, NO_EFFECT] = None
+    id: Ignored = None
+    status: Ignored = None
 
 
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -152,12 +152,12 @@ Items = Annotated[list[Annotated[Item, ByType(ITEMS, DROPPED_ITEMS)]], Field(min
 
 
 class FunctionTool(ClosedBody):
-    type: Unread = "function"
+    type: Ignored = "function"
     name: fields.Text
     description: fields.LongText | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Annotated[Unread, NO_EFFECT] = None
+    defer_loading: Annotated[Ignored, NO_EFFECT] = None
 
     def chat(self, name: str) -> JsonObject:
         fields_ = {field: getattr(self, field) for field in ("description", "parameters", "strict")}
@@ -178,9 +178,9 @@ def _read_function(item: object, read: Callable[[object], Any]) -> object:
 class NamespaceTool(ClosedBody):
     """Functions under a common name. The model sees `namespace.name`, and its calls have both names."""
 
-    type: Unread = "namespace"
+    type: Ignored = "namespace"
     name: fields.Text
-    description: Unread = None
+    description: Ignored = None
     tools: list[Annotated[FunctionTool, WrapValidator(_read_function)]] = Field(default_factory=list)
 
 
@@ -191,7 +191,7 @@ GivenTool = Annotated[
 
 
 class ResponseFunction(ClosedBody):
-    type: Annotated[fields.Text, Only(("function",), "use 'function'")]
+    type: Annotated[fields.Text, Supported(("function",), "use 'function'")]
     name: fields.Text
     namespace: fields.Text | None = None
 
@@ -200,7 +200,7 @@ class ResponseFunction(ClosedBody):
 
 
 class AllowedFunctions(ClosedBody):
-    type: Unread = "allowed_tools"
+    type: Ignored = "allowed_tools"
     mode: Annotated[str, OneOf(("auto", "required"))]
     tools: Annotated[list[ResponseFunction], Field(min_length=1)]
 
@@ -220,11 +220,11 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class TextFormat(ClosedBody):
-    type: Annotated[fields.Text, Only(("text", "json_object", "json_schema"), "use one of these three")]
+    type: Annotated[fields.Text, Supported(("text", "json_object", "json_schema"), "use one of these three")]
     name: fields.Text | None = None
     definition: Annotated[Annotated[dict[str, Any], AfterValidator(_check_schema)] | None, Field(alias="schema")] = None
-    description: Unread = None
-    strict: Unread = None
+    description: Ignored = None
+    strict: Ignored = None
 
 
 class TextConfig(ClosedBody):
@@ -234,13 +234,13 @@ class TextConfig(ClosedBody):
 
 class Reasoning(ClosedBody):
     effort: fields.Text | None = None
-    summary: Annotated[Unread, NO_EFFECT] = None
-    generate_summary: Annotated[Unread, NO_EFFECT] = None
+    summary: Annotated[Ignored, NO_EFFECT] = None
+    generate_summary: Annotated[Ignored, NO_EFFECT] = None
 
 
 def _check_included(name: str) -> str:
     if name not in INCLUDED:
-        raise advice(f"{show(name)}; use {', '.join(INCLUDED)}", f"[{nameable(name)}]")
+        raise advice_error(f"{show(name)}; use {', '.join(INCLUDED)}", f"[{printable_name(name)}]")
     return name
 
 
@@ -248,7 +248,7 @@ class ResponseRequest(ChatOnlyFields):
     ignores_zero = False
 
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
-    input: Annotated[str | Items, OrText(), BeforeValidator(_typed)]
+    input: Annotated[str | Items, StrOr(), BeforeValidator(_typed)]
     instructions: LongText | None = None
     previous_response_id: fields.Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -257,25 +257,25 @@ class ResponseRequest(ChatOnlyFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Annotated[fields.Text, AfterValidator(_check_included)]] = Field(default_factory=list)
     tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Annotated[str | ChosenFunction, OrText(("none", "auto", "required"))] | None = None
+    tool_choice: Annotated[str | ChosenFunction, StrOr(("none", "auto", "required"))] | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     stream: bool = False
-    stream_options: Annotated[Unread, NO_EFFECT] = None
+    stream_options: Annotated[Ignored, NO_EFFECT] = None
     store: bool = True
     background: bool = False
-    truncation: Annotated[fields.Text, Only(("disabled",), "prompts are not truncated")] = "disabled"
+    truncation: Annotated[fields.Text, Supported(("disabled",), "prompts are not truncated")] = "disabled"
     metadata: dict[str, fields.Text] | None = None
-    client_metadata: Annotated[Unread, NO_EFFECT] = None
-    max_tool_calls: Annotated[Unread, NO_EFFECT] = None  # it limits the vendor's tools
-    context_management: Annotated[Unread, wish("this server does not edit prompts; leave it out")] = None
-    max_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
-    max_completion_tokens: Annotated[Unread, refused("send max_output_tokens")] = None
-    stop_sequences: Annotated[Unread, refused("send it to /v1/chat/completions")] = None
-    conversation: Annotated[Unread, refused("send previous_response_id, or all items")] = None
-    prompt: Annotated[Unread, refused("this server stores no prompts; send input")] = None
-    messages: Annotated[Unread, refused("send input")] = None
+    client_metadata: Annotated[Ignored, NO_EFFECT] = None
+    max_tool_calls: Annotated[Ignored, NO_EFFECT] = None  # it limits the vendor's tools
+    context_management: Annotated[Ignored, advisory("this server does not edit prompts; leave it out")] = None
+    max_tokens: Annotated[Ignored, refuse("send max_output_tokens")] = None
+    max_completion_tokens: Annotated[Ignored, refuse("send max_output_tokens")] = None
+    stop_sequences: Annotated[Ignored, refuse("send it to /v1/chat/completions")] = None
+    conversation: Annotated[Ignored, refuse("send previous_response_id, or all items")] = None
+    prompt: Annotated[Ignored, refuse("this server stores no prompts; send input")] = None
+    messages: Annotated[Ignored, refuse("send input")] = None
 
     @model_validator(mode="after")
     def _check_background(self) -> ResponseRequest:

@@ -23,12 +23,12 @@ from tinsmith.wire import fields
 from tinsmith.wire.fields import (
     NO_EFFECT,
     ClosedBody,
+    Ignored,
     IgnoredFields,
     LongText,
-    Only,
     Position,
-    Unread,
-    refused,
+    Supported,
+    refuse,
     validate,
 )
 
@@ -52,7 +52,7 @@ class TokenizeRequest(ClosedBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
-    chat_template: Annotated[Unread, refused("the model's own is used; render yours and send prompt")] = None
+    chat_template: Annotated[Ignored, refuse("the model's own is used; render yours and send prompt")] = None
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
@@ -86,8 +86,8 @@ class GenerateParams(SamplingFields):
     ) = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    detokenize: Unread = None  # the response has no text, so skip_special_tokens has no effect
-    routed_experts_prompt_start: Unread = None  # and no routed experts
+    detokenize: Ignored = None  # the response has no text, so skip_special_tokens has no effect
+    routed_experts_prompt_start: Ignored = None  # and no routed experts
 
 
 class GenerateRequest(ClosedBody):
@@ -97,10 +97,10 @@ class GenerateRequest(ClosedBody):
     sampling_params: GenerateParams = Field(default_factory=lambda: validate(GenerateParams, {}))
     model: Model = None
     request_id: fields.Text | None = None
-    stream: Annotated[bool, Only((False,), "the response is sent whole; use /v1/completions for a stream")] = False
-    features: Annotated[Unread, refused("images go to /v1/chat/completions")] = None
-    cache_salt: Annotated[Unread, NO_EFFECT] = None
-    priority: Annotated[Unread, NO_EFFECT] = None
+    stream: Annotated[bool, Supported((False,), "the response is sent whole; use /v1/completions for a stream")] = False
+    features: Annotated[Ignored, refuse("images go to /v1/chat/completions")] = None
+    cache_salt: Annotated[Ignored, NO_EFFECT] = None
+    priority: Annotated[Ignored, NO_EFFECT] = None
 
     def plan(self, text: Text) -> GenerationPlan:
         """Raises RequestError."""

@@ -25,16 +25,16 @@ from tinsmith.types import JSON_FORM, Grammar
 from tinsmith.wire.fields import (
     ByType,
     ClosedBody,
+    Ignored,
     OneOf,
-    Only,
-    OrText,
+    StrOr,
+    Supported,
     Text,
-    Unread,
-    advice,
-    nameable,
+    advice_error,
+    printable_name,
     show,
-    unsupported,
-    wrong,
+    support_error,
+    validation_error,
 )
 
 MAX_TOOLS = 128
@@ -127,19 +127,19 @@ class ToolUse:
 
 def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise wrong(f"is {show(name)}; use 1 to 128 of a-z, A-Z, 0-9, _, - and .")
+        raise validation_error(f"is {show(name)}; use 1 to 128 of a-z, A-Z, 0-9, _, - and .")
     return name
 
 
 class FunctionBody(ClosedBody):
     name: Annotated[Text, AfterValidator(_check_name)]
-    description: Unread = None
+    description: Ignored = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class ToolBody(ClosedBody):
-    type: Annotated[Text, Only(("function",), "use 'function'")]
+    type: Annotated[Text, Supported(("function",), "use 'function'")]
     function: FunctionBody
 
 
@@ -149,9 +149,11 @@ def drop_other_tool(item: object, kinds: Sequence[str]) -> None:
     """
     kind = item.get("type", kinds[0]) if isinstance(item, dict) else None
     if kind == "custom" and kind not in kinds:
-        raise unsupported("'custom'; describe a function with one string")
+        raise support_error("'custom'; describe a function with one string")
     if isinstance(kind, str) and kind not in kinds:
-        raise advice(f"{show(kind)}; this server does not run tools; describe a function", f"[{nameable(kind)}]")
+        raise advice_error(
+            f"{show(kind)}; this server does not run tools; describe a function", f"[{printable_name(kind)}]"
+        )
 
 
 def _tool(item: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
@@ -166,7 +168,7 @@ class NamedFunction(ClosedBody):
 
 
 class NamedTool(ClosedBody):
-    type: Annotated[Text, Only(("function",), "use 'function'")]
+    type: Annotated[Text, Supported(("function",), "use 'function'")]
     function: NamedFunction
 
 
@@ -176,13 +178,13 @@ class ListedTools(ClosedBody):
 
 
 class AllowedTools(ClosedBody):
-    type: Unread
+    type: Ignored
     allowed_tools: ListedTools
 
 
 GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
 ChosenTool = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, "allowed_tools": AllowedTools})]
-ToolChoice = Annotated[str | ChosenTool, OrText(("none", "auto", "required"))]
+ToolChoice = Annotated[str | ChosenTool, StrOr(("none", "auto", "required"))]
 
 
 def select_tools(

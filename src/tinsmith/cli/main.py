@@ -393,10 +393,10 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
 
 def _report_work(server: Server) -> None:
     """Print a line for each minute with work."""
-    before = server.work()
+    before = server.work_counts()
     while True:
         time.sleep(WORK_LINE_S)
-        counts = server.work()
+        counts = server.work_counts()
         if line := work_line({name: counts[name] - before[name] for name in counts}, WORK_LINE_S):
             output.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
         before = counts

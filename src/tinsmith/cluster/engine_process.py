@@ -36,7 +36,7 @@ class EngineProcess:
                     metrics_directory(settings.resolved_data_dir),
                     bucket=settings.has_bucket,
                     peer=settings.rank_peer,
-                    alone=settings.computes_alone,
+                    computes_alone=settings.computes_alone,
                 ),
                 bufsize=0,
                 start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step

@@ -1,6 +1,6 @@
 """Seats, leases and fencing tokens of engines and dedicated samplers: one row per seat.
 
-A seat is a place for one process of a base model; a base model can have any number of seats. States: starting ->
+A seat is the slot of one process of a base model; a base model can have any number of seats. States: starting ->
 loading -> ready; failed when the engine refused its model; restarting, stopped, lost. An engine renews its lease while
 it runs. The row's epoch is the fencing token: every writing transaction of an engine checks it (`fence`), so an engine
 that was declared dead but still runs cannot write. An expired lease stays valid until another process begins the next
@@ -49,7 +49,7 @@ NO_START = "it cannot be started: "
 HOLDER = "holder"
 """The file with a data directory's id. Copies of the directory must not contain it."""
 
-FORGOTTEN_S = 86400.0
+SEAT_RETENTION_S = 86400.0
 """Seats without a renewal for this long are deleted."""
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class LeaseLostError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place for one process of a base model, within one holder."""
+    """The slot of one process of a base model, within one holder."""
 
     base_model: str
     kind: str = "engine"
@@ -196,9 +196,9 @@ class Engines:
         return None if usable or not broken else f"the engine of {base_model} does not run; {broken[0]}"
 
     def delete_unused(self) -> int:
-        """Delete the seats that were not used for FORGOTTEN_S; returns how many."""
-        expired = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
-        old = ENGINES.c.started_at < now() - FORGOTTEN_S
+        """Delete the seats that were not used for SEAT_RETENTION_S; returns how many."""
+        expired = ENGINES.c.lease_expires_at < self._db.clock() - SEAT_RETENTION_S
+        old = ENGINES.c.started_at < now() - SEAT_RETENTION_S
         owns_runs = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         has_requests = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
         return self._db.execute(ENGINES.delete().where(expired, old, ~owns_runs, ~has_requests))

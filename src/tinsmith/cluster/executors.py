@@ -28,7 +28,7 @@ from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store.futures import NewFuture, cancelled_name
+from tinsmith.store.futures import NewFuture, cancel_target
 from tinsmith.types import Pending, Sample
 
 SAMPLER = "sampler"
@@ -44,17 +44,19 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
 }
 """What an operator may ask of a sampler: its state before, and after."""
 
-FACTS: Mapping[str, object] = {"engine": None, "address": None, "cannot_sleep": None, "versions": []}
+EMPTY_REPORT: Mapping[str, object] = {"engine": None, "address": None, "cannot_sleep": None, "versions": []}
 """What a sampler reports: what samples, an inference server's address, why it cannot sleep, the versions in memory."""
 
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _WAITING = (FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending")
-_OWN = (*_WAITING, FUTURES.c.executor == sa.bindparam("executor"))
+_ASSIGNED = (*_WAITING, FUTURES.c.executor == sa.bindparam("executor"))
 _INCOMING = (
-    sa.select(*_COLUMNS).where(*_OWN, FUTURES.c.arrival > sa.bindparam("after_arrival")).order_by(FUTURES.c.arrival)
+    sa.select(*_COLUMNS)
+    .where(*_ASSIGNED, FUTURES.c.arrival > sa.bindparam("after_arrival"))
+    .order_by(FUTURES.c.arrival)
 )
-_OWN_IDS = sa.select(FUTURES.c.request_id).where(*_OWN)
-_NAMED = (
+_ASSIGNED_IDS = sa.select(FUTURES.c.request_id).where(*_ASSIGNED)
+_BY_IDS = (
     sa.select(*_COLUMNS)
     .where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
     .where(FUTURES.c.state == "pending", FUTURES.c.executor == sa.bindparam("executor"))
@@ -96,18 +98,18 @@ class Executors:
         values = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
         return [Pending(*row) for row in self._db.rows(_INCOMING, values)]
 
-    def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
+    def fetch_by_ids(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
         """The sampler's requests among those of a wake-up; reassigned ones may be older than others."""
-        parts = (self._db.rows(_NAMED, {"executor": executor, "request_ids": chunk}) for chunk in chunks(request_ids))
+        parts = (self._db.rows(_BY_IDS, {"executor": executor, "request_ids": chunk}) for chunk in chunks(request_ids))
         return [Pending(*row) for rows in parts for row in rows]
 
     def pending_ids(self, base_model: str, executor: str) -> set[str]:
         """The ids of a sampler's pending requests."""
-        return set(self._db.scalars(_OWN_IDS, {"base_model": base_model, "executor": executor}))
+        return set(self._db.scalars(_ASSIGNED_IDS, {"base_model": base_model, "executor": executor}))
 
-    def report(self, executor: str, facts: Mapping[str, object]) -> None:
-        """Replace what a sampler reports of itself, see `FACTS`."""
-        self._db.execute(ENGINES.update().where(ENGINES.c.engine_id == executor).values(facts=dict(facts)))
+    def report(self, executor: str, fields: Mapping[str, object]) -> None:
+        """Replace what a sampler reports of itself, see `EMPTY_REPORT`."""
+        self._db.execute(ENGINES.update().where(ENGINES.c.engine_id == executor).values(facts=dict(fields)))
 
     def state_of(self, executor: str) -> str | None:
         return self._db.scalar(sa.select(ENGINES.c.state).where(ENGINES.c.engine_id == executor))
@@ -157,7 +159,7 @@ def reassign_all(db: Database, connection: sa.Connection, executor: str, base_mo
     rows = connection.execute(returned).all()
     assigned = {row.request_id: row.executor for row in rows}
     for row in rows:
-        executor = assigned.get(cancelled_name(row.request_id), row.executor) if row.kind == "cancel" else row.executor
+        executor = assigned.get(cancel_target(row.request_id), row.executor) if row.kind == "cancel" else row.executor
         if executor != row.executor:
             connection.execute(FUTURES.update().where(FUTURES.c.request_id == row.request_id).values(executor=executor))
 
@@ -175,7 +177,7 @@ class DedicatedSamplers:
         self._db = db
 
     def all(self) -> list[dict[str, object]]:
-        """By base model and id, with their facts and the number of samples that each has; the state is `silent` once
+        """By base model and id, with their reports and the number of samples that each has; the state is `silent` once
         the lease expired.
         """
         owned = FUTURES.c.executor == ENGINES.c.engine_id
@@ -192,10 +194,10 @@ class DedicatedSamplers:
         samplers = [
             {str(name): value for name, value in row._mapping.items()} for row in rows
         ]  # orjson takes no subclass
-        return [row | {**FACTS, **(row.pop("facts") or {})} for row in samplers]
+        return [row | {**EMPTY_REPORT, **(row.pop("facts") or {})} for row in samplers]
 
     def find(self, name: str) -> dict[str, object]:
-        """One row of `all`. Raises NotFoundError with the known names."""
+        """The row of a sampler. Raises NotFoundError with the known names."""
         samplers = {str(row["sampler"]): row for row in self.all()}
         if name not in samplers:
             raise NotFoundError(f"there is no sampler {name[:80]!a}; known: {', '.join(samplers) or 'none'}")
@@ -226,7 +228,7 @@ class Dispatch:
         self._waiting_tokens = Loads(executors.live)
         self._prefixes = Prefixes()
 
-    def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
+    def assign(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
         """The request with an executor, if a sampler can take it."""
         if inflight:
             return new

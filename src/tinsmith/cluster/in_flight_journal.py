@@ -1,9 +1,9 @@
 """The in-flight journal: the requests that an engine is running, so that a request that kills engines can be found.
 
 A note is one line of JSON in a file of the data directory, written before each step without fsync: it survives the
-process, but not the machine. An engine that ends itself adds why. After a crash the supervisor, or the next engine on
-the seat, derives the suspects from it and stores them in the engine's row, for the engine that runs the same requests
-next (`engine.quarantine`).
+process, but not the machine. An engine that ends itself adds the reason. After a crash the supervisor, or the next
+engine on the seat, derives the suspects from it and stores them in the engine's row, for the engine that runs the same
+requests next (`engine.quarantine`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-SMALLER = 8
+BATCH_SHRINK_FACTOR = 8
 """After a crash, the requests that ran together run in batches smaller by this factor."""
 
 
@@ -31,8 +31,8 @@ class Suspect:
     reason: str = ""
     restoring: str = ""
 
-    def worse_of(self, other: Suspect) -> Suspect:
-        """Both histories of one request as one."""
+    def merge(self, other: Suspect) -> Suspect:
+        """Merge two histories of a request: the smaller batch, and the greater numbers of deaths and bugs."""
         return Suspect(
             min(self.batch_size, other.batch_size),
             max(self.deaths, other.deaths),
@@ -43,7 +43,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class JournalNote:
     """The running requests, and the suspects of earlier crashes. `reason` is why the engine ended itself, if it did,
     and `is_bug` whether that was a bug; `restoring` is the model that is being restored for the running request.
     """
@@ -64,7 +64,7 @@ class Note:
         return orjson.dumps(note)
 
     @classmethod
-    def parse(cls, text: bytes | str) -> Note:
+    def parse(cls, text: bytes | str) -> JournalNote:
         """Parse a note. An unreadable note, which a crash may have truncated, is empty."""
         try:
             note = orjson.loads(text)
@@ -88,14 +88,14 @@ def journal_path(data_dir: Path, engine_id: str) -> Path:
     return data_dir / f"{engine_id}.running"
 
 
-def after_death(path: Path) -> dict[str, Suspect]:
+def read_suspects(path: Path) -> dict[str, Suspect]:
     """The suspects after the crash of the engine that left this note."""
     try:
-        note = Note.parse(path.read_bytes().partition(b"\n")[0])
+        note = JournalNote.parse(path.read_bytes().partition(b"\n")[0])
     except OSError:
         return {}
     suspects = dict(note.suspects)
-    batch_size = max(1, len(note.running) // SMALLER)
+    batch_size = max(1, len(note.running) // BATCH_SHRINK_FACTOR)
     for request_id in note.running:
         before = suspects.get(request_id, Suspect(batch_size, 0))
         if len(note.running) > 1:
@@ -107,6 +107,6 @@ def after_death(path: Path) -> dict[str, Suspect]:
 
 
 def read_journal(path: Path) -> str | None:
-    """The suspects of `after_death` as the text of a note; None without suspects."""
-    suspects = after_death(path)
-    return Note([], suspects).text().decode() if suspects else None
+    """The suspects of `read_suspects` as the text of a note; None without suspects."""
+    suspects = read_suspects(path)
+    return JournalNote([], suspects).text().decode() if suspects else None

@@ -32,7 +32,7 @@ from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.types import Pending
 
-UNEVEN = 2
+MIN_RUN_DIFFERENCE = 2
 """An engine migrates runs to one with at least this many fewer; a smaller difference would cause oscillation."""
 
 _CANDIDATES = 16
@@ -40,10 +40,10 @@ _CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A new request, whether it is unassigned (`free`), and its run."""
+    """A new request, whether it has no engine or sampler yet, and its run."""
 
     request: Pending
-    free: bool
+    is_unassigned: bool
     run_id: str | None
 
 
@@ -53,9 +53,11 @@ _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
 _REQUESTS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
     MODELS, MODELS.c.model_id == _RUN
 )
-_ME = sa.bindparam("engine_id", type_=sa.String)
-_MINE = _OWNER.is_(None) | (_ME == _OWNER)
-_ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_MINE)
+_ENGINE_ID = sa.bindparam("engine_id", type_=sa.String)
+_NOT_OF_OTHERS = _OWNER.is_(None) | (_ENGINE_ID == _OWNER)
+_ARRIVALS = (
+    sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_NOT_OF_OTHERS)
+)
 # Built once, for every request.
 _INCOMING = Statement(
     _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
@@ -64,7 +66,7 @@ _INCOMING = Statement(
     .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
     .order_by(FUTURES.c.arrival)
 )
-_NAMED = (
+_BY_IDS = (
     _ARRIVALS.where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
     .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
     .order_by(FUTURES.c.arrival)
@@ -72,7 +74,7 @@ _NAMED = (
 _WAITING_IDS = (
     sa.select(FUTURES.c.request_id)
     .select_from(_REQUESTS)
-    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending", _MINE)
+    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending", _NOT_OF_OTHERS)
 )
 _NAMES = FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
 _RUNS_OF = sa.select(_RUN).select_from(_REQUESTS).where(_NAMES, _RUN.is_not(None))
@@ -94,7 +96,7 @@ _FREE_REQUESTS = (
     .with_for_update(skip_locked=True, of=FUTURES)
 )
 _CLAIM_REQUESTS = FUTURES.update().where(_NAMES).values(executor=sa.bindparam("claimant"))
-_CLAIMED = sa.select(FUTURES.c.request_id).select_from(_REQUESTS).where(_NAMES, _ME == _OWNER)
+_CLAIMED = sa.select(FUTURES.c.request_id).select_from(_REQUESTS).where(_NAMES, _ENGINE_ID == _OWNER)
 _NUM_RUNS = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
 _BUSY_RUNS = (
     sa.select(_RUN)
@@ -112,26 +114,28 @@ class Ownership:
         self._idle_s = idle_s
         self.base_model = base_model
         self.engine_id = engine_id
-        self._me = {"base_model": base_model, "engine_id": engine_id}
+        self._bindings = {"base_model": base_model, "engine_id": engine_id}
 
     def incoming(self, after_arrival: int) -> list[Arrival]:
         """The pending and refused requests after `after_arrival` that do not belong to another engine."""
-        return _arrivals(self._db.rows(_INCOMING, {**self._me, "after_arrival": after_arrival}))
+        return _arrivals(self._db.rows(_INCOMING, {**self._bindings, "after_arrival": after_arrival}))
 
-    def named(self, request_ids: Sequence[str]) -> list[Arrival]:
-        """As `incoming`, for the requests of a wake-up; they may have been committed after later arrivals."""
-        parts = (self._db.rows(_NAMED, {**self._me, "request_ids": chunk}) for chunk in chunks(request_ids))
+    def fetch_by_ids(self, request_ids: Sequence[str]) -> list[Arrival]:
+        """The pending and refused ones among the requests of a wake-up that do not belong to another engine; they may
+        have been committed after later arrivals.
+        """
+        parts = (self._db.rows(_BY_IDS, {**self._bindings, "request_ids": chunk}) for chunk in chunks(request_ids))
         return [arrival for rows in parts for arrival in _arrivals(rows)]
 
     def pending_ids(self) -> set[str]:
         """The ids of all pending requests that do not belong to another engine, for the slow poll."""
-        return set(self._db.scalars(_WAITING_IDS, self._me))
+        return set(self._db.scalars(_WAITING_IDS, self._bindings))
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
         """Claim unassigned requests and their runs for this engine; returns the claimed ids."""
         claimed_ids: set[str] = set()
         for chunk in chunks(request_ids):
-            values = {**self._me, "request_ids": chunk}
+            values = {**self._bindings, "request_ids": chunk}
             with self._db.write() as connection:
                 if model_ids := list(connection.scalars(_FREE_RUNS, values)):
                     connection.execute(_CLAIM_RUNS, {"model_ids": model_ids, "claimant": self.engine_id})
@@ -156,16 +160,16 @@ class Ownership:
     # Migration of runs.
 
     def migration_target(self) -> str | None:
-        """An engine with at least UNEVEN runs fewer than this one, or None."""
+        """An engine with at least MIN_RUN_DIFFERENCE runs fewer than this one, or None."""
         if not self._idle_s:
             return None
         rows = {row.engine_id: row for row in self._db.rows(_live_engines(self._db, self.base_model, "ready"))}
-        me = rows.pop(self.engine_id, None)
+        this_engine = rows.pop(self.engine_id, None)
         candidates = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
-        if me is None or not candidates:
+        if this_engine is None or not candidates:
             return None
         lightest = min(candidates, key=lambda row: (row.runs, row.engine_id))
-        return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
+        return str(lightest.engine_id) if this_engine.runs - lightest.runs >= MIN_RUN_DIFFERENCE else None
 
     def idle_runs(self) -> list[str]:
         """Some idle runs of this engine, most recently used first, since these are most likely to be used again."""
@@ -175,7 +179,8 @@ class Ownership:
         return self._db.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model})
 
     def migrate(self, model_id: str, engine_id: str) -> bool:
-        """Migrate a run if it has no pending requests and the other engine is alive and has UNEVEN runs fewer.
+        """Migrate a run if it has no pending requests and the other engine is alive and has MIN_RUN_DIFFERENCE runs
+        fewer.
 
         All state of the run must be in files, and the caller must drop the run from memory if this returns True.
         """
@@ -191,7 +196,7 @@ class Ownership:
             if connection.scalar(seat) is None:
                 return False
             runs = {name: int(count) for name, count in connection.execute(counted)}
-            if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < UNEVEN:
+            if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < MIN_RUN_DIFFERENCE:
                 return False
             moved = MODELS.update().where(run, idle).values(engine_id=engine_id)
             if connection.execute(moved, {"of_base": self.base_model}).rowcount != 1:
@@ -224,7 +229,7 @@ class Ownership:
             end_epoch(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
-    def others(self) -> list[str]:
+    def list_others(self) -> list[str]:
         """The other live engines of this base model."""
         names = self._db.scalars(_live_engines(self._db, self.base_model, "ready"))
         return [name for name in names if name != self.engine_id]
@@ -255,7 +260,7 @@ def _live_engines(db: Database, base_model: str, *states: str) -> sa.Select:
 class EngineRouter:
     def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
-        self._runs = Loads(self._look, clock)
+        self._runs = Loads(self._read_runs, clock)
 
     def for_run(self, base_model: str) -> str | None:
         """The engine for a new run; None if no engine is alive."""
@@ -273,7 +278,7 @@ class EngineRouter:
         with self._runs.lock:
             return choose_engine(request_id, list(runs)) if runs else None
 
-    def _look(self, base_model: str) -> dict[str, int]:
+    def _read_runs(self, base_model: str) -> dict[str, int]:
         rows = self._db.rows(_live_engines(self._db, base_model, "ready", "loading"))
         ready = [row for row in rows if row.state == "ready"]
         return {row.engine_id: int(row.runs) for row in ready or rows}  # loading engines only if none is ready

@@ -3,7 +3,7 @@
 It runs on an event loop. An engine that dies is restarted with back-off; meanwhile its runs are freed for other
 engines, with its in-flight note (`in_flight_journal`). After MANY_STARTS deaths before it was ready, restarts go on,
 and its row says that it cannot be started: polls for its requests fail with the reason, and the requests stay stored.
-An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `refused` is set.
+An engine that refuses its model (exit status 3) is not restarted: the reason is in its row, and `must_stop` is set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANY_DEATHS = 3
 MANY_STARTS = 5
 """An engine counts as unable to start after this many deaths in a row before it was ready."""
 
-MOST_LOG_BYTES, MOST_SHOWN = 16 << 10, 300
+MAX_LOG_BYTES, MAX_REASON_CHARS = 16 << 10, 300
 ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|Exit)(?::.*)?$")
 CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@|(?<=[?&;\s])(?:password|token|secret|key)=[^&;\s]+", re.IGNORECASE)
 
@@ -59,7 +59,7 @@ class _Deaths:
     last_start: float = 0.0
 
     @property
-    def broken(self) -> str | None:
+    def start_error(self) -> str | None:
         """The reason, for the row, if the engine cannot be started."""
         return f"{NO_START}{self.reason}; see its log" if self.starts >= MANY_STARTS else None
 
@@ -74,7 +74,7 @@ class Supervisor:
         on_release: Callable[[str], None] = lambda _base_model: None,
         prestarted: EngineProcess | None = None,
     ) -> None:
-        """`gone` is called with the pid of an engine that has ended, `freed` with its base model."""
+        """`on_exit` is called with the pid of an engine that has ended, `on_release` with its base model."""
         self._prestarted = prestarted
         self._on_exit = on_exit
         self._on_release = on_release
@@ -88,7 +88,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: set[int] = set()
         self._deaths: dict[str, _Deaths] = {}
-        self.refused = asyncio.Event()
+        self.must_stop = asyncio.Event()
         self.refusal = ""
 
     def start(self, background: Background | None = None) -> None:
@@ -101,13 +101,13 @@ class Supervisor:
         ]
 
     def refuse(self, reason: str) -> None:
-        """Make the server stop: it waits for `refused`."""
+        """Make the server stop: it waits for `must_stop`."""
         self.refusal = reason
-        self.refused.set()
+        self.must_stop.set()
 
     def failing(self) -> str:
         """Why the process is unhealthy, without details, since everyone may read it; empty if it is healthy."""
-        if self.refused.is_set():
+        if self.must_stop.is_set():
             return "this process is stopping; see its log"
         base_models = dict.fromkeys(failure.base_model for failure in self.failures())
         return "; ".join(f"the engine of {name} ended {MANY_DEATHS} or more times in a row" for name in base_models)
@@ -147,7 +147,7 @@ class Supervisor:
         while not self._stopping.is_set():
             started = deaths.last_start = time.monotonic()
             # The row may still say that the previous engine is ready.
-            await self._write_row(self._engines.set_state, seat, "starting", deaths.broken)
+            await self._write_row(self._engines.set_state, seat, "starting", deaths.start_error)
             try:
                 code = await self._run_once(shape, seat)
             except OSError as error:  # out of memory, or no space for the log: temporary
@@ -162,11 +162,11 @@ class Supervisor:
                 self.refuse((row.reason if row else None) or f"model {shape.name!r} cannot be served")
                 return
             if code == EXIT_LEASE_LOST:
-                continue  # it was slow, not broken
+                continue  # it was slow, not start_error
             line = last_error(self.log_path(seat))
             deaths.reason = f"it ended with status {code}{f' ({line})' if line else ''}"
             deaths.starts = 0 if await self._was_ready(seat) else deaths.starts + 1
-            await self._release(seat, "restarting", deaths.broken or deaths.reason)
+            await self._release(seat, "restarting", deaths.start_error or deaths.reason)
             ran_s = time.monotonic() - started
             deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
             pause_s = backoff.after(ran_s)
@@ -239,12 +239,12 @@ def last_error(log_path: Path) -> str:
     """The last line of a log that names an exception, without credentials; empty if no line does."""
     try:
         with log_path.open("rb") as file:
-            file.seek(max(0, log_path.stat().st_size - MOST_LOG_BYTES))
+            file.seek(max(0, log_path.stat().st_size - MAX_LOG_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
     error_line = next((line for line in reversed(lines) if ERROR_LINE.match(line)), "")
-    return CREDENTIALS.sub("***", error_line)[:MOST_SHOWN]
+    return CREDENTIALS.sub("***", error_line)[:MAX_REASON_CHARS]
 
 
 async def _end(process: EngineProcess, exited: asyncio.Task[int]) -> None:

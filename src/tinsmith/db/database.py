@@ -109,12 +109,12 @@ class Database:
         else:
             self.engine = make_postgres_engine(url, timeouts, connections, IDLE_CONNECTIONS)
 
-    def time_use(self, used: Callable[[float], None]) -> None:
-        """Call `used` with the duration in seconds of each use of a connection."""
+    def observe_use(self, on_use: Callable[[float], None]) -> None:
+        """Call `on_use` with the duration in seconds of each use of a connection."""
         if self.is_sqlite:
-            self._pool.on_use = used
+            self._pool.on_use = on_use
         else:
-            time_pool(self.engine, used)
+            time_pool(self.engine, on_use)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -293,7 +293,7 @@ class Database:
         else:
             self.engine.dispose()
         if self._files:
-            self._files.closed()
+            self._files.mark_closed()
 
 
 _NOTIFY = Statement(sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload"))))

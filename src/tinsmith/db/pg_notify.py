@@ -68,7 +68,7 @@ class PostgresMailbox:
         self,
         url: str,
         channel: str,
-        failed: Callable[[str], None] = ignore,
+        on_failure: Callable[[str], None] = ignore,
         timeouts: PostgresTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self._parameters = connection_parameters(url, timeouts)
@@ -81,7 +81,7 @@ class PostgresMailbox:
         self._woken, self._wake = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
-        self._thread = start_supervised_thread(f"listen-{channel}", self._run, self._ends_within, failed)
+        self._thread = start_supervised_thread(f"listen-{channel}", self._run, self._ends_within, on_failure)
 
     def fileno(self) -> int:
         return self._woken
@@ -126,7 +126,7 @@ class PostgresMailbox:
         for descriptor in (self._woken, self._wake, self._ending, self._end):
             os.close(descriptor)
 
-    def _arrived(self, ids: Iterable[str]) -> None:
+    def _add_ids(self, ids: Iterable[str]) -> None:
         with self._lock:
             # The pipe holds one byte while there are ids, so it cannot fill up.
             if not self._ids:
@@ -147,7 +147,7 @@ class PostgresMailbox:
     def _listen(self, connection: psycopg.Connection[Any]) -> None:
         for channel in self._channels:
             connection.execute(f'LISTEN "{channel}"'.encode())
-        self._arrived([""])
+        self._add_ids([""])
         while True:
             readable, _, _ = select.select([connection, self._ending], [], [], QUIET_S)
             if self._ending in readable:
@@ -155,7 +155,7 @@ class PostgresMailbox:
             if not readable:
                 connection.execute("SELECT 1")
             for notice in connection.notifies(timeout=0):
-                self._arrived(notice.payload.split("\n"))
+                self._add_ids(notice.payload.split("\n"))
 
     def _ends_within(self, timeout_s: float) -> bool:
         readable, _, _ = select.select([self._ending], [], [], timeout_s)

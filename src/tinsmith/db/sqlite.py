@@ -1,7 +1,7 @@
 """SQLite beside SQLAlchemy: the checks of its files, a connection pool and a write lock.
 
-SQLAlchemy's pool, BEGIN and COMMIT take 0.1 ms of CPU time for a transaction; SQLite needs 0.01. So connections stay
-open between transactions, and BEGIN and COMMIT go to the driver. SQLAlchemy's statements join the open transaction.
+SQLAlchemy's pool, BEGIN and COMMIT take much longer than SQLite's own work for a transaction. So connections stay open
+between transactions, and BEGIN and COMMIT go to the driver. SQLAlchemy's statements join the open transaction.
 
 SQLite has one writer at a time. The writers of one process queue on a lock, and only the holder waits for other
 processes. A writer that has waited for `patience_s` fails without a write. Then further writers fail at once for a
@@ -75,29 +75,29 @@ class DatabaseFiles:
         with contextlib.suppress(OSError):  # the file exists, or SQLite reports the error
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         self.path = path
-        self._known: dict[str, tuple[int, int] | None] = {path: _identity(path)}
-        self.closed()
+        self._identities: dict[str, tuple[int, int] | None] = {path: _identity(path)}
+        self.mark_closed()
 
-    def closed(self) -> None:
-        """Must be called when no connection is open: the last process to close the database deletes log and index."""
-        self._known |= {f"{self.path}-wal": None, f"{self.path}-shm": None}
+    def mark_closed(self) -> None:
+        """Forget log and index, which the last process to close the database deletes; no connection may be open."""
+        self._identities |= {f"{self.path}-wal": None, f"{self.path}-shm": None}
 
     def check(self) -> None:
         """Raise DatabaseMovedError if a file was replaced."""
-        for path, known in self._known.items():
-            found = _identity(path)
-            if known is None:
-                self._known[path] = found
-            elif found != known:
+        for path, expected in self._identities.items():
+            identity = _identity(path)
+            if expected is None:
+                self._identities[path] = identity
+            elif identity != expected:
                 raise DatabaseMovedError(path)
 
 
 def _identity(path: str) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float) -> Engine:

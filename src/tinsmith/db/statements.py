@@ -27,7 +27,7 @@ class _Compiled:
     fixed: Mapping[str, object]
     decoders: Mapping[int, Callable[[Any], Any]]
 
-    def decoded(self, row: Sequence[Any]) -> Row:
+    def decode_row(self, row: Sequence[Any]) -> Row:
         if not self.decoders:
             return tuple(row)
         values = list(row)
@@ -49,13 +49,13 @@ class Statement:
 
     def rows(self, connection: Connection, values: Mapping[str, object]) -> list[Row]:
         compiled, cursor = self._execute(connection, values)
-        return [compiled.decoded(row) for row in cursor.fetchall()]
+        return [compiled.decode_row(row) for row in cursor.fetchall()]
 
     def first(self, connection: Connection, values: Mapping[str, object]) -> Row | None:
         compiled, cursor = self._execute(connection, values)
         row = cursor.fetchone()
         cursor.close()  # an open cursor would keep SQLite's read transaction open
-        return None if row is None else compiled.decoded(row)
+        return None if row is None else compiled.decode_row(row)
 
     def _execute(self, connection: Connection, values: Mapping[str, object]) -> tuple[_Compiled, Any]:
         dialect = connection.dialect
@@ -66,7 +66,7 @@ class Statement:
         try:
             cursor.execute(compiled.text, {**compiled.fixed, **values})
         except Exception as error:
-            raise _translated(error, connection, compiled.text) from error
+            raise _translate_error(error, connection, compiled.text) from error
         return compiled, cursor
 
 
@@ -105,8 +105,8 @@ def _compile(statement: sa.ClauseElement, dialect: Dialect, names: list[str]) ->
     return _Compiled(text, fixed, decoders)
 
 
-def _translated(error: Exception, connection: Connection, text: str) -> BaseException:
-    """The driver's error as SQLAlchemy would raise it, without parameters; a broken connection is invalidated."""
+def _translate_error(error: Exception, connection: Connection, text: str) -> BaseException:
+    """Translate a driver's error into SQLAlchemy's, without parameters; a broken connection is invalidated."""
     dialect = connection.dialect
     dbapi: Any = dialect.loaded_dbapi
     if not isinstance(error, dbapi.Error):

@@ -34,7 +34,7 @@ SERVER = "server"
 EVERYTHING = "*"
 """In place of an id: rows of another engine were released, anywhere in the queue."""
 
-JOB = "batch-job:"
+JOB_PREFIX = "batch-job:"
 """Prefix of a bulk job's number, in place of an id: the job's row has changed."""
 
 SAFETY_POLL_S = 1.0
@@ -45,7 +45,7 @@ MAX_UNSENT = 200
 
 _FULL = (errno.EAGAIN, errno.ENOBUFS)
 
-_SETTLED_S = 0.1
+_MTIME_RESOLUTION_S = 0.1
 """A directory that changed this recently may change again within the same time stamp."""
 
 
@@ -62,7 +62,7 @@ def _group_of(base_model: str) -> str:
 
 def job_line(job_id: int) -> str:
     """The id that is sent to the servers when a bulk job has changed."""
-    return f"{JOB}{job_id}"
+    return f"{JOB_PREFIX}{job_id}"
 
 
 def server_mailbox(data_dir: Path) -> str:
@@ -91,8 +91,8 @@ class Mailbox:
     """A datagram socket that is bound to a name in a directory."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        _make_own(directory.parent)
-        _make_own(directory)
+        _make_private(directory.parent)
+        _make_private(directory)
         self._directory = directory
         self._path = directory / name
         self._path.unlink(missing_ok=True)
@@ -143,15 +143,15 @@ class Mailbox:
 
     def _members(self, name: str) -> list[str]:
         """The mailbox `name`, or those of the group `name`."""
-        return [one for one in self._known_endpoints() if one == name or one.startswith(f"{name}.")]
+        return [endpoint for endpoint in self._list_endpoints() if endpoint == name or endpoint.startswith(f"{name}.")]
 
-    def _known_endpoints(self) -> list[str]:
+    def _list_endpoints(self) -> list[str]:
         """The names in the directory, which is read again when it has changed."""
         try:
             changed_at = os.stat(self._directory).st_mtime_ns
             if changed_at != self._endpoints_at:
                 self._endpoints = os.listdir(self._directory)
-                self._endpoints_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
+                self._endpoints_at = changed_at if time.time_ns() - changed_at > _MTIME_RESOLUTION_S * 1e9 else 0
         except OSError:  # temporary files were cleaned up
             return []
         return self._endpoints
@@ -179,17 +179,17 @@ class Mailbox:
                 self._path.unlink()
 
 
-def _make_own(directory: Path) -> None:
+def _make_private(directory: Path) -> None:
     """Make a directory that only this user can enter. Raises SettingsError if another user could change it.
 
     The system's directory of temporary files is accepted: its sticky bit protects the files in it.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX and found.st_uid == 0:
+    status = directory.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX and status.st_uid == 0:
         return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SettingsError(
             f"{directory}, the directory of Tinsmith's sockets, could be changed by other users; remove it, or set "
             "TMPDIR to another directory"
@@ -230,11 +230,11 @@ class Waiters:
         return self._watch(self._requests, request_id)
 
     def watch_session(self, sampling_session_id: str) -> AbstractContextManager[asyncio.Event]:
-        """As `watch`, for any sample of a sampling session."""
+        """Register for the settlement of any sample of a sampling session, before reading its rows."""
         return self._watch(self._sessions, sampling_session_id)
 
     def watch_job(self, job_id: int) -> AbstractContextManager[asyncio.Event]:
-        """As `watch`, for any change of a bulk job."""
+        """Register for any change of a bulk job, before reading its row."""
         return self._watch(self._jobs, job_line(job_id))
 
     @contextlib.contextmanager
@@ -249,28 +249,28 @@ class Waiters:
             if not events[name]:
                 del events[name]
 
-    def watched(self) -> tuple[list[str], list[str]]:
+    def list_watched(self) -> tuple[list[str], list[str]]:
         """The request_ids and the sampling sessions with waiters."""
         return list(self._requests), list(self._sessions)
 
-    def settled(self, request_ids: Iterable[str]) -> None:
+    def wake(self, request_ids: Iterable[str]) -> None:
         """Wake the waiters of these requests, or of the bulk jobs that the ids name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
-            _set(self._jobs if request_id.startswith(JOB) else self._requests, request_id)
+            _set(self._jobs if request_id.startswith(JOB_PREFIX) else self._requests, request_id)
             sampling_session_ids.add(request_id.rpartition(":")[0])
-        self.sessions_settled(sampling_session_ids)
+        self.wake_sessions(sampling_session_ids)
 
-    def sessions_settled(self, sampling_session_ids: Iterable[str]) -> None:
+    def wake_sessions(self, sampling_session_ids: Iterable[str]) -> None:
         """Wake the waiters of any sample of these sampling sessions."""
         for sampling_session_id in sampling_session_ids:
             _set(self._sessions, sampling_session_id)
 
-    def settled_from_thread(self, request_ids: Sequence[str]) -> None:
-        """As `settled`, from any thread."""
+    def wake_from_thread(self, request_ids: Sequence[str]) -> None:
+        """Wake the waiters of these requests from any thread."""
         if self._loop is not None and len(self):
             with contextlib.suppress(RuntimeError):  # the loop has just ended, with all waiters
-                self._loop.call_soon_threadsafe(self.settled, request_ids)
+                self._loop.call_soon_threadsafe(self.wake, request_ids)
 
     def wake_all(self) -> None:
         """Wake every waiter, so that it reads its row again."""
@@ -285,9 +285,9 @@ class Waiters:
 
     def __len__(self) -> int:
         """The number of held polls."""
-        return sum(len(woken) for events in (self._requests, self._sessions) for woken in events.values())
+        return sum(len(waiting) for events in (self._requests, self._sessions) for waiting in events.values())
 
 
 def _set(events: _Events, name: str) -> None:
-    for woken in events.get(name, ()):
-        woken.set()
+    for event in events.get(name, ()):
+        event.set()

@@ -138,7 +138,7 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
 
 
-LEAST_RANK, LEAST_CONTEXT = 8, 256
+MIN_RANK, MIN_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
 
@@ -155,8 +155,8 @@ def check_device(settings: Settings) -> None:
             )
 
 
-def _with_sampler(settings: Settings, shape: ModelShape, kind: str) -> Settings:
-    """The settings with what samples, which the log has with the reason."""
+def _resolve_sampler(settings: Settings, shape: ModelShape, kind: str) -> Settings:
+    """Choose what samples if the settings leave it open, and log the choice with its reason."""
     if settings.sampler != "auto" or kind == SAMPLER:
         return settings
     name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
@@ -174,16 +174,16 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) * settings.machines < 2:
         return settings
     try:
-        if why := _reason_for_one_device(settings, shape):
-            raise SettingsError(why)
-        model = _architecture(shape)
+        if problem := _reason_for_one_device(settings, shape):
+            raise SettingsError(problem)
+        model = _read_architecture(shape)
     except SettingsError as error:
         log.info("one device is used", devices=len(free), reason=str(error))
         return settings
-    wanted = _wanted(model, settings, len(free) * settings.machines, min(free), cuda=True)
-    plan = choose(model, wanted)
+    workload = _build_workload(model, settings, len(free) * settings.machines, min(free), cuda=True)
+    plan = choose(model, workload)
     if not plan.fits:
-        plan = choose(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT))
+        plan = choose(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT))
     layout = describe_degrees(plan.degrees)
     log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
     degrees = plan.degrees
@@ -216,20 +216,20 @@ def _free_bytes(settings: Settings) -> list[int]:
 
     if not torch.cuda.is_available() or torch.cuda.device_count() * settings.machines < 2:
         return []
-    found = subprocess.run([sys.executable, "-c", FREE_BYTES], capture_output=True, text=True, check=False)
-    if found.returncode:
-        why = found.stderr.strip().rpartition("\n")[2]
-        raise SettingsError(f"the free memory of the GPUs is unknown ({why}); give --data-parallel")
-    return [int(word) for word in found.stdout.split()]
+    probe = subprocess.run([sys.executable, "-c", FREE_BYTES], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        last_line = probe.stderr.strip().rpartition("\n")[2]
+        raise SettingsError(f"the free memory of the GPUs is unknown ({last_line}); give --data-parallel")
+    return [int(word) for word in probe.stdout.split()]
 
 
-def _architecture(shape: ModelShape) -> Architecture:
+def _read_architecture(shape: ModelShape) -> Architecture:
     """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
     model = read_directory(Path(shape.path))
     return model if shape.vision is not None else replace(model, vision_numbers=0, tower_numbers=0.0)
 
 
-def _given_degrees(settings: Settings) -> Degrees:
+def _read_degrees(settings: Settings) -> Degrees:
     data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
     return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
 
@@ -238,19 +238,19 @@ def check_machines(settings: Settings, kind: str) -> None:
     """Raises SettingsError if this engine cannot have ranks on several machines."""
     if settings.machines == 1:
         return
-    refused = {
+    problems = {
         "a dedicated sampler runs on one machine": kind == SAMPLER,
         "several machines are for one engine with one base model": settings.num_engines * len(settings.models) > 1,
         f"backend {settings.backend!r} runs on one machine": settings.resolved_backend != "sharded",
-        machines_problem(_given_degrees(settings), settings.machines): True,
+        machines_problem(_read_degrees(settings), settings.machines): True,
     }
-    if reason := next((reason for reason, holds in refused.items() if holds and reason), None):
+    if reason := next((reason for reason, holds in problems.items() if holds and reason), None):
         raise SettingsError(f"machines is {settings.machines}: {reason}")
 
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:
     """Raises SettingsError with the reason or the missing memory."""
-    degrees = _given_degrees(settings)
+    degrees = _read_degrees(settings)
     if settings.memory_budget and settings.resolved_backend != "torch":
         raise SettingsError(
             f"memory_budget is for an engine on one device with backend 'torch'; this one has "
@@ -259,7 +259,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     if settings.resolved_backend not in ("torch", "sharded"):
         return
     try:
-        model = _architecture(shape)
+        model = _read_architecture(shape)
     except SettingsError as error:
         log.debug("the plan does not support this model", base_model=shape.name, reason=str(error))
         return
@@ -268,9 +268,9 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     plan = _plan(model, settings, degrees)
     if plan.fits:
         return
-    needed = gib(plan.needs.total("in turns"))
+    total = gib(plan.needs.total("in turns"))
     problem = (
-        f"{shape.name} over {describe_degrees(degrees)} needs {needed} on each device, including a base of "
+        f"{shape.name} over {describe_degrees(degrees)} needs {total} on each device, including a base of "
         f"{gib(plan.needs.base)}; it has {gib(plan.workload.memory_bytes)}, {gib(plan.missing_bytes)} too little"
     )
     if plan.workload.cuda:
@@ -279,19 +279,21 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
 
 
 def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
-    memory_bytes, cuda = _device(settings, degrees.devices // settings.machines)
-    wanted = _wanted(model, settings, degrees.devices, memory_bytes, cuda=cuda)
-    return evaluate(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT), degrees)
+    memory_bytes, cuda = _device_memory(settings, degrees.devices // settings.machines)
+    workload = _build_workload(model, settings, degrees.devices, memory_bytes, cuda=cuda)
+    return evaluate(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT), degrees)
 
 
-def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Workload:
-    wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
-    dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored)
-    wanted = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
-    return replace(wanted, machines=settings.machines)
+def _build_workload(
+    model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool
+) -> Workload:
+    dtype_setting = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
+    dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored)
+    workload = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
+    return replace(workload, machines=settings.machines)
 
 
-def _device(settings: Settings, devices: int) -> tuple[int, bool]:
+def _device_memory(settings: Settings, devices: int) -> tuple[int, bool]:
     """Memory of one device in bytes, and whether it is a GPU. That of a GPU is what is free, unless an engine with a
     sleep mode has it meanwhile.
     """
@@ -304,10 +306,10 @@ def _device(settings: Settings, devices: int) -> tuple[int, bool]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
 
 
-def open_backend(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> Backend:
-    """`place` names this process among others of the data directory, `options` are the backend's.
+def open_backend(settings: Settings, shape: ModelShape, engine_id: str, options: Mapping[str, str]) -> Backend:
+    """Open the backend of an engine; its files in the data directory have `engine_id` in their names.
 
-    Raises SettingsError if they are incompatible.
+    Raises SettingsError if settings and `options`, which are the backend's, are incompatible.
     """
     _check_full(settings)
     if not settings.samples_elsewhere:
@@ -316,21 +318,23 @@ def open_backend(settings: Settings, shape: ModelShape, place: str, options: Map
 
     memory = None
     if not (settings.sampler_url or settings.sampler_adapters):
-        memory = memory_directory(settings.resolved_data_dir, place)
-    engine = replace(_inference_server(settings, place), memory=memory)
+        memory = memory_directory(settings.resolved_data_dir, engine_id)
+    engine = replace(_inference_server(settings, engine_id), memory=memory)
     backend = load_backend(settings.resolved_backend, shape, **options)
     return with_remote_sampler(backend, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
-def open_version_holder(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> VersionHolder:
-    """The same for a process that only samples. With an external engine it holds only files and does not load torch."""
+def open_version_holder(
+    settings: Settings, shape: ModelShape, engine_id: str, options: Mapping[str, str]
+) -> VersionHolder:
+    """Open what holds the versions of a dedicated sampler. With an external engine that is files, without torch."""
     _check_full(settings)
     if not settings.samples_elsewhere:
-        return open_backend(settings, shape, place, options)
+        return open_backend(settings, shape, engine_id, options)
     from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
 
-    engine = _inference_server(settings, place)
-    files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{place}-versions")
+    engine = _inference_server(settings, engine_id)
+    files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{engine_id}-versions")
     return only_sampling(files, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
@@ -342,7 +346,7 @@ def _check_full(settings: Settings) -> None:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
 
 
-def _inference_server(settings: Settings, place: str) -> RemoteEngine:
+def _inference_server(settings: Settings, engine_id: str) -> RemoteEngine:
     from tinsmith.backends.with_remote_sampler import options_of
     from tinsmith.samplers.remote.client import RemoteEngine
     from tinsmith.samplers.remote.connection import EngineAccess
@@ -355,16 +359,16 @@ def _inference_server(settings: Settings, place: str) -> RemoteEngine:
     headers = dict(settings.sampler_headers)
     if key := settings.sampler_api_key.get_secret_value():
         headers["Authorization"] = f"Bearer {key}"
-    checked = {"true": True, "false": False}
+    booleans = {"true": True, "false": False}
     access = EngineAccess(
-        headers, checked.get(settings.sampler_verify, settings.sampler_verify), settings.sampler_timeout_s
+        headers, booleans.get(settings.sampler_verify, settings.sampler_verify), settings.sampler_timeout_s
     )
     return RemoteEngine(
         access=access,
         adapters_url=settings.sampler_adapters_url.rstrip("/"),
         adapters_host=settings.peer_host,
-        directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
-        log_path=logs / f"sampler-{place}.log",
+        directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / engine_id,
+        log_path=logs / f"sampler-{engine_id}.log",
         url=settings.sampler_url.rstrip("/"),
         python=settings.sampler_python or sys.executable,
         options=options_of(settings.sampler_options),
@@ -385,7 +389,7 @@ def main() -> int:
         return 0  # the server exited before it needed this process
     spec = json.loads(line)
     if is_prestarted:
-        _write_to(spec["log"])
+        _redirect_output(spec["log"])
     settings = Settings.model_validate(spec["settings"])
     configure_logs(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(base_model=spec["name"])
@@ -415,8 +419,8 @@ def main() -> int:
     )
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
-        place = _Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"]), spec["rank_key"])
-        status = _serve(place, settings, stopping)
+        context = _EngineContext(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"]), spec["rank_key"])
+        status = _serve(context, settings, stopping)
     except LeaseLostError:
         status = EXIT_LEASE_LOST
     finally:
@@ -431,8 +435,8 @@ def main() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """The position of this process among the others."""
+class _EngineContext:
+    """The identity of this process: its base model, seat and lease, and the keys that it shares with its peers."""
 
     shape: ModelShape
     seat: Seat
@@ -442,21 +446,21 @@ class _Place:
     rank_key: str
 
 
-def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
-    shape, seat, engines = place.shape, place.seat, place.engines
+def _serve(context: _EngineContext, settings: Settings, stopping: threading.Event) -> int:
+    shape, seat, engines = context.shape, context.seat, context.engines
     try:
         check_device(settings)
-        settings = _with_sampler(settings, shape, seat.kind)
+        settings = _resolve_sampler(settings, shape, seat.kind)
         settings = choose_degrees(settings, shape, seat.kind)
         check_machines(settings, seat.kind)
         check_fit(settings, shape)
-        arguments = settings, shape, place.lease.engine_id, _options(settings, place.rank_key)
+        arguments = settings, shape, context.lease.engine_id, _options(settings, context.rank_key)
         if seat.kind == SAMPLER:
             holder = open_version_holder(*arguments)
-            start = partial(_sampler, place, holder)
+            start = partial(_start_sampler, context, holder)
         else:
             holder = backend = open_backend(*arguments)
-            start = partial(_engine, place, backend)
+            start = partial(_start_engine, context, backend)
         # Building the sampler now keeps its cost out of the first request.
         _ = holder.sampler
     except SettingsError as error:
@@ -467,20 +471,20 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     timeouts = PostgresTimeouts(*settings.database_timeouts)
     database = Database(
         settings.resolved_database_url,
-        fence(place.lease),
+        fence(context.lease),
         patience_s=math.inf,
         exists=True,
         connections=ENGINE_CONNECTIONS,
         timeouts=timeouts,
     )
-    engine_id = place.lease.engine_id
+    engine_id = context.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id), timeouts=timeouts)
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     stores = open_stores(database, settings, ownership, tracing)
     engine, close = start(stores, database, mailbox, settings)
-    database.time_use(engine.meters.observe_database)
-    threading.Thread(target=_prepare_stop, args=(stopping, engine, place), daemon=True).start()
+    database.observe_use(engine.meters.observe_database)
+    threading.Thread(target=_prepare_stop, args=(stopping, engine, context), daemon=True).start()
     gc.freeze()  # without torch, what this process has imported is not exempt yet
     start_supervised_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
@@ -507,7 +511,7 @@ FLUSH_S = 5.0
 
 
 def _limit_end(_fault: EngineFaultError) -> None:
-    """A fault ends this process soon, even if what its exception passes through waits for the device."""
+    """End this process soon after a fault, even if its exception passes through code that waits for the device."""
     timer = threading.Timer(2 * FLUSH_S, os._exit, [EXIT_FAULT])
     timer.daemon = True
     timer.start()
@@ -524,26 +528,31 @@ def _end_after_fault(engine: Engine | SamplerEngine, error: BaseException) -> No
     os._exit(EXIT_FAULT)
 
 
-def _engine(
-    place: _Place, backend: Backend, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
+def _start_engine(
+    context: _EngineContext, backend: Backend, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[Engine, Callable[[], None]]:
-    """An engine, and a function that closes its resources."""
-    directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
-    announce = partial(place.engines.set_state, place.seat, "ready", None)
-    peering = Peering(place.peer_key, settings.peer_host, directory, announce)
-    transfer = VersionTransfer(Executors(database), place.shape.name, peering)
-    return Engine(place.shape, backend, replace(stores, transfer=transfer), mailbox, settings), transfer.close
+    """Build an engine; returns it and a function that closes its resources."""
+    directory = settings.resolved_data_dir / "handover" / context.lease.engine_id
+    announce = partial(context.engines.set_state, context.seat, "ready", None)
+    peering = Peering(context.peer_key, settings.peer_host, directory, announce)
+    transfer = VersionTransfer(Executors(database), context.shape.name, peering)
+    return Engine(context.shape, backend, replace(stores, transfer=transfer), mailbox, settings), transfer.close
 
 
-def _sampler(
-    place: _Place, holder: VersionHolder, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
+def _start_sampler(
+    context: _EngineContext,
+    holder: VersionHolder,
+    stores: Stores,
+    database: Database,
+    mailbox: WakeUps,
+    settings: Settings,
 ) -> tuple[SamplerEngine, Callable[[], None]]:
-    """The same for a dedicated sampler."""
+    """Build a dedicated sampler; returns it and a function that closes its resources."""
     executors = Executors(database)
-    places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, place.peer_key)
-    fetcher = VersionFetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
+    sources = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, context.peer_key)
+    fetcher = VersionFetcher(sources, settings.resolved_data_dir / "handover" / context.lease.engine_id)
     budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
-    seat = place.shape, place.lease.engine_id
+    seat = context.shape, context.lease.engine_id
     sampler = SamplerEngine(seat, holder, stores, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 
@@ -573,17 +582,17 @@ def _options(settings: Settings, rank_key: str = "") -> dict[str, str]:
     if settings.profile and settings.resolved_backend == "sharded":
         raise SettingsError("profile is for an engine on one device; leave it out, or the degrees of parallelism")
     deterministic = "on" if settings.deterministic else "off"
-    given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
-    given |= {**_degrees(settings), "rank_key": rank_key} if settings.resolved_backend == "sharded" else {}
+    options = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
+    options |= {**_parallel_options(settings), "rank_key": rank_key} if settings.resolved_backend == "sharded" else {}
     for name in ("memory_budget", "kv_cache_bytes", "sampler_sequences", "sampler_step_tokens"):
         if value := int(getattr(settings, name)):
-            given[name] = str(value)
+            options[name] = str(value)
     if settings.profile:
-        given["profile"] = str(settings.profile.expanduser().resolve())
-    return {**given, "deterministic": deterministic}
+        options["profile"] = str(settings.profile.expanduser().resolve())
+    return {**options, "deterministic": deterministic}
 
 
-def _degrees(settings: Settings) -> dict[str, str]:
+def _parallel_options(settings: Settings) -> dict[str, str]:
     return {
         **{name: str(getattr(settings, name) or 1) for name in DEGREES},
         "shard_base": "on" if settings.shard_base else "off",
@@ -594,7 +603,7 @@ def _degrees(settings: Settings) -> dict[str, str]:
     }
 
 
-def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, place: _Place) -> None:
+def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, context: _EngineContext) -> None:
     """Clear the journal when this process is to stop: it may be killed in a long step, which is no request's fault. A
     sampler that finishes its samples gets no new ones.
     """
@@ -602,7 +611,7 @@ def _prepare_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     engine.clear_journal()
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
-            place.engines.set_state(place.seat, "stopping")
+            context.engines.set_state(context.seat, "stopping")
 
 
 def _watch_files(database: Database, stopping: threading.Event) -> None:
@@ -626,7 +635,7 @@ def _report_lock_conflict(engines: Engines, seat: Seat, lease: Lease, data_dir: 
             )
 
 
-def _write_to(path: str) -> None:
+def _redirect_output(path: str) -> None:
     """Redirect standard output and standard error to this file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):

@@ -26,7 +26,7 @@ from tinsmith.cluster.in_flight_journal import journal_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.engine.faults import EngineFaultError, answer_of, classify
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
-from tinsmith.engine.pacing import CostModel, Pace
+from tinsmith.engine.pacing import CostModel, StepPacer
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
@@ -54,8 +54,7 @@ QUIET_S = 0.05
 """An engine that is idle for this long does deferrable work; a training loop sends its requests faster."""
 
 TRIM_AFTER_S = 60.0
-"""An engine that is idle for this long returns freed memory to the system: 0.8 of 2.9 GiB after steps of Qwen3-0.6B in
-bfloat16. The page faults of its next step then take a quarter of the step's time."""
+"""An engine that is idle for this long returns freed memory to the system, which costs its next step page faults."""
 
 log = structlog.get_logger()
 
@@ -89,7 +88,7 @@ class Engine:
         )
         self._timings = RequestTimings(self.meters, stores.tracing)
         self._database_retry = DatabaseRetry()
-        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._settled)
+        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._handle_commit)
         self._sampling = Sampling(
             backend,
             stores,
@@ -103,7 +102,7 @@ class Engine:
         )
         self._fairness = Fairness()
         self._costs = CostModel()
-        self._pace = Pace(settings.step_seconds)
+        self._pacer = StepPacer(settings.step_seconds)
         self._batching_window = BatchingWindow()
         self._hold_s = 0.0
         self._arrivals = Arrivals(
@@ -137,9 +136,9 @@ class Engine:
             raise
         self.stop()
 
-    def on_fault(self, act: Callable[[EngineFaultError], None]) -> None:
-        """Call `act` as soon as a fault ends this engine."""
-        self._quarantine.on_fault = act
+    def on_fault(self, callback: Callable[[EngineFaultError], None]) -> None:
+        """Call `callback` as soon as a fault ends this engine."""
+        self._quarantine.on_fault = callback
 
     def flush_settlements(self, stopping: Callable[[], bool]) -> None:
         """Commit what was computed before a fault, until `stopping`. Does not use the device."""
@@ -154,7 +153,7 @@ class Engine:
         """Write state that only this engine's memory holds, for the next engine."""
         self.clear_journal()
         self.flush()
-        self._snapshots.cover_all()
+        self._snapshots.snapshot_all()
         try:
             self._versions.write_all()
         except Exception as error:  # the next engine recreates them by a replay
@@ -171,7 +170,7 @@ class Engine:
         """Take over from the previous engine of this base model."""
         self._stores.checkpoints.recover(self._shape.name, self._stores.ownership.engine_id)
         self._arrivals.fetch_late()
-        self._quarantine.keep(self._queues.known)
+        self._quarantine.keep(self._queues.request_ids)
 
     def run_once(self, patience_s: float) -> bool:
         """One training step and a share of decoding; without either, wait for work. False if there was no work."""
@@ -190,18 +189,20 @@ class Engine:
             # Also when busy: one tenant's load must not hide a lost wake-up or another tenant's gap.
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._slow_poll()
-            self._give_up_gaps()
+            self._skip_gaps()
             self._recorder.flush()
-            self._sampling.look_for_absent(self._queues, self._settings.absent_after_s)
+            self._sampling.update_absent_sessions(self._queues, self._settings.absent_after_s)
             self._sampling.measure()
-            self.meters.memory(self._backend.memory_use())
+            self.meters.set_memory_use(self._backend.memory_use())
         self._trim_when_idle(busy)
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
             self._arrivals.fetch(self._mailbox.drain())
         return busy
 
     def _trim_when_idle(self, busy: bool) -> None:
-        """Freed blocks are kept for the next step (`settings.HEAP`); an engine without work returns them, once."""
+        """Freed blocks are kept for the next step (`settings.MALLOC_TUNABLES`); an engine without work returns them,
+        once.
+        """
         if busy:
             self._trim_at = time.monotonic() + TRIM_AFTER_S
         elif time.monotonic() >= self._trim_at:
@@ -211,29 +212,29 @@ class Engine:
     def _slow_poll(self) -> None:
         if self._arrivals.fetch_late():
             self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
-        self._writes_at_once = self._versions.look_for_samplers()
-        self._migration.look()
+        self._writes_at_once = self._versions.poll_samplers()
+        self._migration.poll()
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
         """Nothing arrived for a moment: do deferrable work, then wait. False if still nothing arrived."""
         if busy or patience_s <= QUIET_S:
             return False
-        while self._tidy():
+        while self._offload_one_version():
             if self._mailbox.wait(0.0):
                 return True
         return self._mailbox.wait(patience_s - QUIET_S)
 
-    def _tidy(self) -> bool:
+    def _offload_one_version(self) -> bool:
         try:
-            return self._versions.tidy()
+            return self._versions.offload_one()
         except OSError as error:  # a full disk: the versions stay in memory
             log.error("an ephemeral version could not be moved to disk", exc_info=error)
             return False
 
-    def _give_up_gaps(self) -> None:
-        """Skip missing seq_ids: the SDK stops re-sending a request after some minutes."""
+    def _skip_gaps(self) -> None:
+        """Skip seq_ids that are missing for long: the SDK stops re-sending a request after some minutes."""
         for lane in self._queues.lanes.values():
-            if missing := lane.give_up_gap(self._settings.seq_gap_s):
+            if missing := lane.skip_gap(self._settings.seq_gap_s):
                 first, last = missing
                 log.warning("stopped waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
         self._queues.forget_idle_lanes()
@@ -254,27 +255,27 @@ class Engine:
         if not step:
             return False
         hit("engine.planned")
-        self._timings.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
+        self._timings.record_plan((*step.optim_steps, *step.singles, *step.passes), planned_at)
         started, decoded_s = time.monotonic(), self._sampling.decoded_s
         self._run_all_optim_steps(step.optim_steps)
         for request in step.singles:
-            begun = time.monotonic()
+            work_started = time.monotonic()
             self._run_single(request)
-            self._costs.record_single(request.kind, time.monotonic() - begun)
-            self.meters.worked(request.kind, time.monotonic() - begun)
-        begun, decoded_before_s = time.monotonic(), self._sampling.decoded_s
+            self._costs.record_single(request.kind, time.monotonic() - work_started)
+            self.meters.observe_work(request.kind, time.monotonic() - work_started)
+        work_started, decoded_before_s = time.monotonic(), self._sampling.decoded_s
         for group in self._quarantine.groups(step.passes):
             self._run_passes(group)
-        passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
+        passes_s = time.monotonic() - work_started - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
-            self._batching_window.ran(passes_s)
+            self._batching_window.record_passes(passes_s)
             step = self._run_steps_after(step, planned_at)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
-        self._decode_share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
+        self._decode_share_s = self._pacer.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
         self._recorder.record_duration(step, step_s)
         self._costs.record_passes(sum(request.num_tokens for request in step.passes), passes_s)
-        self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
+        self.meters.observe_passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
             "step",
             passes=len(step.passes),
@@ -289,37 +290,37 @@ class Engine:
         for group in self._quarantine.groups(requests):
             self._run_optim_steps(group)
         if requests:
-            self.meters.worked("optim_steps", time.monotonic() - started)
+            self.meters.observe_work("optim_steps", time.monotonic() - started)
 
     def _run_steps_after(self, step: Step, planned_at: float) -> Step:
         """Run the optimizer steps that waited for the passes of this step; returns the step with them."""
         if not (requests := self._queues.steps_after(step.passes)):
             return step
-        self._timings.planned(requests, planned_at)
+        self._timings.record_plan(requests, planned_at)
         self._run_all_optim_steps(requests)
         return replace(step, optim_steps=(*step.optim_steps, *requests))
 
     def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
         """The most tokens of the next step."""
         tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
-        self._pace.record_tenants(tenants, time.monotonic())
+        self._pacer.record_tenants(tenants, time.monotonic())
         samples = self._sampling.has_work or bool(self._queues.samples)
-        return self._pace.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
+        return self._pacer.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
 
-    def _between(self) -> None:
+    def _decode_between_parts(self) -> None:
         """At a pause of a step: admit samples that have arrived, and decode all."""
         trained_s = time.monotonic() - self._part_began
         try:
             if self._mailbox.wait(0.0):
                 self._arrivals.fetch(self._mailbox.drain())
-                self._pace.record_tenants(self._queues.samples.keys(), time.monotonic())
+                self._pacer.record_tenants(self._queues.samples.keys(), time.monotonic())
             self._sampling.admit_loaded(self._queues)
         except SQLAlchemyError as error:  # the step continues; the next iteration polls everything
             log.warning("new requests could not be read during a step", error=repr(error))
             self._next_check = 0.0
         except Exception as error:
             raise IterationFailedError(f"new requests could not be queued in a step: {type(error).__name__}") from error
-        self._sampling.between(self._pace.decode_between_s(trained_s))
+        self._sampling.decode_during_step(self._pacer.decode_between_s(trained_s))
         self._part_began = time.monotonic()
 
     def _should_hold(self, step: Step, budget: int) -> bool:
@@ -340,7 +341,7 @@ class Engine:
             model = self._stores.models.find(request.model_id)
             del self._queues.unloads[0]
             reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
-            gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
+            unloaded_error = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
             self._recorder.forget(request.model_id)
             self._operations.unload(request.model_id)
@@ -348,17 +349,17 @@ class Engine:
             if model is not None:
                 self._snapshots.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
-            settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
-            unloaded = {"model_id": request.model_id, "reason": reason}
+            settlements = [Settlement(waiter.request_id, error=unloaded_error) for waiter in waiting]
+            details = {"model_id": request.model_id, "reason": reason}
             effects = [
                 unload_statement(request.model_id, reason),
                 log_deletion(request.model_id),
-                entry(request.tenant_id, "model_unloaded", unloaded),
+                entry(request.tenant_id, "model_unloaded", details),
             ]
             settlements.append(Settlement(request.request_id, body=answer, effects=effects))
             self._outbox.settle(settlements)
 
-    def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
+    def _select_runnable(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
         """The requests whose models are in memory or can be restored, with their bodies; settles the others."""
         bodies = self._stores.futures.bodies([request.request_id for request in requests])
         ready: list[tuple[Pending, bytes]] = []
@@ -405,7 +406,7 @@ class Engine:
             model.require_usable()
             self._part_began = time.monotonic()
             with self._quarantine.restoring(model_id):
-                run_to_end(self._recovery.restore(model), self._between if interleave else None)
+                run_to_end(self._recovery.restore(model), self._decode_between_parts if interleave else None)
         except TinsmithError as error:
             return error
         except (UnreachableError, SQLAlchemyError):
@@ -422,8 +423,8 @@ class Engine:
         return self._quarantine.running([request.request_id for request, _ in ready])
 
     def _run_passes(self, requests: Sequence[Pending]) -> None:
-        self._timings.began(requests)
-        ready = self._ready(requests)
+        self._timings.record_start(requests)
+        ready = self._select_runnable(requests)
         if not ready:
             return
         passes: list[Pass] = []
@@ -431,7 +432,7 @@ class Engine:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
-                outcomes = run_to_end(self._backend.run_passes(passes), self._between)
+                outcomes = run_to_end(self._backend.run_passes(passes), self._decode_between_parts)
         except SQLAlchemyError:  # reading a custom loss failed: nothing was computed, and the next iteration retries
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not fail the step's others
@@ -441,23 +442,23 @@ class Engine:
                     self._run_passes([request])
                 return
             outcomes = [answer_of(error, ready[0][0])]
-        settled: list[tuple[Pending, Settlement]] = []
+        settlements: list[tuple[Pending, Settlement]] = []
         for index, ((request, body), outcome) in enumerate(zip(ready, outcomes, strict=True)):
             if isinstance(outcome, PassResult):
                 keep = request.kind in REPLAYED_KINDS
                 if keep and request.model_id:
-                    self._snapshots.count(request.model_id, body_bytes=len(body))
+                    self._snapshots.add_replay_work(request.model_id, body_bytes=len(body))
                 self._recorder.record_pass(request, passes[index], outcome)
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:
                 settlement = Settlement(request.request_id, error=outcome)
-            settled.append((request, settlement))
-        self._settle_in_lane(settled)
+            settlements.append((request, settlement))
+        self._settle_in_lane(settlements)
 
     def _run_optim_steps(self, requests: Sequence[Pending]) -> None:
-        self._timings.began(requests)
-        ready = self._ready(requests)
+        self._timings.record_start(requests)
+        ready = self._select_runnable(requests)
         if not ready:
             return
         try:
@@ -474,22 +475,22 @@ class Engine:
             # It changed nothing, and will change nothing in a replay.
             self._settle_in_lane([(request, Settlement(request.request_id, error=answer_of(error, request)))])
             return
-        settled: list[tuple[Pending, Settlement]] = []
+        settlements: list[tuple[Pending, Settlement]] = []
         for (request, body), step, outcome in zip(ready, steps, outcomes, strict=True):
             assert request.model_id is not None
-            self._snapshots.count(request.model_id, steps=1, body_bytes=len(body))
+            self._snapshots.add_replay_work(request.model_id, steps=1, body_bytes=len(body))
             if isinstance(outcome, TinsmithError):
                 # A refused step dropped its gradient: a replay must do the same, so keep its body.
-                settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
+                settlements.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
             else:
                 answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
                 effects = self._recorder.record_step(request, step, outcome)
-                settled.append((request, Settlement(request.request_id, answer, keep_body=True, effects=effects)))
-        self._settle_in_lane(settled)
+                settlements.append((request, Settlement(request.request_id, answer, keep_body=True, effects=effects)))
+        self._settle_in_lane(settlements)
 
     def _run_single(self, request: Pending) -> None:
         assert request.model_id is not None
-        self._timings.began([request])
+        self._timings.record_start([request])
         model = self._stores.models.find(request.model_id)
         body = self._stores.futures.bodies([request.request_id])[request.request_id]
         try:
@@ -501,7 +502,7 @@ class Engine:
             raise
         except Exception as error:  # noqa: BLE001  becomes this request's answer
             failure = answer_of(error, request)
-            effects = self._operations.failed(request, body, failure)
+            effects = self._operations.failure_effects(request, body, failure)
             settlement = Settlement(request.request_id, error=failure, effects=effects)
         if isinstance(settlement, Upload):
             self._queues.lanes[request.model_id].held_until = math.inf
@@ -511,16 +512,16 @@ class Engine:
 
     def _settle_uploads(self) -> None:
         """Settle the requests whose uploads have ended."""
-        for upload in self._uploads.finished():
+        for upload in self._uploads.take_finished():
             request = upload.request
-            if request.request_id not in self._queues.known:
+            if request.request_id not in self._queues.request_ids:
                 continue  # its model was unloaded meanwhile; the unreferenced files are swept
             try:
                 with self._quarantine.blaming([request.request_id]):
                     settlement = upload.settlement()
             except Exception as error:  # noqa: BLE001  becomes this request's answer
                 failure = answer_of(error, request)
-                effects = self._operations.failed(request, upload.body, failure)
+                effects = self._operations.failure_effects(request, upload.body, failure)
                 settlement = Settlement(request.request_id, error=failure, effects=effects)
             assert request.model_id is not None
             self._queues.lanes[request.model_id].held_until = 0.0
@@ -549,38 +550,40 @@ class Engine:
         elif request.kind in ("load_model", "load_weights"):
             loaded = self._snapshots.save_loaded(model.model_id, request.seq_id)
 
-            def settled(directory: str, _size_bytes: int) -> Settlement:
+            def build_settlement(directory: str, _size_bytes: int) -> Settlement:
                 return replace(settlement, keep_body=True, clean_up=loaded.clean_up(directory))
 
-            return Upload(loaded.run, settled) if self._snapshots.is_remote else settled(*loaded.run())
+            return (
+                Upload(loaded.run, build_settlement) if self._snapshots.is_remote else build_settlement(*loaded.run())
+            )
         elif settlement.keep_body:
-            self._snapshots.count(model.model_id, body_bytes=len(body))
+            self._snapshots.add_replay_work(model.model_id, body_bytes=len(body))
             if self._writes_at_once:
                 return replace(settlement, clean_up=partial(self._snapshots.write_versions, model.model_id))
         return settlement
 
     # Settling.
 
-    def _settle_in_lane(self, settled: Sequence[tuple[Pending, Settlement]]) -> None:
+    def _settle_in_lane(self, settlements: Sequence[tuple[Pending, Settlement]]) -> None:
         applied: dict[str, int] = {}
         changed: set[str] = set()
-        for request, settlement in settled:
+        for request, settlement in settlements:
             assert request.model_id is not None and request.seq_id is not None
-            applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
+            applied[request.model_id] = self._queues.lanes[request.model_id].mark_applied(request.seq_id)
             if settlement.keep_body:
                 changed.add(request.model_id)
-        with self._quarantine.blaming([request.request_id for request, _ in settled]):
-            self._outbox.settle([settlement for _, settlement in settled], applied)
+        with self._quarantine.blaming([request.request_id for request, _ in settlements]):
+            self._outbox.settle([settlement for _, settlement in settlements], applied)
         for model_id, seq_id in applied.items():
             self._snapshots.note_settled(model_id, seq_id, changed=model_id in changed)
 
     def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
         self._outbox.settle([Settlement(request.request_id, error=error) for request in requests])
 
-    def _settled(self, settlements: Sequence[Settlement]) -> None:
-        """Called after the commit."""
+    def _handle_commit(self, settlements: Sequence[Settlement]) -> None:
+        """Forget settled requests and wake their callers; called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
-        self._queues.known.difference_update(ids)
+        self._queues.request_ids.difference_update(ids)
         self._quarantine.forget(ids)
         self._mailbox.wake(SERVER, ids)
-        self._timings.settled(settlements)
+        self._timings.record_commit(settlements)

@@ -43,10 +43,12 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """`run` runs on any thread and returns the directory and its bytes; `settled` runs on the engine's."""
+    """`run` runs on any thread and returns the directory and its bytes; `build_settlement` runs on the
+    engine's.
+    """
 
     run: Callable[[], tuple[str, int]]
-    settled: Callable[[str, int], Settlement]
+    build_settlement: Callable[[str, int], Settlement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,11 @@ class RunningUpload:
     request: Pending
     body: bytes
     upload: Upload
-    placed: Future[tuple[str, int]]
+    future: Future[tuple[str, int]]
 
     def settlement(self) -> Settlement:
         """Raises the upload's exception."""
-        return self.upload.settled(*self.placed.result())
+        return self.upload.build_settlement(*self.future.result())
 
 
 class Uploads:
@@ -73,15 +75,15 @@ class Uploads:
         self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
         self._running.append(RunningUpload(request, body, upload, self._pool.submit(upload.run)))
 
-    def finished(self) -> Iterator[RunningUpload]:
+    def take_finished(self) -> Iterator[RunningUpload]:
         """Uploads that ended since the last call."""
-        for upload in [each for each in self._running if each.placed.done()]:
+        for upload in [running for running in self._running if running.future.done()]:
             self._running.remove(upload)
             yield upload
 
     def wait(self) -> None:
         """Wait until all have ended."""
-        wait_for([upload.placed for upload in self._running])
+        wait_for([upload.future for upload in self._running])
 
 
 CHECKPOINT_KINDS = {
@@ -114,7 +116,7 @@ class Operations:
         }[request.kind]
         return operation(request, model, body)
 
-    def failed(self, request: Pending, body: bytes, error: TinsmithError) -> Sequence[sa.Executable]:
+    def failure_effects(self, request: Pending, body: bytes, error: TinsmithError) -> Sequence[sa.Executable]:
         """The database effects of a failed barrier."""
         if request.model_id is None:
             return []
@@ -134,18 +136,18 @@ class Operations:
         self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
         hit("model.created")
         answer = {"model_id": model.model_id, "type": "create_model"}
-        return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _created(model)])
+        return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _creation_entry(model)])
 
     def _load_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         load = read_load(body)
         alpha = self.load_into(model, load)
         answer = {"path": load.path, "model_id": model.model_id, "type": "load_weights"}
-        loaded = {"model_id": model.model_id, "tinker_path": load.path, "optimizer": load.optimizer}
-        effects = [set_state(model.model_id, "ready"), entry(model.tenant_id, "checkpoint_loaded", loaded)]
+        details = {"model_id": model.model_id, "tinker_path": load.path, "optimizer": load.optimizer}
+        effects = [set_state(model.model_id, "ready"), entry(model.tenant_id, "checkpoint_loaded", details)]
         if alpha != model.lora_alpha:
             effects.append(set_alpha(model.model_id, alpha))
         if request.kind == "load_model":
-            effects.append(_created(model))
+            effects.append(_creation_entry(model))
         return _answer(request, answer, effects=effects)
 
     def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None) -> float:
@@ -206,28 +208,28 @@ class Operations:
             self._backend.drop_version(new.ref.path)
             files.discard(replaced)
 
-        def settled(directory: str, size_bytes: int) -> Settlement:
+        def build_settlement(directory: str, size_bytes: int) -> Settlement:
             answer: dict[str, str | int] = {"path": new.ref.path, "type": request.kind}
             if kind == "external_weights":
                 answer["size_bytes"] = size_bytes
             event = "checkpoint_exported" if kind == "external_weights" else "checkpoint_saved"
-            saved = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
+            details = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
             effects = [
                 *completion(new, directory, size_bytes),
-                *usage.added(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
-                entry(model.tenant_id, event, saved),
+                *usage.usage_increments(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
+                entry(model.tenant_id, event, details),
             ]
             return _answer(request, answer, effects, clean_up)
 
         if files.is_remote:
-            return Upload(partial(files.place, staged), settled)
-        return settled(*files.place(staged))
+            return Upload(partial(files.place, staged), build_settlement)
+        return build_settlement(*files.place(staged))
 
     def _publish(self, request: Pending, model: Model, save: SaveRequest) -> Settlement:
         if save.sampling_session_seq_id is None:
             raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
-        sampling_session_id, version_id = _published(model, save)
-        if self._versions.is_named(sampling_session_id):
+        sampling_session_id, version_id = _publish_ids(model, save)
+        if self._versions.has_sampling_session(sampling_session_id):
             # Its clients rely on its weights, and its row would refuse a second one.
             raise UserError(
                 f"sampling_session_seq_id {save.sampling_session_seq_id} is in use: sampling session "
@@ -250,18 +252,18 @@ class Operations:
     def publish_again(self, model: Model, body: bytes) -> None:
         """Publish in a replay."""
         save = read_save(body)
-        sampling_session_id, version_id = _published(model, save)
+        sampling_session_id, version_id = _publish_ids(model, save)
         self._versions.republish(model.model_id, version_id, sampling_session_id)
 
 
-def _published(model: Model, save: SaveRequest) -> tuple[str, str]:
+def _publish_ids(model: Model, save: SaveRequest) -> tuple[str, str]:
     """The sampling session and the version of an ephemeral publish."""
     sampling_session_id = f"{model.session_id}:sample:{save.sampling_session_seq_id}"
     inflight = save.kind == "inflight"
     return sampling_session_id, inflight_version(model.model_id) if inflight else sampling_session_id
 
 
-def _created(model: Model) -> sa.Executable:
+def _creation_entry(model: Model) -> sa.Executable:
     return entry(model.tenant_id, "model_created", {"model_id": model.model_id, "base_model": model.base_model})
 
 

@@ -31,18 +31,18 @@ SINGLE_TENANT_FACTOR = 5
 """The step of a single tenant may be predicted to take this many times as long as a step among several."""
 
 
-class Pace:
+class StepPacer:
     def __init__(self, step_seconds: float) -> None:
         """`step_seconds` bounds an iteration among several tenants; 0 disables the bound."""
         self._step_s = step_seconds
         self._seen_at: dict[str, float] = {}
         self._is_shared = False
 
-    def record_tenants(self, tenant_ids: Iterable[str], moment: float) -> None:
+    def record_tenants(self, tenant_ids: Iterable[str], now_s: float) -> None:
         """These tenants have work now."""
         for tenant_id in tenant_ids:
-            self._seen_at[tenant_id] = moment
-        self._seen_at = {name: at for name, at in self._seen_at.items() if moment - at <= ACTIVE_S}
+            self._seen_at[tenant_id] = now_s
+        self._seen_at = {name: at for name, at in self._seen_at.items() if now_s - at <= ACTIVE_S}
         self._is_shared = self._step_s > 0 and len(self._seen_at) > 1
 
     @property
@@ -113,9 +113,9 @@ class CostModel:
     def _median(self) -> float:
         """Half of the tokens took at least this long each."""
         costs = sorted((seconds / tokens, tokens) for tokens, seconds in self._steps)
-        left = sum(tokens for _, tokens in costs) / 2
+        remaining_tokens = sum(tokens for _, tokens in costs) / 2
         for cost_s, tokens in costs:
-            left -= tokens
-            if left <= 0:
+            remaining_tokens -= tokens
+            if remaining_tokens <= 0:
                 return cost_s
         return costs[-1][0]

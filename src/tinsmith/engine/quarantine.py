@@ -24,7 +24,7 @@ from pathlib import Path
 
 import structlog
 
-from tinsmith.cluster.in_flight_journal import Note, after_death
+from tinsmith.cluster.in_flight_journal import JournalNote, read_suspects
 from tinsmith.engine.faults import EngineFaultError, Fault, classify
 from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
@@ -51,7 +51,7 @@ class Quarantine:
         self.on_fault: Callable[[EngineFaultError], None] = lambda _fault: None
         """Called once, when the journal names the cause of the engine's end."""
         self._written = b""
-        self._suspects = after_death(path)
+        self._suspects = read_suspects(path)
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -66,9 +66,9 @@ class Quarantine:
     def adopt(self, notes: Iterable[str], waiting: Collection[str]) -> None:
         """Take over suspects among the requests that wait here from the journals of dead engines."""
         for text in notes:
-            for request_id, other in Note.parse(text).suspects.items():
+            for request_id, other in JournalNote.parse(text).suspects.items():
                 if request_id in waiting:
-                    self._suspects[request_id] = self._suspects.get(request_id, other).worse_of(other)
+                    self._suspects[request_id] = self._suspects.get(request_id, other).merge(other)
         self._write()
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ class Quarantine:
                 return
             self._is_final = True
             is_bug = fault.fault is Fault.BUG
-            note = Note(list(request_ids), self._suspects, fault.reason, is_bug, self._restoring)
+            note = JournalNote(list(request_ids), self._suspects, fault.reason, is_bug, self._restoring)
             self._store(note.text())
         log.error("a fault ends this engine", request_ids=list(request_ids)[:20], exc_info=fault.__cause__ or fault)
         self.on_fault(fault)
@@ -181,7 +181,7 @@ class Quarantine:
             self._store(b"")
 
     def _write(self) -> None:
-        note = Note(list(self._running), self._suspects, restoring=self._restoring).text()
+        note = JournalNote(list(self._running), self._suspects, restoring=self._restoring).text()
         with self._lock:
             if note != self._written and not self._is_final:
                 self._store(note)

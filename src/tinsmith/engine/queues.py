@@ -63,15 +63,15 @@ class Rhythm:
         self._pauses_s: deque[float] = deque(maxlen=2)
         self._came_at: deque[float] = deque(maxlen=3)
 
-    def answered(self, moment: float) -> None:
+    def record_answer(self, now_s: float) -> None:
         """No request of the model is left."""
-        self._answered_at = moment
+        self._answered_at = now_s
 
-    def came(self, moment: float) -> None:
+    def record_pass(self, now_s: float) -> None:
         """A pass arrived, with no request before it."""
-        self._came_at.append(moment)
+        self._came_at.append(now_s)
         if self._answered_at is not None:
-            self._pauses_s.append(max(0.0, moment - self._answered_at))
+            self._pauses_s.append(max(0.0, now_s - self._answered_at))
             self._answered_at = None
 
     @property
@@ -79,41 +79,41 @@ class Rhythm:
         """The expected pause after the next answer; None if unknown."""
         return max(self._pauses_s) if len(self._pauses_s) == self._pauses_s.maxlen else None
 
-    def due_in_s(self, moment: float) -> float | None:
+    def due_in_s(self, now_s: float) -> float | None:
         """How long the next pass is still expected after the last answer; None if it is not expected."""
         if self._answered_at is None or (pause_s := self.pause_s) is None:
             return None
-        return _left(self._answered_at, pause_s, moment)
+        return _remaining_s(self._answered_at, pause_s, now_s)
 
-    def due_beside_s(self, first: Rhythm, moment: float, late_s: float = LATE_S) -> float | None:
+    def due_in_lockstep_s(self, first: Rhythm, now_s: float, late_s: float = LATE_S) -> float | None:
         """How long the next pass is expected because `first`, whose passes came with this model's, is here again."""
         if len(first._came_at) < 3 or len(self._came_at) < 2:
             return None
-        again, *before = reversed(first._came_at)
-        lags_s = [own - other for own, other in zip(reversed(self._came_at), before, strict=False)]
+        latest_at, *earlier_at = reversed(first._came_at)
+        lags_s = [pass_at - first_at for pass_at, first_at in zip(reversed(self._came_at), earlier_at, strict=False)]
         if max(map(abs, lags_s)) > MAX_HOLD_S:
             return None
-        return _left(again, max(0.0, *lags_s), moment, late_s)
+        return _remaining_s(latest_at, max(0.0, *lags_s), now_s, late_s)
 
 
-def _left(since: float, usual_s: float, moment: float, late_s: float = LATE_S) -> float | None:
-    left = since + 1.5 * usual_s + late_s - moment
-    return left if left > 0.0 else None
+def _remaining_s(since: float, usual_s: float, now_s: float, late_s: float = LATE_S) -> float | None:
+    remaining_s = since + 1.5 * usual_s + late_s - now_s
+    return remaining_s if remaining_s > 0.0 else None
 
 
 class BatchingWindow:
-    """Decides for one engine's passes."""
+    """Decides how long ready passes of an engine are held for others that are expected."""
 
     def __init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._held_since: float | None = None
 
-    def ran(self, passes_s: float) -> None:
+    def record_passes(self, passes_s: float) -> None:
         """Passes ran, so none are held."""
         self._steps_s.append(passes_s)
         self._held_since = None
 
-    def most_s(self) -> float:
+    def max_hold_s(self) -> float:
         """The longest time for which passes are held."""
         return min(MAX_HOLD_S, MAX_HOLD_SHARE * min(self._steps_s, default=0.0))
 
@@ -121,21 +121,21 @@ class BatchingWindow:
         """How late passes may be that came together before."""
         return max(LATE_S, LATE_SHARE * min(self._steps_s, default=0.0))
 
-    def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
-        """How long to hold ready passes if nothing arrives; 0 to run them. `beside_s`: until when passes are expected
+    def wait_s(self, lockstep_s: Sequence[float], quick_s: Sequence[float], now_s: float) -> float:
+        """How long to hold ready passes if nothing arrives; 0 to run them. `lockstep_s`: until when passes are expected
         that came together with the first ready one; waiting pays only if all of them come in time. `quick_s`: until
         when passes are expected right after their answers; these may be unrelated to the ready ones, which wait half as
         long for them.
         """
-        since = moment if self._held_since is None else self._held_since
-        left = self.most_s() - (moment - since)
-        worth = [due_s for due_s in quick_s if 2 * due_s <= left]
-        if beside_s and max(beside_s) <= left:
-            worth += beside_s
-        if not worth:
+        since = now_s if self._held_since is None else self._held_since
+        remaining_s = self.max_hold_s() - (now_s - since)
+        waits_s = [due_s for due_s in quick_s if 2 * due_s <= remaining_s]
+        if lockstep_s and max(lockstep_s) <= remaining_s:
+            waits_s += lockstep_s
+        if not waits_s:
             return 0.0
         self._held_since = since
-        return max(worth)
+        return max(waits_s)
 
 
 IDLE_LANE_S = 600.0
@@ -143,7 +143,7 @@ IDLE_LANE_S = 600.0
 
 
 class Lane:
-    """One model's requests."""
+    """The waiting requests of one model, by seq_id, and the seq_id that may run next."""
 
     def __init__(self, model_id: str, tenant_id: str, next_seq_id: int) -> None:
         self.model_id = model_id
@@ -165,18 +165,18 @@ class Lane:
                 self._refused.add(request.seq_id)
         else:
             if request.seq_id == self.next_seq_id and request.kind in PASS_KINDS:
-                self.rhythm.came(request.created_at)
+                self.rhythm.record_pass(request.created_at)
             self.waiting[request.seq_id] = request
         self._skip_refused()
 
-    def done(self, seq_id: int) -> int:
+    def mark_applied(self, seq_id: int) -> int:
         """Move past an applied request; returns the highest seq_id that has taken effect."""
         del self.waiting[seq_id]
         self.next_seq_id = max(self.next_seq_id, seq_id + 1)
         self._skip_refused()
         if not self.waiting:
             self.idle_since = time.monotonic()
-            self.rhythm.answered(time.time())
+            self.rhythm.record_answer(time.time())
         return self.next_seq_id - 1
 
     def _skip_refused(self) -> None:
@@ -188,19 +188,21 @@ class Lane:
     def is_held(self) -> bool:
         return self.held_until > 0.0 and time.monotonic() < self.held_until
 
-    def pass_due_in_s(self, moment: float) -> float | None:
+    def pass_due_in_s(self, now_s: float) -> float | None:
         """How long its next pass is expected after its last answer; None if it is not expected, or has arrived."""
         if not self.waiting:
-            return self.rhythm.due_in_s(moment)
+            return self.rhythm.due_in_s(now_s)
         if not self._ends_with_step:
             return None
         return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
 
-    def pass_due_beside_s(self, first: Lane, moment: float, late_s: float = LATE_S) -> float | None:
-        """How long its next pass is expected because that of `first` has arrived; None as above."""
+    def pass_due_in_lockstep_s(self, first: Lane, now_s: float, late_s: float = LATE_S) -> float | None:
+        """How long its next pass is expected because that of `first` has arrived; None if it is not expected, or has
+        arrived.
+        """
         if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
             return None
-        return self.rhythm.due_beside_s(first.rhythm, moment, late_s)
+        return self.rhythm.due_in_lockstep_s(first.rhythm, now_s, late_s)
 
     @property
     def _ends_with_step(self) -> bool:
@@ -214,7 +216,7 @@ class Lane:
     def has_gap(self) -> bool:
         return bool(self.waiting) and self.next_seq_id not in self.waiting
 
-    def give_up_gap(self, patience_s: float) -> tuple[int, int] | None:
+    def skip_gap(self, patience_s: float) -> tuple[int, int] | None:
         """Skip the missing seq_ids if the requests after them have waited for `patience_s`; returns the first and last.
 
         The wall clock, which can be set, only counts when a gap is first seen.
@@ -242,7 +244,7 @@ class Queues:
         self.samples: defaultdict[str, OrderedDict[str, Pending]] = defaultdict(OrderedDict)
         self.unloads: list[Pending] = []
         self.cancels: list[Pending] = []
-        self.known: set[str] = set()
+        self.request_ids: set[str] = set()
 
     def add_sample(self, request: Pending) -> None:
         self.samples[request.tenant_id][request.request_id] = request
@@ -257,8 +259,8 @@ class Queues:
         """The samples of each tenant that has any."""
         return {tenant_id: requests.values() for tenant_id, requests in self.samples.items()}
 
-    def take_samples(self, taken: Iterable[Pending]) -> None:
-        for request in taken:
+    def take_samples(self, requests: Iterable[Pending]) -> None:
+        for request in requests:
             del self.samples[request.tenant_id][request.request_id]
             if not self.samples[request.tenant_id]:
                 del self.samples[request.tenant_id]
@@ -267,11 +269,11 @@ class Queues:
         """Remove one sample, or all of one sampling session; returns their request_ids."""
         requests = self.samples.get(tenant_id, OrderedDict())
         if name in requests:
-            gone = [requests[name]]
+            withdrawn = [requests[name]]
         else:
-            gone = [request for request in requests.values() if request.sampling_session_id == name]
-        self.take_samples(gone)
-        return [request.request_id for request in gone]
+            withdrawn = [request for request in requests.values() if request.sampling_session_id == name]
+        self.take_samples(withdrawn)
+        return [request.request_id for request in withdrawn]
 
     def model_queues(self) -> list[ModelQueue]:
         return [
@@ -287,14 +289,14 @@ class Queues:
         tenants = {request.tenant_id for request in ready}
         if len(tenants) > 1:
             return [], []
-        moment = time.time()
+        now_s = time.time()
         first = self.lanes[min(ready, key=lambda request: request.created_at).model_id or ""]
         lanes = [
             lane for lane in self.lanes.values() if lane is not first and lane.tenant_id in tenants and not lane.is_held
         ]
-        beside = (lane.pass_due_beside_s(first, moment, late_s) for lane in lanes)
-        quick = (lane.pass_due_in_s(moment) for lane in lanes)
-        return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]
+        lockstep = (lane.pass_due_in_lockstep_s(first, now_s, late_s) for lane in lanes)
+        quick = (lane.pass_due_in_s(now_s) for lane in lanes)
+        return [due_s for due_s in lockstep if due_s is not None], [due_s for due_s in quick if due_s is not None]
 
     def steps_after(self, passes: Sequence[Pending]) -> list[Pending]:
         """The optimizer steps that can run because these passes have: they need not wait for the decoding after a step
@@ -340,78 +342,89 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         self._last_arrival = 0
-        self._others: list[str] = []
-        self._left_to_others: set[str] = set()
-        self._adopts = False
+        self._other_engines: list[str] = []
+        self._left_to_other_engines: set[str] = set()
+        self._journals_due = False
 
-    def fetch(self, named: Collection[str] = ()) -> None:
+    def fetch(self, woken_ids: Collection[str] = ()) -> None:
         """Requests after the last arrival, and those named by a wake-up: Postgres does not commit rows in order."""
-        found = self.ownership.incoming(self._last_arrival)
-        if found:
+        arrivals = self.ownership.incoming(self._last_arrival)
+        if arrivals:
             hit("engine.fetched")
-            self._last_arrival = max(self._last_arrival, found[-1].request.arrival)
-        if late := set(named) - {"", EVERYTHING, *self.queues.known, *(one.request.request_id for one in found)}:
-            found += self.ownership.named(sorted(late))
-        self._take(found)
-        if EVERYTHING in named:
-            self._take(self._missed())
+            self._last_arrival = max(self._last_arrival, arrivals[-1].request.arrival)
+        if missing_ids := set(woken_ids) - {
+            "",
+            EVERYTHING,
+            *self.queues.request_ids,
+            *(arrival.request.request_id for arrival in arrivals),
+        }:
+            arrivals += self.ownership.fetch_by_ids(sorted(missing_ids))
+        self._claim_and_enqueue(arrivals)
+        if EVERYTHING in woken_ids:
+            self._claim_and_enqueue(self._fetch_missed())
 
     def fetch_late(self) -> list[str]:
         """The slow poll: rows whose wake-up was lost, that were committed out of order, or that no engine claimed.
         Returns the engines found dead.
         """
-        gone = self.ownership.free_expired()
-        if gone:
-            log.warning("engines stopped renewing their leases; their requests are free", engine_ids=gone)
-        self._others = self.ownership.others()
+        expired_ids = self.ownership.free_expired()
+        if expired_ids:
+            log.warning("engines stopped renewing their leases; their requests are free", engine_ids=expired_ids)
+        self._other_engines = self.ownership.list_others()
         self.fetch()
-        missed = self._missed()
-        self._take(missed)
+        missed = self._fetch_missed()
+        self._claim_and_enqueue(missed)
         # Requests still free at the next poll are claimed then, whichever engine is preferred.
-        self._left_to_others = {one.request.request_id for one in missed if one.free} - self.queues.known
+        self._left_to_other_engines = {
+            arrival.request.request_id for arrival in missed if arrival.is_unassigned
+        } - self.queues.request_ids
         for lane in self.queues.lanes.values():
             if lane.has_gap:
-                for request in self.futures.refused_of(lane.model_id, lane.next_seq_id):
+                for request in self.futures.list_refused(lane.model_id, lane.next_seq_id):
                     lane.add(request)
-        return gone
+        return expired_ids
 
-    def _missed(self) -> list[Arrival]:
-        return self.ownership.named(sorted(self.ownership.pending_ids() - self.queues.known))
+    def _fetch_missed(self) -> list[Arrival]:
+        return self.ownership.fetch_by_ids(sorted(self.ownership.pending_ids() - self.queues.request_ids))
 
-    def _take(self, found: Sequence[Arrival]) -> None:
-        wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
-        self._adopts |= bool(wanted)  # even if the database does not report the claims
-        claimed = self.ownership.claim(wanted) if wanted else set[str]()
+    def _claim_and_enqueue(self, arrivals: Sequence[Arrival]) -> None:
+        ids_to_claim = [
+            arrival.request.request_id for arrival in arrivals if arrival.is_unassigned and self._is_to_claim(arrival)
+        ]
+        self._journals_due |= bool(ids_to_claim)  # even if the database does not report the claims
+        claimed = self.ownership.claim(ids_to_claim) if ids_to_claim else set[str]()
         if claimed:
             hit("engine.claimed")
-        for one in found:
-            if not one.free or one.request.request_id in claimed:
-                self._enqueue(one.request)
+        for arrival in arrivals:
+            if not arrival.is_unassigned or arrival.request.request_id in claimed:
+                self._enqueue(arrival.request)
         if claimed:
             # Rows of the same runs may have been skipped while another engine owned them.
-            for one in self._missed():
-                if not one.free:
-                    self._enqueue(one.request)
-        if self._adopts:
-            self.quarantine.adopt(self.ownership.suspects(), self.queues.known)
-            self._adopts = False
+            for arrival in self._fetch_missed():
+                if not arrival.is_unassigned:
+                    self._enqueue(arrival.request)
+        if self._journals_due:
+            self.quarantine.adopt(self.ownership.suspects(), self.queues.request_ids)
+            self._journals_due = False
 
-    def _is_to_claim(self, one: Arrival) -> bool:
-        if not self._others or one.request.request_id in self._left_to_others:
+    def _is_to_claim(self, arrival: Arrival) -> bool:
+        if not self._other_engines or arrival.request.request_id in self._left_to_other_engines:
             return True
-        me = self.ownership.engine_id
-        return choose_engine(one.run_id or one.request.request_id, [me, *self._others]) == me
+        engine_id = self.ownership.engine_id
+        return (
+            choose_engine(arrival.run_id or arrival.request.request_id, [engine_id, *self._other_engines]) == engine_id
+        )
 
     def _enqueue(self, request: Pending) -> None:
-        if request.request_id in self.queues.known:
+        if request.request_id in self.queues.request_ids:
             return
         lane, refusal = None, None
         if request.kind not in _WITHOUT_LANE and request.model_id is not None:
             # First, since it reads: after a database error the slow poll finds the request again.
             lane, refusal = self._lane_of(request, request.model_id)
         if request.state == "pending":
-            self.queues.known.add(request.request_id)
-            self.timings.arrived(request)
+            self.queues.request_ids.add(request.request_id)
+            self.timings.record_arrival(request)
         if request.kind == "sample":
             if request.state == "pending":
                 self.queues.add_sample(request)
@@ -437,6 +450,6 @@ class Arrivals:
             lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
             self.queues.lanes[model_id] = lane
         if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
-            late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
-            return None, UserError(late)
+            message = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
+            return None, UserError(message)
         return lane, None

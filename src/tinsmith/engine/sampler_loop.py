@@ -37,13 +37,13 @@ from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, RequestTimings
-from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, WantedVersion
+from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, VersionRef
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import Settlement, cancelled_name
+from tinsmith.store.futures import Settlement, cancel_target
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import ModelShape, Partial, Pending
 from tinsmith.wire.token_stream import line_of
@@ -71,12 +71,12 @@ class VersionCache:
     def has_room(self, num_coming: int) -> bool:
         """Whether one more version may be fetched beside those in transfer, counting unused versions as free."""
         in_use = sum(size for key, size in self._sizes.items() if self._users[key])
-        coming = num_coming * (self._largest_bytes or max(1, self._budget_bytes // 4))  # a guess, for the first
-        return in_use + coming < self._budget_bytes or (in_use == 0 and num_coming == 0)
+        coming_bytes = num_coming * (self._largest_bytes or max(1, self._budget_bytes // 4))  # a guess, for the first
+        return in_use + coming_bytes < self._budget_bytes or (in_use == 0 and num_coming == 0)
 
     def evict(self, coming_bytes: int) -> list[str]:
         """Evict until `coming_bytes` fit; returns the keys. Versions in use stay, even if it does not fit."""
-        gone: list[str] = []
+        evicted_keys: list[str] = []
         excess = self.num_bytes + coming_bytes - self._budget_bytes
         for key, size in list(self._sizes.items()):
             if excess <= 0:
@@ -84,8 +84,8 @@ class VersionCache:
             if not self._users[key]:
                 del self._sizes[key]
                 excess -= size
-                gone.append(key)
-        return gone
+                evicted_keys.append(key)
+        return evicted_keys
 
     def add(self, key: str, num_bytes: int) -> None:
         self._sizes[key] = num_bytes
@@ -104,14 +104,16 @@ class VersionCache:
 
 
 @dataclass(slots=True)
-class _Awaited:
-    wanted: WantedVersion
+class _AwaitedVersion:
+    """A version that is not in memory, the samples that wait for it, and whether it is being fetched."""
+
+    version: VersionRef
     requests: list[Pending]
-    coming: bool = False
+    is_fetching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FetchFailure:
     """Samples whose version cannot be fetched, and the error."""
 
     requests: list[Pending]
@@ -133,7 +135,7 @@ class VersionLoader:
         self._drop = drop
         self._keys: dict[str, str] = {}  # by sample, until it is removed
         self._using: dict[str, str] = {}  # by ready sample
-        self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
+        self._awaited: OrderedDict[str, _AwaitedVersion] = OrderedDict()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -148,29 +150,29 @@ class VersionLoader:
         """The key of a sample's version; None for the base model."""
         return self._keys.get(request_id)
 
-    def add(self, request: Pending, wanted: WantedVersion) -> None:
+    def add(self, request: Pending, version: VersionRef) -> None:
         """Enqueue a sample of a version; `ready` returns it later."""
-        self._keys[request.request_id] = wanted.key
-        self._awaited.setdefault(wanted.key, _Awaited(wanted, [])).requests.append(request)
+        self._keys[request.request_id] = version.key
+        self._awaited.setdefault(version.key, _AwaitedVersion(version, [])).requests.append(request)
 
-    def ready(self) -> tuple[list[Pending], list[Failure]]:
+    def ready(self) -> tuple[list[Pending], list[FetchFailure]]:
         """Load fetched versions and fetch missing ones; returns the samples to admit, and those that failed."""
         ready: list[Pending] = []
-        failures: list[Failure] = []
+        failures: list[FetchFailure] = []
         for fetched in self._fetcher.collect():
             error = self._put(fetched)
             if error is None:
-                ready += self._take(fetched.key)
+                ready += self._use_version(fetched.key)
             else:
-                failures.append(Failure(self._awaited.pop(fetched.key).requests, error))
+                failures.append(FetchFailure(self._awaited.pop(fetched.key).requests, error))
         for key, awaited in list(self._awaited.items()):
-            if awaited.coming:
+            if awaited.is_fetching:
                 continue
             if key in self._cache:
-                ready += self._take(key)
+                ready += self._use_version(key)
             elif self._cache.has_room(self._fetcher.num_running):
-                awaited.coming = True
-                self._fetcher.begin(awaited.wanted)
+                awaited.is_fetching = True
+                self._fetcher.begin(awaited.version)
             else:
                 break
         return ready, failures
@@ -192,7 +194,7 @@ class VersionLoader:
         finally:
             fetched.close()
 
-    def _take(self, key: str) -> list[Pending]:
+    def _use_version(self, key: str) -> list[Pending]:
         requests = self._awaited.pop(key).requests
         for request in requests:
             self._cache.use(key)
@@ -205,25 +207,25 @@ class VersionLoader:
 
     def withdraw(self, name: str) -> list[Pending]:
         """Stop waiting for one sample, or for all of one sampling session; their keys stay until `remove`."""
-        found = [one for one in self.waiting() if name in (one.request_id, one.sampling_session_id)]
-        for request in found:
-            self._leave(request.request_id)
-        return found
+        withdrawn = [sample for sample in self.waiting() if name in (sample.request_id, sample.sampling_session_id)]
+        for request in withdrawn:
+            self._stop_waiting(request.request_id)
+        return withdrawn
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """These samples were settled, or belong to another process."""
         for request_id in request_ids:
             if request_id in self._keys:
-                self._leave(request_id)
+                self._stop_waiting(request_id)
                 del self._keys[request_id]
                 if (key := self._using.pop(request_id, None)) is not None:
                     self._cache.release(key)
 
-    def _leave(self, request_id: str) -> None:
+    def _stop_waiting(self, request_id: str) -> None:
         key = self._keys[request_id]
         if (awaited := self._awaited.get(key)) is not None:
-            awaited.requests = [one for one in awaited.requests if one.request_id != request_id]
-            if not awaited.requests and not awaited.coming:
+            awaited.requests = [request for request in awaited.requests if request.request_id != request_id]
+            if not awaited.requests and not awaited.is_fetching:
                 del self._awaited[key]
 
 
@@ -233,7 +235,7 @@ FETCHING_POLL_S = 0.005
 DRAIN_S = 12.0
 """How long a stopping sampler continues samples that have begun."""
 
-_OWN_SAMPLER = "Tinsmith's own sampler has no sleep mode; drain it, or stop its process"
+_CANNOT_SLEEP = "Tinsmith's own sampler has no sleep mode; drain it, or stop its process"
 
 log = structlog.get_logger()
 
@@ -265,7 +267,7 @@ class SamplerEngine:
         )
         self._timings = RequestTimings(self.meters, stores.tracing)
         self._database_retry = DatabaseRetry()
-        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._settled)
+        self._outbox = Outbox(stores.futures, self._timings, self._database_retry, self._handle_commit)
         self._sampling = Sampling(
             holder,
             stores,
@@ -277,7 +279,7 @@ class SamplerEngine:
             self.meters,
             shape.vision,
         )
-        self._failures: list[Failure] = []
+        self._failures: list[FetchFailure] = []
         self._absent_after_s = settings.absent_after_s
         self._last_arrival = 0
         self._next_check = 0.0
@@ -301,9 +303,9 @@ class SamplerEngine:
             raise
         self.clear_journal()
 
-    def on_fault(self, act: Callable[[EngineFaultError], None]) -> None:
-        """Call `act` as soon as a fault ends this sampler."""
-        self._quarantine.on_fault = act
+    def on_fault(self, callback: Callable[[EngineFaultError], None]) -> None:
+        """Call `callback` as soon as a fault ends this sampler."""
+        self._quarantine.on_fault = callback
 
     def flush_settlements(self, stopping: Callable[[], bool]) -> None:
         """Commit what was computed before a fault, until `stopping`. Does not use the device."""
@@ -317,7 +319,7 @@ class SamplerEngine:
     def start(self) -> None:
         """Take over the samples assigned to the predecessor."""
         self._fetch()
-        self._quarantine.keep(self._queues.known)
+        self._quarantine.keep(self._queues.request_ids)
 
     def run_once(self, patience_s: float) -> bool:
         """One decode step; without samples to decode, wait for work. False if there was none."""
@@ -330,16 +332,16 @@ class SamplerEngine:
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._stores.ownership.free_expired()
             self._fetch_late()
-            self._sampling.look_for_absent(self._queues, self._absent_after_s)
+            self._sampling.update_absent_sessions(self._queues, self._absent_after_s)
             self._sampling.measure()
             self._report()
             self._follow_operator()
         if self._loader.is_fetching:
             patience_s = min(patience_s, FETCHING_POLL_S)
         if self._mailbox.wait(0.0 if busy else patience_s):
-            named = self._mailbox.drain()
-            self._next_check = 0.0 if EVERYTHING in named else self._next_check
-            self._fetch(named)
+            woken_ids = self._mailbox.drain()
+            self._next_check = 0.0 if EVERYTHING in woken_ids else self._next_check
+            self._fetch(woken_ids)
         return busy
 
     def drain(self) -> None:
@@ -362,13 +364,13 @@ class SamplerEngine:
     def _report(self) -> None:
         server = self._holder.sampler.inference_server
         versions = [{"version": key.partition("@")[0], "bytes": size} for key, size in self._loader.sizes.items()]
-        facts: dict[str, object] = {"engine": "tinsmith", "address": None, "cannot_sleep": _OWN_SAMPLER}
+        report: dict[str, object] = {"engine": "tinsmith", "address": None, "cannot_sleep": _CANNOT_SLEEP}
         if server is not None:
-            facts = {"engine": server.name, "address": server.address, "cannot_sleep": server.cannot_sleep}
-        facts["versions"] = versions
-        if facts != self._reported:
-            self._executors.report(self._engine_id, facts)
-            self._reported = facts
+            report = {"engine": server.name, "address": server.address, "cannot_sleep": server.cannot_sleep}
+        report["versions"] = versions
+        if report != self._reported:
+            self._executors.report(self._engine_id, report)
+            self._reported = report
 
     def _follow_operator(self) -> None:
         state = self._executors.state_of(self._engine_id)
@@ -378,15 +380,15 @@ class SamplerEngine:
         if state == "sleeping":
             self._reassign_queued()
             if not self._holder.sampler.has_work:
-                self._act(server.sleep, "sleeping", "asleep")
+                self._change_sleep_state(server.sleep, "sleeping", "asleep")
         elif state == "waking":
-            self._act(server.wake_up, "waking", "ready")
+            self._change_sleep_state(server.wake_up, "waking", "ready")
 
-    def _act(self, act: Callable[[], None], before: str, after: str) -> None:
+    def _change_sleep_state(self, change: Callable[[], None], before: str, after: str) -> None:
         """A server that refuses to sleep or to wake stays as it is, with its reason."""
         reason = None
         try:
-            act()
+            change()
         except TinsmithError as error:
             after, reason = ("ready" if before == "sleeping" else "asleep"), str(error)
             log.warning("the inference server refused", state=before, error=reason)
@@ -395,63 +397,68 @@ class SamplerEngine:
 
     # Reading what arrived.
 
-    def _fetch(self, named: Iterable[str] = ()) -> None:
+    def _fetch(self, woken_ids: Iterable[str] = ()) -> None:
         """Samples assigned after the last arrival, and those named by a wake-up."""
-        found = self._executors.incoming(self._base_model, self._engine_id, self._last_arrival)
-        late = set(named) - {"", EVERYTHING, *self._queues.known, *(request.request_id for request in found)}
-        if late:
-            found += self._executors.named(self._engine_id, sorted(late))
-        self._enqueue(found)
+        requests = self._executors.incoming(self._base_model, self._engine_id, self._last_arrival)
+        missing_ids = set(woken_ids) - {
+            "",
+            EVERYTHING,
+            *self._queues.request_ids,
+            *(request.request_id for request in requests),
+        }
+        if missing_ids:
+            requests += self._executors.fetch_by_ids(self._engine_id, sorted(missing_ids))
+        self._enqueue(requests)
 
     def _fetch_late(self) -> None:
         """The slow poll: samples whose wake-up was lost."""
         self._fetch()
-        missed = self._executors.pending_ids(self._base_model, self._engine_id) - self._queues.known
-        if missed:
-            self._enqueue(self._executors.named(self._engine_id, sorted(missed)))
+        missing_ids = self._executors.pending_ids(self._base_model, self._engine_id) - self._queues.request_ids
+        if missing_ids:
+            self._enqueue(self._executors.fetch_by_ids(self._engine_id, sorted(missing_ids)))
 
     def _enqueue(self, requests: Sequence[Pending]) -> None:
         if requests:
             hit("engine.fetched")
-        seen: dict[str, WantedVersion | None] = {}
+        versions: dict[str, VersionRef | None] = {}
         for request in requests:
             self._last_arrival = max(self._last_arrival, request.arrival)
-            if request.request_id in self._queues.known:
+            if request.request_id in self._queues.request_ids:
                 continue
             if request.kind != "cancel":
-                self._enqueue_sample(request, seen)
+                self._enqueue_sample(request, versions)
                 continue
-            self._note(request)
+            self._register(request)
             self._queues.cancels.append(request)
 
-    def _note(self, request: Pending) -> None:
-        self._queues.known.add(request.request_id)
-        self._timings.arrived(request)
+    def _register(self, request: Pending) -> None:
+        self._queues.request_ids.add(request.request_id)
+        self._timings.record_arrival(request)
 
-    def _enqueue_sample(self, request: Pending, seen: dict[str, WantedVersion | None]) -> None:
-        """`seen` caches the sampling sessions of this poll. A database error changes nothing, and the slow poll finds
-        the request again.
+    def _enqueue_sample(self, request: Pending, versions: dict[str, VersionRef | None]) -> None:
+        """`versions` caches the versions of this poll's sampling sessions. A database error changes nothing, and the
+        slow poll finds the request again.
         """
         name = request.sampling_session_id or ""
         try:
-            if name not in seen:
-                seen[name] = self._wanted(name)
+            if name not in versions:
+                versions[name] = self._current_version(name)
         except TinsmithError as error:  # for example, the checkpoint is gone
-            self._note(request)
+            self._register(request)
             self._outbox.settle([Settlement(request.request_id, error=error)])
             return
-        wanted = seen[name]
-        if wanted is not None and wanted.sampler.is_inflight:
+        version = versions[name]
+        if version is not None and version.sampler.is_inflight:
             # Its weights change under one name; only their engine knows the current ones.
             self._reassign([request], to_samplers=False)
             return
-        self._note(request)
-        if wanted is None:
+        self._register(request)
+        if version is None:
             self._queues.add_sample(request)
         else:
-            self._loader.add(request, wanted)
+            self._loader.add(request, version)
 
-    def _wanted(self, sampling_session_id: str) -> WantedVersion | None:
+    def _current_version(self, sampling_session_id: str) -> VersionRef | None:
         """The current version of a sampling session; None is the base model."""
         sampler = self._stores.samplers.find(sampling_session_id)
         if sampler is None:
@@ -459,16 +466,16 @@ class SamplerEngine:
         if sampler.version_id is None:
             return None
         if sampler.model_path is None:
-            return WantedVersion(sampler.version_id, sampler)
+            return VersionRef(sampler.version_id, sampler)
         checkpoint = self._stores.checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
-        return WantedVersion(f"{sampler.model_path}@{checkpoint.directory}", sampler, checkpoint)
+        return VersionRef(f"{sampler.model_path}@{checkpoint.directory}", sampler, checkpoint)
 
     # Versions.
 
     def _admit(self) -> None:
         for cancel in self._queues.cancels:
             # Move them to the queue, from which cancellations withdraw samples.
-            for request in self._loader.withdraw(cancelled_name(cancel.request_id)):
+            for request in self._loader.withdraw(cancel_target(cancel.request_id)):
                 self._queues.add_sample(request)
         ready, failures = self._loader.ready()
         for request in ready:
@@ -497,7 +504,7 @@ class SamplerEngine:
         ids = [request.request_id for request in requests]
         self._executors.reassign(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
         self._loader.remove(ids)
-        self._queues.known.difference_update(ids)
+        self._queues.request_ids.difference_update(ids)
         self._timings.forget(ids)
         self._mailbox.wake(engine_mailbox(self._base_model), ids)
 
@@ -506,11 +513,11 @@ class SamplerEngine:
     def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.stream(SERVER, map(line_of, partials))
 
-    def _settled(self, settlements: Sequence[Settlement]) -> None:
-        """Called after the commit."""
+    def _handle_commit(self, settlements: Sequence[Settlement]) -> None:
+        """Forget settled samples and wake their callers; called after the commit."""
         ids = [settlement.request_id for settlement in settlements]
-        self._queues.known.difference_update(ids)
+        self._queues.request_ids.difference_update(ids)
         self._quarantine.forget(ids)
         self._loader.remove(ids)
         self._mailbox.wake(SERVER, ids)
-        self._timings.settled(settlements)
+        self._timings.record_commit(settlements)

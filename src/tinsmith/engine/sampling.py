@@ -1,8 +1,8 @@
 """Samples: from their queues into the sampler's continuous batch, and their settlement one by one.
 
-Tenants are admitted in turn, each with a share of the sampler's places, so that a flood of one tenant's samples does
-not delay another's. After a training step the sampler decodes for as long as the engine says; in the pauses of a long
-step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few sequences get
+Tenants are admitted in turn, each with a share of the sampler's slots, so that a flood of one tenant's samples does not
+delay another's. After a training step the sampler decodes for as long as the engine says; in the pauses of a long step
+samples are admitted and decoded, too. Where a decode step of many sequences takes long, tenants with few sequences get
 additional steps of their own. A cancelled sample leaves the queue or the batch and is settled as failed, together with
 the cancellation.
 
@@ -30,12 +30,12 @@ from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleRecorder
+from tinsmith.engine.telemetry import DECODE, EngineMeters, RequestTimings, SampleRecord, SampleRecorder
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.store import recorded_sequences
-from tinsmith.store.futures import SampleCost, Settlement, cancelled_name, deletion
+from tinsmith.store.futures import SampleCost, Settlement, cancel_target, deletion
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Partial, Pending, SampleResult, VisionShape
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -69,7 +69,7 @@ class _RunningSample:
     request: Pending
     prompt_tokens: int = 0
     recorded_for: str | None = None
-    begun: BegunSample | None = None
+    record: SampleRecord | None = None
     streams: bool = False
     num_samples: int = 1
 
@@ -116,8 +116,8 @@ class Sampling:
         self._admit(queues)
         if not self.backend.sampler.has_work:
             return False
-        alone = self.backend.sampler.runs_by_itself  # training does not delay it
-        deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
+        is_independent = self.backend.sampler.runs_by_itself  # training does not delay it
+        deadline = time.monotonic() + (0.0 if is_independent else share_s or 0.0)
         self.decode_step()
         while self.backend.sampler.has_work and time.monotonic() < deadline:
             self.decode_step()
@@ -128,7 +128,7 @@ class Sampling:
         if not self.quarantine:
             self._admit(queues, loads=False)
 
-    def between(self, share_s: float) -> None:
+    def decode_during_step(self, share_s: float) -> None:
         """Decode for `share_s` seconds, at least one step, in the middle of a training step. Raises
         IterationFailedError: errors here are not the training step's fault, and finished samples are not lost.
         """
@@ -146,11 +146,11 @@ class Sampling:
         """One decode step; settles finished requests as soon as the database permits."""
         if not self.backend.sampler.has_work:
             return
-        few = self._tenants_with_few()
+        small_tenants = self._tenants_with_few_sequences()
         started = time.monotonic()
         try:
             with self.quarantine.running(list(self._running)):
-                finished = self.backend.sampler.step(few) if few else self.backend.sampler.step()
+                finished = self.backend.sampler.step(small_tenants) if small_tenants else self.backend.sampler.step()
                 settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         except Exception as error:  # noqa: BLE001  becomes an answer, or more attempts
             if is_out_of_memory(error):
@@ -160,8 +160,8 @@ class Sampling:
             return
         decoded_s = time.monotonic() - started
         self.decoded_s += decoded_s
-        self.meters.worked(DECODE, decoded_s)
-        if few:
+        self.meters.observe_work(DECODE, decoded_s)
+        if small_tenants:
             self._few_ahead_s += max(decoded_s, MIN_STEP_S)
         else:
             self._full_step_s = decoded_s
@@ -181,12 +181,12 @@ class Sampling:
             [Settlement(name, error=answer_of(error, running.request)) for name, running in self._running.items()]
         )
 
-    def _recover_memory(self, lack: str) -> None:
+    def _recover_memory(self, shortage: str) -> None:
         """The sampler has no memory for a step and cannot reduce it further: all samples return to their queues, and
         half as many are admitted again. A sample that does not fit even alone fails.
         """
         running = len(self._running)
-        log.warning("out of memory in a decode step; continuing with fewer samples", running=running, lack=lack)
+        log.warning("out of memory in a decode step; continuing with fewer samples", running=running, lack=shortage)
         for request_id in self._running:
             self.backend.sampler.cancel(request_id)
         if len(self._running) > 1:
@@ -197,12 +197,12 @@ class Sampling:
         for running in list(self._running.values()):
             error = UserError(
                 f"this sample, a prompt of {running.prompt_tokens} tokens, does not fit into the engine's memory, even "
-                f"alone: {lack}; shorten the prompt or lower max_tokens"
+                f"alone: {shortage}; shorten the prompt or lower max_tokens"
             )
             self._finish([Settlement(running.request.request_id, error=error)])
 
-    def look_for_absent(self, queues: Queues, absent_after_s: float) -> None:
-        """Update which sessions are absent, and give the places of their samples to others that wait. A session is
+    def update_absent_sessions(self, queues: Queues, absent_after_s: float) -> None:
+        """Update which sessions are absent, and give the slots of their samples to others that wait. A session is
         absent after `absent_after_s` of silence; 0 disables this.
         """
         waiting = [request for requests in queues.waiting_samples().values() for request in requests]
@@ -211,28 +211,28 @@ class Sampling:
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
-        self._absent = self.stores.samplers.silent_among(sorted(sessions), absent_after_s)
-        others = sessions - self._absent
-        others_wait = any(request.session_id in others for request in waiting)
-        if self._absent and others and (others_wait or self.backend.sampler.cache_use().waiting_sequences):
+        self._absent = self.stores.samplers.filter_silent(sorted(sessions), absent_after_s)
+        present_sessions = sessions - self._absent
+        present_wait = any(request.session_id in present_sessions for request in waiting)
+        if self._absent and present_sessions and (present_wait or self.backend.sampler.cache_use().waiting_sequences):
             self._requeue_absent(queues)
 
     def _requeue_absent(self, queues: Queues) -> None:
         """Move samples of absent sessions from the sampler back into the queue, except streaming ones."""
-        gone = [
+        requests = [
             running.request
             for running in self._running.values()
             if running.request.session_id in self._absent and not running.streams
         ]
-        for request in gone:
+        for request in requests:
             if self.backend.sampler.cancel(request.request_id):
                 del self._running[request.request_id]
                 queues.add_sample(request)
-        if gone:
-            absent = sorted({request.session_id for request in gone})
-            log.info("samples of absent sessions make way for others", session_ids=absent[:20], samples=len(gone))
+        if requests:
+            absent = sorted({request.session_id for request in requests})
+            log.info("samples of absent sessions make way for others", session_ids=absent[:20], samples=len(requests))
 
-    def _tenants_with_few(self) -> set[str]:
+    def _tenants_with_few_sequences(self) -> set[str]:
         """The tenants whose sequences get the next decode step to themselves; empty for a full step."""
         if self._full_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self.quarantine:
             return set()
@@ -244,7 +244,7 @@ class Sampling:
 
     def measure(self) -> None:
         """Update the metrics of the sampler's load."""
-        self.meters.sampler(len(self._running), self.backend.sampler.cache_use())
+        self.meters.set_sampler_load(len(self._running), self.backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
@@ -253,58 +253,60 @@ class Sampling:
         settlements: list[Settlement] = []
         try:
             while queues.cancels:
-                settlements += self._cancelled(queues, queues.cancels[0], bodies)
+                settlements += self._withdraw_cancelled(queues, queues.cancels[0], bodies)
                 del queues.cancels[0]
         finally:  # also after a database error: these samples are in no queue any more
             for start in range(0, len(settlements), MAX_CANCELLED_AT_ONCE):
                 self._finish(settlements[start : start + MAX_CANCELLED_AT_ONCE])
 
-    def _cancelled(self, queues: Queues, cancel: Pending, bodies: Mapping[str, bytes]) -> list[Settlement]:
+    def _withdraw_cancelled(self, queues: Queues, cancel: Pending, bodies: Mapping[str, bytes]) -> list[Settlement]:
         """Withdraw what a cancellation names; returns the settlements of the samples and of the cancellation. A
         database error changes nothing.
         """
-        name = cancelled_name(cancel.request_id)
+        name = cancel_target(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
-        running = [request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])]
-        gone = queues.withdraw_samples(cancel.tenant_id, name)
-        gone += [request_id for request_id in running if self.backend.sampler.cancel(request_id)]
-        if not gone and self.stores.ownership.forward(cancel.request_id, name):
-            queues.known.discard(cancel.request_id)  # its sample was assigned to another process meanwhile
+        running_ids = [
+            request_id for request_id in self._running if name in (request_id, request_id.rpartition(":")[0])
+        ]
+        cancelled_ids = queues.withdraw_samples(cancel.tenant_id, name)
+        cancelled_ids += [request_id for request_id in running_ids if self.backend.sampler.cancel(request_id)]
+        if not cancelled_ids and self.stores.ownership.forward(cancel.request_id, name):
+            queues.request_ids.discard(cancel.request_id)  # its sample was assigned to another process meanwhile
             self.timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
-        return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
+        return [*(Settlement(request_id, error=reason) for request_id in cancelled_ids), settlement]
 
     def _admit(self, queues: Queues, *, loads: bool = True) -> None:
         """Move waiting samples into the sampler; without `loads` only those whose weights are in memory."""
         if not queues.samples:
             return
-        taken = self._next(queues)
-        seen: dict[str, SamplingSession | None] = {}
+        requests = self._choose_next(queues)
+        sessions: dict[str, SamplingSession | None] = {}
         if not loads:
-            taken = [request for request in taken if self._is_loaded(request, seen)]
-        if not taken:
+            requests = [request for request in requests if self._is_loaded(request, sessions)]
+        if not requests:
             return
-        bodies = self.stores.futures.bodies([request.request_id for request in taken])
-        for request in taken:
+        bodies = self.stores.futures.bodies([request.request_id for request in requests])
+        for request in requests:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement deletes the body, and it was not ours: this process was suspended or cut off.
                 raise LeaseLostError(f"{request.request_id} was settled by another process")
-            self._submit(request, body, seen)
+            self._submit(request, body, sessions)
             queues.take_samples([request])
 
-    def _is_loaded(self, request: Pending, seen: dict[str, SamplingSession | None]) -> bool:
-        sampler = self._session(request, seen)
+    def _is_loaded(self, request: Pending, sessions: dict[str, SamplingSession | None]) -> bool:
+        sampler = self._find_session(request, sessions)
         return sampler is not None and (sampler.version_id is None or self.backend.has_version(sampler.version_id))
 
-    def _session(self, request: Pending, seen: dict[str, SamplingSession | None]) -> SamplingSession | None:
-        """`seen` caches the sampling sessions of this iteration."""
+    def _find_session(self, request: Pending, sessions: dict[str, SamplingSession | None]) -> SamplingSession | None:
+        """The sampling session of a sample; `sessions` caches those of this iteration."""
         name = request.sampling_session_id or ""
-        if name not in seen:
-            seen[name] = self.stores.samplers.find(name)
-        return seen[name]
+        if name not in sessions:
+            sessions[name] = self.stores.samplers.find(name)
+        return sessions[name]
 
-    def _next(self, queues: Queues) -> list[Pending]:
+    def _choose_next(self, queues: Queues) -> list[Pending]:
         if self.quarantine:
             if any(self.quarantine.batch_size(request_id) for request_id in self._running):
                 return []
@@ -314,10 +316,10 @@ class Sampling:
                 return self.quarantine.groups(quarantined)[0]
         occupied = Counter(running.request.tenant_id for running in self._running.values())
         waiting = self._without_absent(queues.waiting_samples())
-        taken, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
+        requests, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
         if self._max_running < MAX_IN_SAMPLER:  # after a memory shortage, no tenant exceeds the limit
-            return taken[: max(0, self._max_running - len(self._running))]
-        return taken
+            return requests[: max(0, self._max_running - len(self._running))]
+        return requests
 
     def _without_absent(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
         """`waiting` without the samples of absent sessions, unless there are no others, here or in the sampler."""
@@ -325,31 +327,31 @@ class Sampling:
             return waiting
         present: dict[str, Collection[Pending]] = {}
         for tenant_id, requests in waiting.items():
-            if kept := [request for request in requests if request.session_id not in self._absent]:
-                present[tenant_id] = kept
+            if present_requests := [request for request in requests if request.session_id not in self._absent]:
+                present[tenant_id] = present_requests
         if present or any(running.request.session_id not in self._absent for running in self._running.values()):
             return present
         return waiting
 
-    def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Submit a request to the sampler. `seen` caches the sampling sessions of this iteration. A database error
+    def _submit(self, request: Pending, body: bytes, sessions: dict[str, SamplingSession | None]) -> None:
+        """Submit a request to the sampler. `sessions` caches the sampling sessions of this iteration. A database error
         changes nothing.
         """
         self._running[request.request_id] = _RunningSample(request)
-        self.timings.began([request])
+        self.timings.record_start([request])
         try:
             if verdict := self.quarantine.verdict(request.request_id):
                 raise verdict
-            if (sampler := self._session(request, seen)) is None:
+            if (sampler := self._find_session(request, sessions)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self.quarantine.running([request.request_id]):
                 version_id = self.prepare_version(sampler, request)
                 sample = read_sample(body, request.request_id, version_id, self.vision)
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
-                begun = self._sample_recorder.begin(request, sampler, sample)
+                record = self._sample_recorder.begin(request, sampler, sample)
                 self._running[request.request_id] = _RunningSample(
-                    request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
+                    request, len(sample.prompt_T), recorded_for, record, sample.stream, sample.num_samples
                 )
                 self.backend.sampler.submit(sample)
                 hit("sample.admitted")
@@ -378,6 +380,6 @@ class Sampling:
             effects.append(
                 recorded_sequences.insertion(running.recorded_for, request_id, running.prompt_tokens, lengths)
             )
-        if running.begun is not None:
-            effects += self._sample_recorder.record(running.begun, outcome)
+        if running.record is not None:
+            effects += self._sample_recorder.record(running.record, outcome)
         return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

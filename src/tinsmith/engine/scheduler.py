@@ -28,9 +28,9 @@ SINGLES_SHARE = 2
 SHORT_STEPS = 16
 """A short step has 1/SHORT_STEPS of a full step's budget, or all tokens that light tenants want, if that is more."""
 
-LIGHT = 2
-"""A light tenant wants at most 1/LIGHT of its share of a full step. Since it may be served in every step and others in
-every other one, half is the most that leaves the others their share.
+LIGHT_SHARE = 2
+"""A light tenant wants at most 1/LIGHT_SHARE of its share of a full step. Since it may be served in every step and
+others in every other one, half is the most that leaves the others their share.
 """
 
 
@@ -94,12 +94,12 @@ def plan(
             runs.append(_run_of_passes(queue, token_budget))
         else:
             singles.append(head)
-    passes, shared = _share(_by_tenant(runs), fairness, token_budget)
+    passes, shared = _share_budget(_group_by_tenant(runs), fairness, token_budget)
     room = sum(request.num_tokens for request in passes) // SINGLES_SHARE
-    taken, paid, singles_order = _affordable(singles, fairness.singles_order, room, costs or {})
-    owed = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
-    left = replace(shared, deficits=owed, singles_order=singles_order)
-    return Step(tuple(optim_steps), tuple(taken), tuple(passes)), left
+    chosen_singles, paid, singles_order = _choose_singles(singles, fairness.singles_order, room, costs or {})
+    deficits = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
+    next_fairness = replace(shared, deficits=deficits, singles_order=singles_order)
+    return Step(tuple(optim_steps), tuple(chosen_singles), tuple(passes)), next_fairness
 
 
 def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
@@ -114,7 +114,7 @@ def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
     return run
 
 
-def _affordable(
+def _choose_singles(
     singles: Sequence[Pending], order: Sequence[str], room: int, costs: Mapping[str, int]
 ) -> tuple[list[Pending], dict[str, int], tuple[str, ...]]:
     """The singles of one step, the oldest of each tenant in turn; what each tenant pays; and the tenants' order in the
@@ -125,22 +125,22 @@ def _affordable(
         waiting.setdefault(request.tenant_id, deque()).append(request)
     turns = deque(tenant_id for tenant_id in order if tenant_id in waiting)
     turns.extend(tenant_id for tenant_id in waiting if tenant_id not in order)
-    taken: list[Pending] = []
+    chosen: list[Pending] = []
     paid: dict[str, int] = {}
     while turns:
         cost = max(1, costs.get(waiting[turns[0]][0].kind, room + 1))
-        if taken and cost > room:
+        if chosen and cost > room:
             break
         tenant_id = turns.popleft()
-        taken.append(waiting[tenant_id].popleft())
+        chosen.append(waiting[tenant_id].popleft())
         paid[tenant_id] = paid.get(tenant_id, 0) + cost
         room -= cost
         if waiting[tenant_id]:
             turns.append(tenant_id)
-    return taken, paid, tuple(sorted(turns, key=lambda tenant_id: tenant_id in paid))
+    return chosen, paid, tuple(sorted(turns, key=lambda tenant_id: tenant_id in paid))
 
 
-def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
+def _group_by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
     """Each tenant's passes by arrival, but never a model's later pass before its earlier one."""
     keyed: dict[str, list[tuple[int, int, Pending]]] = {}
     for run in runs:
@@ -154,14 +154,16 @@ def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
     }
 
 
-def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int) -> tuple[list[Pending], Fairness]:
+def _share_budget(
+    runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int
+) -> tuple[list[Pending], Fairness]:
     """Deficit round robin over the tenants' runs within the budget."""
     order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
     order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
     light = {} if fairness.was_short else _light_tenants(runs, token_budget)
     order.sort(key=lambda tenant_id: tenant_id not in light)
     deficits = {tenant_id: fairness.deficits.get(tenant_id, 0) for tenant_id in order}
-    taken: list[Pending] = []
+    passes: list[Pending] = []
     room = max(token_budget // SHORT_STEPS, sum(light.values())) if light else token_budget
     position = dict.fromkeys(order, 0)
     open_tenants = list(order)
@@ -171,26 +173,26 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
         still_open: list[str] = []
         for tenant_id in open_tenants:
             run = runs[tenant_id]
-            if taken and run[position[tenant_id]].num_tokens > room:
+            if passes and run[position[tenant_id]].num_tokens > room:
                 continue  # no quantum: it cannot use it now
             deficits[tenant_id] += max(quantum, light.get(tenant_id, 0))
             rounds[tenant_id] += 1
             while position[tenant_id] < len(run):
                 tokens = run[position[tenant_id]].num_tokens
-                if tokens > deficits[tenant_id] or (tokens > room and taken):
+                if tokens > deficits[tenant_id] or (tokens > room and passes):
                     break
-                taken.append(run[position[tenant_id]])
+                passes.append(run[position[tenant_id]])
                 position[tenant_id] += 1
                 deficits[tenant_id] -= tokens
                 room -= tokens
             if position[tenant_id] < len(run):
                 still_open.append(tenant_id)
         open_tenants = still_open
-    left = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
-    left.sort(key=lambda tenant_id: rounds[tenant_id])
-    served = [tenant_id for tenant_id in order if tenant_id not in left]
-    kept = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in left}
-    return taken, Fairness(kept, tuple(left + served), was_short=bool(light))
+    unfinished = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
+    unfinished.sort(key=lambda tenant_id: rounds[tenant_id])
+    served = [tenant_id for tenant_id in order if tenant_id not in unfinished]
+    carried_deficits = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in unfinished}
+    return passes, Fairness(carried_deficits, tuple(unfinished + served), was_short=bool(light))
 
 
 def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict[str, int]:
@@ -198,34 +200,36 @@ def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict
     totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
     if sum(totals.values()) <= token_budget:
         return {}
-    return {tenant_id: total for tenant_id, total in totals.items() if total * LIGHT * len(totals) <= token_budget}
+    return {
+        tenant_id: total for tenant_id, total in totals.items() if total * LIGHT_SHARE * len(totals) <= token_budget
+    }
 
 
 def take_in_turns(
-    waiting: Mapping[str, Iterable[Pending]], places: int, last_tenant: str, occupied: Mapping[str, int]
+    waiting: Mapping[str, Iterable[Pending]], num_slots: int, last_tenant: str, occupied: Mapping[str, int]
 ) -> tuple[list[Pending], str]:
-    """The samples that get a place, one tenant after the other, starting after `last_tenant`; and the last tenant
+    """The samples that get a slot, one tenant after the other, starting after `last_tenant`; and the last tenant
     served.
 
-    `occupied` has each tenant's places. A tenant takes one while fewer than `places` are taken in all, or while it has
-    fewer than an equal share: it does not wait for other tenants' samples to end. So up to twice as many may be taken,
-    and at least one per tenant.
+    `occupied` has each tenant's slots. A tenant takes one while fewer than `num_slots` are taken in all, or while it
+    has fewer than an equal share: it does not wait for other tenants' samples to end. So up to twice as many may be
+    taken, and at least one per tenant.
     """
     tenants = sorted(waiting)
     tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
     queues = deque((tenant_id, iter(waiting[tenant_id])) for tenant_id in tenants)
-    share = max(1, places // max(1, len(waiting.keys() | {t for t, count in occupied.items() if count})))
-    held = dict(occupied)
-    total = sum(held.values())
-    taken: list[Pending] = []
+    share = max(1, num_slots // max(1, len(waiting.keys() | {t for t, count in occupied.items() if count})))
+    slots_of_tenant = dict(occupied)
+    total = sum(slots_of_tenant.values())
+    requests: list[Pending] = []
     while queues:
         tenant_id, queue = queues.popleft()
-        if total >= places and held.get(tenant_id, 0) >= share:
+        if total >= num_slots and slots_of_tenant.get(tenant_id, 0) >= share:
             continue
         if (request := next(queue, None)) is not None:
-            taken.append(request)
+            requests.append(request)
             last_tenant = tenant_id
-            held[tenant_id] = held.get(tenant_id, 0) + 1
+            slots_of_tenant[tenant_id] = slots_of_tenant.get(tenant_id, 0) + 1
             total += 1
             queues.append((tenant_id, queue))
-    return taken, last_tenant
+    return requests, last_tenant

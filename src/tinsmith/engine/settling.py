@@ -96,21 +96,21 @@ class Outbox:
         Raises IterationFailedError if that is impossible, or if the engine is to stop first.
         """
         hit("engine.ran")
-        batch = [*self._uncommitted, *self._timings.timed(settlements)]
-        self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, applied or {})))
+        batch = [*self._uncommitted, *self._timings.add_work_times(settlements)]
+        self._run_guarded(lambda: self._database_retry.run(lambda: self._commit(batch, applied or {})))
 
     def try_settle(self, settlements: Sequence[Settlement]) -> None:
         """Commit these now if the database permits, otherwise keep them for later. Raises IterationFailedError."""
         hit("engine.ran")
-        self._uncommitted += self._timings.timed(settlements)
+        self._uncommitted += self._timings.add_work_times(settlements)
         if time.monotonic() >= self._retry_at:
-            self._guarded(self._try_once)
+            self._run_guarded(self._try_once)
 
     def flush(self) -> None:
         """Commit uncommitted settlements, however long it takes. Raises IterationFailedError."""
         if self._uncommitted:
             batch = list(self._uncommitted)
-            self._guarded(lambda: self._database_retry.run(lambda: self._commit(batch, {})))
+            self._run_guarded(lambda: self._database_retry.run(lambda: self._commit(batch, {})))
 
     def _try_once(self) -> None:
         try:
@@ -139,7 +139,7 @@ class Outbox:
         except (SQLAlchemyError, OSError) as error:
             log.error("cleaning up after a settled request failed", exc_info=error)
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def _run_guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:

@@ -11,8 +11,8 @@ time, and a snapshot costs the processor time that it took. So models with short
 take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due at any cost. Models beyond the memory budget
 are evicted, the least recently used first, once a snapshot covers everything; the next request restores them.
 
-`SnapshotWriter` has one thread. A task has `work`, which runs on that thread and must not touch the engine thread's
-state, and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run
+`SnapshotWriter` has one thread. A task has `write`, which runs on that thread and must not touch the engine thread's
+state, and `finish`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run
 in order. The thread ends when none is left; a device fault, or a BaseException that is no Exception (a lost lease),
 ends it immediately and is raised on the engine's thread.
 
@@ -66,17 +66,18 @@ MAX_CAPTURED_BYTES = 2**30
 
 TRIM_BYTES = 2**26
 """Freed memory is returned to the system after this many bytes of models were evicted. It lies in holes between other
-blocks, which glibc does not return by itself. A trim takes 1 to 10 ms."""
+blocks, which glibc does not return by itself."""
 
 MAPPED_BYTES = 2**27
-"""Models of this size are not counted: each of their four buffers is a mapping of its own (`settings.HEAP`)."""
+"""Models of this size are not counted: each of their four buffers is a mapping of its own (`settings.MALLOC_TUNABLES`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTask:
     num_bytes: int
-    work: Callable[[], None]
-    done: Callable[[Exception | None], None]
+    write: Callable[[], None]
+    finish: Callable[[Exception | None], None]
 
 
 class SnapshotWriter:
@@ -103,13 +104,13 @@ class SnapshotWriter:
                 self._thread.start()
 
     def collect(self) -> None:
-        """Call `done` of each task that ended since the last call."""
+        """Call `finish` of each task that ended since the last call."""
         if self._end is not None:
             raise self._end
         while self._finished:
             task, error = self._finished.popleft()
             self._captured_bytes -= task.num_bytes
-            task.done(error)
+            task.finish(error)
 
     def flush(self) -> None:
         """Wait until all tasks have ended."""
@@ -118,10 +119,10 @@ class SnapshotWriter:
         self.collect()
 
     def _run(self) -> None:
-        while task := self._next():
+        while task := self._pop_task():
             try:
-                task.work()
-            except Exception as error:  # noqa: BLE001  given to `done`
+                task.write()
+            except Exception as error:  # noqa: BLE001  given to `finish`
                 if classify(error) is Fault.DEVICE:
                     return self._end_with(EngineFaultError.of(error))
                 self._finished.append((task, error))
@@ -135,7 +136,7 @@ class SnapshotWriter:
             self._end, self._thread = end, None
             self._tasks.clear()
 
-    def _next(self) -> WriteTask | None:
+    def _pop_task(self) -> WriteTask | None:
         with self._lock:
             if self._tasks:
                 return self._tasks.popleft()
@@ -155,7 +156,7 @@ SNAPSHOT_SHARE = 0.005
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
 """Request bytes between snapshots, which bounds a model's log on disk."""
 
-COVER_S = 5.0
+STOP_SNAPSHOT_S = 5.0
 """For how long a stopping engine begins snapshots."""
 
 RETRY_S = 10.0
@@ -167,7 +168,7 @@ CleanUp = Callable[[], None]
 
 
 @dataclass(slots=True)
-class _Resident:
+class _ResidentModel:
     """A model in memory: the work that a restart would replay, and the seq_ids of the last change and the last covered
     one."""
 
@@ -192,7 +193,7 @@ class LoadedSnapshot:
         self, write: Callable[[], str], mark_written: Callable[[str, Exception | None], CleanUp | None]
     ) -> None:
         self._write = write
-        self._noted = mark_written
+        self._mark_written = mark_written
         self._failure: Exception | None = None
 
     def run(self) -> tuple[str, int]:
@@ -207,7 +208,7 @@ class LoadedSnapshot:
 
     def clean_up(self, directory: str) -> CleanUp | None:
         """A callable that records the snapshot after the load was settled; None if there is no snapshot."""
-        return self._noted(directory, self._failure)
+        return self._mark_written(directory, self._failure)
 
 
 @dataclass(eq=False)
@@ -221,7 +222,7 @@ class Snapshots:
 
     def __post_init__(self) -> None:
         self._writer = SnapshotWriter()
-        self._resident: dict[str, _Resident] = {}  # least recently used first
+        self._resident: dict[str, _ResidentModel] = {}  # least recently used first
         self._resident_bytes = 0
         self._evicted_bytes = 0  # since the last trim
         self._share = SNAPSHOT_SHARE
@@ -235,35 +236,35 @@ class Snapshots:
         """Track a model in memory. A newly created one counts as covered, since it can be created again."""
         self.remove_model(model_id)
         num_bytes = self.backend.model_bytes(model_id)
-        self._resident[model_id] = _Resident(num_bytes, changed_seq_id, covered_seq_id)
+        self._resident[model_id] = _ResidentModel(num_bytes, changed_seq_id, covered_seq_id)
         self._resident_bytes += num_bytes
 
     def remove_model(self, model_id: str) -> None:
         """Stop tracking a model that left memory."""
-        if entry := self._resident.pop(model_id, None):
-            self._resident_bytes -= entry.num_bytes
+        if resident := self._resident.pop(model_id, None):
+            self._resident_bytes -= resident.num_bytes
 
-    def count(self, model_id: str, *, steps: int = 0, body_bytes: int = 0) -> None:
+    def add_replay_work(self, model_id: str, *, steps: int = 0, body_bytes: int = 0) -> None:
         """Add to the work that a restart would replay."""
-        entry = self._resident[model_id]
-        entry.steps += steps
-        entry.body_bytes += body_bytes
+        resident = self._resident[model_id]
+        resident.steps += steps
+        resident.body_bytes += body_bytes
 
     def note_settled(self, model_id: str, seq_id: int, *, changed: bool) -> None:
         """Note that everything up to `seq_id` is settled, and take a snapshot if one is due."""
-        entry = self._resident.pop(model_id, None)
-        if entry is None:
+        resident = self._resident.pop(model_id, None)
+        if resident is None:
             return  # its creation failed
-        self._resident[model_id] = entry  # the most recently used is last
+        self._resident[model_id] = resident  # the most recently used is last
         if changed:
-            entry.changed_seq_id = seq_id
-        if self._is_due(entry):
-            self._take(model_id, entry)
+            resident.changed_seq_id = seq_id
+        if self._is_due(resident):
+            self._start_snapshot(model_id, resident)
 
-    def _is_due(self, entry: _Resident) -> bool:
-        if entry.steps >= MAX_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
+    def _is_due(self, resident: _ResidentModel) -> bool:
+        if resident.steps >= MAX_OPTIM_STEPS or resident.body_bytes >= SNAPSHOT_BODY_BYTES:
             return True
-        return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
+        return resident.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 
     @property
     def is_remote(self) -> bool:
@@ -273,7 +274,7 @@ class Snapshots:
     def save_loaded(self, model_id: str, seq_id: int) -> LoadedSnapshot:
         """Make the snapshot of a load. It is written before the client may delete the loaded checkpoint."""
         self.add_model(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
-        entry = self._resident[model_id]
+        resident = self._resident[model_id]
         captured = self.versions.capture(model_id)
         try:
             fill = self.backend.capture(model_id, optimizer=True, gradient=True).write
@@ -294,22 +295,22 @@ class Snapshots:
 
             def record() -> None:
                 self._record(model_id, seq_id, directory)
-                entry.covered_seq_id = seq_id
+                resident.covered_seq_id = seq_id
 
             return record
 
         return LoadedSnapshot(write, mark_written)
 
-    def _take(self, model_id: str, entry: _Resident) -> None:
-        if entry.writing or self._writer.is_full or time.monotonic() < entry.retry_at:
+    def _start_snapshot(self, model_id: str, resident: _ResidentModel) -> None:
+        if resident.writing or self._writer.is_full or time.monotonic() < resident.retry_at:
             return
-        seq_id, steps, body_bytes = entry.changed_seq_id, entry.steps, entry.body_bytes
-        expected_s, began_s = entry.cost_s, time.thread_time()
+        seq_id, steps, body_bytes = resident.changed_seq_id, resident.steps, resident.body_bytes
+        expected_s, began_s = resident.cost_s, time.thread_time()
         try:
             model = self.backend.capture(model_id, optimizer=True, gradient=True)
         except MemoryError as error:
             log.error("out of memory for a snapshot", model_id=model_id, error=str(error))
-            entry.retry_at = time.monotonic() + RETRY_S
+            resident.retry_at = time.monotonic() + RETRY_S
             return
         versions = self.versions.capture(model_id)
         captured_s = time.thread_time() - began_s
@@ -317,35 +318,35 @@ class Snapshots:
         span: tuple[str, float, float] | None = None  # tenant, end, duration
         self._paid_s -= expected_s  # the rest is subtracted when it is known
 
-        def work() -> None:
+        def write() -> None:
             nonlocal cost_s, span
-            begun_s = time.thread_time()
+            started_s = time.thread_time()
             self.versions.write(versions)
             directory, _ = self.directories.write(model.write)
             self._record(model_id, seq_id, directory)
-            cost_s = captured_s + time.thread_time() - begun_s
+            cost_s = captured_s + time.thread_time() - started_s
             if stored := self.models.find(model_id):
                 span = stored.tenant_id, now(), now() - began_at
 
-        def done(error: Exception | None) -> None:
+        def finish(error: Exception | None) -> None:
             self.versions.mark_written(model_id, versions, error)
-            entry.writing = False
-            entry.cost_s = cost_s
+            resident.writing = False
+            resident.cost_s = cost_s
             self._paid_s -= cost_s - expected_s
             if error is not None:
                 log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
-                entry.retry_at = time.monotonic() + RETRY_S
+                resident.retry_at = time.monotonic() + RETRY_S
                 return
             if span is not None:
                 tenant_id, *times = span
                 self.recorder.record_snapshot(tenant_id, model_id, *times)
-            entry.covered_seq_id = seq_id
-            entry.steps -= steps
-            entry.body_bytes -= body_bytes
+            resident.covered_seq_id = seq_id
+            resident.steps -= steps
+            resident.body_bytes -= body_bytes
 
-        entry.writing = True
-        num_bytes = model.num_bytes + sum(one.capture.num_bytes for one in versions)
-        self._writer.submit(WriteTask(num_bytes, work, done))
+        resident.writing = True
+        num_bytes = model.num_bytes + sum(version.capture.num_bytes for version in versions)
+        self._writer.submit(WriteTask(num_bytes, write, finish))
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
         replaced = self.models.record_snapshot(model_id, seq_id, directory)
@@ -361,21 +362,21 @@ class Snapshots:
         if self._writer.is_full or not (captured := self.versions.capture(model_id)):
             return
 
-        def done(error: Exception | None) -> None:
+        def finish(error: Exception | None) -> None:
             self.versions.mark_written(model_id, captured, error)
             if error is not None:
                 log.error("a version could not be written", model_id=model_id, exc_info=error)
 
-        num_bytes = sum(one.capture.num_bytes for one in captured)
-        self._writer.submit(WriteTask(num_bytes, partial(self.versions.write, captured), done))
+        num_bytes = sum(version.capture.num_bytes for version in captured)
+        self._writer.submit(WriteTask(num_bytes, partial(self.versions.write, captured), finish))
 
     def is_durable(self, model_id: str) -> bool:
         """Whether all state of a model is in files, so that any engine can continue it; starts writing the rest.
         Returns False until the writing has finished.
         """
-        entry = self._resident.get(model_id)
-        if entry is not None and (entry.writing or not entry.is_covered):
-            self._take(model_id, entry)
+        resident = self._resident.get(model_id)
+        if resident is not None and (resident.writing or not resident.is_covered):
+            self._start_snapshot(model_id, resident)
             return False
         if self.versions.are_written(model_id):
             return True
@@ -383,12 +384,12 @@ class Snapshots:
             self.write_versions(model_id)
         return False
 
-    def cover_all(self) -> None:
-        """Take snapshots of all models within COVER_S before the engine stops, which spares a replay."""
-        until = time.monotonic() + COVER_S
-        for model_id, entry in self._resident.items():
-            if not entry.is_covered and time.monotonic() < until:
-                self._take(model_id, entry)
+    def snapshot_all(self) -> None:
+        """Take snapshots of all models within STOP_SNAPSHOT_S before the engine stops, which spares a replay."""
+        until = time.monotonic() + STOP_SNAPSHOT_S
+        for model_id, resident in self._resident.items():
+            if not resident.is_covered and time.monotonic() < until:
+                self._start_snapshot(model_id, resident)
                 self.flush()
 
     def flush(self) -> None:
@@ -401,20 +402,20 @@ class Snapshots:
         excess = self._resident_bytes - (self.budget_bytes or self.backend.model_budget_bytes)
         if excess <= 0:
             return
-        for model_id, entry in list(self._resident.items())[:-1]:  # not the most recently used one
+        for model_id, resident in list(self._resident.items())[:-1]:  # not the most recently used one
             if excess <= 0 or self._writer.is_full:
                 return
             if model_id in busy:
                 continue
-            if entry.is_covered and not entry.writing:
+            if resident.is_covered and not resident.writing:
                 self.backend.unload_model(model_id)
                 self.remove_model(model_id)
                 log.debug("a model left memory", model_id=model_id)
-                excess -= entry.num_bytes
-                self._count_evicted(entry.num_bytes)
+                excess -= resident.num_bytes
+                self._count_evicted(resident.num_bytes)
             else:
-                self._take(model_id, entry)
-                excess -= entry.num_bytes if entry.writing else 0
+                self._start_snapshot(model_id, resident)
+                excess -= resident.num_bytes if resident.writing else 0
 
     def _count_evicted(self, num_bytes: int) -> None:
         self._evicted_bytes += num_bytes if num_bytes < MAPPED_BYTES else 0
@@ -489,7 +490,7 @@ class Recovery:
             if body is not None:
                 yield from self._replay(model, request, body)
                 steps = int(request.kind == "optim_step")
-                self.snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
+                self.snapshots.add_replay_work(model.model_id, steps=steps, body_bytes=len(body))
             elif request.state == "done" and request.kind != "save_weights_for_sampler":
                 # Failed requests changed nothing (except a refused optim_step, which keeps its body), and neither does
                 # a named save.
@@ -508,7 +509,7 @@ class Recovery:
             self.operations.publish_again(model, body)
         elif request.state == "done":
             try:
-                as_of = self.futures.settled_at(request.request_id)
+                as_of = self.futures.settlement_time(request.request_id)
                 self.operations.load_into(model, read_load(body), as_of=as_of)
             except TinsmithError as error:
                 raise LostStateError(_restore_error(model, [str(error)])) from error
@@ -540,7 +541,7 @@ def _restore_error(model: Model, reasons: list[str]) -> str:
     return f"model {model.model_id!r} could not be restored: {'; '.join(reasons)}"
 
 
-MAX_LOOKS = 30
+MAX_POLLS = 30
 """Polls of a run that is still not written before another run is tried: a disk may be full."""
 
 
@@ -555,10 +556,10 @@ class RunMigration:
 
     def __post_init__(self) -> None:
         self._chosen: str | None = None
-        self._looks = 0
+        self._polls = 0
         self._tried: set[str] = set()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Once a second: migrate one run, or prepare it, if another engine has far fewer."""
         target = self.ownership.migration_target()
         self._choose(self._idle() if target else [])
@@ -591,9 +592,9 @@ class RunMigration:
         return [run for run in runs if run not in lanes or not lanes[run].waiting]
 
     def _choose(self, idle: list[str]) -> None:
-        """Keep the chosen run as long as it is idle, until MAX_LOOKS."""
-        self._looks += 1
-        if self._chosen in idle and self._looks < MAX_LOOKS:
+        """Keep the chosen run as long as it is idle, until MAX_POLLS."""
+        self._polls += 1
+        if self._chosen in idle and self._polls < MAX_POLLS:
             return
         if self._chosen in idle:
             self._tried.add(self._chosen)
@@ -601,4 +602,4 @@ class RunMigration:
         if not untried:
             self._tried.clear()
         self._chosen = next(iter(untried or idle), None)
-        self._looks = 0
+        self._polls = 0

@@ -5,8 +5,8 @@ transaction that settles that step: one more row, no extra transaction. So the f
 covers only the passes since then. Steps are written about once a second. `SampleRecorder` keeps samples at a limited
 rate per tenant, so that bursts cost next to nothing. Errors here fail nothing else.
 
-`RequestTimings` has an entry from a request's arrival in memory to its settlement: when it was planned, started and
-done. The entry is written with the settlement into the request's row, without a write of its own. Then the metrics
+`RequestTimings` has the times of a request from its arrival in memory to its settlement: when it was planned, started
+and done. They are written with the settlement into the request's row, without a write of their own. Then the metrics
 count it, and its spans are sent if it came with a trace. It uses the wall clock, like the server's part of the trace.
 
 `EngineMeters` are the Prometheus metrics of a base model. One thread writes; readers read the files. Every label set is
@@ -83,13 +83,13 @@ class EngineMeters:
         base_model: str,
         engine_id: str,
         token_budget: int,
-        most_tenants: int,
+        max_tenants: int,
         registry: CollectorRegistry | None = None,
     ) -> None:
         seat = (base_model, engine_id)
         registry = registry or CollectorRegistry()
         self._token_budget = token_budget
-        self._tenants = metrics.TenantLabels(most_tenants)
+        self._tenants = metrics.TenantLabels(max_tenants)
         prefix = "tinsmith_engine_"
         step_seconds = metrics.histogram(prefix + "step_seconds", registry)
         tokens = metrics.counter(prefix + "tokens_total", registry)
@@ -98,7 +98,7 @@ class EngineMeters:
         waits = metrics.histogram(prefix + "wait_seconds", registry)
         runs = metrics.histogram(prefix + "run_seconds", registry)
         blocks = metrics.gauge(prefix + "kv_blocks", registry)
-        self._seconds = cache(lambda work: step_seconds.labels(base_model, work))
+        self._seconds = cache(lambda phase: step_seconds.labels(base_model, phase))
         self._tokens = cache(lambda kind: tokens.labels(base_model, kind))
         self._tenant_tokens = cache(lambda tenant, kind: tenant_tokens.labels(base_model, tenant, kind))
         self._settled = cache(lambda kind, outcome: settled.labels(base_model, kind, outcome))
@@ -110,12 +110,12 @@ class EngineMeters:
         self._efficiency = metrics.histogram(prefix + "pack_efficiency", registry).labels(base_model)
         self._running = metrics.gauge(prefix + "samples_running", registry).labels(*seat)
         self._blocks = {state: blocks.labels(*seat, state) for state in ("live", "cached", "limit")}
-        held = metrics.gauge(prefix + "memory_bytes", registry)
-        self._held = cache(lambda holder: held.labels(*seat, holder))
+        memory_bytes = metrics.gauge(prefix + "memory_bytes", registry)
+        self._memory_bytes = cache(lambda holder: memory_bytes.labels(*seat, holder))
         self._kv_use = metrics.gauge(prefix + "kv_use", registry).labels(*seat)
         self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
 
-    def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
+    def observe_passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
         """Passes shared a step; `others_wait`: more of them were waiting."""
         if not requests:
             return
@@ -127,23 +127,23 @@ class EngineMeters:
         if others_wait:
             self._efficiency.observe(min(1.0, num_tokens / self._token_budget))
 
-    def worked(self, work: str, seconds: float) -> None:
+    def observe_work(self, phase: str, seconds: float) -> None:
         """Other work of a step."""
-        self._seconds(work).observe(seconds)
+        self._seconds(phase).observe(seconds)
 
-    def sampler(self, running: int, use: CacheUse) -> None:
+    def set_sampler_load(self, running: int, use: CacheUse) -> None:
         """The current load of the sampler."""
         self._running.set(running)
         for state, blocks in (("live", use.live_blocks), ("cached", use.cached_blocks), ("limit", use.max_blocks)):
             self._blocks[state].set(blocks)
         self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
 
-    def memory(self, use: Mapping[str, int]) -> None:
+    def set_memory_use(self, use: Mapping[str, int]) -> None:
         """Device memory in bytes by holder."""
         for holder, num_bytes in use.items():
-            self._held(holder).set(num_bytes)
+            self._memory_bytes(holder).set(num_bytes)
 
-    def settled(self, request: Pending, outcome: str, cost: SampleCost | None) -> None:
+    def count_settled(self, request: Pending, outcome: str, cost: SampleCost | None) -> None:
         """A request ended: done, user_error or server_error."""
         self._settled(request.kind, outcome).inc()
         if outcome != "done":
@@ -158,7 +158,7 @@ class EngineMeters:
                 self._tokens(kind).inc(count)
                 self._tenant_tokens(tenant, kind).inc(count)
 
-    def timed(self, kind: str, waited_s: float, ran_s: float) -> None:
+    def observe_times(self, kind: str, waited_s: float, ran_s: float) -> None:
         self._waits(kind).observe(waited_s)
         self._runs(kind).observe(ran_s)
 
@@ -182,7 +182,7 @@ SAMPLES_PER_S = 2.0
 BURST_OF_SAMPLES = 32.0
 """Rate limit for keeping samples of one tenant: a burst of this many, then SAMPLES_PER_S."""
 
-WHOLE_AFTER_S = BURST_OF_SAMPLES / SAMPLES_PER_S
+FULL_BURST_AFTER_S = BURST_OF_SAMPLES / SAMPLES_PER_S
 """After this long without a sample a tenant has its full burst again."""
 
 log = structlog.get_logger()
@@ -195,7 +195,7 @@ class _Mean:
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _PassMetrics:
     """The metrics of passes of one kind since the last optimizer step, combined as the SDK combines chunks.
 
     Also the mean loss: per token, or per datum where a loss is not a sum over tokens (losses.token_weight).
@@ -236,13 +236,13 @@ class _Gathered:
                 self.extremes[name] = choose(value, self.extremes.get(name, value))
 
     def metrics(self) -> dict[str, float]:
-        found = dict(self.sums)
-        found |= {name: mean.total / mean.weight for name, mean in self.means.items() if mean.weight}
+        combined = dict(self.sums)
+        combined |= {name: mean.total / mean.weight for name, mean in self.means.items() if mean.weight}
         for name, values in (("response_tokens", self.lengths), ("advantage", self.advantages)):
             if values:
                 low, high = np.quantile(values, (0.1, 0.9)).tolist()
-                found |= {name: float(np.mean(values)), f"{name}:p10": low, f"{name}:p90": high}
-        return found | self.extremes
+                combined |= {name: float(np.mean(values)), f"{name}:p10": low, f"{name}:p90": high}
+        return combined | self.extremes
 
 
 @dataclass(slots=True)
@@ -251,8 +251,8 @@ class _Run:
 
     steps: int
     points: int
-    passes: _Gathered = field(default_factory=_Gathered)
-    forwards: _Gathered = field(default_factory=_Gathered)
+    passes: _PassMetrics = field(default_factory=_PassMetrics)
+    forwards: _PassMetrics = field(default_factory=_PassMetrics)
     stepped_at: float | None = None
 
 
@@ -263,8 +263,8 @@ class _Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class BegunSample:
-    """A sample that will be kept when it is done."""
+class SampleRecord:
+    """The record of an unfinished sample, which is kept when the sample is settled."""
 
     sample: KeptSample
     requested: Sample
@@ -297,9 +297,11 @@ class Recorder:
             gathered = run.forwards if request.kind == "forward" else run.passes
             gathered.add(result.metrics, len(result.logprobs), token_weight(pass_))
             if LOSSES[pass_.loss_fn].is_policy:
-                self._answered(request, pass_, result, run.steps + 1, gathered)
+                self._record_answers(request, pass_, result, run.steps + 1, gathered)
 
-    def _answered(self, request: Pending, pass_: Pass, result: PassResult, step: int, gathered: _Gathered) -> None:
+    def _record_answers(
+        self, request: Pending, pass_: Pass, result: PassResult, step: int, gathered: _PassMetrics
+    ) -> None:
         """Record the answers that a pass trains on: for each datum, the positions whose advantage is not 0."""
         for datum, logprobs_N in zip(pass_.data, result.logprobs, strict=True):
             targets, advantages_N = datum.inputs["target_tokens"], floats(datum.inputs["advantages"])
@@ -307,7 +309,7 @@ class Recorder:
             if isinstance(targets, SparseRows) or targets.ndim != 1 or not len(at):
                 continue
             gathered.add_answer(advantages_N[at], floats(datum.inputs["logprobs"])[at])
-            if request.kind == "forward" or not self._keeps or len(self._trained) >= MAX_TRAINED:
+            if request.kind == "forward" or not self._keeps_samples or len(self._trained) >= MAX_TRAINED:
                 continue
             digest = tokens_digest(datum.tokens_N, targets[-1:].astype(np.int32))
             tail = logprobs_N[max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS) :]
@@ -317,7 +319,7 @@ class Recorder:
             )
 
     @property
-    def _keeps(self) -> bool:
+    def _keeps_samples(self) -> bool:
         return self._records is not None and self._records.kept_samples > 0
 
     def record_step(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
@@ -325,15 +327,15 @@ class Recorder:
         run = self._run(request.model_id)
         if run is None or request.model_id is None or self._records is None:
             return []
-        moment = time.monotonic()
+        now_s = time.monotonic()
         passed, forward = run.passes.metrics(), run.forwards.metrics()
         point = {"learning_rate": step.params.learning_rate, **passed}
         point |= {name: value for name, value in metrics.items() if name != "step"}
-        if run.stepped_at is not None and moment > run.stepped_at:
-            point["step_seconds"] = moment - run.stepped_at
+        if run.stepped_at is not None and now_s > run.stepped_at:
+            point["step_seconds"] = now_s - run.stepped_at
             point["tokens_per_second"] = passed.get("tokens:sum", 0.0) / point["step_seconds"]
         point |= {f"forward/{name}": value for name, value in forward.items()}
-        run.passes, run.forwards, run.stepped_at = _Gathered(), _Gathered(), moment
+        run.passes, run.forwards, run.stepped_at = _PassMetrics(), _PassMetrics(), now_s
         run.steps += 1
         run.points += 1
         point = dict(list(point.items())[:MAX_NAMES])
@@ -352,7 +354,7 @@ class Recorder:
         run = self._runs.get(model_id)
         if run is None:
             try:
-                run = _Run(*self._records.curves.known(model_id))
+                run = _Run(*self._records.curves.count_steps_and_points(model_id))
             except SQLAlchemyError as error:
                 log.warning("the curves of a run cannot be read", model_id=model_id, error=repr(error))
                 return None
@@ -366,12 +368,12 @@ class Recorder:
 
     def record_duration(self, step: Step, duration_s: float) -> None:
         shares: dict[str, dict[str, int]] = {}
-        named: set[str] = set()
+        listed_ids: set[str] = set()
         for request in step.passes:
             model_id = request.model_id or ""
-            if model_id not in named and len(named) >= MAX_NAMED_MODELS:
+            if model_id not in listed_ids and len(listed_ids) >= MAX_NAMED_MODELS:
                 model_id = ""
-            named.add(model_id)
+            listed_ids.add(model_id)
             of_tenant = shares.setdefault(request.tenant_id, {})
             of_tenant[model_id] = of_tenant.get(model_id, 0) + request.num_tokens
         for request in (*step.optim_steps, *step.singles):
@@ -403,20 +405,20 @@ class SampleRecorder:
     """Keeps samples; none without records."""
 
     def __init__(self, records: Records | None) -> None:
-        self._most = records.kept_samples if records else 0
+        self._max_samples = records.kept_samples if records else 0
         self._allowances: OrderedDict[str, _Allowance] = OrderedDict()  # least recently used first
 
-    def begin(self, request: Pending, sampler: SamplingSession, requested: Sample) -> BegunSample | None:
+    def begin(self, request: Pending, sampler: SamplingSession, requested: Sample) -> SampleRecord | None:
         """A sample to keep; None if the rate limit is exceeded."""
-        if not self._most or not self._allowed(request.tenant_id):
+        if not self._max_samples or not self._take_allowance(request.tenant_id):
             return None
         weights = sampler.model_path or sampler.version_id
         sample = new_sample(request.request_id, request.tenant_id, request.session_id, sampler.base_model, weights)
-        return BegunSample(sample, requested)
+        return SampleRecord(sample, requested)
 
-    def record(self, begun: BegunSample, result: SampleResult) -> list[Effect]:
+    def record(self, sample_record: SampleRecord, result: SampleResult) -> list[Effect]:
         """Statements for the transaction that settles the sample."""
-        requested, sequences = begun.requested, result.sequences
+        requested, sequences = sample_record.requested, result.sequences
         content = SampleContent(
             prompt=requested.prompt_T[-MAX_PROMPT_TOKENS:].tolist(),
             prompt_cut=max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS),
@@ -424,24 +426,24 @@ class SampleRecorder:
                 name: getattr(requested.params, name)
                 for name in ("max_tokens", "seed", "temperature", "top_k", "top_p")
             },
-            sequences=[_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MAX_SEQUENCES]],
-            images=_kept_images(requested),
+            sequences=[_build_kept_sequence(requested.prompt_T, sequence) for sequence in sequences[:MAX_SEQUENCES]],
+            images=_build_kept_images(requested),
         )
         sample = replace(
-            begun.sample,
+            sample_record.sample,
             prompt_tokens=len(requested.prompt_T),
             sampled_tokens=sum(len(sequence.tokens_T) for sequence in sequences),
             num_sequences=len(sequences),
         )
-        return keep_sample(sample, content, self._most)
+        return keep_sample(sample, content, self._max_samples)
 
-    def _allowed(self, tenant_id: str) -> bool:
-        moment = time.monotonic()
-        allowance = self._allowances.setdefault(tenant_id, _Allowance(BURST_OF_SAMPLES, moment))
-        grown = allowance.samples + SAMPLES_PER_S * (moment - allowance.at)
-        allowance.samples, allowance.at = min(BURST_OF_SAMPLES, grown), moment
+    def _take_allowance(self, tenant_id: str) -> bool:
+        now_s = time.monotonic()
+        allowance = self._allowances.setdefault(tenant_id, _Allowance(BURST_OF_SAMPLES, now_s))
+        grown = allowance.samples + SAMPLES_PER_S * (now_s - allowance.at)
+        allowance.samples, allowance.at = min(BURST_OF_SAMPLES, grown), now_s
         self._allowances.move_to_end(tenant_id)
-        while moment - next(iter(self._allowances.values())).at >= WHOLE_AFTER_S:  # their burst is full
+        while now_s - next(iter(self._allowances.values())).at >= FULL_BURST_AFTER_S:  # their burst is full
             self._allowances.popitem(last=False)
         if allowance.samples < 1:
             return False
@@ -449,29 +451,29 @@ class SampleRecorder:
         return True
 
 
-def _kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:
+def _build_kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:
     logprobs = np.round(sequence.logprobs_T[:MAX_SEQUENCE_TOKENS].astype(np.float64), 6)
-    shown: Sequence[float | None] = logprobs.tolist()
+    finite_logprobs: Sequence[float | None] = logprobs.tolist()
     if not np.isfinite(logprobs).all():
-        shown = [value if math.isfinite(value) else None for value in logprobs.tolist()]
+        finite_logprobs = [value if math.isfinite(value) else None for value in logprobs.tolist()]
     tokens = sequence.tokens_T[:MAX_SEQUENCE_TOKENS].tolist()
     digest = tokens_digest(prompt_T, sequence.tokens_T)
-    return KeptSequence(tokens, shown, sequence.stop_reason, digest, len(sequence.tokens_T))
+    return KeptSequence(tokens, finite_logprobs, sequence.stop_reason, digest, len(sequence.tokens_T))
 
 
-def _kept_images(requested: Sample) -> list[KeptImage]:
-    cut, room, found = max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS), MAX_IMAGES_BYTES, list[KeptImage]()
+def _build_kept_images(requested: Sample) -> list[KeptImage]:
+    cut, room, images = max(0, len(requested.prompt_T) - MAX_PROMPT_TOKENS), MAX_IMAGES_BYTES, list[KeptImage]()
     for image in requested.images:
         if image.start < cut:
             continue
         data = base64.b64encode(image.data).decode() if len(image.data) <= room else ""
         room -= len(image.data) if data else 0
-        found.append(KeptImage(image.start - cut, image.num_tokens, image.format, image.width, image.height, data))
-    return found
+        images.append(KeptImage(image.start - cut, image.num_tokens, image.format, image.width, image.height, data))
+    return images
 
 
 @dataclass(slots=True)
-class _Entry:
+class _RequestTimes:
     request: Pending
     planned_at: float | None = None
     started_at: float | None = None
@@ -482,55 +484,55 @@ class RequestTimings:
     def __init__(self, meters: EngineMeters, tracing: Tracing) -> None:
         self._meters = meters
         self._tracing = tracing
-        self._entries: dict[str, _Entry] = {}
+        self._times: dict[str, _RequestTimes] = {}
         self._step = 0
 
-    def arrived(self, request: Pending) -> None:
-        self._entries[request.request_id] = _Entry(request)
+    def record_arrival(self, request: Pending) -> None:
+        self._times[request.request_id] = _RequestTimes(request)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests belong to another process now."""
         for request_id in request_ids:
-            self._entries.pop(request_id, None)
+            self._times.pop(request_id, None)
 
-    def planned(self, requests: Iterable[Pending], planned_at: float) -> None:
+    def record_plan(self, requests: Iterable[Pending], planned_at: float) -> None:
         """These requests form one step, whose planning began at `planned_at`."""
         self._step += 1
         for request in requests:
-            if entry := self._entries.get(request.request_id):
-                entry.planned_at, entry.step = planned_at, self._step
+            if times := self._times.get(request.request_id):
+                times.planned_at, times.step = planned_at, self._step
 
-    def began(self, requests: Iterable[Pending]) -> None:
+    def record_start(self, requests: Iterable[Pending]) -> None:
         """Work on these requests starts, or starts again."""
         started_at = time.time()
         for request in requests:
-            if entry := self._entries.get(request.request_id):
-                entry.started_at = started_at
+            if times := self._times.get(request.request_id):
+                times.started_at = started_at
 
-    def timed(self, settlements: Sequence[Settlement]) -> list[Settlement]:
+    def add_work_times(self, settlements: Sequence[Settlement]) -> list[Settlement]:
         """The settlements with the times of their work, which ends now."""
         ran_at = time.time()
         return [
-            replace(settlement, work=WorkTimes(entry.started_at, max(entry.started_at, ran_at), entry.step))
-            if (entry := self._entries.get(settlement.request_id)) and entry.started_at is not None
+            replace(settlement, work_times=WorkTimes(times.started_at, max(times.started_at, ran_at), times.step))
+            if (times := self._times.get(settlement.request_id)) and times.started_at is not None
             else settlement
             for settlement in settlements
         ]
 
-    def settled(self, settlements: Sequence[Settlement]) -> None:
+    def record_commit(self, settlements: Sequence[Settlement]) -> None:
         """Called after the commit."""
         settled_at = time.time()
         for settlement in settlements:
-            entry = self._entries.pop(settlement.request_id, None)
-            if entry is None:
+            times = self._times.pop(settlement.request_id, None)
+            if times is None:
                 continue
             error = settlement.error
             outcome = "done" if error is None else "user_error" if error.category == "user" else "server_error"
-            self._meters.settled(entry.request, outcome, settlement.cost)
-            if (work := settlement.work) is not None:
-                waited_s = max(0.0, work.started_at - entry.request.created_at)
-                self._meters.timed(entry.request.kind, waited_s, work.ran_at - work.started_at)
-            request = entry.request
+            self._meters.count_settled(times.request, outcome, settlement.cost)
+            if (work_times := settlement.work_times) is not None:
+                waited_s = max(0.0, work_times.started_at - times.request.created_at)
+                self._meters.observe_times(times.request.kind, waited_s, work_times.ran_at - work_times.started_at)
+            request = times.request
             log.debug(
                 "settled",
                 request_id=request.request_id,
@@ -538,13 +540,13 @@ class RequestTimings:
                 tenant_id=request.tenant_id,
                 kind=request.kind,
                 outcome=outcome,
-                step=entry.step,
+                step=times.step,
             )
-            if entry.request.traceparent:
-                self._send(entry, settlement, outcome, settled_at)
+            if times.request.traceparent:
+                self._send(times, settlement, outcome, settled_at)
 
-    def _send(self, entry: _Entry, settlement: Settlement, outcome: str, settled_at: float) -> None:
-        request, work = entry.request, settlement.work
+    def _send(self, times: _RequestTimes, settlement: Settlement, outcome: str, settled_at: float) -> None:
+        request, work_times = times.request, settlement.work_times
         assert request.traceparent is not None
         attributes: dict[str, str | int | float] = {
             "tinsmith.request_id": request.request_id,
@@ -554,12 +556,12 @@ class RequestTimings:
         if request.model_id:
             attributes["tinsmith.model_id"] = request.model_id
         root = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, attributes)
-        if work is None:
+        if work_times is None:
             return
-        planned_at = entry.planned_at if entry.planned_at is not None else work.started_at
-        of_step = {} if work.step is None else {"tinsmith.step": work.step}
+        planned_at = times.planned_at if times.planned_at is not None else work_times.started_at
+        of_step = {} if work_times.step is None else {"tinsmith.step": work_times.step}
         self._tracing.record("wait", root, request.created_at, planned_at, {})
-        if entry.planned_at is not None:
-            self._tracing.record("plan", root, planned_at, work.started_at, of_step)
-        self._tracing.record("run", root, work.started_at, work.ran_at, of_step)
-        self._tracing.record("settle", root, work.ran_at, settled_at, {})
+        if times.planned_at is not None:
+            self._tracing.record("plan", root, planned_at, work_times.started_at, of_step)
+        self._tracing.record("run", root, work_times.started_at, work_times.ran_at, of_step)
+        self._tracing.record("settle", root, work_times.ran_at, settled_at, {})

@@ -57,7 +57,7 @@ from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions
 PREFIX = "/versions/"
 NONCE, EXPIRES, SIGNATURE, MANIFEST_BYTES = "X-Nonce", "X-Expires", "X-Signature", "X-Manifest-Bytes"
 
-SIGNED_FOR_S = 300
+SIGNATURE_VALIDITY_S = 300
 """Validity of a request's signature, and the largest difference between the clocks of two machines."""
 
 SILENCE_S = 10.0
@@ -69,7 +69,7 @@ MAX_TRANSFERS = 8
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 64
 
-KEPT_FILES = 4
+CACHED_VERSIONS = 4
 """Versions whose files are kept for the next sampler."""
 
 CLOSING_S = 0.1
@@ -80,7 +80,7 @@ _CHUNK = 1 << 20
 log = structlog.get_logger()
 
 
-class NotHereError(Exception):
+class VersionUnavailableError(Exception):
     """The peer cannot be reached, or does not have the version."""
 
 
@@ -120,13 +120,17 @@ class TransferServer:
     def allows(self, path: str, nonce: str, expires: str, signature: str) -> bool:
         if not hmac.compare_digest(_request_signature(self._key, path, nonce, expires), signature):
             return False
-        return expires.isascii() and expires.isdigit() and time.time() < int(expires) <= time.time() + 2 * SIGNED_FOR_S
+        return (
+            expires.isascii()
+            and expires.isdigit()
+            and time.time() < int(expires) <= time.time() + 2 * SIGNATURE_VALIDITY_S
+        )
 
     def answer(self, manifest: bytes, nonce: str) -> str:
         return _answer_signature(self._key, manifest, nonce)
 
     @contextlib.contextmanager
-    def opened(self, version_id: str) -> Iterator[dict[str, BufferedReader] | None]:
+    def open_files(self, version_id: str) -> Iterator[dict[str, BufferedReader] | None]:
         """A version's open files, which stay readable when another version replaces them."""
         with contextlib.ExitStack() as stack:
             with self._lock:
@@ -153,7 +157,7 @@ class TransferServer:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._written[version_id] = capture, directory
-        while len(self._written) > KEPT_FILES:
+        while len(self._written) > CACHED_VERSIONS:
             self._discard(next(iter(self._written)))
         return directory
 
@@ -188,11 +192,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, _Listener)
         server, nonce = self.server.server, self.headers.get(NONCE, "")
-        given = self.headers.get(EXPIRES, ""), self.headers.get(SIGNATURE, "")
-        if not server.allows(self.path, nonce, *given):
+        credentials = self.headers.get(EXPIRES, ""), self.headers.get(SIGNATURE, "")
+        if not server.allows(self.path, nonce, *credentials):
             self.send_error(HTTPStatus.FORBIDDEN)
             return
-        with server.opened(unquote(self.path.removeprefix(PREFIX))) as files:
+        with server.open_files(unquote(self.path.removeprefix(PREFIX))) as files:
             if files is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
@@ -213,11 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def fetch(address: str, version_id: str, key: bytes, into: Path, max_bytes: int) -> int:
-    """Write a version's files into an empty directory; returns their bytes. Raises NotHereError, or CorruptFilesError
-    if the content differs from what was signed or exceeds `max_bytes`.
+    """Write a version's files into an empty directory; returns their bytes. Raises VersionUnavailableError, or
+    CorruptFilesError if the content differs from what was signed or exceeds `max_bytes`.
     """
     path, nonce = PREFIX + quote(version_id, safe=""), secrets.token_hex(16)
-    expires = str(int(time.time()) + SIGNED_FOR_S)
+    expires = str(int(time.time()) + SIGNATURE_VALIDITY_S)
     headers = {NONCE: nonce, EXPIRES: expires, SIGNATURE: _request_signature(key, path, nonce, expires)}
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=SILENCE_S)
@@ -225,10 +229,10 @@ def fetch(address: str, version_id: str, key: bytes, into: Path, max_bytes: int)
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         if response.status != HTTPStatus.OK:
-            raise NotHereError(f"{address} does not serve version {version_id!r} (status {response.status})")
+            raise VersionUnavailableError(f"{address} does not serve version {version_id!r} (status {response.status})")
         return _receive(response, key, nonce, into, max_bytes)
     except (OSError, http.client.HTTPException) as error:
-        raise NotHereError(f"fetching version {version_id!r} from {address} failed: {error!r}") from error
+        raise VersionUnavailableError(f"fetching version {version_id!r} from {address} failed: {error!r}") from error
     finally:
         connection.close()
 
@@ -259,13 +263,13 @@ def _receive(response: http.client.HTTPResponse, key: bytes, nonce: str, into: P
 
 
 def _receive_file(response: http.client.HTTPResponse, file: _File, path: Path) -> None:
-    digest, left = hashlib.sha256(), file.size_bytes
+    digest, remaining = hashlib.sha256(), file.size_bytes
     with path.open("xb") as target:
-        while left and (part := response.read(min(left, _CHUNK))):
+        while remaining and (part := response.read(min(remaining, _CHUNK))):
             digest.update(part)
             target.write(part)
-            left -= len(part)
-    if left or digest.hexdigest() != file.sha256:
+            remaining -= len(part)
+    if remaining or digest.hexdigest() != file.sha256:
         raise CorruptFilesError(f"{file.name} was truncated or changed in transfer")
 
 
@@ -303,7 +307,7 @@ class VersionTransfer:
         self._tried = False
         self.is_wanted = False
 
-    def look(self, in_memory: Iterable[str], capture: Callable[[str], Capture]) -> None:
+    def poll_samplers(self, in_memory: Iterable[str], capture: Callable[[str], Capture]) -> None:
         """Check for samplers; `in_memory` are the versions to offer to the first one."""
         self.is_wanted = bool(self._executors.live(self._base_model))
         if not self.is_wanted or self._tried:
@@ -347,7 +351,7 @@ MAX_VERSION_BYTES = 64 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class WantedVersion:
+class VersionRef:
     """A version's key and its source: a checkpoint, or an ephemeral version of a run."""
 
     key: str
@@ -389,15 +393,15 @@ class VersionFetcher:
         self._closed = False
         self.num_running = 0
 
-    def begin(self, wanted: WantedVersion) -> None:
+    def begin(self, version: VersionRef) -> None:
         self.num_running += 1
-        self._threads.submit(self._fetch, wanted)
+        self._threads.submit(self._fetch, version)
 
     def collect(self) -> list[FetchedVersion]:
         """Versions that arrived or failed since the last call."""
-        found = [self._finished.popleft() for _ in range(len(self._finished))]
-        self.num_running -= len(found)
-        return found
+        fetched = [self._finished.popleft() for _ in range(len(self._finished))]
+        self.num_running -= len(fetched)
+        return fetched
 
     def close(self) -> None:
         self._closed = True
@@ -406,46 +410,50 @@ class VersionFetcher:
             fetched.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _fetch(self, wanted: WantedVersion) -> None:
+    def _fetch(self, version: VersionRef) -> None:
         stack = ExitStack()
         try:
-            path = self._checkpoint(wanted.checkpoint, stack) if wanted.checkpoint else self._version(wanted, stack)
+            path = (
+                self._open_checkpoint(version.checkpoint, stack)
+                if version.checkpoint
+                else self._await_version(version, stack)
+            )
             num_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._finished.append(FetchedVersion(wanted.key, path, num_bytes, None, stack.close))
+            self._finished.append(FetchedVersion(version.key, path, num_bytes, None, stack.close))
         except Exception as error:  # noqa: BLE001  reported to the sampler
             stack.close()
-            self._finished.append(FetchedVersion(wanted.key, None, 0, error, stack.close))
+            self._finished.append(FetchedVersion(version.key, None, 0, error, stack.close))
 
-    def _checkpoint(self, checkpoint: Checkpoint, stack: ExitStack) -> Path:
+    def _open_checkpoint(self, checkpoint: Checkpoint, stack: ExitStack) -> Path:
         return stack.enter_context(self._sources.checkpoints.reading(checkpoint))
 
-    def _version(self, wanted: WantedVersion, stack: ExitStack) -> Path:
+    def _await_version(self, version: VersionRef, stack: ExitStack) -> Path:
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            if (path := self._from_owner(wanted, stack) or self._from_storage(wanted, stack)) is not None:
+            if (path := self._fetch_from_owner(version, stack) or self._open_in_storage(version, stack)) is not None:
                 return path
             if self._closed or time.monotonic() > deadline:
-                raise NotHereError(f"version {wanted.key!r} is neither in an engine nor in the storage")
+                raise VersionUnavailableError(f"version {version.key!r} is neither in an engine nor in the storage")
             time.sleep(PAUSE_S)
 
-    def _from_owner(self, wanted: WantedVersion, stack: ExitStack) -> Path | None:
-        model_id = wanted.sampler.model_id
+    def _fetch_from_owner(self, version: VersionRef, stack: ExitStack) -> Path | None:
+        model_id = version.sampler.model_id
         try:
             address = model_id and self._sources.executors.owner_address(model_id)
             if not address:
                 return None
             into = Path(tempfile.mkdtemp(dir=self._directory))
             stack.callback(shutil.rmtree, into, ignore_errors=True)
-            fetch(address, wanted.key, self._sources.key, into, MAX_VERSION_BYTES)
-        except (NotHereError, CorruptFilesError, SQLAlchemyError) as error:
-            log.info("a version could not be fetched from its engine", version_id=wanted.key, error=str(error))
+            fetch(address, version.key, self._sources.key, into, MAX_VERSION_BYTES)
+        except (VersionUnavailableError, CorruptFilesError, SQLAlchemyError) as error:
+            log.info("a version could not be fetched from its engine", version_id=version.key, error=str(error))
             return None
         return into
 
-    def _from_storage(self, wanted: WantedVersion, stack: ExitStack) -> Path | None:
+    def _open_in_storage(self, version: VersionRef, stack: ExitStack) -> Path | None:
         try:
-            name = self._sources.samplers.directory_of(wanted.key)
+            name = self._sources.samplers.directory_of(version.key)
             return None if name is None else stack.enter_context(self._sources.versions.reading(name))
         except (CorruptFilesError, OSError, SQLAlchemyError) as error:
-            log.warning("a version could not be read from the storage", version_id=wanted.key, error=str(error))
+            log.warning("a version could not be read from the storage", version_id=version.key, error=str(error))
             return None

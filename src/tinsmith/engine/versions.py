@@ -79,7 +79,7 @@ class Versions:
         self._newer_inflight: set[str] = set()  # published since they were written
         self._loaded: dict[str, int] = {}  # with their bytes
 
-    def is_named(self, sampling_session_id: str) -> bool:
+    def has_sampling_session(self, sampling_session_id: str) -> bool:
         """Whether a sampling session with this id exists."""
         return self._samplers.find(sampling_session_id) is not None
 
@@ -167,22 +167,22 @@ class Versions:
 
     def capture(self, model_id: str) -> list[CapturedVersion]:
         """Capture the model's versions without files; pass them to `write` and then to `mark_written`."""
-        ids = [one for one in self._ephemeral.get(model_id, ()) if one not in self._written]
+        ids = [version_id for version_id in self._ephemeral.get(model_id, ()) if version_id not in self._written]
         if (inflight := inflight_version(model_id)) in self._newer_inflight:
             self._newer_inflight.discard(inflight)
             ids.append(inflight)
         self._being_written.update(ids)
-        return [CapturedVersion(one, self._backend.capture_version(one)) for one in ids]
+        return [CapturedVersion(version_id, self._backend.capture_version(version_id)) for version_id in ids]
 
     def write(self, captured: Sequence[CapturedVersion]) -> None:
         """Thread-safe."""
-        for one in captured:
-            directory, _ = self._directories.write(one.capture.write)
-            self._directories.discard(self._samplers.written(one.version_id, directory))
+        for version in captured:
+            directory, _ = self._directories.write(version.capture.write)
+            self._directories.discard(self._samplers.record_files(version.version_id, directory))
 
     def mark_written(self, model_id: str, captured: Sequence[CapturedVersion], error: Exception | None) -> None:
         """Record whether they were written."""
-        ids = {one.version_id for one in captured}
+        ids = {version.version_id for version in captured}
         self._being_written -= ids
         inflight = inflight_version(model_id)
         if error is None:
@@ -190,7 +190,7 @@ class Versions:
         elif inflight in ids and self._backend.has_version(inflight):
             self._newer_inflight.add(inflight)
 
-    def tidy(self) -> bool:
+    def offload_one(self) -> bool:
         """Move one ephemeral version to disk if a model has too many in memory; False if none has."""
         for model_id, versions in self._ephemeral.items():
             if len(versions) > VERSIONS_IN_MEMORY and self._move_oldest(model_id, leave=len(versions) - 1):
@@ -252,11 +252,11 @@ class Versions:
         """Whether any of a model's versions is being written."""
         return not self._being_written.isdisjoint((*self._ephemeral.get(model_id, ()), inflight_version(model_id)))
 
-    def look_for_samplers(self) -> bool:
+    def poll_samplers(self) -> bool:
         """Once a second: whether published versions must be written immediately, for dedicated samplers."""
         if self._transfer is None:
             return False
-        self._transfer.look(list(self._in_memory), self._backend.capture_version)
+        self._transfer.poll_samplers(list(self._in_memory), self._backend.capture_version)
         return self._transfer.is_wanted
 
     def _drop(self, version_id: str) -> None:

@@ -22,7 +22,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 TRAINING_FILES = (OPTIMIZER_FILE, "gradient.safetensors")
-"""What only training needs."""
+"""Files that only training needs."""
 PREFIX = "base_model.model."
 
 MAX_RANK = 256
@@ -37,7 +37,7 @@ UNEMBEDDINGS = ("lm_head", "embed_out", "output")
 TINKER_HEAD, HEAD = "model.unembed_tokens", "lm_head"
 """The unembedding in Tinker's exports, and its name here and in PEFT."""
 
-HARMLESS = frozenset(
+HARMLESS_SETTINGS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
      "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
      "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
@@ -48,18 +48,18 @@ HARMLESS = frozenset(
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initialisations that leave the base unchanged; the others (PiSSA, OLoRA, ...) subtract something from it."""
 
-EXPERTS = "experts.gate_up_proj"
+EXPERTS_PATTERN = "experts.gate_up_proj"
 """The pattern by which our own checkpoints describe experts: two matrices stored as one of twice the rank."""
 
-SPLIT = {"in_proj_qkv": 3, "in_proj": 2}
-"""Linears with several adapters, which our own checkpoints store as one: its rank, as a multiple of theirs."""
+RANK_MULTIPLES = {"in_proj_qkv": 3, "in_proj": 2}
+"""Linears with several adapters, which our own checkpoints store as one: its rank, as a multiple of each one's."""
 
-IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
+IMPORT_HINT = "`tinsmith checkpoints import` rewrites the adapter"
 
 EXPERT_SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
-_COPY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
+_BASE_WEIGHT_KEY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
+_LORA_KEY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ class AdaptedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterInfo:
+    """What an adapter's configuration and the header of its weights say."""
+
     rank: int
     alpha: float
     rslora: bool
@@ -100,7 +102,7 @@ class AdapterFacts:
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def config(self) -> dict[str, object]:
-        """The configuration of the same adapter at our alpha."""
+        """PEFT's configuration of this adapter after a rewrite to our alpha."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -126,7 +128,7 @@ def group_of(name: str) -> str:
     return "attn" if mixes_tokens(name) else "mlp"
 
 
-def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
+def read(directory: Path, *, plain: bool = False) -> AdapterInfo:
     """Raises UserError if the directory is not a LoRA adapter or has an unsupported setting; with `plain`, also if
     engines cannot load it without a rewrite.
     """
@@ -134,7 +136,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     ours = plain and _is_ours(config)
     stacked = ours and bool(config.get("target_parameters"))
     split_names = (
-        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & SPLIT.keys() if ours else frozenset()
+        frozenset(cast("dict[str, int]", config.get("rank_pattern") or {})) & RANK_MULTIPLES.keys()
+        if ours
+        else frozenset()
     )
     if ours:
         config = {name: value for name, value in config.items() if name not in EXPERT_SETTINGS}
@@ -146,10 +150,12 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
     linears, copies = _read_linears(directory / WEIGHTS_FILE)
     if plain and copies:
-        raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
+        raise UserError(
+            f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT_HINT}"
+        )
     experts = frozenset(name for name in linears if stacked and name.endswith((".experts", ".experts.base_layer")))
     separate = experts | {name for name in linears if name.rpartition(".")[2] in split_names}
-    facts = AdapterFacts(
+    info = AdapterInfo(
         rank=max((linear.rank for name, linear in linears.items() if name not in separate), default=cast(int, rank)),
         alpha=float(cast(float, alpha)),
         rslora=bool(config.get("use_rslora")),
@@ -163,37 +169,37 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     for name, linear in linears.items():
         if name in separate:
             continue  # checked by the engine
-        expected = _of_pattern(facts.rank_pattern, name, cast(int, rank))
+        expected = _of_pattern(info.rank_pattern, name, cast(int, rank))
         if linear.rank != expected:
             raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {expected}")
         if plain and not linear.keys[0].endswith(".lora_A.weight"):
-            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT}")
-    alphas = [facts.alpha, *facts.alpha_pattern.values()]
-    if not (1 <= facts.rank <= MAX_RANK and all(0 < each < MAX_ALPHA for each in alphas)):
+            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT_HINT}")
+    alphas = [info.alpha, *info.alpha_pattern.values()]
+    if not (1 <= info.rank <= MAX_RANK and all(0 < alpha_value < MAX_ALPHA for alpha_value in alphas)):
         raise UserError(
-            f"{CONFIG_FILE}: the rank is {facts.rank} and lora_alpha is {alpha!r}; ranks go from 1 to {MAX_RANK}, and "
+            f"{CONFIG_FILE}: the rank is {info.rank} and lora_alpha is {alpha!r}; ranks go from 1 to {MAX_RANK}, and "
             "alpha must be positive"
         )
-    return facts
+    return info
 
 
-def check_fits(facts: AdapterFacts, base: Path) -> None:
+def check_fits(info: AdapterInfo, base: Path) -> None:
     """Raises UserError if a base model's files show that the adapter is for another model. Some families name weights
     differently in files; there the engine checks when it loads the adapter.
     """
     shapes = {
         key: shape for path in sorted(base.glob("*.safetensors")) for key, (_, shape) in read_header(path).items()
     }
-    if not any(f"{name}.weight" in shapes for name in facts.linears):
+    if not any(f"{name}.weight" in shapes for name in info.linears):
         return
-    for name, linear in facts.linears.items():
-        if name in facts.experts:
+    for name, linear in info.linears.items():
+        if name in info.experts:
             continue
         shape = shapes.get(f"{name}.weight")
         sizes = (linear.out_features, linear.in_features)
         if shape not in (sizes, None) or (shape is None and group_of(name) != "unembed"):
-            there = "no such linear" if shape is None else f"a linear of {list(shape)}"
-            raise UserError(f"{WEIGHTS_FILE} changes {name} {list(sizes)}, and the base model has {there}")
+            base_linear = "no such linear" if shape is None else f"a linear of {list(shape)}"
+            raise UserError(f"{WEIGHTS_FILE} changes {name} {list(sizes)}, and the base model has {base_linear}")
 
 
 def optimizer_type(directory: Path) -> str | None:
@@ -201,12 +207,12 @@ def optimizer_type(directory: Path) -> str | None:
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         return None
-    held = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
-    if held not in FAMILY_OF_STATE:
+    state_names = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
+    if state_names not in FAMILY_OF_STATE:
         raise UserError(
-            f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no supported optimizer uses"
+            f"{OPTIMIZER_FILE} holds {', '.join(sorted(state_names)) or 'nothing'}, which no supported optimizer uses"
         )
-    return FAMILY_OF_STATE[held]
+    return FAMILY_OF_STATE[state_names]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -220,11 +226,14 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise UserError(f"{path.name} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
         with safe_open(path, framework="numpy") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  it is no dict
-            return {key: (str(each.get_dtype()), tuple(each.get_shape())) for key, each in slices.items()}
+            return {
+                key: (str(tensor_slice.get_dtype()), tuple(tensor_slice.get_shape()))
+                for key, tensor_slice in slices.items()
+            }
     except FileNotFoundError:
-        found = sorted(other.name for other in path.parent.glob("adapter_model.*"))
-        instead = f", only {found[0]}; load and save it with PEFT, as safetensors" if found else ""
-        raise UserError(f"there is no {path.name}{instead}") from None
+        other_formats = sorted(other.name for other in path.parent.glob("adapter_model.*"))
+        hint = f", only {other_formats[0]}; load and save it with PEFT, as safetensors" if other_formats else ""
+        raise UserError(f"there is no {path.name}{hint}") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path.name} is not a complete safetensors file: {error}") from None
 
@@ -261,25 +270,25 @@ def _is_ours(config: Mapping[str, object]) -> bool:
     parameters = config.get("target_parameters") or []
     if not isinstance(ranks, dict) or not isinstance(parameters, list) or not (ranks or parameters):
         return False
-    if (EXPERTS in ranks) != any(str(name).endswith(EXPERTS) for name in parameters):
+    if (EXPERTS_PATTERN in ranks) != any(str(name).endswith(EXPERTS_PATTERN) for name in parameters):
         return False
-    times = {name: (SPLIT | {EXPERTS: 2}).get(name, 0) for name in ranks}
+    times = {name: (RANK_MULTIPLES | {EXPERTS_PATTERN: 2}).get(name, 0) for name in ranks}
     return (ranks, alphas) == (
-        {name: each * cast(int, rank) for name, each in times.items()},
-        {name: each * cast(float, alpha) for name, each in times.items()},
+        {name: factor * cast(int, rank) for name, factor in times.items()},
+        {name: factor * cast(float, alpha) for name, factor in times.items()},
     )
 
 
 def _refuse_unknown(config: Mapping[str, object]) -> None:
-    refused = sorted(name for name, value in config.items() if value and name not in HARMLESS)
-    if refused:
-        raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, refused))}, which is not supported here")
+    unknown = sorted(name for name, value in config.items() if value and name not in HARMLESS_SETTINGS)
+    if unknown:
+        raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, unknown))}, which is not supported here")
 
 
 def _require_plain(config: Mapping[str, object]) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
-            raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT}")
+            raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT_HINT}")
 
 
 def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]:
@@ -287,20 +296,20 @@ def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]
     copies: dict[str, str] = {}
     sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for key, (dtype, shape) in read_header(path).items():
-        found = _TENSOR.fullmatch(key)
-        copy = None if found else _COPY.fullmatch(key)
-        if copy and copy["name"].rpartition(".")[2] in (*UNEMBEDDINGS, "embed_tokens"):
-            copies[copy["name"]] = key
+        match = _LORA_KEY.fullmatch(key)
+        copy_match = None if match else _BASE_WEIGHT_KEY.fullmatch(key)
+        if copy_match and copy_match["name"].rpartition(".")[2] in (*UNEMBEDDINGS, "embed_tokens"):
+            copies[copy_match["name"]] = key
             continue
-        if found is None or len(shape) != 2:
+        if match is None or len(shape) != 2:
             raise UserError(f"{path.name} holds {key!r} {list(shape)}, which is not a LoRA matrix of a linear")
         if dtype not in FLOATS:
             raise UserError(f"{path.name}: {key!r} is {dtype}; weights must be floating-point numbers")
-        name = HEAD if found["name"] == TINKER_HEAD else found["name"]
+        name = HEAD if match["name"] == TINKER_HEAD else match["name"]
         matrices = sides.setdefault(name, {})
-        if found["side"] in matrices:
+        if match["side"] in matrices:
             raise UserError(f"{path.name} holds {name} twice; keep one adapter in a file")
-        matrices[found["side"]] = (key, shape)
+        matrices[match["side"]] = (key, shape)
     linears = {}
     for name, matrices in sides.items():
         if len(matrices) != 2 or matrices["A"][1][0] != matrices["B"][1][1] or 0 in matrices["A"][1] + matrices["B"][1]:
@@ -313,10 +322,10 @@ def _read_linears(path: Path) -> tuple[dict[str, AdaptedLinear], dict[str, str]]
 
 
 def _pattern(config: Mapping[str, object], name: str) -> dict[str, float]:
-    found = config.get(name) or {}
-    if not isinstance(found, dict) or not all(_is_number(value, int, float) for value in found.values()):
+    pattern = config.get(name) or {}
+    if not isinstance(pattern, dict) or not all(_is_number(value, int, float) for value in pattern.values()):
         raise UserError(f"{CONFIG_FILE}: {name} must be an object of numbers")
-    return found
+    return pattern
 
 
 def _of_pattern(pattern: Mapping[str, float], name: str, default: float) -> float:

@@ -26,13 +26,15 @@ from tinsmith.types import ModelShape
 REVISION = "main"
 TEMPLATES = "additional_chat_templates"
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-SMALL = ("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt",
-         "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*",
-         f"{TEMPLATES}/*.jinja", "LICENSE*")  # fmt: skip
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+SERVED_PATTERNS = (
+    *("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*"),
+    *(f"{TEMPLATES}/*.jinja", "LICENSE*"),
+)
 """Files of a base model's directory that are served; others are not."""
 
-WHOLE_BYTES = 64 << 20
+FULL_HASH_BYTES = 64 << 20
 """Files up to this size are hashed completely; larger ones by samples."""
 
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
@@ -65,13 +67,13 @@ class MissingEntryError(MissingError):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """`etag` identifies the content; with `whole`, it is the SHA-256. `path` is None for a file in a bucket."""
+    """`etag` identifies the content; with `is_full_hash` it is the SHA-256. `path` is None for a file in a bucket."""
 
     path: Path | None
     size_bytes: int
     etag: str
-    whole: bool
-    opened: Callable[[], IO[bytes]]
+    is_full_hash: bool
+    open: Callable[[], IO[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +105,26 @@ class Repository:
 
 def repository_of(ref: CheckpointRef) -> str | None:
     """The id of a checkpoint's repository; None if its run's id has another form."""
-    found = _RUN.fullmatch(ref.training_run_id)
-    return f"{found[1]}/{found[2]}.{ref.kind}.{ref.name}" if found else None
+    match = _RUN.fullmatch(ref.training_run_id)
+    return f"{match[1]}/{match[2]}.{ref.kind}.{ref.name}" if match else None
 
 
 def checkpoint_of(repo_id: str) -> CheckpointRef | None:
     """The checkpoint named by a repository's id, if the id has that form."""
-    found = _REPOSITORY.fullmatch(repo_id)
-    return CheckpointRef(f"{found[1]}:train:{found[2]}", found[3], found[4]) if found else None
+    match = _REPOSITORY.fullmatch(repo_id)
+    return CheckpointRef(f"{match[1]}:train:{match[2]}", match[3], match[4]) if match else None
 
 
 def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
     """The repository of a base model, including its weights only with `weights`."""
     directory = Path(shape.path)
-    found = {path.name: path for path in directory.glob("*") if path.is_file()}
-    found |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
-    heavy = {name for name in found if any(fnmatchcase(name, pattern) for pattern in WEIGHTS)}
-    light = {name for name in found if any(fnmatchcase(name, pattern) for pattern in SMALL)} - heavy
+    paths = {path.name: path for path in directory.glob("*") if path.is_file()}
+    paths |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
+    heavy = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in WEIGHT_PATTERNS)}
+    light = {name for name in paths if any(fnmatchcase(name, pattern) for pattern in SERVED_PATTERNS)} - heavy
     hidden = frozenset() if weights else frozenset(heavy)
-    files = {name: _described(found[name]) for name in sorted((light | heavy) - hidden)}
-    modified_at = max((found[name].stat().st_mtime for name in files), default=0.0)
+    files = {name: _hub_file(paths[name]) for name in sorted((light | heavy) - hidden)}
+    modified_at = max((paths[name].stat().st_mtime for name in files), default=0.0)
     return Repository(shape.name, files, modified_at, "transformers", hidden)
 
 
@@ -139,10 +141,10 @@ def checkpoint_repository(repo_id: str, directories: Directories, directory: str
     return Repository(repo_id, files, created_at, "peft")
 
 
-def _described(path: Path) -> HubFile:
-    facts = path.stat()
-    etag = _digest(path, facts.st_size, facts.st_mtime_ns)
-    return HubFile(path, facts.st_size, etag, facts.st_size <= WHOLE_BYTES, lambda: path.open("rb"))
+def _hub_file(path: Path) -> HubFile:
+    stat = path.stat()
+    etag = _digest(path, stat.st_size, stat.st_mtime_ns)
+    return HubFile(path, stat.st_size, etag, stat.st_size <= FULL_HASH_BYTES, lambda: path.open("rb"))
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +153,7 @@ def _digest(path: Path, size_bytes: int, _mtime_ns: int) -> str:
     Large files are sampled, since clients wait only ten seconds for the response.
     """
     with path.open("rb") as file:
-        if size_bytes <= WHOLE_BYTES:
+        if size_bytes <= FULL_HASH_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
         digest = hashlib.sha256(str(size_bytes).encode())
         for sample in range(SAMPLES):

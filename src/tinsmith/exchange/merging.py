@@ -24,13 +24,13 @@ from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.exchange import adapters
-from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
+from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterInfo
 from tinsmith.storage.directories import atomic_directory
 from tinsmith.types import LORA_ALPHA
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-PATTERN = "model{suffix}.safetensors"
+SHARD_PATTERN = "model{suffix}.safetensors"
 OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
 """Other files of a model's directory, which are copied."""
 
@@ -40,7 +40,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 FILE_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BYTES: Mapping[str, int] = {
+DTYPE_BYTES: Mapping[str, int] = {
     **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
@@ -52,7 +52,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BaseTensor:
     """A tensor of the base: its file and its key there."""
 
     file: Path
@@ -62,21 +62,21 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """A tensor of the result: its source, its adapted linear, and the dtype it is rounded to."""
 
-    source: Stored
+    source: BaseTensor
     linear: str | None
     dtype: torch.dtype | None  # None: the source's
 
 
-def _num_bytes(planned: Planned) -> int:
-    width = BYTES[planned.source.dtype] if planned.dtype is None else planned.dtype.itemsize
-    return math.prod(planned.source.shape) * width
+def _num_bytes(tensor: PlannedTensor) -> int:
+    width = DTYPE_BYTES[tensor.source.dtype] if tensor.dtype is None else tensor.dtype.itemsize
+    return math.prod(tensor.source.shape) * width
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergeResult:
     path: Path
     dtype: str
     linears: int
@@ -91,49 +91,49 @@ def merge(
     *,
     dtype: str = "auto",
     shard_bytes: int = SHARD_BYTES,
-    progress: Progress = lambda _done, _all: None,
-) -> Merged:
+    progress: Progress = lambda _num_done, _num_tensors: None,
+) -> MergeResult:
     """Write base + adapter as a Hugging Face model. `dtype` auto keeps the base's. Raises UserError."""
-    facts = adapters.read(adapter)
+    info = adapters.read(adapter)
     config = _base_config(base)
-    stored = _tensors_of(base)
-    usual = _usual_dtype(stored.values())
-    wanted = _dtype(dtype, usual)
-    plan = _plan(facts, stored, usual, wanted)
-    _compare_copies(facts, adapter / WEIGHTS_FILE, stored)
-    if plan.keys() != stored.keys():
-        config = _untied(config)
+    base_tensors = _list_tensors(base)
+    base_dtype = _majority_dtype(base_tensors.values())
+    merged_dtype = _dtype(dtype, base_dtype)
+    plan = _plan(info, base_tensors, base_dtype, merged_dtype)
+    _compare_copies(info, adapter / WEIGHTS_FILE, base_tensors)
+    if plan.keys() != base_tensors.keys():
+        config = _untie_embeddings(config)
     if dtype != "auto":
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     shards = split_state_dict_into_shards_factory(
-        plan, get_storage_size=_num_bytes, filename_pattern=PATTERN, max_shard_size=shard_bytes
+        plan, get_storage_size=_num_bytes, filename_pattern=SHARD_PATTERN, max_shard_size=shard_bytes
     )
     with atomic_directory(output) as hidden:
         _copy_other_files(base, hidden)
-        _write_shards(hidden, shards, plan, facts, adapter / WEIGHTS_FILE, progress)
+        _write_shards(hidden, shards, plan, info, adapter / WEIGHTS_FILE, progress)
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         size_bytes = sum(path.stat().st_size for path in hidden.glob("*.safetensors"))
-    return Merged(
-        output, str(wanted).removeprefix("torch."), len(facts.linears), len(shards.filename_to_tensors), size_bytes
+    return MergeResult(
+        output, str(merged_dtype).removeprefix("torch."), len(info.linears), len(shards.filename_to_tensors), size_bytes
     )
 
 
-def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFacts:
-    """The same adapter in the format that engines load: float32, one rank, our alpha. Its logits are equal up to
+def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterInfo:
+    """Write an adapter in the format that engines load: float32, one rank, our alpha. Its logits stay equal up to
     float32 rounding. `base` finds the base model, which is needed if the adapter holds copies of its weights.
     """
-    facts = adapters.read(adapter)
-    if facts.copies:
-        _compare_copies(facts, adapter / WEIGHTS_FILE, _tensors_of(base()))
+    info = adapters.read(adapter)
+    if info.copies:
+        _compare_copies(info, adapter / WEIGHTS_FILE, _list_tensors(base()))
     generator = torch.Generator().manual_seed(SEED)
     tensors: dict[str, Tensor] = {}
     with safe_open(adapter / WEIGHTS_FILE, framework="pt") as opened:
-        for name, linear in facts.linears.items():
+        for name, linear in info.linears.items():
             a_rI, b_Or = (opened.get_tensor(key).double() for key in linear.keys)
             if not (a_rI.isfinite().all() and b_Or.isfinite().all()):
                 raise UserError(f"{WEIGHTS_FILE}: {name} holds numbers that are not finite")
-            b_Or = b_Or * (facts.scale(name) / (LORA_ALPHA / facts.rank))
-            missing = facts.rank - linear.rank
+            b_Or = b_Or * (info.scale(name) / (LORA_ALPHA / info.rank))
+            missing = info.rank - linear.rank
             if missing:
                 # Initialised like a new adapter: no effect, but trainable.
                 bound = linear.in_features**-0.5
@@ -145,19 +145,19 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
             tensors[f"{adapters.PREFIX}{name}.lora_B.weight"] = b_Or.float().contiguous()
     with atomic_directory(output) as hidden:
         save_file(tensors, hidden / WEIGHTS_FILE, metadata={"format": "pt"})
-        (hidden / CONFIG_FILE).write_text(json.dumps(facts.config(), indent=2, sort_keys=True) + "\n")
+        (hidden / CONFIG_FILE).write_text(json.dumps(info.config(), indent=2, sort_keys=True) + "\n")
     return adapters.read(output, plain=True)
 
 
-def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Stored]) -> None:
+def _compare_copies(info: AdapterInfo, weights: Path, base_tensors: Mapping[str, BaseTensor]) -> None:
     """PEFT stores the embeddings with an adapter of the unembedding. Raises UserError if they differ from the base's,
     which means that they were trained or resized.
     """
-    for name, key in facts.copies.items():
-        source = stored.get(f"{name}.weight") or _embedding(stored, name)
+    for name, key in info.copies.items():
+        source = base_tensors.get(f"{name}.weight") or _embedding(base_tensors, name)
         with safe_open(weights, framework="pt") as adapter_file, safe_open(source.file, framework="pt") as base_file:
-            copy, own = adapter_file.get_tensor(key), base_file.get_tensor(source.key)
-        if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
+            copy, weight = adapter_file.get_tensor(key), base_file.get_tensor(source.key)
+        if not (torch.equal(copy.to(weight.dtype), weight) or torch.equal(weight.to(copy.dtype), copy)):
             raise UserError(
                 f"{WEIGHTS_FILE} holds {key!r}, which differs from the base model's: weights that were trained in "
                 "full, or resized, are not supported"
@@ -174,7 +174,7 @@ def _base_config(base: Path) -> dict[str, object]:
     return config
 
 
-def _tensors_of(base: Path) -> dict[str, Stored]:
+def _list_tensors(base: Path) -> dict[str, BaseTensor]:
     """All tensors of a model by name, in the order of its files."""
     if (base / SINGLE_FILE).is_file():
         files = [base / SINGLE_FILE]
@@ -183,21 +183,21 @@ def _tensors_of(base: Path) -> dict[str, Stored]:
         files = [base / name for name in dict.fromkeys(weight_map.values())]
     else:
         raise UserError(f"{base} has neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
-    stored = {
-        key: Stored(file, key, dtype, shape)
+    base_tensors = {
+        key: BaseTensor(file, key, dtype, shape)
         for file in files
         for key, (dtype, shape) in adapters.read_header(file).items()
     }
-    for name, tensor in stored.items():
-        if tensor.dtype not in BYTES:
+    for name, tensor in base_tensors.items():
+        if tensor.dtype not in DTYPE_BYTES:
             raise UserError(f"{tensor.file.name} holds {name!r} as {tensor.dtype}; such a base cannot be merged into")
-    return stored
+    return base_tensors
 
 
-def _usual_dtype(stored: Iterable[Stored]) -> torch.dtype:
-    """The dtype of most numbers of the base."""
+def _majority_dtype(base_tensors: Iterable[BaseTensor]) -> torch.dtype:
+    """The dtype of most parameters of the base."""
     counts: Counter[str] = Counter()
-    for tensor in stored:
+    for tensor in base_tensors:
         if tensor.dtype in FILE_DTYPES:
             counts[tensor.dtype] += math.prod(tensor.shape)
     if not counts:
@@ -205,24 +205,24 @@ def _usual_dtype(stored: Iterable[Stored]) -> torch.dtype:
     return FILE_DTYPES[counts.most_common(1)[0][0]]
 
 
-def _dtype(name: str, usual: torch.dtype) -> torch.dtype:
+def _dtype(name: str, base_dtype: torch.dtype) -> torch.dtype:
     if name != "auto" and name not in DTYPES:
         raise UserError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES)}")
-    return usual if name == "auto" else DTYPES[name]
+    return base_dtype if name == "auto" else DTYPES[name]
 
 
 def _plan(
-    facts: AdapterFacts,
-    stored: Mapping[str, Stored],
-    usual: torch.dtype,
-    wanted: torch.dtype,
-) -> dict[str, Planned]:
+    info: AdapterInfo,
+    base_tensors: Mapping[str, BaseTensor],
+    base_dtype: torch.dtype,
+    merged_dtype: torch.dtype,
+) -> dict[str, PlannedTensor]:
     """Tensors whose dtype differs from that of most of the base (such as a router in float32) keep it."""
-    sources = dict(stored)
-    for name, linear in facts.linears.items():
-        source = stored.get(f"{name}.weight")
+    sources = dict(base_tensors)
+    for name, linear in info.linears.items():
+        source = base_tensors.get(f"{name}.weight")
         if source is None and adapters.group_of(name) == "unembed":
-            source = sources[f"{name}.weight"] = _embedding(stored, name)
+            source = sources[f"{name}.weight"] = _embedding(base_tensors, name)
         sizes = (linear.out_features, linear.in_features)
         if source is None:
             raise UserError(
@@ -235,24 +235,26 @@ def _plan(
                 f"floating-point {list(sizes)}; it belongs to another base"
             )
     return {
-        name: Planned(
+        name: PlannedTensor(
             source,
-            linear if (linear := name.removesuffix(".weight")) in facts.linears else None,
-            wanted if FILE_DTYPES.get(source.dtype) == usual else None,
+            linear if (linear := name.removesuffix(".weight")) in info.linears else None,
+            merged_dtype if FILE_DTYPES.get(source.dtype) == base_dtype else None,
         )
         for name, source in sources.items()
     }
 
 
-def _embedding(stored: Mapping[str, Stored], head: str) -> Stored:
+def _embedding(base_tensors: Mapping[str, BaseTensor], head: str) -> BaseTensor:
     """The tied weights of an unembedding that is not in the files."""
-    found = [tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight"))]
-    if len(found) != 1:
+    embeddings = [
+        tensor for name, tensor in base_tensors.items() if name.endswith(("embed_tokens.weight", "wte.weight"))
+    ]
+    if len(embeddings) != 1:
         raise UserError(f"the base's files hold no {head}.weight, and no single embedding to share")
-    return found[0]
+    return embeddings[0]
 
 
-def _untied(config: Mapping[str, object]) -> dict[str, object]:
+def _untie_embeddings(config: Mapping[str, object]) -> dict[str, object]:
     """The configuration with untied embeddings, since only the unembedding is updated."""
     changed = dict(config) | {"tie_word_embeddings": False}
     if isinstance(text := config.get("text_config"), dict):
@@ -263,12 +265,12 @@ def _untied(config: Mapping[str, object]) -> dict[str, object]:
 def _write_shards(
     hidden: Path,
     shards: StateDictSplit,
-    plan: Mapping[str, Planned],
-    facts: AdapterFacts,
+    plan: Mapping[str, PlannedTensor],
+    info: AdapterInfo,
     weights: Path,
     progress: Progress,
 ) -> None:
-    done = 0
+    num_done = 0
     with ExitStack() as stack:
         files = {
             file: stack.enter_context(safe_open(file, framework="pt"))
@@ -280,23 +282,23 @@ def _write_shards(
             for name in names:
                 planned = plan[name]
                 weight = files[planned.source.file].get_tensor(planned.source.key)
-                tensors[name] = _made(weight, planned, facts, updates)
-                done += 1
-                progress(done, len(plan))
+                tensors[name] = _merge_tensor(weight, planned, info, updates)
+                num_done += 1
+                progress(num_done, len(plan))
             save_file(tensors, hidden / file_name, metadata={"format": "pt"})
     if shards.is_sharded:
         index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (hidden / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _made(weight_OI: Tensor, planned: Planned, facts: AdapterFacts, updates: safe_open) -> Tensor:
+def _merge_tensor(weight_OI: Tensor, planned: PlannedTensor, info: AdapterInfo, updates: safe_open) -> Tensor:
     if planned.linear is not None:
-        a_rI, b_Or = (updates.get_tensor(key).float() for key in facts.linears[planned.linear].keys)
-        given = weight_OI.dtype
-        weight_OI = weight_OI.float() + (b_Or @ a_rI) * facts.scale(planned.linear)
+        a_rI, b_Or = (updates.get_tensor(key).float() for key in info.linears[planned.linear].keys)
+        base_dtype = weight_OI.dtype
+        weight_OI = weight_OI.float() + (b_Or @ a_rI) * info.scale(planned.linear)
         if not weight_OI.isfinite().all():
             raise UserError(f"{planned.linear}: the merged weights are not all finite")
-        weight_OI = weight_OI.to(planned.dtype or given)
+        weight_OI = weight_OI.to(planned.dtype or base_dtype)
     elif planned.dtype is not None:
         weight_OI = weight_OI.to(planned.dtype)
     return weight_OI.contiguous()

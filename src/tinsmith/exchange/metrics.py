@@ -78,11 +78,11 @@ class RunMetrics:
 
     def reward(self, prompt: Sequence[int], answers: Iterable[Sequence[int]], rewards: Iterable[float]) -> int:
         """Set the rewards of answers to one prompt, all as tokens. Returns how many kept answers show them now."""
-        given = [
+        entries = [
             {"digest": tokens_digest(prompt, answer), "reward": float(reward)}
             for answer, reward in zip(answers, rewards, strict=True)
         ]
-        return self._post("dashboard/samples/rewards", {"rewards": given}).get("updated", 0) if given else 0
+        return self._post("dashboard/samples/rewards", {"rewards": entries}).get("updated", 0) if entries else 0
 
     def flush(self) -> None:
         """Send waiting points."""

@@ -60,7 +60,7 @@ class Trajectories:
         self._http = httpx.Client(headers={"X-API-Key": api_key}, timeout=TIMEOUT_S)
 
     def of(self, session: str) -> list[CapturedTrajectory]:
-        return [_read(each) for each in self._request("GET", "", params={"session": session})["trajectories"]]
+        return [_read(record) for record in self._request("GET", "", params={"session": session})["trajectories"]]
 
     def all(self) -> Iterator[CapturedTrajectory]:
         """The trajectories of every session, in pages."""
@@ -74,8 +74,8 @@ class Trajectories:
 
     def reward(self, rewards: Mapping[str, float]) -> None:
         """Set rewards by trajectory id. Raises NotFoundError."""
-        given = [{"trajectory_id": each, "reward": reward} for each, reward in rewards.items()]
-        self._request("POST", "/rewards", json={"rewards": given})
+        entries = [{"trajectory_id": trajectory_id, "reward": reward} for trajectory_id, reward in rewards.items()]
+        self._request("POST", "/rewards", json={"rewards": entries})
 
     def delete(self, session: str) -> int:
         return self._request("DELETE", "", params={"session": session})["deleted"]
@@ -89,13 +89,13 @@ class Trajectories:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(self, method: str, path: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  httpx's own
-        answer = self._http.request(method, self._url + path, **more)
+    def _request(self, method: str, path: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401  httpx's own
+        answer = self._http.request(method, self._url + path, **options)
         if answer.is_success:
             return answer.json()
         raise refusal(answer.status_code, answer.text)
 
 
-def _read(given: Mapping[str, Any]) -> CapturedTrajectory:
-    plain = ("trajectory_id", "session", "reward", "versions", "tokens", "sampled", "logprobs")
-    return CapturedTrajectory(num_exchanges=given["exchanges"], **{name: given[name] for name in plain})
+def _read(record: Mapping[str, Any]) -> CapturedTrajectory:
+    names = ("trajectory_id", "session", "reward", "versions", "tokens", "sampled", "logprobs")
+    return CapturedTrajectory(num_exchanges=record["exchanges"], **{name: record[name] for name in names})

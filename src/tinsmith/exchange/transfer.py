@@ -62,7 +62,7 @@ class TinkerServer:
 
     def pull(self, path: str, directory: Path, progress: Progress) -> dict[str, int]:
         """Fetch all files of a checkpoint; returns their sizes by name. Raises UserError."""
-        run_id, kind, name = _parts(path)
+        run_id, kind, name = _parse_path(path)
         answer = self._request(lambda: self._http.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive"))
         link = answer.headers.get("location", "")
         if not answer.is_redirect or not link.startswith(("http://", "https://")):
@@ -76,7 +76,7 @@ class TinkerServer:
                 with atomic_directory(directory) as hidden:
                     stream = _Stream(response.iter_bytes(CHUNK_BYTES), total, progress)
                     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[arg-type]
-                        return _unpacked(archive, hidden)
+                        return _extract(archive, hidden)
         except (httpx.TransportError, tarfile.TarError, EOFError) as error:
             raise TinsmithError(f"the download failed: {error!r}; nothing was kept, try again") from None
 
@@ -86,12 +86,12 @@ class TinkerServer:
         total = sum(path.stat().st_size for path in present)
         # A retried request carries the same key, so it creates only one checkpoint.
         headers = {"X-Idempotency-Key": uuid.uuid4().hex}
-        done = 0
+        num_sent = 0
 
         def read(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            progress(done, total)
+            nonlocal num_sent
+            num_sent += num_bytes
+            progress(num_sent, total)
 
         with ExitStack() as stack:
             opened = {path.name: stack.enter_context(path.open("rb")) for path in present}
@@ -105,9 +105,9 @@ class TinkerServer:
             )
         return answer.json()
 
-    def _request(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+    def _request(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         try:
-            answer = ask()
+            answer = send()
         except httpx.TransportError as error:
             raise TinsmithError(
                 f"no answer from {self._url}: {error!r}; is `tinsmith serve` running? Its address "
@@ -121,20 +121,20 @@ class TinkerServer:
 class _Stream:
     """A response's bytes as a file that is read once, in order."""
 
-    def __init__(self, pieces: Iterator[bytes], total: int, progress: Progress) -> None:
-        self._pieces = pieces
+    def __init__(self, chunks: Iterator[bytes], total: int, progress: Progress) -> None:
+        self._chunks = chunks
         self._total = total
         self._progress = progress
-        self._done = 0
-        self._rest = b""
+        self._num_read = 0
+        self._buffer = b""
 
     def read(self, size: int) -> bytes:
-        while len(self._rest) < size and (piece := next(self._pieces, b"")):
-            self._rest += piece
-        found, self._rest = self._rest[:size], self._rest[size:]
-        self._done += len(found)
-        self._progress(self._done, self._total)
-        return found
+        while len(self._buffer) < size and (chunk := next(self._chunks, b"")):
+            self._buffer += chunk
+        data, self._buffer = self._buffer[:size], self._buffer[size:]
+        self._num_read += len(data)
+        self._progress(self._num_read, self._total)
+        return data
 
 
 class _Bounded:
@@ -151,11 +151,11 @@ class _Bounded:
 
 
 @contextmanager
-def adapter_directory(place: Path, scratch: Path) -> Iterator[Path]:
-    """The directory of an adapter: `place` itself or, if it is an archive, a new one below `scratch` with its files.
+def adapter_directory(path: Path, scratch: Path) -> Iterator[Path]:
+    """The directory of an adapter: `path` itself or, if it is an archive, a new one below `scratch` with its files.
     Raises UserError.
     """
-    yield unpack(place, scratch / "unpacked") if place.is_file() else place
+    yield unpack(path, scratch / "unpacked") if path.is_file() else path
 
 
 def unpack(archive: Path, directory: Path) -> Path:
@@ -165,7 +165,7 @@ def unpack(archive: Path, directory: Path) -> Path:
         try:
             with tarfile.open(fileobj=_Bounded(source), mode="r:") as members:  # type: ignore[arg-type]
                 with atomic_directory(directory) as hidden:
-                    _unpacked(members, hidden)
+                    _extract(members, hidden)
         except (tarfile.TarError, gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{archive} is not a whole archive: {error}") from None
     return directory
@@ -180,27 +180,27 @@ def pack(directory: Path, archive: Path) -> None:
     hidden = archive.with_name(f".{archive.name}.{uuid.uuid4().hex}")
     plain = archive.name.endswith(".tar")
     try:
-        with tarfile.open(hidden, "x:") if plain else tarfile.open(hidden, "x:gz", compresslevel=0) as made:
+        with tarfile.open(hidden, "x:") if plain else tarfile.open(hidden, "x:gz", compresslevel=0) as tar:
             for path in sorted(directory.iterdir()):
                 member = tarfile.TarInfo(path.name)
                 member.size = path.stat().st_size
                 with path.open("rb") as file:
-                    made.addfile(member, file)
+                    tar.addfile(member, file)
         fsync(hidden)
         hidden.rename(archive)
     finally:
         hidden.unlink(missing_ok=True)
 
 
-def _unpacked(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
+def _extract(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
     """Write the files of an archive durably. Raises UserError for a member that is not a plain file, and beyond
     MAX_MEMBERS and MAX_UNPACKED_BYTES.
     """
     files: dict[str, int] = {}
     num_bytes = 0
-    for number, member in enumerate(archive, 1):
+    for count, member in enumerate(archive, 1):
         num_bytes += member.size
-        if number > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
+        if count > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
             raise UserError(f"the archive holds over {MAX_MEMBERS} members or over {MAX_UNPACKED_BYTES} bytes")
         name = member.name.removeprefix("./")
         if member.isdir() and name in ("", "."):
@@ -212,8 +212,8 @@ def _unpacked(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
         source = archive.extractfile(member)
         assert source is not None
         with (directory / name).open("xb") as target:
-            while piece := source.read(CHUNK_BYTES):
-                target.write(piece)
+            while chunk := source.read(CHUNK_BYTES):
+                target.write(chunk)
         fsync(directory / name)
         files[name] = member.size
     if not files:
@@ -221,9 +221,9 @@ def _unpacked(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
     return files
 
 
-def _parts(path: str) -> tuple[str, str, str]:
-    prefix, _, rest = path.partition("://")
-    parts = rest.split("/")
+def _parse_path(path: str) -> tuple[str, str, str]:
+    prefix, _, address = path.partition("://")
+    parts = address.split("/")
     if prefix != "tinker" or len(parts) != 3 or not all(parts):
         raise UserError(f"{path!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME")
     return parts[0], parts[1], parts[2]

@@ -26,11 +26,11 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None if it takes longer, which cancels it."""
+async def within(seconds: float, awaitable: Awaitable[T]) -> T | None:
+    """The result of `awaitable`; None if it takes longer, which cancels it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            return await work
+            return await awaitable
     return None
 
 
@@ -54,28 +54,28 @@ def ignore(_name: str) -> None:
 
 
 class Background:
-    """The background tasks of one event loop. `failed` is called with the name of work that raised."""
+    """The background tasks of one event loop. `on_failure` is called with the name of work that raised."""
 
     def __init__(
         self,
-        failed: Callable[[str], None] = ignore,
+        on_failure: Callable[[str], None] = ignore,
         first_pause_s: float = FIRST_PAUSE_S,
         longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
-        self._failed = failed
+        self._on_failure = on_failure
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
 
     def start(
-        self, name: str, work: Callable[[], Coroutine[object, object, None]], **about: object
+        self, name: str, run: Callable[[], Coroutine[object, object, None]], **log_fields: object
     ) -> asyncio.Task[None]:
-        """Run `work` until it returns. Must be called on the running event loop. Each failure is logged with `about`.
+        """Call `run` until it returns. Must be called on the running event loop. Failures are logged with `log_fields`.
 
         The returned task ends with the work; cancelling it cancels the work.
         """
-        task = asyncio.create_task(self._keep(name, work, about), name=name)
+        task = asyncio.create_task(self._run_supervised(name, run, log_fields), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -91,47 +91,50 @@ class Background:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(
-        self, name: str, work: Callable[[], Coroutine[object, object, None]], about: dict[str, object]
+    async def _run_supervised(
+        self, name: str, run: Callable[[], Coroutine[object, object, None]], log_fields: dict[str, object]
     ) -> None:
         backoff = Backoff(self._first_pause_s, self._longest_pause_s)
         while True:
             began = time.monotonic()
             try:
-                return await work()
+                return await run()
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
                 pause_s = backoff.after(time.monotonic() - began)
-                _report(name, error, pause_s, about, self._failed)
+                _report(name, error, pause_s, log_fields, self._on_failure)
             if await within(pause_s, self._ending.wait()):
                 return
 
 
 def start_supervised_thread(
-    name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = ignore
+    name: str,
+    run: Callable[[], None],
+    wait_for_end: Callable[[float], bool],
+    on_failure: Callable[[str], None] = ignore,
 ) -> threading.Thread:
-    """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits up to the
-    given number of seconds and returns whether the process is ending.
+    """Start a daemon thread that calls `run` until it returns. `wait_for_end` is called for each pause: it waits up to
+    the given number of seconds and returns whether the process is ending.
     """
 
-    def keep() -> None:
+    def run_supervised() -> None:
         backoff = Backoff()
         while True:
             began = time.monotonic()
             try:
-                return work()
+                return run()
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
                 pause_s = backoff.after(time.monotonic() - began)
-                _report(name, error, pause_s, {}, failed)
-            if ended(pause_s):
+                _report(name, error, pause_s, {}, on_failure)
+            if wait_for_end(pause_s):
                 return
 
-    thread = threading.Thread(target=keep, name=name, daemon=True)
+    thread = threading.Thread(target=run_supervised, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def _report(
-    name: str, error: Exception, pause_s: float, about: dict[str, object], failed: Callable[[str], None]
+    name: str, error: Exception, pause_s: float, log_fields: dict[str, object], on_failure: Callable[[str], None]
 ) -> None:
-    log.error("background work failed; restarting it", task=name, pause_s=pause_s, exc_info=error, **about)
-    failed(name)
+    log.error("background work failed; restarting it", task=name, pause_s=pause_s, exc_info=error, **log_fields)
+    on_failure(name)

@@ -3,8 +3,7 @@
 glibc keeps freed blocks in a heap for each thread. A server handles bodies of all sizes in a dozen threads, so tens of
 megabytes accumulate in a quarter of an hour without a leak; the janitor trims the heaps after each sweep. An engine
 trims its own after evictions and when it becomes idle. Other C libraries keep little and have no malloc_trim. Imports
-create almost no garbage, but collections take a fifth of their time, and later ones would scan what they loaded: 0.1 s
-in a server, 0.4 s in an engine while it loads its model.
+create almost no garbage, but collections would slow them down, and later ones would scan what they loaded.
 """
 
 from __future__ import annotations

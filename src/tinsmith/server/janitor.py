@@ -171,13 +171,13 @@ class Janitor:
         timeout_s = self._settings.session_timeout_s
         if timeout_s < 0 or self._settings.session_sweep_s < 0 or time.monotonic() < self._next_expiry:
             return
-        for session in self._services.sessions.silent(timeout_s):
+        for session in self._services.sessions.list_silent(timeout_s):
             reason = f"no heartbeat for {timeout_s:g} s"
             if self._services.sessions.close(session.session_id, reason, timeout_s=timeout_s):
                 log.info("session closed", session_id=session.session_id, reason=session.reason or reason)
 
     def _unload_models(self) -> None:
-        for model, reason in self._services.models.orphaned():
+        for model, reason in self._services.models.list_orphaned():
             body = {"model_id": model.model_id, "reason": f"its session ended ({reason})"}
             self._services.futures.submit(unload_request(model, json.dumps(body).encode()))
 

@@ -50,17 +50,17 @@ class PendingResponses:
         interval_s = min(ROUND_S, self._services.implicit_sessions.heartbeat_s)
         while True:
             try:
-                await asyncio.get_running_loop().run_in_executor(threads, self._round_locked)
+                await asyncio.get_running_loop().run_in_executor(threads, self._run_round_locked)
             except (SQLAlchemyError, OSError) as error:
                 log.error("pending responses could not be read; the next round tries again", exc_info=error)
             await asyncio.sleep(interval_s)
 
-    def _round_locked(self) -> None:
+    def _run_round_locked(self) -> None:
         with self._try_lock() as locked:
             if locked:
-                self.work_round()
+                self.run_round()
 
-    def work_round(self) -> None:
+    def run_round(self) -> None:
         """Keep the pending samples alive and complete the responses whose samples have settled."""
         unanswered = self._services.responses.list_unanswered()
         for response in unanswered:  # before any is completed, which may take longer

@@ -89,7 +89,7 @@ from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import open_tracing
-from tinsmith.wire.token_stream import MARK, Partials
+from tinsmith.wire.token_stream import PARTIAL_MARK, Partials
 
 PATIENCE_S = 5.0
 """How long a request waits for the database before it is answered with 503."""
@@ -100,7 +100,7 @@ OTHER_CONNECTIONS = 3
 SHUTDOWN_S = 5
 """How long requests in flight may take after a stop signal."""
 
-FEW_FILES = 4096
+MIN_OPEN_FILES = 4096
 """The server warns about a lower limit of open files, since each held poll is a connection, and so a file."""
 
 log = structlog.get_logger()
@@ -133,9 +133,9 @@ class Server:
     on_stop: Callable[[int, int], None] | None = None
     """Called when the process begins to stop, with the numbers of held polls and of engine processes."""
 
-    def work(self) -> dict[str, float]:
+    def work_counts(self) -> dict[str, float]:
         """Counts since the start: stored requests, trained and sampled tokens."""
-        return self.app.state.services.meters.work()
+        return self.app.state.services.meters.work_counts()
 
     def _stopping(self) -> None:
         if self.on_stop is not None:
@@ -164,17 +164,17 @@ class Server:
         uvloop.run(self._run(on_ready, signalled))
 
     async def _run(self, on_ready: Callable[[str], None] | None, signalled: threading.Event) -> None:
-        refused = asyncio.create_task(self.supervisor.refused.wait())
+        must_stop = asyncio.create_task(self.supervisor.must_stop.wait())
         if self.listener is None:
-            await self._run_without_listening(on_ready, refused, signalled)
+            await self._run_without_listening(on_ready, must_stop, signalled)
         else:
-            await self._listen(self.listener, on_ready, refused, signalled)
-        refused.cancel()
-        if self.supervisor.refused.is_set():
+            await self._listen(self.listener, on_ready, must_stop, signalled)
+        must_stop.cancel()
+        if self.supervisor.must_stop.is_set():
             raise SettingsError(self.supervisor.refusal)
 
     async def _run_without_listening(
-        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], signalled: threading.Event
+        self, on_ready: Callable[[str], None] | None, must_stop: asyncio.Task[bool], signalled: threading.Event
     ) -> None:
         end = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -185,7 +185,7 @@ class Server:
             if on_ready:
                 on_ready(self.url)
             stopping = asyncio.create_task(end.wait())
-            await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, must_stop}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             self._stopping()
 
@@ -193,7 +193,7 @@ class Server:
         self,
         listener: socket.socket,
         on_ready: Callable[[str], None] | None,
-        refused: asyncio.Task[bool],
+        must_stop: asyncio.Task[bool],
         signalled: threading.Event,
     ) -> None:
         config = uvicorn.Config(
@@ -214,7 +214,7 @@ class Server:
             server.should_exit = True
         if on_ready:
             on_ready(self.url)
-        await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, must_stop}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
 
@@ -251,7 +251,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     holder = holder_of(data_dir)
     engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
-    database.time_use(meters.observe_database)
+    database.observe_use(meters.observe_database)
     count_failure = meters.count_background_failure
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), count_failure, timeouts)
     background = Background(count_failure)
@@ -269,9 +269,9 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     waiters = Waiters()
     meters.watch_long_polls(waiters.__len__)
     wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
-    fleet = EngineRouter(database)
-    futures = Futures(database, wake, meters.submitted, fleet.for_sample)
-    services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
+    engine_router = EngineRouter(database)
+    futures = Futures(database, wake, meters.count_request, engine_router.for_sample)
+    services = _services(settings, served, database, waiters, futures, engines, engine_router, meters)
     services = _with_engine_states(services, supervisor, engines)
     services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
@@ -341,7 +341,7 @@ def _services(
     waiters: Waiters,
     futures: Futures,
     engines: Engines,
-    fleet: EngineRouter,
+    engine_router: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches, dispatch = BatchJobs(database), OpenAIBatches(database), Dispatch(Executors(database))
@@ -387,7 +387,7 @@ def _services(
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         queue_state=engines.queue_state,
-        engine_for_run=fleet.for_run,
+        engine_for_run=engine_router.for_run,
         dispatch=dispatch,
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
@@ -398,14 +398,14 @@ def _services(
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
-    tokens = {line for line in lines if line.startswith(MARK)}
+    tokens = {line for line in lines if line.startswith(PARTIAL_MARK)}
     if tokens:
-        partials.arrived(tokens)
+        partials.deliver(tokens)
     request_ids = lines - tokens
     if "" in request_ids:  # wake-ups may have been missed
         waiters.wake_all()
     else:
-        waiters.settled(request_ids)
+        waiters.wake(request_ids)
 
 
 async def _watch_files(database: Database, threads: ThreadPools, supervisor: Supervisor) -> None:
@@ -443,12 +443,12 @@ async def wake_missed(
     """Wake the polls whose futures have settled. `orders` is the previous return value: the last settle_order of each
     sampling session with waiters.
     """
-    request_ids, sampling_session_ids = waiters.watched()
+    request_ids, sampling_session_ids = waiters.list_watched()
     loop = asyncio.get_running_loop()
-    settled = await loop.run_in_executor(threads, futures.settled_among, request_ids)
+    settled = await loop.run_in_executor(threads, futures.filter_settled, request_ids)
     newest = await loop.run_in_executor(threads, samplers.last_orders, sampling_session_ids)
-    waiters.settled(settled)
-    waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
+    waiters.wake(settled)
+    waiters.wake_sessions(name for name, order in newest.items() if order != orders.get(name))
     return newest
 
 
@@ -460,7 +460,7 @@ def raise_file_limit() -> None:
         soft = hard
     except (ValueError, OSError) as error:  # the kernel refuses a hard limit of "unlimited"
         log.info("the limit of open files was not raised", limit=soft, error=str(error))
-    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.storage.stores import CHUNK_BYTES, PIECE_BYTES, Entry, ObjectInfo, Store, UnreachableError, Writer
+from tinsmith.storage.stores import CHUNK_BYTES, PART_BYTES, Entry, ObjectInfo, Store, UnreachableError, Writer
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
@@ -63,7 +63,7 @@ class BucketStore(Store):
 
     @translate_errors()
     def put(self, key: str, data: bytes) -> str | None:
-        return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
+        return self._bucket.put(key, data, use_multipart=len(data) > PART_BYTES)["e_tag"]
 
     @translate_errors()
     def get(self, key: str) -> bytes:
@@ -90,7 +90,7 @@ class BucketStore(Store):
         return ObjectInfo(info["size"], info["e_tag"])
 
     @translate_errors()
-    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
+    def open(self, key: str, buffer_bytes: int = PART_BYTES) -> IO[bytes]:
         return io.BufferedReader(_Ranged(self, key, self.head(key).size), buffer_bytes)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -128,13 +128,13 @@ class BucketStore(Store):
             self._bucket.copy(source, target)
             return
         with self.open(source) as file, self.open_writer(target) as writer:
-            while chunk := file.read(PIECE_BYTES):
+            while chunk := file.read(PART_BYTES):
                 writer.write(chunk)
 
     @translate_errors()
     def upload(self, path: Path, key: str) -> None:
         """Upload a local file as an object."""
-        self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
+        self._bucket.put(key, path, use_multipart=path.stat().st_size > PART_BYTES, chunk_size=PART_BYTES)
 
 
 class _Ranged(io.RawIOBase):
@@ -162,7 +162,7 @@ class _Ranged(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401  any buffer, as in the base class
-        end = min(self._position + min(len(buffer), PIECE_BYTES), self._size)
+        end = min(self._position + min(len(buffer), PART_BYTES), self._size)
         if end <= self._position:
             return 0
         chunk = self._store.get_range(self._key, self._position, end)
@@ -172,7 +172,7 @@ class _Ranged(io.RawIOBase):
 
 
 class _Upload:
-    """Buffers an object of up to one piece, and streams a larger one in pieces."""
+    """Buffers an object of up to one part, and streams a larger one in parts."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket: Any = bucket
@@ -181,13 +181,13 @@ class _Upload:
         self.stream: Any = None
 
     def write(self, data: bytes | memoryview) -> None:
-        if self.stream is None and len(self.buffer) + len(data) <= PIECE_BYTES:
+        if self.stream is None and len(self.buffer) + len(data) <= PART_BYTES:
             self.buffer += data
             return
         if self.stream is None:
             import obstore
 
-            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PIECE_BYTES, max_concurrency=1)
+            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PART_BYTES, max_concurrency=1)
             self.stream.write(bytes(self.buffer))
             self.buffer.clear()
         self.stream.write(bytes(data))

@@ -34,13 +34,13 @@ from tinsmith.storage.directories import (
     write_manifest,
 )
 from tinsmith.storage.locations import open_store
-from tinsmith.storage.stores import PIECE_BYTES, UnreachableError, join, split
+from tinsmith.storage.stores import PART_BYTES, UnreachableError, join, split
 
 if TYPE_CHECKING:
     from tinsmith.settings import Settings
 
 
-KNOWN_MANIFESTS = 1024
+CACHED_MANIFESTS = 1024
 """Manifests cached in memory; they never change."""
 
 log = structlog.get_logger()
@@ -86,7 +86,7 @@ class BucketDirectories(Directories):
         return name, size_bytes
 
     def copy(self, name: str) -> tuple[str, int]:
-        """As for a local directory, by server-side copies."""
+        """Make a durable directory with the same files, by server-side copies. Returns (name, bytes)."""
         self.check_sizes(name)
         files, target = self.files(name), uuid.uuid4().hex
         try:
@@ -131,11 +131,11 @@ class BucketDirectories(Directories):
         with self._cache.filling(self._root / name) as hidden:
             for file, (size_bytes, sha256) in manifest.items():
                 try:
-                    found_bytes, digest = self._download(self._key(name, file), hidden / file)
+                    downloaded_bytes, digest = self._download(self._key(name, file), hidden / file)
                 except FileNotFoundError as error:
-                    raise CorruptFilesError(_cut_short(file, size_bytes)) from error
-                if found_bytes != size_bytes:
-                    raise CorruptFilesError(_cut_short(file, size_bytes))
+                    raise CorruptFilesError(_truncation_message(file, size_bytes)) from error
+                if downloaded_bytes != size_bytes:
+                    raise CorruptFilesError(_truncation_message(file, size_bytes))
                 if digest != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
             write_manifest(hidden, manifest)
@@ -144,7 +144,7 @@ class BucketDirectories(Directories):
         """Download an object; returns its size and SHA-256 digest."""
         digest, size_bytes = hashlib.sha256(), 0
         with self._store.open(key) as source, path.open("xb") as target:
-            while chunk := source.read(PIECE_BYTES):
+            while chunk := source.read(PART_BYTES):
                 digest.update(chunk)
                 size_bytes += len(chunk)
                 target.write(chunk)
@@ -164,19 +164,19 @@ class BucketDirectories(Directories):
         sizes = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
         for file, size_bytes in self.files(name).items():
             if sizes.get(self._key(name, file)) != size_bytes:
-                raise CorruptFilesError(_cut_short(file, size_bytes))
+                raise CorruptFilesError(_truncation_message(file, size_bytes))
 
     def _manifest(self, name: str) -> Manifest:
         if (manifest := self._manifests.get(name)) is not None:
             return manifest
         try:
-            found = read_manifest(self._store.get(self._key(name, MANIFEST)))
+            fetched = read_manifest(self._store.get(self._key(name, MANIFEST)))
         except FileNotFoundError as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: it does not exist") from error
-        self._manifests[name] = found
-        while len(self._manifests) > KNOWN_MANIFESTS:
+        self._manifests[name] = fetched
+        while len(self._manifests) > CACHED_MANIFESTS:
             self._manifests.popitem(last=False)
-        return found
+        return fetched
 
     # Deleting.
 
@@ -200,7 +200,7 @@ class BucketDirectories(Directories):
             log.warning("a directory could not be deleted; a later sweep deletes it", directory=name, error=str(error))
 
 
-def _cut_short(file: str, size_bytes: int) -> str:
+def _truncation_message(file: str, size_bytes: int) -> str:
     return f"{file} is missing or was cut short: {size_bytes} bytes were written"
 
 

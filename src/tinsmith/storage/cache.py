@@ -69,14 +69,14 @@ class Cache:
 
     def make_room(self, needed_bytes: int) -> None:
         """Evict the least recently read directories until `needed_bytes` fit, or until all others are in use."""
-        cached = sorted(self._cached(), key=lambda entry: entry.read_at)
-        excess = sum(entry.size_bytes for entry in cached) + needed_bytes - self._max_bytes
-        for entry in cached:
-            is_abandoned = entry.path.name.startswith(".") and entry.read_at < time.time() - ABANDONED_S
+        cached = sorted(self._cached(), key=lambda directory: directory.read_at)
+        excess = sum(directory.size_bytes for directory in cached) + needed_bytes - self._max_bytes
+        for directory in cached:
+            is_abandoned = directory.path.name.startswith(".") and directory.read_at < time.time() - ABANDONED_S
             if excess <= 0 and not is_abandoned:
                 continue
-            if (is_abandoned or not entry.path.name.startswith(".")) and self.remove(entry.path):
-                excess -= entry.size_bytes
+            if (is_abandoned or not directory.path.name.startswith(".")) and self.remove(directory.path):
+                excess -= directory.size_bytes
 
     def remove(self, path: Path) -> bool:
         """Remove a directory; returns False if it is being read."""

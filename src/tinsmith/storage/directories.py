@@ -57,7 +57,7 @@ class Directories:
         return self.place(self.stage(fill))
 
     def stage(self, fill: Callable[[Path], None]) -> Staged:
-        """The first half of `write`: `fill` writes the files."""
+        """Have `fill` write files into a hidden directory and seal it; `place` gives it its name."""
 
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
@@ -79,7 +79,7 @@ class Directories:
         return Staged(name, hidden)
 
     def place(self, staged: Staged) -> tuple[str, int]:
-        """The second half, on any thread: make the directory durable and rename it. Returns (name, bytes)."""
+        """Make a staged directory durable and rename it, on any thread. Returns (name, bytes)."""
         name, hidden = staged.name, staged.hidden
         try:
             fsync(hidden)

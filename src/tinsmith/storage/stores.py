@@ -26,8 +26,8 @@ from urllib.parse import unquote, urlsplit
 from tinsmith.errors import CorruptFilesError, UserError
 
 CHUNK_BYTES = 1024 * 1024
-# Larger objects are uploaded in pieces of this size, one piece in memory at a time.
-PIECE_BYTES = 8 * CHUNK_BYTES
+# Larger objects are uploaded in parts of this size, one part in memory at a time.
+PART_BYTES = 8 * CHUNK_BYTES
 SCHEMES = ("file", "s3", "gs", "memory")
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
 """Retries of a request to a bucket, with back-off: about ten seconds in total."""
@@ -51,13 +51,13 @@ class Writer(Protocol):
 
 
 class Source(NamedTuple):
-    """One piece of a `concat`: an object, or `size` bytes of it from `start` on, and their expected digest."""
+    """A source of a `concat`: an object, or `size` bytes of it from `start` on, and their expected digest."""
 
     store: Store
     key: str
     sha256: str
     skip: int = 0
-    """Bytes at the beginning of the piece that are omitted from the result."""
+    """Bytes at the beginning of the source that are omitted from the result."""
     start: int = 0
     size: int | None = None
     """None: the whole object. A part of an object is read at once."""
@@ -80,14 +80,14 @@ class Store(ABC):
 
     @abstractmethod
     def chunks(self, key: str) -> Iterator[bytes]:
-        """The object in pieces, from its beginning."""
+        """Read the object in chunks, from its beginning."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
         """Raises FileNotFoundError."""
 
     @abstractmethod
-    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
+    def open(self, key: str, buffer_bytes: int = PART_BYTES) -> IO[bytes]:
         """Open an object for reading and seeking, with a buffer of `buffer_bytes`. Raises FileNotFoundError."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Store(ABC):
     def open_writer(
         self, key: str, *, staging: str | None = None, exclusive: bool = False
     ) -> AbstractContextManager[Writer]:
-        """Write an object in pieces; it becomes visible when the block ends without an error. `staging` is a directory
+        """Write an object in chunks; it becomes visible when the block ends without an error. `staging` is a directory
         of this store in which a crash may leave an unfinished object. With `exclusive`, raises FileExistsError instead
         of replacing an object."""
 
@@ -154,15 +154,15 @@ class Store(ABC):
         with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
             writer.write(head)
             for source in sources:
-                for chunk in verified(source):
+                for chunk in stream_verified(source):
                     digest.update(chunk)
                     size += len(chunk)
                     writer.write(chunk)
         return size, digest.hexdigest()
 
 
-def verified(source: Source) -> Iterator[memoryview]:
-    """The bytes of a source. Raises CorruptFilesError at its end if they differ from its digest."""
+def stream_verified(source: Source) -> Iterator[memoryview]:
+    """Read a source in chunks. Raises CorruptFilesError at its end if they differ from its digest."""
     digest, skip = hashlib.sha256(), source.skip
     if source.size is None:
         chunks = source.store.chunks(source.key)
@@ -170,10 +170,10 @@ def verified(source: Source) -> Iterator[memoryview]:
         chunks = iter([source.store.get_range(source.key, source.start, source.start + source.size)])
     for chunk in chunks:
         digest.update(chunk)
-        piece = memoryview(chunk)[skip:]
+        data = memoryview(chunk)[skip:]
         skip = max(0, skip - len(chunk))
-        if piece:
-            yield piece
+        if data:
+            yield data
     if digest.hexdigest() != source.sha256:
         raise CorruptFilesError(
             f"{source.key} differs from what was written: its SHA-256 is {digest.hexdigest()}, not {source.sha256}"
@@ -218,7 +218,7 @@ class LocalStore(Store):
             raise FileNotFoundError(f"{key} is not a file")
         return ObjectInfo(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
 
-    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
+    def open(self, key: str, buffer_bytes: int = PART_BYTES) -> IO[bytes]:
         return open(key, "rb")
 
     def entries(self, prefix: str) -> Iterator[Entry]:

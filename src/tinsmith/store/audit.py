@@ -44,10 +44,10 @@ class Audit:
 
     def entries(self, tenant_id: str, event_type: str, start: float, end: float) -> list[AuditEntry]:
         """The tenant's entries of a span of time, oldest first."""
-        named = sa.or_(*(AUDIT.c.event.startswith(prefix, autoescape=True) for prefix in PREFIXES[event_type]))
+        is_of_type = sa.or_(*(AUDIT.c.event.startswith(prefix, autoescape=True) for prefix in PREFIXES[event_type]))
         query = (
             sa.select(AUDIT.c.event, AUDIT.c.details, AUDIT.c.created_at)
-            .where(AUDIT.c.tenant_id == tenant_id, AUDIT.c.created_at >= start, AUDIT.c.created_at < end, named)
+            .where(AUDIT.c.tenant_id == tenant_id, AUDIT.c.created_at >= start, AUDIT.c.created_at < end, is_of_type)
             .order_by(AUDIT.c.created_at.desc(), AUDIT.c.entry_id.desc())
             .limit(MAX_ENTRIES)
         )

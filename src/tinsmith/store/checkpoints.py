@@ -188,7 +188,7 @@ class Checkpoints:
         query = _newest_first(condition).order_by(directory.desc()).limit(_SCAN_ROWS)
         return [Checkpoint(**row._mapping) for row in self._db.rows(query)]
 
-    def created_at(self, tenant_id: str, directory: str) -> float | None:
+    def creation_time(self, tenant_id: str, directory: str) -> float | None:
         """The creation time of the tenant's checkpoint with this directory; None if it does not exist."""
         of_directory = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.directory == directory)
         return self._db.scalar(sa.select(CHECKPOINTS.c.created_at).where(of_directory))

@@ -4,10 +4,10 @@ An exchange is one prompt and one sampled answer, with the answer's logprobs and
 path of a checkpoint, or the base model. It belongs to a capture session, which the client names, and is deleted
 `RETENTION_S` after it was recorded.
 
-`merged` merges the exchanges of a session, in their order, into trajectories. An exchange whose prompt begins with all
-tokens of a trajectory continues the longest such trajectory; any other exchange begins a new one. So forks are separate
-trajectories, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the reward of its
-first exchange.
+`merge_exchanges` merges the exchanges of a session, in their order, into trajectories. An exchange whose prompt begins
+with all tokens of a trajectory continues the longest such trajectory; any other exchange begins a new one. So forks are
+separate trajectories, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the
+reward of its first exchange.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Trajectory:
         self.stop_reason = exchange.stop_reason
 
 
-def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
-    """The trajectories of one session's exchanges, in the order of their first exchanges."""
+def merge_exchanges(exchanges: Iterable[Exchange]) -> list[Trajectory]:
+    """Merge the exchanges of a session into trajectories, in the order of their first exchanges."""
     trajectories: list[Trajectory] = []
     ends: dict[bytes, list[Trajectory]] = {}  # by the digest of all tokens so far
     lengths: Counter[int] = Counter()  # of the trajectories in `ends`
@@ -104,7 +104,7 @@ def merged(exchanges: Iterable[Exchange]) -> list[Trajectory]:
         trajectory.add(exchange)
         num_tokens += len(trajectory.tokens) - before
         if num_tokens > MAX_TOKENS:
-            raise too_large(exchange.session, f"{MAX_TOKENS} tokens")
+            raise too_large_error(exchange.session, f"{MAX_TOKENS} tokens")
         ends.setdefault(_digest(np.array(trajectory.tokens, "<i4")), []).append(trajectory)
         lengths[len(trajectory.tokens)] += 1
     return trajectories
@@ -134,9 +134,9 @@ class Exchanges:
                 "tenant_id": tenant_id,
                 "session": session,
                 "version": version,
-                "prompt": _packed(np.array(prompt, "<i4")),
-                "tokens": _packed(sequence.tokens_T.astype("<i4")),
-                "logprobs": _packed(sequence.logprobs_T.astype("<f4")),
+                "prompt": _pack(np.array(prompt, "<i4")),
+                "tokens": _pack(sequence.tokens_T.astype("<i4")),
+                "logprobs": _pack(sequence.logprobs_T.astype("<f4")),
                 "stop_reason": sequence.stop_reason,
                 "digest": None if digests is None else digests[next(numbered)],
                 "created_at": now(),
@@ -147,8 +147,8 @@ class Exchanges:
         with self._db.write() as connection:
             connection.execute(EXCHANGES.insert(), rows)
 
-    def answered(self, tenant_id: str, session: str, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
-        """The index of the first digest of a recorded chat, with the chat's prompt and its newest answer."""
+    def find_answered(self, tenant_id: str, session: str, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
+        """Find the first digest of a recorded chat; returns its index, the chat's prompt and its newest answer."""
         of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         digest, exchange_id = EXCHANGES.c.digest, EXCHANGES.c.exchange_id
         newest = sa.select(digest, sa.func.max(exchange_id)).where(of_session, digest.in_(digests)).group_by(digest)
@@ -160,15 +160,15 @@ class Exchanges:
         row = self._db.first(query.where(EXCHANGES.c.exchange_id == id_by_digest[digests[index]]))
         if row is None:
             return None
-        prompt_T, tokens_T = (np.frombuffer(_unpacked(packed), "<i4") for packed in row)
+        prompt_T, tokens_T = (np.frombuffer(_unpack(packed), "<i4") for packed in row)
         return index, prompt_T, tokens_T
 
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
         """The merged trajectories. Raises UserError if the session is larger than MAX_EXCHANGES or MAX_TOKENS."""
-        return merged(self._exchanges(tenant_id, session))
+        return merge_exchanges(self._exchanges(tenant_id, session))
 
     def _exchanges(self, tenant_id: str, session: str) -> Iterator[Exchange]:
-        """The exchanges of a session in their order, read piece by piece, since their prompts repeat each other."""
+        """The exchanges of a session in their order, read in pages, since their prompts repeat each other."""
         columns = [EXCHANGES.c[name] for name in _COLUMNS]
         of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
         query = sa.select(*columns).where(of_session).order_by(EXCHANGES.c.exchange_id).limit(_ROWS)
@@ -177,7 +177,7 @@ class Exchanges:
             for row in rows:
                 num_exchanges += 1
                 if num_exchanges > MAX_EXCHANGES:
-                    raise too_large(session, f"{MAX_EXCHANGES} exchanges")
+                    raise too_large_error(session, f"{MAX_EXCHANGES} exchanges")
                 yield _exchange(tuple(row))
             last = rows[-1].exchange_id
 
@@ -224,7 +224,7 @@ class Exchanges:
         return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
 
 
-def too_large(session: str, limit: str) -> UserError:
+def too_large_error(session: str, limit: str) -> UserError:
     return UserError(
         f"session {session[:80]!a} has more than {limit}, too many to merge; use a separate session for each "
         "conversation. A list of all sessions continues behind it with the query's after"
@@ -238,13 +238,13 @@ _COLUMNS = (
 
 def _exchange(row: Sequence[Any]) -> Exchange:
     exchange_id, session, version, prompt, tokens, logprobs, *fields = row
-    arrays = np.frombuffer(_unpacked(prompt), "<i4"), np.frombuffer(_unpacked(tokens), "<i4")
-    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpacked(logprobs), "<f4"), *fields)
+    arrays = np.frombuffer(_unpack(prompt), "<i4"), np.frombuffer(_unpack(tokens), "<i4")
+    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpack(logprobs), "<f4"), *fields)
 
 
-def _packed(array: I32 | F32) -> bytes:
+def _pack(array: I32 | F32) -> bytes:
     return zstandard.ZstdCompressor(level=3).compress(array.tobytes())
 
 
-def _unpacked(packed: bytes) -> bytes:
+def _unpack(packed: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(packed)

@@ -61,8 +61,8 @@ def new_id() -> str:
     return f"file-{uuid.uuid4().hex}"
 
 
-def derived_id(owner: str, name: str) -> str:
-    """The id of a file that the server produces: the same for the same owner and name."""
+def derive_id(owner: str, name: str) -> str:
+    """Derive the id of a file that the server produces: the same for the same owner and name."""
     return f"file-{hashlib.sha256(f'{owner}:{name}'.encode()).hexdigest()[:32]}"
 
 
@@ -203,7 +203,7 @@ def add_row(
     expires_after_s: float | None,
 ) -> None:
     """Add the row in the caller's transaction, unless it exists."""
-    at = now()
+    created_at = now()
     row = {
         "file_id": stored.file_id,
         "tenant_id": tenant_id,
@@ -211,8 +211,8 @@ def add_row(
         "purpose": purpose,
         "size_bytes": stored.size_bytes,
         "sha256": stored.sha256,
-        "created_at": at,
-        "expires_at": None if expires_after_s is None else at + expires_after_s,
+        "created_at": created_at,
+        "expires_at": None if expires_after_s is None else created_at + expires_after_s,
     }
     connection.execute(db.insert_once(UPLOADS), row)
 

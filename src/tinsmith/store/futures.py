@@ -66,7 +66,7 @@ _WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUT
 _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
 
 
-def cancelled_name(request_id: str) -> str:
+def cancel_target(request_id: str) -> str:
     """The target of a cancellation: a sample, or a sampling session for all of its samples."""
     return request_id.rpartition(_CANCEL)[0]
 
@@ -153,7 +153,7 @@ class Settlement:
     effects: Effects = field(default=())
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
-    work: WorkTimes | None = None
+    work_times: WorkTimes | None = None
 
 
 # Statements of every request, built once: building and hashing them takes longer than their execution by SQLite.
@@ -205,7 +205,7 @@ _SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
 _LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
 _LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
 _LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
-_SETTLED_AMONG = sa.select(FUTURES.c.request_id).where(
+_FILTER_SETTLED = sa.select(FUTURES.c.request_id).where(
     FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
 )
 _ADVANCE = Statement(
@@ -236,7 +236,7 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
     }
 
 
-RENUMBERED = {"save_weights_for_sampler": "sampling_session_seq_id"}
+RENUMBERED_FIELDS = {"save_weights_for_sampler": "sampling_session_seq_id"}
 """Kind of request -> the field that the SDK numbers anew each time it sends the same request again. The first number
 counts, since the result names the sampling session.
 """
@@ -244,7 +244,7 @@ counts, since the result names the sampling session.
 
 def _same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
     """Whether the body is the stored one, of which only the length is known once it is freed."""
-    field = RENUMBERED.get(new.kind)
+    field = RENUMBERED_FIELDS.get(new.kind)
     fields = orjson.loads(new.body) if field else {}
     if field not in fields:
         return body_bytes == len(new.body) and stored in (None, new.body)
@@ -363,9 +363,9 @@ class Futures:
             raise GoneError(f"the result of {request_id!r} was acknowledged and deleted")
         return FutureOutcome(result_type, body, error, category, body_bytes)
 
-    def settled_among(self, request_ids: Sequence[str]) -> list[str]:
-        """Those of `request_ids` that are settled."""
-        parts = (self._db.scalars(_SETTLED_AMONG, {"request_ids": chunk}) for chunk in chunks(request_ids))
+    def filter_settled(self, request_ids: Sequence[str]) -> list[str]:
+        """Return those of `request_ids` that are settled."""
+        parts = (self._db.scalars(_FILTER_SETTLED, {"request_ids": chunk}) for chunk in chunks(request_ids))
         return [request_id for part in parts for request_id in part]
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
@@ -432,17 +432,17 @@ class Futures:
         has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         deleted = 0
         for session_id in session_ids:
-            while some := self._delete_some(session_id, keep):
-                deleted += some
+            while num_deleted := self._delete_some(session_id, keep):
+                deleted += num_deleted
             emptied = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~has_futures)
             self._db.execute(emptied.values(forgotten_at=now()))
         return deleted
 
     def _delete_some(self, session_id: str, keep: Callable[[Sequence[FutureUsage]], Effects]) -> int:
         settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
-        some = FUTURES.c.arrival.in_(settled.limit(_DELETE_BATCH))
+        is_in_batch = FUTURES.c.arrival.in_(settled.limit(_DELETE_BATCH))
         with self._db.write() as connection:
-            deleted = connection.execute(FUTURES.delete().where(some).returning(*_USAGE_COLUMNS))
+            deleted = connection.execute(FUTURES.delete().where(is_in_batch).returning(*_USAGE_COLUMNS))
             usage = [FutureUsage(**row._mapping) for row in deleted]
             ids = [usage_row.request_id for usage_row in usage]
             for table in (RESULTS, BODIES):
@@ -453,7 +453,7 @@ class Futures:
 
     # Methods for the engine.
 
-    def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
+    def list_refused(self, model_id: str, from_seq_id: int) -> list[Pending]:
         """The refused requests of a model from `from_seq_id` on, which the engine skips."""
         from_number = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
         query = sa.select(*_COLUMNS).where(from_number, FUTURES.c.state == "refused")
@@ -473,7 +473,7 @@ class Futures:
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
         """Settle a step in one transaction: results, freed bodies, effects and the progress of each model."""
-        freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
+        freed_ids = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
             settled_at = now()  # once the write lock is held
             if not self._db.is_sqlite:
@@ -490,7 +490,11 @@ class Futures:
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,
                         **({name: getattr(settlement.cost, name) for name in _COST} if settlement.cost else _NO_COST),
-                        **({name: getattr(settlement.work, name) for name in _WORK} if settlement.work else _NO_WORK),
+                        **(
+                            {name: getattr(settlement.work_times, name) for name in _WORK}
+                            if settlement.work_times
+                            else _NO_WORK
+                        ),
                     },
                 )
                 if changed != 1:
@@ -499,7 +503,7 @@ class Futures:
                     _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     execute(connection, effect)
-            for request_id in freed:
+            for request_id in freed_ids:
                 _FREE.count(connection, {"freed_id": request_id})
             for model_id, seq_id in applied.items():
                 _ADVANCE.count(connection, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
@@ -517,5 +521,5 @@ class Futures:
         )
         return [Pending(**row._mapping) for row in self._db.rows(query)]
 
-    def settled_at(self, request_id: str) -> float | None:
+    def settlement_time(self, request_id: str) -> float | None:
         return self._db.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))

@@ -66,8 +66,8 @@ class Curves:
 
     # Methods for the engine.
 
-    def known(self, model_id: str) -> tuple[int, int]:
-        """The numbers of a model's completed optimizer steps and of its points from the server."""
+    def count_steps_and_points(self, model_id: str) -> tuple[int, int]:
+        """Count a model's completed optimizer steps and its points from the server."""
         steps = sa.select(sa.func.count()).where(
             FUTURES.c.model_id == model_id, FUTURES.c.kind == "optim_step", FUTURES.c.state == "done"
         )
@@ -123,7 +123,7 @@ class Curves:
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
-        """For each run, the first of `names` that it has, at up to `most` evenly spaced steps including the last."""
+        """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps with the last."""
         outline_of: dict[str, Outline] = {}
         with self._db.read() as connection:
             for model_id in model_ids:
@@ -265,7 +265,7 @@ class KeptSample:
 def _nth_newest(
     table: sa.FromClause, name: str, condition: sa.ColumnElement[bool], newer: object
 ) -> sa.ScalarSelect[Any]:
-    """A column of the row that has `newer` newer ones among `mine`."""
+    """A column of the row that has `newer` newer ones among those of `condition`."""
     column = sa.select(table.c[name]).where(condition).order_by(table.c.position.desc())
     return column.offset(newer).limit(1).scalar_subquery()  # type: ignore[arg-type]
 
@@ -324,7 +324,7 @@ class KeptSamples:
         *fields, packed = row
         return KeptSample(*fields), _read(packed)
 
-    def turns_before(self, sample: KeptSample, content: SampleContent) -> list[str]:
+    def list_earlier_turns(self, sample: KeptSample, content: SampleContent) -> list[str]:
         """The earlier turns of the sample's conversation among the kept samples of its session, oldest first."""
         of_session = (KEPT_SAMPLES.c.tenant_id == sample.tenant_id) & (KEPT_SAMPLES.c.session_id == sample.session_id)
         shorter = KEPT_SAMPLES.c.prompt_tokens < sample.prompt_tokens
@@ -375,7 +375,7 @@ class KeptSamples:
 
 
 def keep_sample(sample: KeptSample, content: SampleContent, max_samples: int) -> list[Effect]:
-    """Statements for the transaction that settles the sample; they keep at most `most` samples of the tenant."""
+    """Statements for the transaction that settles the sample; they keep at most `max_samples` samples of the tenant."""
     packed = zstandard.ZstdCompressor(level=1).compress(orjson.dumps(content))
     answers = [
         {

@@ -1,6 +1,6 @@
 """Implicit sessions: sessions that the server opens for clients without sessions, such as OpenAI's.
 
-Each tenant has one at a time, opened by its first request and replaced after `REPLACED_EVERY_S`, so that the usual
+Each tenant has one at a time, opened by its first request and replaced after `SESSION_LIFETIME_S`, so that the usual
 retention deletes its results. It has one sampling session for each weight version in use. A caller that waits for a
 result calls `keep` to keep the session alive. Thread-safe.
 """
@@ -17,13 +17,13 @@ from tinsmith.errors import GoneError, NotFoundError
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
 
-REPLACED_EVERY_S = 600.0
+SESSION_LIFETIME_S = 600.0
 HEARTBEAT_S = 15.0
 DISPLAY_NAME = "chat and completions"
 
 
 @dataclass(slots=True)
-class _Current:
+class _CurrentSession:
     """A tenant's current implicit session, and its sampling sessions with their next seq_ids."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,13 +65,13 @@ class ImplicitSessions:
         self._clock = clock
         self.heartbeat_s = min(HEARTBEAT_S, timeout_s / 4) if timeout_s >= 0 else HEARTBEAT_S
         self._lock = threading.Lock()
-        self._current: dict[str, _Current] = {}
+        self._current: dict[str, _CurrentSession] = {}
         self._kept_at: dict[str, float] = {}  # session_id -> time of its last heartbeat
 
     def next_sample(self, tenant_id: str, base_model: str, model_path: str | None) -> SampleId:
         """The id of a new sample of these weights; the caller has checked that the tenant may read them."""
         with self._lock:
-            current = self._current.setdefault(tenant_id, _Current())
+            current = self._current.setdefault(tenant_id, _CurrentSession())
         with current.lock:
             session_id = self._session(tenant_id, current)
             if (base_model, model_path) not in current.samplers:
@@ -98,8 +98,8 @@ class ImplicitSessions:
                 recent = self._clock() - 2 * self.heartbeat_s
                 self._kept_at = {name: at for name, at in self._kept_at.items() if at >= recent}
 
-    def _session(self, tenant_id: str, current: _Current) -> str:
-        if current.session_id is not None and self._clock() - current.opened_at < REPLACED_EVERY_S:
+    def _session(self, tenant_id: str, current: _CurrentSession) -> str:
+        if current.session_id is not None and self._clock() - current.opened_at < SESSION_LIFETIME_S:
             try:
                 self.keep(tenant_id, current.session_id)
                 return current.session_id

@@ -132,7 +132,7 @@ class Models:
         query = sa.select(MODELS).where(MODELS.c.session_id == session_id).order_by(MODELS.c.created_at)
         return [Model(**row._mapping) for row in self._db.rows(query)]
 
-    def orphaned(self) -> list[tuple[Model, str]]:
+    def list_orphaned(self) -> list[tuple[Model, str]]:
         """The loaded models of closed sessions, with the reason why the session ended."""
         query = (
             sa.select(*_COLUMNS, SESSIONS.c.reason)
@@ -163,8 +163,8 @@ class Models:
             connection.execute(MODELS.update().where(of_model).values(**values))
             if row.snapshot_seq_id is not None:
                 # The bodies below were freed when an earlier snapshot was recorded.
-                freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
-                between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
+                freed_up_to = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
+                between = (FUTURES.c.seq_id > freed_up_to) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
                 ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
                 connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
             return row.previous_snapshot_directory
@@ -196,7 +196,7 @@ class Models:
         return [Model(**row._mapping) for row in rows], total
 
 
-def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executable:
+def copy_insertion(new: NewModel, project_id: str | None, reason: str) -> sa.Executable:
     """A statement for the transaction that adds the copied checkpoint; it fails if the run exists."""
     return MODELS.insert().values(**asdict(_model(new, "copied", reason, project_id)))
 

@@ -32,7 +32,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.models import LOADED
-from tinsmith.telemetry.metrics import Counted
+from tinsmith.telemetry.metrics import RowCount
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 UNFINISHED_JOB = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
@@ -45,52 +45,52 @@ class DatabaseCounts:
         self._db = db
         self._holder = holder
 
-    def counts(self) -> Iterator[Counted]:
+    def counts(self) -> Iterator[RowCount]:
         with self._db.read() as connection:
             yield from self._queues(connection)
             yield from self._engines(connection)
             yield from _models(connection)
             opened = sa.select(sa.func.count()).select_from(SESSIONS).where(ACTIVE_SESSION)
-            yield Counted("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
+            yield RowCount("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
             jobs = BATCH_JOBS.c.status
             for status, count in connection.execute(
                 sa.select(jobs, sa.func.count()).where(jobs.in_(UNFINISHED_JOB)).group_by(jobs)
             ):
-                yield Counted("tinsmith_batch_jobs", (status,), float(count))
+                yield RowCount("tinsmith_batch_jobs", (status,), float(count))
 
-    def _queues(self, connection: sa.Connection) -> Iterator[Counted]:
+    def _queues(self, connection: sa.Connection) -> Iterator[RowCount]:
         # For the index of the engines' queues, since most requests are settled.
         query = (
             sa.select(FUTURES.c.base_model, FUTURES.c.kind, sa.func.count(), sa.func.min(FUTURES.c.created_at))
             .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), FUTURES.c.state == "pending")
             .group_by(FUTURES.c.base_model, FUTURES.c.kind)
         )
-        moment = now()
+        now_s = now()
         for base_model, kind, count, oldest in connection.execute(query):
-            yield Counted("tinsmith_queue_requests", (base_model, kind), float(count))
-            yield Counted("tinsmith_queue_oldest_seconds", (base_model, kind), max(0.0, moment - oldest))
+            yield RowCount("tinsmith_queue_requests", (base_model, kind), float(count))
+            yield RowCount("tinsmith_queue_oldest_seconds", (base_model, kind), max(0.0, now_s - oldest))
 
-    def _engines(self, connection: sa.Connection) -> Iterator[Counted]:
+    def _engines(self, connection: sa.Connection) -> Iterator[RowCount]:
         alive = (ENGINES.c.lease_expires_at > self._db.clock()).label("alive")
         columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.holder, ENGINES.c.pid, alive)
         for row in connection.execute(sa.select(*columns)):
             ready = row.state == "ready" and bool(row.alive)
-            yield Counted("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
+            yield RowCount("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
             if row.alive and row.holder == self._holder and (size := resident_bytes(row.pid)):
-                yield Counted("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
+                yield RowCount("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
 
 
-def _models(connection: sa.Connection) -> Iterator[Counted]:
+def _models(connection: sa.Connection) -> Iterator[RowCount]:
     lag = sa.func.max(MODELS.c.applied_seq_id - sa.func.coalesce(MODELS.c.snapshot_seq_id, 0))
     query = (
         sa.select(MODELS.c.base_model, MODELS.c.state, sa.func.count(), lag)
         .where(MODELS.c.state.in_(LOADED))
         .group_by(MODELS.c.base_model, MODELS.c.state)
     )
-    for base_model, state, count, most in connection.execute(query):
-        yield Counted("tinsmith_models", (base_model, state), float(count))
+    for base_model, state, count, max_lag in connection.execute(query):
+        yield RowCount("tinsmith_models", (base_model, state), float(count))
         if state == "ready":
-            yield Counted("tinsmith_snapshot_lag_operations", (base_model,), float(most))
+            yield RowCount("tinsmith_snapshot_lag_operations", (base_model,), float(max_lag))
 
 
 def resident_bytes(pid: int) -> int:
@@ -103,7 +103,7 @@ def resident_bytes(pid: int) -> int:
 
 
 Row = dict[str, Any]
-"""One entry of a summary; the keys are those of the dashboard's JSON."""
+"""A row of a summary; its keys are those of the dashboard's JSON."""
 
 _PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
 _RUN_COLUMNS = [
@@ -123,7 +123,7 @@ MAX_LOADS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedFrom:
+class CheckpointLoad:
     """A load of a checkpoint's weights, by its path, into a run."""
 
     path: str
@@ -144,38 +144,48 @@ class Overview:
         self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
     ) -> tuple[list[Row], int]:
         """A page of the tenant's runs and their total; each word of `search` must be part of one of the run's names."""
-        where = MODELS.c.tenant_id == tenant_id
+        condition = MODELS.c.tenant_id == tenant_id
         metadata = sa.cast(MODELS.c.user_metadata, sa.Text)
-        named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT, metadata)
+        searched_columns = (
+            MODELS.c.model_id,
+            MODELS.c.base_model,
+            MODELS.c.state,
+            SESSIONS.c.display_name,
+            _PROJECT,
+            metadata,
+        )
         for word in search.lower().split():
-            where &= sa.or_(
-                *(sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True) for name in named)
+            condition &= sa.or_(
+                *(
+                    sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True)
+                    for name in searched_columns
+                )
             )
         key, tie_breaker = SORTS[sort], MODELS.c.model_id
         order = (key.desc(), tie_breaker.desc()) if descending else (key.asc(), tie_breaker.asc())
-        query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(where).order_by(*order)
+        query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(condition).order_by(*order)
         rows, total = self._db.page(query, limit, offset)
-        return [_named(row) for row in rows], total
+        return [_row_dict(row) for row in rows], total
 
     def run(self, tenant_id: str, model_id: str) -> Row:
-        mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
-        row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine))
+        of_run = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+        row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(of_run))
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
-        return _named(row)
+        return _row_dict(row)
 
     def describe(self, tenant_id: str, model_id: str, changes: Mapping[str, str]) -> None:
         """Change entries of a run's user_metadata; an empty value removes one. Raises NotFoundError."""
-        mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+        of_run = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
         with self._db.write() as connection:
-            row = connection.execute(sa.select(MODELS.c.user_metadata).where(mine).with_for_update()).first()
+            row = connection.execute(sa.select(MODELS.c.user_metadata).where(of_run).with_for_update()).first()
             if row is None:
                 raise NotFoundError(f"model_id {model_id!r} is unknown")
-            found = {name: value for name, value in {**(row[0] or {}), **changes}.items() if value != ""}
-            connection.execute(MODELS.update().where(mine).values(user_metadata=found))
+            metadata = {name: value for name, value in {**(row[0] or {}), **changes}.items() if value != ""}
+            connection.execute(MODELS.update().where(of_run).values(user_metadata=metadata))
 
-    def lineage(self, tenant_id: str, model_id: str, most: int) -> list[LoadedFrom]:
-        """The loads among a run's ancestors, then among its descendants, each nearest first; at most `most`.
+    def lineage(self, tenant_id: str, model_id: str, limit: int) -> list[CheckpointLoad]:
+        """The loads among a run's ancestors, then among its descendants, each nearest first; at most `limit`.
 
         Loads are read from the audit log, until its entries expire.
         """
@@ -186,19 +196,19 @@ class Overview:
             .limit(MAX_LOADS)
         )
         rows = self._db.rows(query)
-        loads = [LoadedFrom(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
-        loads = list({(one.path, one.model_id): one for one in loads}.values())
-        found: dict[tuple[str, str], LoadedFrom] = {}
+        loads = [CheckpointLoad(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
+        loads = list({(load.path, load.model_id): load for load in loads}.values())
+        links: dict[tuple[str, str], CheckpointLoad] = {}
         for near, far in (("model_id", "parent"), ("parent", "model_id")):
-            level, seen = {model_id}, {model_id}
+            level, visited = {model_id}, {model_id}
             while level:
-                step = [one for one in loads if getattr(one, near) in level]
-                found |= {(one.path, one.model_id): one for one in step}
-                level = {getattr(one, far) for one in step} - seen
-                seen |= level
-        return list(found.values())[:most]
+                step = [load for load in loads if getattr(load, near) in level]
+                links |= {(load.path, load.model_id): load for load in step}
+                level = {getattr(load, far) for load in step} - visited
+                visited |= level
+        return list(links.values())[:limit]
 
-    def waiting(self, tenant_id: str) -> list[Row]:
+    def list_waiting(self, tenant_id: str) -> list[Row]:
         """The tenant's unfinished requests by base model, kind and lane (model or sampling session), oldest first."""
         oldest = sa.func.min(FUTURES.c.created_at).label("oldest_at")
         tokens = sa.cast(sa.func.sum(FUTURES.c.num_tokens), sa.BigInteger).label("tokens")
@@ -209,51 +219,51 @@ class Overview:
             .group_by(*columns)
             .order_by(oldest)
         )
-        return [_named(row) for row in self._db.rows(query)]
+        return [_row_dict(row) for row in self._db.rows(query)]
 
-    def settled(self, tenant_id: str, since: float, most: int) -> list[Row]:
+    def list_settled(self, tenant_id: str, since: float, limit: int) -> list[Row]:
         """The tenant's newest requests settled since `since`, with their times."""
         times = (FUTURES.c[name] for name in ("created_at", "started_at", "ran_at", "settled_at"))
         columns = (FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, FUTURES.c.num_tokens, _LANE, *times)
-        mine = (FUTURES.c.tenant_id == tenant_id) & FUTURES.c.state.in_(("done", "failed"))
-        query = sa.select(*columns).where(mine, FUTURES.c.settled_at >= since)
-        return [_named(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most))]
+        of_tenant = (FUTURES.c.tenant_id == tenant_id) & FUTURES.c.state.in_(("done", "failed"))
+        query = sa.select(*columns).where(of_tenant, FUTURES.c.settled_at >= since)
+        return [_row_dict(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(limit))]
 
-    def sampling_of_others(self, tenant_id: str, since: float, most: int) -> list[tuple[float, float]]:
-        """Merged intervals, in order, in which samples of other tenants ran since a moment; of the `most` newest."""
-        theirs = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.settled_at >= since)
+    def sampling_of_others(self, tenant_id: str, since: float, limit: int) -> list[tuple[float, float]]:
+        """Merged intervals, in order, in which samples of other tenants ran since a moment; of the `limit` newest."""
+        of_others = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.settled_at >= since)
         times = (FUTURES.c.started_at, sa.func.coalesce(FUTURES.c.ran_at, FUTURES.c.settled_at))
-        query = sa.select(*times).where(theirs, sa.text(RAN_SAMPLE))
-        rows = sorted(tuple(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(most)))
+        query = sa.select(*times).where(of_others, sa.text(RAN_SAMPLE))
+        rows = sorted(tuple(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(limit)))
         merged: list[tuple[float, float]] = []
-        for began, ended in rows:
-            if merged and began <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(ended, merged[-1][1])
+        for start, end in rows:
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
             else:
-                merged.append((began, ended))
+                merged.append((start, end))
         return merged
 
-    def sampled_tokens(self, tenant_id: str, since: float) -> int:
+    def count_sampled_tokens(self, tenant_id: str, since: float) -> int:
         """The sampled tokens of the tenant's samples settled since `since`."""
-        mine = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "done") & (FUTURES.c.settled_at >= since)
-        return int(self._db.scalar(sa.select(sa.func.sum(FUTURES.c.sampled_tokens)).where(mine)) or 0)
+        of_tenant = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "done") & (FUTURES.c.settled_at >= since)
+        return int(self._db.scalar(sa.select(sa.func.sum(FUTURES.c.sampled_tokens)).where(of_tenant)) or 0)
 
-    def seats(self, tenant_id: str) -> list[Row]:
+    def list_seats(self, tenant_id: str) -> list[Row]:
         """The engines and samplers of all base models, with the numbers of the tenant's runs and waiting requests on
         each. The state is `silent` once the lease has expired.
         """
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
         state = sa.case((silent, "silent"), else_=ENGINES.c.state).label("state")
-        mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
-        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine)
+        of_tenant = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
+        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, of_tenant)
         pending = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
         waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, pending)
         columns = (ENGINES.c.base_model, ENGINES.c.engine_id.label("name"), ENGINES.c.kind, state, ENGINES.c.reason)
         counts = runs.label("runs"), waiting.label("waiting_requests")
         query = sa.select(*columns, ENGINES.c.started_at, *counts)
         query = query.order_by(ENGINES.c.base_model, ENGINES.c.kind, ENGINES.c.engine_id)
-        return [_named(row) for row in self._db.rows(query)]
+        return [_row_dict(row) for row in self._db.rows(query)]
 
     def counts(self, tenant_id: str) -> dict[str, int]:
         """The tenant's numbers of runs, sessions, checkpoints, requests and jobs, and its stored and waiting bytes."""
@@ -280,13 +290,13 @@ class Overview:
             return {name: int(connection.scalar(query) or 0) for name, query in queries.items()}
 
 
-def _count(table: sa.Table, where: sa.ColumnElement[bool]) -> sa.Select:
-    return sa.select(sa.func.count()).select_from(table).where(where)
+def _count(table: sa.Table, condition: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(sa.func.count()).select_from(table).where(condition)
 
 
-def _sum(column: sa.Column[int], where: sa.ColumnElement[bool]) -> sa.Select:
-    return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(where)
+def _sum(column: sa.Column[int], condition: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(condition)
 
 
-def _named(row: sa.Row) -> Row:
+def _row_dict(row: sa.Row) -> Row:
     return {str(name): value for name, value in row._mapping.items()}  # plain str: orjson refuses SQLAlchemy's subclass

@@ -109,8 +109,8 @@ def check_spans(
         targets = datum.inputs["target_tokens"]
         _check_tiling(f"{path}.model_input_spans", origin.model_input, len(datum.tokens_N), "model_input")
         _check_tiling(f"{path}.loss_fn_input_spans", origin.loss_fn_inputs, targets.shape[0], "target_tokens")
-        for name, number, span in _all_spans(origin):
-            _check_span(f"{path}.{name}[{number}]", span, session_id, recorded.get(span.sequence_id), at)
+        for name, span_index, span in _all_spans(origin):
+            _check_span(f"{path}.{name}[{span_index}]", span, session_id, recorded.get(span.sequence_id), at)
         advantages = datum.inputs["advantages"]
         assert not isinstance(advantages, SparseRows)  # of rank 1, so dense
         sampled_N = np.repeat([s.sampled for s in origin.loss_fn_inputs], [s.length for s in origin.loss_fn_inputs])

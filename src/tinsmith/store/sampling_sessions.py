@@ -182,7 +182,7 @@ class SamplingSessions:
             self._db.execute(_DELETE_RESULTS, {"request_ids": chunk})
         return len(ids)
 
-    def written(self, version_id: str, directory: str) -> str | None:
+    def record_files(self, version_id: str, directory: str) -> str | None:
         """Record the directory of a version's files. Returns the directory that is no longer needed: the earlier one,
         or `directory` if no open session has the version.
         """
@@ -214,8 +214,8 @@ class SamplingSessions:
                 connection.execute(SAMPLERS.update().where(unused).values(directory=None))
         return directories
 
-    def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
-        """Those of `session_ids` without a heartbeat or poll for `silent_s` seconds."""
+    def filter_silent(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
+        """Return those of `session_ids` without a heartbeat or poll for `silent_s` seconds."""
         silent = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.last_heartbeat_at < now() - silent_s)
         parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(chunk))) for chunk in chunks(session_ids))
         return {session_id for part in parts for session_id in part}

@@ -27,7 +27,7 @@ FINISH_TYPES = ("success", "errored", "interrupted")
 _SCAN_ROWS = 500  # of a search with filters outside SQL
 _DELETE_BATCH = 100
 
-POLL_SIGN_S = 15.0
+POLL_HEARTBEAT_S = 15.0
 """Interval at which a poll counts as a heartbeat; longer than that of the SDK's heartbeats, 10 s."""
 
 
@@ -98,13 +98,13 @@ class Sessions:
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
         """Open a session with a new id or with `session_id`, or return the existing session of that id."""
-        created_at, given = now(), cast("dict[str, Any]", asdict(new) | {"tags": list(new.tags)})
+        created_at, fields = now(), cast("dict[str, Any]", asdict(new) | {"tags": list(new.tags)})
         session = Session(
             session_id=session_id or str(uuid.uuid4()),
             tenant_id=tenant_id,
             state="active",
             reason=None,
-            **given,
+            **fields,
             created_at=created_at,
             last_heartbeat_at=created_at,
         )
@@ -132,21 +132,21 @@ class Sessions:
         self.require_active(tenant_id, session_id)
         self._update(session_id, last_heartbeat_at=now())
 
-    def is_sign_due(self, session_id: str) -> bool:
-        """Whether to call `record_poll` for this poll: once in POLL_SIGN_S. Must be called from one thread."""
+    def is_poll_heartbeat_due(self, session_id: str) -> bool:
+        """Whether to call `record_poll` for this poll: once in POLL_HEARTBEAT_S. Must be called from one thread."""
         read_at = time.monotonic()
-        if read_at - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
+        if read_at - self._polled_at.get(session_id, -POLL_HEARTBEAT_S) < POLL_HEARTBEAT_S:
             return False
         self._polled_at.pop(session_id, None)
         self._polled_at[session_id] = read_at
-        while read_at - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
+        while read_at - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_HEARTBEAT_S:
             del self._polled_at[oldest]
         return True
 
     def record_poll(self, tenant_id: str, session_id: str) -> None:
         """Record a poll as a heartbeat of the session."""
         is_open = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
-        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
+        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_HEARTBEAT_S
         if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*is_open, stale)) is not None:
             self._db.execute(SESSIONS.update().where(*is_open, stale).values(last_heartbeat_at=now()))
 
@@ -204,7 +204,7 @@ class Sessions:
         after = filters.after
         while len(sessions) <= filters.limit:
             batch = self._scan(tenant_id, filters, after)
-            sessions += [session for session in batch if _is_named(session, filters) and has_metadata(session)]
+            sessions += [session for session in batch if _matches_name(session, filters) and has_metadata(session)]
             if len(batch) < _SCAN_ROWS:
                 break
             after = (batch[-1].created_at, batch[-1].session_id)
@@ -231,7 +231,7 @@ class Sessions:
         future = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
         self._db.execute(SESSIONS.update().where(*future).values(last_heartbeat_at=now()))
 
-    def silent(self, timeout_s: float) -> list[Session]:
+    def list_silent(self, timeout_s: float) -> list[Session]:
         """Open sessions whose last heartbeat is older than `timeout_s`."""
         silent = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
         return [Session(**row._mapping) for row in self._db.rows(sa.select(SESSIONS).where(*silent))]
@@ -257,7 +257,7 @@ class Sessions:
         return True
 
     def list_closed(self, before: float, *, tenant_id: str | None = None) -> list[str]:
-        """A batch of sessions (of one tenant) closed before `moment` whose futures can be deleted."""
+        """A batch of sessions (of one tenant) closed before `before` whose futures can be deleted."""
         # Postgres would turn EXISTS into a hash of all futures.
         futures = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == SESSIONS.c.session_id).limit(1)
         settled = futures.where(FUTURES.c.state != "pending").scalar_subquery()
@@ -278,7 +278,7 @@ def _finish_reason(finish_type: str, detail: str) -> str:
     return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
 
 
-def _is_named(session: Session, filters: SessionSearch) -> bool:
+def _matches_name(session: Session, filters: SessionSearch) -> bool:
     if filters.display_name is None:
         return True  # SQL has compared the id
     name = (session.display_name or "").casefold()

@@ -2,8 +2,8 @@
 
 A successful request counts in the hour in which it was settled. Usage is computed from the rows of futures, and from
 hourly rows: the transaction that deletes futures executes `fold_usage`, which adds their sums to these, so each request
-is counted exactly once. The transaction that creates a checkpoint executes `added`. Stored bytes are computed from the
-existing checkpoints alone.
+is counted exactly once. The transaction that creates a checkpoint executes `usage_increments`. Stored bytes are
+computed from the existing checkpoints alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Usage:
     def rows(self, tenant_id: str, start: float, end: float) -> list[UsageRow]:
         """The tenant's usage from `start` until before `end`, both full hours; by hour, then by quantity."""
         # One statement, so that a row which is folded concurrently is counted exactly once.
-        combined = sa.union_all(self._live(tenant_id, start, end), _folded(tenant_id, start, end)).subquery()
+        combined = sa.union_all(self._live(tenant_id, start, end), _select_folded(tenant_id, start, end)).subquery()
         keys = [combined.c.bucket_start, combined.c.session_id, combined.c.base_model]
         query = sa.select(*keys, *(sa.func.sum(combined.c[name]).label(name) for name in TYPES)).group_by(*keys)
         with self._db.read() as connection:
@@ -97,7 +97,7 @@ class Usage:
         hour = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
         return hour * float(HOUR_S)
 
-    def stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
+    def list_stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
         """The tenant's existing checkpoints, or those of one project."""
         project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
         query = (
@@ -116,7 +116,7 @@ class Usage:
             query = query.where(project == project_id)
         return [StoredCheckpoint(**row._mapping) for row in self._db.rows(query)]
 
-    def stored_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    def sum_stored_by_session(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """The number and bytes of each session's existing checkpoints; sessions without checkpoints have no entry."""
         query = (
             sa.select(MODELS.c.session_id, sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
@@ -131,7 +131,7 @@ class Usage:
         """The byte-seconds of the existing checkpoints in each hour."""
         totals: Counter[tuple[float, str | None, str]] = Counter()
         end = min(end, now())
-        for checkpoint in self.stored(tenant_id):
+        for checkpoint in self.list_stored(tenant_id):
             since = max(start, checkpoint.created_at)
             bucket = since // HOUR_S * HOUR_S
             while bucket < end:
@@ -142,7 +142,7 @@ class Usage:
         return sorted(rows, key=lambda row: (row.bucket_start, row.project_id or "", row.base_model))
 
 
-def _folded(tenant_id: str, start: float, end: float) -> sa.Select:
+def _select_folded(tenant_id: str, start: float, end: float) -> sa.Select:
     keys = [USAGE.c.bucket_start, USAGE.c.session_id, USAGE.c.base_model]
     of_type = (sa.func.sum(sa.case((USAGE.c.type == name, USAGE.c.quantity), else_=0)).label(name) for name in TYPES)
     return (
@@ -166,14 +166,14 @@ def fold_usage(usage: Iterable[FutureUsage]) -> list[sa.Executable]:
         totals[*key, "sampling_cached"] += cached
         totals[*key, "sampling_sample"] += record.sampled_tokens or 0
     statements = [
-        added(tenant_id, session_id, base_model, type_, quantity, bucket)
+        usage_increments(tenant_id, session_id, base_model, type_, quantity, bucket)
         for (tenant_id, bucket, session_id, base_model, type_), quantity in totals.items()
         if quantity
     ]
     return [statement for pair in statements for statement in pair]
 
 
-def added(
+def usage_increments(
     tenant_id: str, session_id: str, base_model: str, type_: str, quantity: int, at: float | None = None
 ) -> list[sa.Executable]:
     """Statements that add `quantity` to the hour of `at` (default: now)."""

@@ -51,7 +51,7 @@ _ENGINE = ("base_model",)
 _KIND = ("base_model", "kind")
 _SEAT = ("base_model", "engine")  # for gauges; counters are summed over the engines
 _TABLE = (
-    # Counted from rows at the scrape, the same by every server of a database.
+    # RowCount from rows at the scrape, the same by every server of a database.
     Meter("tinsmith_queue_requests", "requests that are not settled", _KIND),
     Meter("tinsmith_queue_oldest_seconds", "age of the oldest request that is not settled", _KIND),
     Meter("tinsmith_engine_ready", "1 if the engine or sampler is ready, otherwise 0", _SEAT),
@@ -187,7 +187,7 @@ class TenantLabels:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class RowCount:
     """A meter's value, counted from rows."""
 
     meter: str
@@ -199,13 +199,13 @@ class ServerMeters:
     """The server's own counters, and the text of all metrics. Methods may be called from any thread."""
 
     def __init__(
-        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Counted]] = tuple
+        self, directory: Path | None, max_tenants: int, counts: Callable[[], Iterable[RowCount]] = tuple
     ) -> None:
         """`directory` has the files of the engines; None if this process has no engines."""
         prometheus_client.disable_created_metrics()  # they would be a second series for each counter
         self._directory = directory
         self._registry = CollectorRegistry()
-        self._tenants = TenantLabels(most_tenants)
+        self._tenants = TenantLabels(max_tenants)
         self._responses = counter("tinsmith_http_responses_total", self._registry)
         self._submitted = counter("tinsmith_futures_submitted_total", self._registry)
         self._of_tenant = counter("tinsmith_tenant_requests_total", self._registry)
@@ -215,17 +215,17 @@ class ServerMeters:
         self._janitor_success = gauge("tinsmith_janitor_last_success_seconds", self._registry)
         self._ignored = counter("tinsmith_ignored_fields_total", self._registry)
         self._ignored_labels = TenantLabels(MAX_IGNORED_FIELDS)
-        self._held = gauge("tinsmith_held_polls", self._registry)
+        self._held_polls = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
         self._registry.register(_RowCollector(counts))
         if directory is not None:
             MultiProcessCollector(self._registry, str(directory))
 
-    def answered(self, status: int) -> None:
+    def count_response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
-    def submitted(self, kind: str, tenant_id: str, refused: bool) -> None:
+    def count_request(self, kind: str, tenant_id: str, refused: bool) -> None:
         self._submitted.labels(kind, "refused" if refused else "accepted").inc()
         self._of_tenant.labels(self._tenants(tenant_id)).inc()
 
@@ -243,7 +243,7 @@ class ServerMeters:
 
     def watch_long_polls(self, count: Callable[[], int]) -> None:
         """Set the function that returns the number of held polls."""
-        self._held.set_function(count)
+        self._held_polls.set_function(count)
 
     def observe_database(self, seconds: float) -> None:
         self._database.observe(seconds)
@@ -253,7 +253,7 @@ class ServerMeters:
         if self._directory is not None:
             mark_process_dead(pid, str(self._directory))
 
-    def memory(self) -> dict[str, dict[str, int]]:
+    def device_memory(self) -> dict[str, dict[str, int]]:
         """Bytes of device memory by base model and holder, summed over the engines of this data directory."""
         usage: dict[str, dict[str, int]] = {}
         if self._directory is None:
@@ -265,7 +265,7 @@ class ServerMeters:
                 holders[holder] = holders.get(holder, 0) + int(sample.value)
         return usage
 
-    def work(self) -> dict[str, float]:
+    def work_counts(self) -> dict[str, float]:
         """Counts since the start: stored requests, and tokens that the engines trained and sampled."""
         stored = (sample for metric in self._submitted.collect() for sample in metric.samples)
         counts = {
@@ -289,7 +289,7 @@ class ServerMeters:
 class _RowCollector:
     """A prometheus-client collector of the counts from rows."""
 
-    def __init__(self, counts: Callable[[], Iterable[Counted]]) -> None:
+    def __init__(self, counts: Callable[[], Iterable[RowCount]]) -> None:
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:

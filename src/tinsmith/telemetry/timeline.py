@@ -45,7 +45,7 @@ class Traces:
         self._db = db
 
     def write(self, session_id: str) -> Iterator[bytes]:
-        """The trace's JSON in pieces, with a bounded number of rows in memory."""
+        """Write the trace's JSON in chunks, with a bounded number of rows in memory."""
         yield b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps({"session_id": session_id}) + b',"traceEvents":['
         processes: dict[str, int] = {}
         separator = b""
@@ -94,8 +94,8 @@ def _slices(row: sa.Row, process: int) -> list[Event]:
     if row.settled_at is not None:
         events.append(shared | {"name": row.kind, "ph": "e", "ts": times[-1]})
     if row.model_id is not None and len(times) == len(_TIMES):
-        work: Event = {"ph": "X", "cat": "work", "pid": process, "tid": _WORK, "name": row.kind}
-        events.append(work | {"ts": times[1], "dur": times[2] - times[1], "args": arguments})
+        work_slice: Event = {"ph": "X", "cat": "work", "pid": process, "tid": _WORK, "name": row.kind}
+        events.append(work_slice | {"ts": times[1], "dur": times[2] - times[1], "args": arguments})
     return events
 
 
@@ -103,7 +103,7 @@ def _times(row: sa.Row) -> list[int]:
     """A request's known times in microseconds, made non-decreasing, since the clocks of two processes may differ."""
     times: list[int] = []
     for name in _TIMES:
-        moment_s = row._mapping[name]
-        if moment_s is not None:
-            times.append(max(round(moment_s * 1e6), times[-1] if times else 0))
+        time_s = row._mapping[name]
+        if time_s is not None:
+            times.append(max(round(time_s * 1e6), times[-1] if times else 0))
     return times

@@ -28,8 +28,8 @@ _WEIGHT = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 WINDOW_BYTES = 8 << 20
 """Window limit for zstd frames without a declared size: the minimum for decoders (RFC 8878, section 3.1.1.1.2)."""
 
-PIECE_BYTES = 512
-"""Such a frame is decoded in pieces, each of at most 16 MiB when decoded: four bytes can encode a block of 128 KiB."""
+INPUT_CHUNK_BYTES = 512
+"""Such a frame is decoded in chunks, each of at most 16 MiB when decoded: four bytes can encode a block of 128 KiB."""
 
 
 _LINE_ENDS = {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029", "\u0085".encode(): b"\\u0085"}
@@ -56,9 +56,9 @@ def check_length(content_length: str | None, limit_bytes: int) -> None:
 
 
 def check_content_type(content_type: str | None, expected: str) -> None:
-    got = (content_type or "").partition(";")[0].strip().lower()
-    if got != expected:
-        raise UnsupportedMediaError(f"the header Content-Type is {show(got)}; this path takes {expected!r}")
+    media_type = (content_type or "").partition(";")[0].strip().lower()
+    if media_type != expected:
+        raise UnsupportedMediaError(f"the header Content-Type is {show(media_type)}; this path takes {expected!r}")
 
 
 def choose_type(accept: str | None, offers: Sequence[str]) -> str:
@@ -117,20 +117,20 @@ def _decompress(body: bytes, limit_bytes: int) -> bytes:
         if declared > limit_bytes:
             raise too_large(limit_bytes)
         if declared < 0:
-            return _in_pieces(body, limit_bytes)
+            return _decompress_chunks(body, limit_bytes)
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(WINDOW_BYTES, limit_bytes))
         return decompressor.decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise UserError(f"the body is not one whole zstd frame: {error}") from error
 
 
-def _in_pieces(body: bytes, limit_bytes: int) -> bytes:
+def _decompress_chunks(body: bytes, limit_bytes: int) -> bytes:
     """Decompress a frame without a declared size."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
     parts: list[bytes] = []
     size = 0
-    for start in range(0, len(body), PIECE_BYTES):
-        part = decompressor.decompress(body[start : start + PIECE_BYTES])
+    for start in range(0, len(body), INPUT_CHUNK_BYTES):
+        part = decompressor.decompress(body[start : start + INPUT_CHUNK_BYTES])
         size += len(part)
         if size > limit_bytes:
             raise too_large(limit_bytes)
@@ -141,7 +141,7 @@ def _in_pieces(body: bytes, limit_bytes: int) -> bytes:
 
 
 MAX_MESSAGES = 2**18
-FREE_BYTES = 6 << 20
+UNCOUNTED_BYTES = 6 << 20
 """Messages in bodies up to this size are not counted: their memory is acceptable, and the SDK's bodies are smaller."""
 
 MAX_VARINT_BYTES = 10
@@ -150,35 +150,35 @@ VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 
 def check_messages(body: bytes, kind: type[Message]) -> None:
     """Raise UserError if a body of this message type holds more than MAX_MESSAGES messages."""
-    if len(body) <= FREE_BYTES:
+    if len(body) <= UNCOUNTED_BYTES:
         return
     if _count(body, cast(Descriptor, kind.DESCRIPTOR), MAX_MESSAGES) > MAX_MESSAGES:
         raise UserError(f"the body holds more than {MAX_MESSAGES} protobuf messages; send fewer data per request")
 
 
-def _count(body: bytes, kind: Descriptor, most: int) -> int:
-    """The number of messages in `body` before the first malformed byte; stops above `most`."""
-    found = 0
-    todo = [(kind, 0, len(body))]
-    while todo and found <= most:
-        kind, at, end = todo.pop()
+def _count(body: bytes, kind: Descriptor, limit: int) -> int:
+    """The number of messages in `body` before the first malformed byte; stops above `limit`."""
+    count = 0
+    pending = [(kind, 0, len(body))]
+    while pending and count <= limit:
+        kind, at, end = pending.pop()
         inner = {field.number: field.message_type for field in kind.fields if field.message_type is not None}
-        while at < end and found <= most:
+        while at < end and count <= limit:
             tag, at = _varint(body, at)
             wire_type = tag & 7
             if wire_type == VARINT:
                 _, at = _varint(body, at)
             elif wire_type == DELIMITED:
                 size, at = _varint(body, at)
-                if (of := inner.get(tag >> 3)) is not None:
-                    found += 1
-                    todo.append((of, at, min(at + size, end)))
+                if (message_type := inner.get(tag >> 3)) is not None:
+                    count += 1
+                    pending.append((message_type, at, min(at + size, end)))
                 at += size
             elif wire_type in (FIXED32, FIXED64):
                 at += 4 if wire_type == FIXED32 else 8
             else:
-                return found
-    return found
+                return count
+    return count
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:

@@ -91,46 +91,46 @@ def read_definition(definition: bytes) -> CustomLoss:
 def _custom_loss(request: CustomLossRequest) -> CustomLoss:
     return CustomLoss(
         name=request.name,
-        inputs=tuple(LossInput(each.name, each.rank) for each in request.inputs),
+        inputs=tuple(LossInput(loss_input.name, loss_input.rank) for loss_input in request.inputs),
         nodes=tuple(_node(node, f"graph.nodes[{index}]") for index, node in enumerate(request.graph.nodes)),
     )
 
 
-def _node(node: CustomLossNodeBody, where: str) -> LossNode:
+def _node(node: CustomLossNodeBody, path: str) -> LossNode:
     return LossNode(
         op=node.op,
         name=node.name,
         target=node.target,
-        args=tuple(_list(node.args, where, 0)),
-        kwargs=_dict(node.kwargs, where, 0),
+        args=tuple(_list(node.args, path, 0)),
+        kwargs=_dict(node.kwargs, path, 0),
     )
 
 
-def _argument(value: object, where: str, depth: int) -> LossArgument:
+def _argument(value: object, path: str, depth: int) -> LossArgument:
     if depth > MAX_DEPTH:
-        raise UserError(f"{where} has an argument nested more than {MAX_DEPTH} deep")
+        raise UserError(f"{path} has an argument nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return _list(value, where, depth)
+        return _list(value, path, depth)
     if isinstance(value, dict) and len(value) == 1:
         [(kind, inner)] = value.items()
-        found = _encoded(kind, inner, where, depth)
-        if found is not None:
-            return found
-    raise UserError(f"{where} has the argument {show(value)}, which is not an encoded value")
+        argument = _decode(kind, inner, path, depth)
+        if argument is not None:
+            return argument
+    raise UserError(f"{path} has the argument {show(value)}, which is not an encoded value")
 
 
-def _encoded(kind: str, inner: object, where: str, depth: int) -> LossArgument:
-    """The value of a one-key object; None for unknown kinds."""
+def _decode(kind: str, inner: object, path: str, depth: int) -> LossArgument:
+    """Decode the value of a one-key object; None for unknown kinds."""
     if kind == "ref" and isinstance(inner, str):
         return NodeRef(inner)
     if kind == "tuple" and isinstance(inner, list):
-        return tuple(_list(inner, where, depth))
+        return tuple(_list(inner, path, depth))
     if kind == "dict" and isinstance(inner, dict):
-        return _dict(inner, where, depth)
+        return _dict(inner, path, depth)
     if kind == "slice" and isinstance(inner, list) and len(inner) == 3:
-        return SliceArgument(*_list(inner, where, depth))
+        return SliceArgument(*_list(inner, path, depth))
     if kind == "ellipsis" and inner is True:
         return ...
     if kind == "float" and isinstance(inner, str) and inner in NON_FINITE:
@@ -140,9 +140,9 @@ def _encoded(kind: str, inner: object, where: str, depth: int) -> LossArgument:
     return None
 
 
-def _list(values: Sequence[object], where: str, depth: int) -> list[LossArgument]:
-    return [_argument(value, where, depth + 1) for value in values]
+def _list(values: Sequence[object], path: str, depth: int) -> list[LossArgument]:
+    return [_argument(value, path, depth + 1) for value in values]
 
 
-def _dict(values: Mapping[str, object], where: str, depth: int) -> dict[str, LossArgument]:
-    return {key: _argument(value, where, depth + 1) for key, value in values.items()}
+def _dict(values: Mapping[str, object], path: str, depth: int) -> dict[str, LossArgument]:
+    return {key: _argument(value, path, depth + 1) for key, value in values.items()}

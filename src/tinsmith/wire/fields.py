@@ -2,7 +2,7 @@
 
 A body is a `Body`, in strict mode: JSON's true is not a 1. null and an absent field are equivalent, because the SDK
 omits None. `validate` turns a parsed object into its model; an error reads "sampling_params.top_p is 'high'; it must be
-a number". `described` returns the JSON schemas for the OpenAPI document.
+a number". `json_schemas` returns the JSON schemas for the OpenAPI document.
 
 A field without effect on the answer may be ignored. `validate` then removes it, at any depth, and puts its name into an
 `IgnoredFields`. It knows three kinds: a field that the model does not have, a value that a marker calls neutral, and a
@@ -51,22 +51,22 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 2**18
 """Most objects and lists in a JSON body. An empty one takes 3 bytes there and 60 in memory."""
 
-SHOWN = 80
+MAX_SHOWN_CHARS = 80
 """Most characters of a wrong value that a message repeats."""
 
 MAX_IGNORED = 64
 """Most names of ignored fields of a request."""
 
-MAX_PASSES = 8
+MAX_VALIDATIONS = 8
 """Most validations of a body. Each one removes ignored fields, and the next one may meet others behind them."""
 
 
 def show(value: object) -> str:
     """A value for a message: short, on one line, ASCII. Formats only the part of the value that is shown."""
     # One character more than fits, so that the text is marked as truncated.
-    text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
+    text = ascii(value[: MAX_SHOWN_CHARS + 1]) if isinstance(value, str) else reprlib.repr(value)
     text = text.encode("ascii", "backslashreplace").decode()
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
 class Body(BaseModel):
@@ -87,24 +87,24 @@ class ClosedBody(Body):
     model_config = ConfigDict(extra="forbid")
 
 
-def wrong(why: str) -> PydanticCustomError:
-    """An error for validators; the message is the field's path and `why`."""
-    return PydanticCustomError("wrong", "{why}", {"why": why})
+def validation_error(reason: str) -> PydanticCustomError:
+    """An error for validators; the message is the field's path and `reason`."""
+    return PydanticCustomError("wrong", "{reason}", {"reason": reason})
 
 
-def unsupported(why: str) -> PydanticCustomError:
+def support_error(reason: str) -> PydanticCustomError:
     """An error for validators: the server does not support the field or its value."""
-    return PydanticCustomError("unsupported", "{why}", {"why": why})
+    return PydanticCustomError("unsupported", "{reason}", {"reason": reason})
 
 
-def advice(reason: str, name: str = "") -> PydanticCustomError:
+def advice_error(reason: str, name: str = "") -> PydanticCustomError:
     """An error for validators: the server does not follow the request's wish, and answers without it. `name` replaces
     the last part of the path.
     """
     return PydanticCustomError("advice", "{reason}", {"reason": reason, "name": name})
 
 
-def _neutral() -> PydanticCustomError:
+def _neutral_error() -> PydanticCustomError:
     return PydanticCustomError("neutral", "without effect")
 
 
@@ -144,11 +144,11 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class Supported:
     """Marks a field of which the server supports only these values; others are refused with the reason."""
 
     values: Sequence[object]
-    why: str
+    reason: str
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
@@ -158,33 +158,33 @@ class Only:
 
     def _check(self, value: object) -> object:
         if value not in self.values:
-            raise unsupported(f"{show(value)}; {self.why}")
+            raise support_error(f"{show(value)}; {self.reason}")
         return value
 
 
-def refused(why: str, *, unless: object = None) -> AfterValidator:
+def refuse(reason: str, *, unless: object = None) -> AfterValidator:
     """Marks a known field that the server does not support; empty values are ignored."""
 
     def check(value: object) -> None:
         if value and value != unless:
-            raise unsupported(why)
+            raise support_error(reason)
         if value is not None:
-            raise _neutral()
+            raise _neutral_error()
 
     return AfterValidator(check)
 
 
 def neutral(*values: object, reason: str) -> AfterValidator:
-    """Marks a known field that the server does not implement. These values and empty texts, lists and objects have no
-    effect and are ignored; others are refused with the reason.
+    """Marks a known field that the server does not implement. The given values and empty texts, lists and objects have
+    no effect and are ignored; others are refused with the reason.
     """
 
     def check(value: object) -> None:
         if value is None:
             return
         if value in ("", [], {}) or any(_is_same(value, other) for other in values):
-            raise _neutral()
-        raise unsupported(f"{show(value)}; {reason}")
+            raise _neutral_error()
+        raise support_error(f"{show(value)}; {reason}")
 
     return AfterValidator(check)
 
@@ -195,43 +195,45 @@ def _is_same(value: object, other: object) -> bool:
 
 def _ignore_value(value: object) -> None:
     if value is not None:
-        raise _neutral()
+        raise _neutral_error()
 
 
 NO_EFFECT = AfterValidator(_ignore_value)
 """Marks a known field that never changes an answer: every value is ignored."""
 
 
-def wish(reason: str) -> AfterValidator:
+def advisory(reason: str) -> AfterValidator:
     """Marks a known field that asks for something that the server does not do; it answers without it."""
 
     def check(value: object) -> None:
         if value is None:
             return
-        raise _neutral() if value in ("", [], {}, False) else advice(reason)
+        raise _neutral_error() if value in ("", [], {}, False) else advice_error(reason)
 
     return AfterValidator(check)
 
 
 @dataclass(frozen=True, slots=True)
-class OrText:
+class StrOr:
     """Marks a field that is `str | Other`; with `values`, a string must be one of them."""
 
     values: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = handler.generate_schema(Annotated[str, OneOf(self.values)] if self.values else LongText)
-        (other,) = (each for each in get_args(source) if each is not str)
-        return _chosen([text, handler.generate_schema(other)], lambda value: 0 if isinstance(value, str) else 1)
+        (other,) = (option for option in get_args(source) if option is not str)
+        return _union_by_choice(
+            [text, handler.generate_schema(other)], lambda value: 0 if isinstance(value, str) else 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class OrList:
+class ListOr:
     """Marks a field that is `Other | list[Other]`."""
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        one, many = map(handler.generate_schema, get_args(source))
-        return _chosen([one, many], lambda value: isinstance(value, list))
+        single, multiple = map(handler.generate_schema, get_args(source))
+        return _union_by_choice([single, multiple], lambda value: isinstance(value, list))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,23 +262,23 @@ class ByType:
             return len(distinct) + (kind in self.dropped or "" in self.dropped)
 
         dropped = [drop] if self.dropped else []
-        return _chosen([*map(handler.generate_schema, distinct), other, *dropped], choose)
+        return _union_by_choice([*map(handler.generate_schema, distinct), other, *dropped], choose)
 
     def _drop(self, value: Mapping[str, object]) -> object:
         kind = str(value["type"])
-        raise advice(self.dropped.get(kind) or self.dropped[""], f"[{nameable(kind)}]")
+        raise advice_error(self.dropped.get(kind) or self.dropped[""], f"[{printable_name(kind)}]")
 
 
-def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
+def _union_by_choice(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreSchema:
     """One of several schemas. The choice is in an error's path as a negative number, unlike indices of lists."""
-    choices = {-1 - number: schema for number, schema in enumerate(schemas)}
+    choices = {-1 - index: schema for index, schema in enumerate(schemas)}
     return core_schema.tagged_union_schema(choices, lambda value: -1 - choose(value))
 
 
 def _check_size(value: dict[str, T]) -> dict[str, T]:
     size = len(orjson.dumps(value))
     if size > MAX_METADATA_BYTES:
-        raise wrong(f"is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
+        raise validation_error(f"is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
     return value
 
 
@@ -298,8 +300,8 @@ TextMetadata = Annotated[
     AfterValidator(_check_size),
     Field(description="at most 64 KiB of JSON"),
 ]
-"""As `Metadata`, with strings only, because the SDK reads strings from a checkpoint. null becomes the empty string."""
-Unread = SkipJsonSchema[Any]
+"""An object of the user with strings only, because the SDK reads strings from a checkpoint. null becomes ""."""
+Ignored = SkipJsonSchema[Any]
 """A known field without effect, like the SDK's `type`. The OpenAPI document omits it."""
 
 
@@ -309,7 +311,7 @@ def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredField
     """
     ignored = IgnoredFields(strict=True) if ignored is None else ignored
     errors: list[ErrorDetails] = []
-    for _ in range(MAX_PASSES):
+    for _ in range(MAX_VALIDATIONS):
         try:
             return model.__pydantic_validator__.validate_python(values)
         except ValidationError as error:
@@ -319,9 +321,9 @@ def validate(model: type[B], values: Mapping[str, object], ignored: IgnoredField
             break
         for detail in ignorable:
             if detail["input"] is not None:
-                ignored.add(_name(detail))
-        values = cast("dict[str, object]", _without(values, _tree([detail["loc"] for detail in ignorable])))
-    raise _refusal(model, errors[0])
+                ignored.add(_path_without_indices(detail))
+        values = cast("dict[str, object]", _remove_fields(values, _build_tree([detail["loc"] for detail in ignorable])))
+    raise _request_error(model, errors[0])
 
 
 def _is_ignorable(model: type[Body], error: ErrorDetails, *, strict: bool) -> bool:
@@ -333,52 +335,52 @@ def _is_ignorable(model: type[Body], error: ErrorDetails, *, strict: bool) -> bo
         return not strict
     if kind == "extra_forbidden":
         return not strict or (not value and (model.ignores_zero or not isinstance(value, int | float)))
-    return value is None and kind != "missing" and "properties" in _at(model, error["loc"][:-1])
+    return value is None and kind != "missing" and "properties" in _schema_at(model, error["loc"][:-1])
 
 
-def _name(error: ErrorDetails) -> str:
+def _path_without_indices(error: ErrorDetails) -> str:
     """The path of an ignored field without indices, as printable ASCII."""
     path = ""
     for part in error["loc"]:
         if isinstance(part, str):
-            path += ("." if path else "") + nameable(part)
+            path += ("." if path else "") + printable_name(part)
         elif part >= 0:
             path += "[]"
     name = str(error.get("ctx", {}).get("name", ""))
     return path.removesuffix("[]") + name if name else path
 
 
-def nameable(name: str) -> str:
+def printable_name(name: str) -> str:
     """A name from a client as printable ASCII without commas."""
     return name if _NAME.fullmatch(name) else show(name).replace(",", " ")
 
 
-_NAME = re.compile(rf"[A-Za-z0-9_.:$-]{{1,{SHOWN}}}")
+_NAME = re.compile(rf"[A-Za-z0-9_.:$-]{{1,{MAX_SHOWN_CHARS}}}")
 Tree = dict[int | str, "Tree"]
 
 
-def _tree(paths: Iterable[Sequence[int | str]]) -> Tree:
+def _build_tree(paths: Iterable[Sequence[int | str]]) -> Tree:
     """The paths as nested dicts; a leaf is empty."""
     tree: Tree = {}
     for path in paths:
-        at = tree
+        node = tree
         for part in path:
             if not _is_choice(part):
-                at = at.setdefault(part, {})
+                node = node.setdefault(part, {})
     return tree
 
 
-def _without(values: object, removed: Tree) -> object:
+def _remove_fields(values: object, removed: Tree) -> object:
     """The object without the fields at the tree's leaves. Only containers on their paths are copied."""
     if isinstance(values, Mapping):
         return {
-            name: _without(value, removed[name]) if name in removed else value
+            name: _remove_fields(value, removed[name]) if name in removed else value
             for name, value in values.items()
             if removed.get(name) != {}
         }
     if isinstance(values, list):
         return [
-            _without(value, removed[index]) if index in removed else value
+            _remove_fields(value, removed[index]) if index in removed else value
             for index, value in enumerate(values)
             if removed.get(index) != {}
         ]
@@ -389,14 +391,14 @@ def _is_choice(part: int | str) -> bool:
     return isinstance(part, int) and part < 0
 
 
-def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
-    place, kind = error["loc"], error["type"]
-    if place and place[-1] == "[key]":
-        place = place[:-1]
+def _request_error(model: type[Body], error: ErrorDetails) -> RequestError:
+    location, kind = error["loc"], error["type"]
+    if location and location[-1] == "[key]":
+        location = location[:-1]
     path = ""
-    for part in place:
+    for part in location:
         if isinstance(part, str):
-            path += ("." if path else "") + (part if len(part) <= SHOWN else show(part))
+            path += ("." if path else "") + (part if len(part) <= MAX_SHOWN_CHARS else show(part))
         elif part >= 0:
             path += f"[{part}]"
     if kind == "wrong":
@@ -404,22 +406,27 @@ def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
     if kind in ("unsupported", "advice"):
         return not_supported(path, error["msg"])
     if kind == "extra_forbidden":
-        known = sorted(_properties(_at(model, place[:-1])))
-        return not_supported(path, f"leave it out (known here: {', '.join(known)})")
-    schema = _at(model, place) or {"type": _TYPES.get(kind), "maxLength": error.get("ctx", {}).get("max_length")}
+        known_names = sorted(_properties(_schema_at(model, location[:-1])))
+        return not_supported(path, f"leave it out (known here: {', '.join(known_names)})")
+    schema = _schema_at(model, location) or {
+        "type": _TYPES.get(kind),
+        "maxLength": error.get("ctx", {}).get("max_length"),
+    }
     if kind == "missing":
-        what = schema.get("description")
-        return RequestError(path, f"{path} is missing" + (f": {what}" if what else ""), model.missing_code)
-    if kind.endswith("_type") and place and _is_choice(place[-1]):
-        schema = _at(model, place[:-1])
-    return RequestError(path, f"{path} is {show(error['input'])}; it must {_wanted(schema, kind)}")
+        description = schema.get("description")
+        return RequestError(
+            path, f"{path} is missing" + (f": {description}" if description else ""), model.missing_code
+        )
+    if kind.endswith("_type") and location and _is_choice(location[-1]):
+        schema = _schema_at(model, location[:-1])
+    return RequestError(path, f"{path} is {show(error['input'])}; it must {_describe_valid_values(schema, kind)}")
 
 
 _TYPES = {"int_type": "integer", "float_type": "number", "bool_type": "boolean", "string_type": "string"}
 """For fields that are not in the JSON schema."""
 
 
-def _wanted(schema: Schema, kind: str) -> str:
+def _describe_valid_values(schema: Schema, kind: str) -> str:
     """The end of a message "it must ..."; `kind` is pydantic's name of the error."""
     values = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
     if values:
@@ -427,16 +434,16 @@ def _wanted(schema: Schema, kind: str) -> str:
     if kind == "finite_number":
         return "be finite"
     if kind.startswith(("greater_than", "less_than")):
-        return _within(schema)
+        return _describe_range(schema)
     if kind == "string_unicode":
         return "be a string without halves of surrogate pairs"
     if kind.startswith("string_") and kind != "string_type" and "maxLength" in schema:
         least = f"{schema['minLength']} to" if "minLength" in schema else "at most"
         return f"be a string of {least} {schema['maxLength']} characters without NUL"
-    return "be " + " or ".join(dict.fromkeys(_noun(option) for option in _options(schema)))
+    return "be " + " or ".join(dict.fromkeys(_describe_type(option) for option in _options(schema)))
 
 
-def _within(schema: Schema) -> str:
+def _describe_range(schema: Schema) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low == -INT64_MAX:
         return "be an integer of at most 64 bits"
@@ -446,65 +453,69 @@ def _within(schema: Schema) -> str:
     return "be " + " and ".join(f"{word} {schema[name]}" for name, word in words.items() if name in schema)
 
 
-def _noun(schema: Schema) -> str:
+def _describe_type(schema: Schema) -> str:
     if schema.get("type") != "array":
         words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
         return words.get(str(schema.get("type")), "an object")
     items = cast("Schema", schema.get("items", {}))
-    of = {"string": "strings", "integer": "integers", "number": "numbers"}.get(str(items.get("type")), "objects")
+    noun = {"string": "strings", "integer": "integers", "number": "numbers"}.get(str(items.get("type")), "objects")
     low, high = schema.get("minItems"), schema.get("maxItems")
     if high is None:
-        return f"a list of {of}{', at least one' if low else ''}"
-    return f"a list of {low} to {high} {of}" if low else f"a list of at most {high} {of}"
+        return f"a list of {noun}{', at least one' if low else ''}"
+    return f"a list of {low} to {high} {noun}" if low else f"a list of at most {high} {noun}"
 
 
-def _at(model: type[Body], path: Sequence[int | str]) -> Schema:
-    """The schema of a field of a body."""
-    shared = described(model)
-    found = shared[model.__name__.removesuffix("Body")]
+def _schema_at(model: type[Body], path: Sequence[int | str]) -> Schema:
+    """The JSON schema of the field at this path of a body; negative numbers choose among alternatives."""
+    schemas = json_schemas(model)
+    schema = schemas[model.__name__.removesuffix("Body")]
     for part in path:
-        options = _options(found)
+        options = _options(schema)
         if isinstance(part, str):
             inside = _properties(options[0]).get(part, options[0].get("additionalProperties"))
         else:
             inside = options[-1 - part] if part < 0 else options[0].get("items")
-        found = cast("Schema", inside if isinstance(inside, dict) else {})
-        if len(options := _options(found)) == 1:
-            named = str(options[0].get("$ref", "")).rpartition("/")[2]
-            found = options[0] | shared.get(named, {})
-    return found
+        schema = cast("Schema", inside if isinstance(inside, dict) else {})
+        if len(options := _options(schema)) == 1:
+            ref_name = str(options[0].get("$ref", "")).rpartition("/")[2]
+            schema = options[0] | schemas.get(ref_name, {})
+    return schema
 
 
 def _options(schema: Schema) -> list[Schema]:
     """The alternatives of a schema, without null."""
     options = cast("list[Schema]", schema.get("anyOf") or schema.get("oneOf") or [schema])
-    found = [each for each in options if each.get("type") != "null"]
-    return _options(found[0]) if len(found) == 1 and found[0] is not schema else found
+    non_null = [option for option in options if option.get("type") != "null"]
+    return _options(non_null[0]) if len(non_null) == 1 and non_null[0] is not schema else non_null
 
 
 @cache
-def described(model: type[Body]) -> dict[str, Schema]:
+def json_schemas(model: type[Body]) -> dict[str, Schema]:
     """The JSON schemas of a body and of its nested objects, by name."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    found: dict[str, Schema] = {**schema.pop("$defs", {}), model.__name__: schema}
-    return {name.removesuffix("Body"): cast("Schema", _cleaned(schema)) for name, schema in found.items()}
+    schemas: dict[str, Schema] = {**schema.pop("$defs", {}), model.__name__: schema}
+    return {name.removesuffix("Body"): cast("Schema", _clean_schema(schema)) for name, schema in schemas.items()}
 
 
-def _cleaned(schema: object) -> object:
-    """A schema without pydantic's additions, in which optional fields may be null."""
+def _clean_schema(schema: object) -> object:
+    """The schema without pydantic's additions, and with null allowed in optional fields."""
     if isinstance(schema, list):
-        return [_cleaned(each) for each in schema]
+        return [_clean_schema(inner_schema) for inner_schema in schema]
     if not isinstance(schema, dict):
         return schema.removesuffix("Body") if isinstance(schema, str) else schema
-    cleaned = {name: _cleaned(each) for name, each in schema.items() if name not in ("title", "pattern", "default")}
+    cleaned = {
+        name: _clean_schema(inner_schema)
+        for name, inner_schema in schema.items()
+        if name not in ("title", "pattern", "default")
+    }
     if isinstance(properties := schema.get("properties"), dict):
         required = schema.get("required", [])
-        inner = {name: cast("Schema", _cleaned(each)) for name, each in properties.items()}
+        inner = {name: cast("Schema", _clean_schema(inner_schema)) for name, inner_schema in properties.items()}
         cleaned["properties"] = {
-            name: each
-            if name in required or {"type": "null"} in cast("list[Schema]", each.get("anyOf", []))
-            else {"anyOf": [each, {"type": "null"}]}
-            for name, each in inner.items()
+            name: inner_schema
+            if name in required or {"type": "null"} in cast("list[Schema]", inner_schema.get("anyOf", []))
+            else {"anyOf": [inner_schema, {"type": "null"}]}
+            for name, inner_schema in inner.items()
         }
         cleaned["required"] = required
         cleaned.pop("description", None)
@@ -536,7 +547,7 @@ def _check_depth(value: dict[str, object]) -> None:
     """Iterates level by level, since recursion could be too deep."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for each in level for child in _children(each) if isinstance(child, dict | list)]
+        level = [child for container in level for child in _children(container) if isinstance(child, dict | list)]
         if not level:
             return
     raise UserError(f"the body is nested more than {MAX_DEPTH} levels deep")
@@ -559,12 +570,12 @@ def iso(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-def moment_of(name: str, text: str) -> float:
+def parse_time(name: str, text: str) -> float:
     """Seconds since the epoch of a time with a zone. Raises a UserError that names the field."""
     try:
-        found = datetime.fromisoformat(text)
-        if found.tzinfo is not None:
-            return found.timestamp()
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None:
+            return time.timestamp()
     except (ValueError, OverflowError):
         pass
     raise UserError(f"{name} is {show(text)}; it must be a time with a zone, like 2026-07-13T00:00:00Z")

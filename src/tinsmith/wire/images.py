@@ -46,33 +46,33 @@ class ImageBytes:
     expected_tokens: int | None = None
 
 
-def image_chunk(chunk: Mapping[str, object], where: str) -> ImageBytes:
+def image_chunk(chunk: Mapping[str, object], path: str) -> ImageBytes:
     """An image chunk of a JSON body. Raises UserError for fields of wrong types."""
     data, expected = chunk.get("data"), chunk.get("expected_tokens")
     if not isinstance(data, str):
         raise UserError(
-            f"{where}.data is {show(data)}; a chunk of type 'image' has the image file's bytes there, as base64"
+            f"{path}.data is {show(data)}; a chunk of type 'image' has the image file's bytes there, as base64"
         )
     if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
-        raise UserError(f"{where}.expected_tokens is {show(expected)}; it must be an integer, or left out")
+        raise UserError(f"{path}.expected_tokens is {show(expected)}; it must be an integer, or left out")
     try:
-        found = base64.b64decode(data, validate=True)
+        image_bytes = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where}.data is not base64: {error}") from error
-    return ImageBytes(found, _format(chunk.get("format"), where), expected)
+        raise UserError(f"{path}.data is not base64: {error}") from error
+    return ImageBytes(image_bytes, _format(chunk.get("format"), path), expected)
 
 
-def refuse_chunk(where: str, kind: object, vision: VisionShape | None = None) -> UserError:
+def refuse_chunk(path: str, kind: object, vision: VisionShape | None = None) -> UserError:
     """The error for a chunk that the model does not take."""
     if kind == "image":
-        return NotSupportedError(f"{where} is of type 'image', and this base model takes text only; send encoded_text")
+        return NotSupportedError(f"{path} is of type 'image', and this base model takes text only; send encoded_text")
     if kind == "image_asset_pointer":
         return NotSupportedError(
-            f"{where} is of type 'image_asset_pointer'; this server fetches no assets, so send the image's bytes in a "
+            f"{path} is of type 'image_asset_pointer'; this server fetches no assets, so send the image's bytes in a "
             "chunk of type 'image'"
         )
-    taken = "'encoded_text' (token ids)" + ("" if vision is None else " and 'image'")
-    return NotSupportedError(f"{where} is of type {show(kind)}; this base model takes only {taken}")
+    accepted_types = "'encoded_text' (token ids)" + ("" if vision is None else " and 'image'")
+    return NotSupportedError(f"{path} is of type {show(kind)}; this base model takes only {accepted_types}")
 
 
 class InputParts:
@@ -91,22 +91,22 @@ class InputParts:
     def add_tokens_of(self, tokens: Sequence[int]) -> None:
         self.add_tokens(np.array(tokens, np.int32))
 
-    def add_image(self, chunk: ImageBytes, where: str) -> None:
+    def add_image(self, chunk: ImageBytes, path: str) -> None:
         """Add an image. Raises UserError if the model does not take it."""
         if self._vision is None:
-            raise refuse_chunk(where, "image")
+            raise refuse_chunk(path, "image")
         if len(self._images) == MAX_IMAGES:
-            raise UserError(f"{where} is one image too many; one input may have at most {MAX_IMAGES}")
-        width, height = check_header(chunk.data, _format(chunk.format, where), where)
+            raise UserError(f"{path} is one image too many; one input may have at most {MAX_IMAGES}")
+        width, height = check_header(chunk.data, _format(chunk.format, path), path)
         rows, columns = self._vision.grid(width, height)
         num_tokens = rows * columns
         if chunk.expected_tokens not in (None, num_tokens):
             raise UserError(
-                f"{where}.expected_tokens is {chunk.expected_tokens}, but this model makes {num_tokens} tokens of an "
+                f"{path}.expected_tokens is {chunk.expected_tokens}, but this model makes {num_tokens} tokens of an "
                 f"image of {width} x {height} pixels; count with the model's own image processor, or leave it out"
             )
         digest = hashlib.blake2b(chunk.data, digest_size=16).digest()
-        self._images.append(Image(where, chunk.data, chunk.format, width, height, self._length, num_tokens, digest))
+        self._images.append(Image(path, chunk.data, chunk.format, width, height, self._length, num_tokens, digest))
         self.add_tokens(np.full(num_tokens, self._vision.image_token_id, np.int32))
 
     @property
@@ -140,38 +140,38 @@ def chunks_of(tokens: Sequence[int], images: Sequence[Image]) -> list[dict[str, 
     return chunks
 
 
-def check_header(data: bytes, declared: str, where: str) -> tuple[int, int]:
+def check_header(data: bytes, declared: str, path: str) -> tuple[int, int]:
     """Width and height. Raises UserError unless the header is of the declared format and within all limits."""
     if len(data) > MAX_IMAGE_BYTES:
-        raise UserError(f"{where}.data is an image of {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
-    actual = sniffed(data)
+        raise UserError(f"{path}.data is an image of {len(data)} bytes; at most {MAX_IMAGE_BYTES} are taken")
+    actual = sniff_format(data)
     if actual != declared:
-        raise UserError(f"{where}.format is {declared!r}, but data is {actual or 'neither png nor jpeg'}")
+        raise UserError(f"{path}.format is {declared!r}, but data is {actual or 'neither png nor jpeg'}")
     size = _png_size(data) if declared == "png" else _jpeg_size(data)
     if size is None:
-        raise UserError(f"{where}.data is not a {declared} image: its header is truncated or malformed")
+        raise UserError(f"{path}.data is not a {declared} image: its header is truncated or malformed")
     width, height = size
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and width * height <= MAX_PIXELS):
         raise UserError(
-            f"{where}.data is an image of {width} x {height} pixels; sides may have 1 to {MAX_SIDE} and the image "
+            f"{path}.data is an image of {width} x {height} pixels; sides may have 1 to {MAX_SIDE} and the image "
             f"{MAX_PIXELS}, so make it smaller"
         )
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise UserError(
-            f"{where}.data is an image of {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the "
+            f"{path}.data is an image of {width} x {height} pixels; one side may be at most {MAX_ASPECT} times the "
             "other"
         )
     return width, height
 
 
-def sniffed(data: bytes) -> str | None:
+def sniff_format(data: bytes) -> str | None:
     """The format by a file's first bytes; None if unknown."""
     return "png" if data.startswith(_PNG) else "jpeg" if data.startswith(_JPEG) else None
 
 
-def _format(value: object, where: str) -> str:
+def _format(value: object, path: str) -> str:
     if not isinstance(value, str) or value not in FORMATS:
-        raise UserError(f"{where}.format is {show(value)}; it must be 'png' or 'jpeg'")
+        raise UserError(f"{path}.format is {show(value)}; it must be 'png' or 'jpeg'")
     return value
 
 

@@ -23,7 +23,7 @@ DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT
 _NAMES = {code: (name, dtype) for name, (code, dtype) in DTYPES.items()}
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
-_MASK = (0, EMPTY_LOGPROB)
+_PADDING_PAIR = (0, EMPTY_LOGPROB)
 """The pair that fills a row of top logprobs."""
 
 JSON_GROWTH = 3
@@ -99,7 +99,7 @@ def _topk(message: pb.TopkLogprobs) -> list[list[tuple[int, float]] | None]:
     token_ids = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
     logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
     rows = [
-        [(token_id, logprob) for token_id, logprob in zip(*row, strict=True) if (token_id, logprob) != _MASK]
+        [(token_id, logprob) for token_id, logprob in zip(*row, strict=True) if (token_id, logprob) != _PADDING_PAIR]
         for row in zip(token_ids, logprobs, strict=True)
     ]
     return [row or None for row in rows]

@@ -38,6 +38,7 @@ from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import (
     Body,
     ClosedBody,
+    Ignored,
     Integer,
     LongText,
     Number,
@@ -45,61 +46,62 @@ from tinsmith.wire.fields import (
     Position,
     Schema,
     Text,
-    Unread,
-    described,
+    json_schemas,
     read_object,
     show,
     validate,
-    wrong,
+    validation_error,
 )
 from tinsmith.wire.images import FORMATS, InputParts, chunks_of, image_chunk, refuse_chunk
 from tinsmith.wire.training import check_sizes
 
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
-_USUAL = Adjustments()
-_NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+_DEFAULTS = Adjustments()
+_NUMBER_FIELDS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 
 
 def sample_body(
     prompt: Sequence[int],
     num_samples: int,
     params: SamplingParams,
-    shown: Mapping[str, object],
+    logprob_fields: Mapping[str, object],
     *,
     stream: bool = False,
     images: Sequence[Image] = (),
 ) -> dict[str, object]:
-    """The stored body of a sample; `shown` are the fields that request logprobs."""
-    own = {"max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature}
-    own |= {"top_k": params.top_k, "top_p": params.top_p, "stop": list(params.stop_strings) or None}
-    beyond = {"stop_tokens": list(params.stop_tokens), "stop_eos": params.stop_eos, "stream": stream}
+    """The stored body of a sample; `logprob_fields` are the fields that request logprobs."""
+    sampling_params = {"max_tokens": params.max_tokens, "seed": params.seed, "temperature": params.temperature}
+    sampling_params |= {"top_k": params.top_k, "top_p": params.top_p, "stop": list(params.stop_strings) or None}
+    extensions = {"stop_tokens": list(params.stop_tokens), "stop_eos": params.stop_eos, "stream": stream}
     return {
         "prompt": {"chunks": chunks_of(prompt, images)},
         "num_samples": num_samples,
-        "sampling_params": own,
-        "beyond": beyond | _written(params.adjustments),
-        **shown,
+        "sampling_params": sampling_params,
+        "beyond": extensions | _adjustment_fields(params.adjustments),
+        **logprob_fields,
     }
 
 
-def _written(adjustments: Adjustments | None) -> dict[str, object]:
+def _adjustment_fields(adjustments: Adjustments | None) -> dict[str, object]:
     if adjustments is None:
         return {}
-    written: dict[str, object] = {name: getattr(adjustments, name) for name in _NUMBERS}
-    written["logit_bias"] = [[token_id, bias] for token_id, bias in adjustments.logit_bias]
-    written["allowed_token_ids"] = list(adjustments.allowed_token_ids)
-    written["bad_words"] = [list(word) for word in adjustments.bad_words]
+    fields: dict[str, object] = {name: getattr(adjustments, name) for name in _NUMBER_FIELDS}
+    fields["logit_bias"] = [[token_id, bias] for token_id, bias in adjustments.logit_bias]
+    fields["allowed_token_ids"] = list(adjustments.allowed_token_ids)
+    fields["bad_words"] = [list(word) for word in adjustments.bad_words]
     if adjustments.grammar:
-        written["grammar"] = {"kind": adjustments.grammar.kind, "text": adjustments.grammar.text}
-    return written
+        fields["grammar"] = {"kind": adjustments.grammar.kind, "text": adjustments.grammar.text}
+    return fields
 
 
 MAX_NUM_SAMPLES = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TEMPERATURE = 1e30  # the sampler computes in float32
 INT32_MAX = 2**31 - 1
-LAST_N = "at most the prompt's length - 1; with prompt_logprobs only"
-TARGETS = "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
+LAST_N_DESCRIPTION = "at most the prompt's length - 1; with prompt_logprobs only"
+TARGETS_DESCRIPTION = (
+    "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
+)
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 
@@ -122,8 +124,8 @@ _CHUNKS: Schema = {
     "type": "array",
     "items": {
         "anyOf": [
-            described(EncodedTextChunkBody)["EncodedTextChunk"],
-            described(ImageChunkBody)["ImageChunk"],
+            json_schemas(EncodedTextChunkBody)["EncodedTextChunk"],
+            json_schemas(ImageChunkBody)["ImageChunk"],
         ]
     },
 }
@@ -151,7 +153,7 @@ _STOP: Schema = {
 
 def _check_top_k(top_k: int) -> int:
     if top_k == 0:
-        raise wrong(f"is 0; it must lie between 1 and {INT32_MAX}; -1 turns it off")
+        raise validation_error(f"is 0; it must lie between 1 and {INT32_MAX}; -1 turns it off")
     return top_k
 
 
@@ -164,7 +166,7 @@ class SamplingParamsBody(ClosedBody):
     temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE, description="0 is greedy")] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX, description="-1 turns it off"), AfterValidator(_check_top_k)] = -1
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    type: Unread = None
+    type: Ignored = None
 
 
 class TensorDataBody(ClosedBody):
@@ -190,18 +192,18 @@ class AsampleRequest(ClosedBody):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: Count = 0
     topk_sample_logprobs: Count = 0
-    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS)] | None = None
+    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS_DESCRIPTION)] | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N)] | None = None
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N_DESCRIPTION)] | None = None
     record_stability_info: bool = False
-    type: Unread = None
+    type: Ignored = None
 
 
 class SampleRequest(AsampleRequest):
-    """As `AsampleRequest`, without sampling session and number."""
+    """An `AsampleRequest` in which the sampling session and the number are ignored."""
 
-    sampling_session_id: Unread = None
-    seq_id: Unread = None
+    sampling_session_id: Ignored = None
+    seq_id: Ignored = None
 
 
 class GrammarBody(Body):
@@ -209,24 +211,24 @@ class GrammarBody(Body):
     text: LongText
 
 
-class BeyondBody(Body):
-    min_p: float = _USUAL.min_p
-    repetition_penalty: float = _USUAL.repetition_penalty
-    presence_penalty: float = _USUAL.presence_penalty
-    frequency_penalty: float = _USUAL.frequency_penalty
+class ExtensionsBody(Body):
+    min_p: float = _DEFAULTS.min_p
+    repetition_penalty: float = _DEFAULTS.repetition_penalty
+    presence_penalty: float = _DEFAULTS.presence_penalty
+    frequency_penalty: float = _DEFAULTS.frequency_penalty
     logit_bias: list[Any] = Field(default_factory=list)
     grammar: GrammarBody | None = None
     allowed_token_ids: list[int] = Field(default_factory=list)
     bad_words: list[list[int]] = Field(default_factory=list)
-    min_tokens: int = _USUAL.min_tokens
+    min_tokens: int = _DEFAULTS.min_tokens
     stop_tokens: list[int] = Field(default_factory=list)
     stop_eos: bool = True
     stream: bool = False
 
-    def added(self, sample: Sample) -> Sample:
-        """The sample with these parameters."""
+    def apply_to(self, sample: Sample) -> Sample:
+        """Return the sample with these parameters."""
         adjustments = Adjustments(
-            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: getattr(self, name) for name in _NUMBER_FIELDS},
             logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in self.logit_bias),
             grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
             allowed_token_ids=tuple(self.allowed_token_ids),
@@ -236,13 +238,13 @@ class BeyondBody(Body):
             sample.params,
             stop_tokens=tuple(self.stop_tokens),
             stop_eos=self.stop_eos,
-            adjustments=None if adjustments == _USUAL else adjustments,
+            adjustments=None if adjustments == _DEFAULTS else adjustments,
         )
         return replace(sample, params=params, stream=self.stream)
 
 
 class StoredSample(SampleRequest):
-    beyond: BeyondBody | None = None
+    beyond: ExtensionsBody | None = None
 
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -252,7 +254,7 @@ def read_sample(body: bytes, request_id: str, version_id: str | None, vision: Vi
     """Parse the stored body of a sample."""
     request = validate(StoredSample, read_object(body))
     sample = sample_of(request, request_id, version_id, vision)
-    return sample if request.beyond is None else request.beyond.added(sample)
+    return sample if request.beyond is None else request.beyond.apply_to(sample)
 
 
 def sample_of(
@@ -280,75 +282,75 @@ def sample_of(
 def _prompt(chunks: Sequence[object], vision: VisionShape | None) -> InputParts:
     parts = InputParts(vision)
     for index, chunk in enumerate(chunks):
-        where = f"prompt.chunks[{index}]"
+        path = f"prompt.chunks[{index}]"
         if not isinstance(chunk, dict):
-            raise UserError(f"{where} is {show(chunk)}; it must be an object")
+            raise UserError(f"{path} is {show(chunk)}; it must be an object")
         kind = chunk.get("type", "encoded_text")
         if kind == "encoded_text":
-            parts.add_tokens(token_ids(chunk.get("tokens"), f"{where}.tokens"))
+            parts.add_tokens(token_ids(chunk.get("tokens"), f"{path}.tokens"))
         elif kind == "image" and vision is not None:
-            parts.add_image(image_chunk(chunk, where), where)
+            parts.add_image(image_chunk(chunk, path), path)
         else:
-            raise refuse_chunk(where, kind, vision)
+            raise refuse_chunk(path, kind, vision)
     return parts
 
 
-def token_ids(value: object, where: str) -> I32:
+def token_ids(value: object, path: str) -> I32:
     """A JSON list of integers as int32; admission checks them against the vocabulary."""
-    found = _integers(value, where)
-    if len(found) and (found.min() < 0 or found.max() > INT32_MAX):
-        raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
-    return found.astype(np.int32)
+    ids = _integers(value, path)
+    if len(ids) and (ids.min() < 0 or ids.max() > INT32_MAX):
+        raise UserError(f"{path} holds {ids.min()} .. {ids.max()}; token ids lie between 0 and {INT32_MAX}")
+    return ids.astype(np.int32)
 
 
-def _integers(value: object, where: str) -> I64:
+def _integers(value: object, path: str) -> I64:
     if not isinstance(value, list):
-        raise UserError(f"{where} is {show(value)}; it must be a list of integers")
+        raise UserError(f"{path} is {show(value)}; it must be a list of integers")
     if not value:
         return np.empty(0, np.int64)
     try:
         # Without a given dtype, numpy infers it: floats, strings and nested lists do not give 'i'.
-        found = np.array(value)
+        array = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{where} is not a flat list of integers: {error}") from error
-    if found.dtype.kind != "i" or found.ndim != 1:
-        raise UserError(f"{where} must be a flat list of integers below 2**63, which {show(value)} is not")
-    return found
+        raise UserError(f"{path} is not a flat list of integers: {error}") from error
+    if array.dtype.kind != "i" or array.ndim != 1:
+        raise UserError(f"{path} must be a flat list of integers below 2**63, which {show(value)} is not")
+    return array
 
 
-def _targets(given: TensorDataBody | None) -> I64 | SparseRows | None:
+def _targets(body: TensorDataBody | None) -> I64 | SparseRows | None:
     """Ids [T - 1, K], dense or in CSR form; admission checks them against the prompt."""
-    if given is None:
+    if body is None:
         return None
-    where = "target_prompt_logprobs"
-    if given.dtype != "int64":
-        raise UserError(f"{where}.dtype is {show(given.dtype)}; token ids are 'int64'")
-    sizes = _integers(given.shape, f"{where}.shape")
+    path = "target_prompt_logprobs"
+    if body.dtype != "int64":
+        raise UserError(f"{path}.dtype is {show(body.dtype)}; token ids are 'int64'")
+    sizes = _integers(body.shape, f"{path}.shape")
     if len(sizes) != 2 or sizes.min() < 0:
-        raise UserError(f"{where}.shape is {show(given.shape)}; it must be [len(prompt) - 1, K]")
+        raise UserError(f"{path}.shape is {show(body.shape)}; it must be [len(prompt) - 1, K]")
     num_rows, width = int(sizes[0]), int(sizes[1])
-    check_sizes(where, (num_rows, width))
-    values = _integers(given.data, f"{where}.data")
-    if given.sparse_crow_indices is None and given.sparse_col_indices is None:
+    check_sizes(path, (num_rows, width))
+    values = _integers(body.data, f"{path}.data")
+    if body.sparse_crow_indices is None and body.sparse_col_indices is None:
         if len(values) != num_rows * width:
-            raise UserError(f"{where}.data holds {len(values)} ids, which do not fill the shape {show(given.shape)}")
+            raise UserError(f"{path}.data holds {len(values)} ids, which do not fill the shape {show(body.shape)}")
         return values.reshape(num_rows, width)
-    crow = _integers(given.sparse_crow_indices, f"{where}.sparse_crow_indices")
-    col = _integers(given.sparse_col_indices, f"{where}.sparse_col_indices")
+    crow = _integers(body.sparse_crow_indices, f"{path}.sparse_crow_indices")
+    col = _integers(body.sparse_col_indices, f"{path}.sparse_col_indices")
     return SparseRows(values, crow, col, (num_rows, width))
 
 
-def _params(given: SamplingParamsBody) -> SamplingParams:
-    strings, tokens = _stops(given.stop)
+def _params(body: SamplingParamsBody) -> SamplingParams:
+    strings, tokens = _stops(body.stop)
     return SamplingParams(
-        max_tokens=given.max_tokens,
-        seed=given.seed,
+        max_tokens=body.max_tokens,
+        seed=body.seed,
         stop_strings=strings,
         stop_tokens=tokens,
-        stop_eos=given.stop != [],
-        temperature=given.temperature,
-        top_k=given.top_k,
-        top_p=given.top_p,
+        stop_eos=body.stop != [],
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
     )
 
 
@@ -368,12 +370,12 @@ def _stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def write_sample_result(result: SampleResult) -> bytes:
     message = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
-        written = message.sequences.add()
-        written.stop_reason = _STOP_REASONS[sequence.stop_reason]
-        written.tokens = np.ascontiguousarray(sequence.tokens_T, "<i4").tobytes()
-        written.logprobs = np.ascontiguousarray(sequence.logprobs_T, "<f4").tobytes()
+        sequence_message = message.sequences.add()
+        sequence_message.stop_reason = _STOP_REASONS[sequence.stop_reason]
+        sequence_message.tokens = np.ascontiguousarray(sequence.tokens_T, "<i4").tobytes()
+        sequence_message.logprobs = np.ascontiguousarray(sequence.logprobs_T, "<f4").tobytes()
         if sequence.topk is not None:
-            _write_topk(written.topk_sampled_logprobs, sequence.topk)
+            _write_topk(sequence_message.topk_sampled_logprobs, sequence.topk)
     if result.prompt_logprobs_T is not None:
         message.prompt_logprobs = np.ascontiguousarray(result.prompt_logprobs_T, "<f4").tobytes()
     if result.topk_prompt is not None:
@@ -406,19 +408,19 @@ def _write_tensor(message: pb.Tensor, array: F32 | I64 | SparseRows) -> None:
 
 
 def read_sample_result(body: bytes, request_id: str) -> SampleResult:
-    """The inverse of `write_sample_result`, without alternatives and targets."""
+    """Parse the stored result of a sample; alternative tokens and logprobs of targets are left out."""
     message = pb.SampleResponse.FromString(body)
-    reasons = {number: name for name, number in _STOP_REASONS.items()}
+    reasons = {code: name for name, code in _STOP_REASONS.items()}
     return SampleResult(
         request_id=request_id,
         sequences=tuple(
             SampledSequence(
-                tokens_T=np.frombuffer(one.tokens, "<i4").astype(np.int32, copy=False),
-                logprobs_T=np.frombuffer(one.logprobs, "<f4").astype(np.float32, copy=False),
-                stop_reason=reasons[one.stop_reason],
-                topk=_read_topk(one.topk_sampled_logprobs) if one.HasField("topk_sampled_logprobs") else None,
+                tokens_T=np.frombuffer(sequence.tokens, "<i4").astype(np.int32, copy=False),
+                logprobs_T=np.frombuffer(sequence.logprobs, "<f4").astype(np.float32, copy=False),
+                stop_reason=reasons[sequence.stop_reason],
+                topk=_read_topk(sequence.topk_sampled_logprobs) if sequence.HasField("topk_sampled_logprobs") else None,
             )
-            for one in message.sequences
+            for sequence in message.sequences
         ),
         prompt_logprobs_T=np.frombuffer(message.prompt_logprobs, "<f4") if message.prompt_logprobs else None,
         topk_prompt=_read_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,

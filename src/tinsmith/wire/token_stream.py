@@ -15,18 +15,18 @@ import orjson
 
 from tinsmith.types import Partial
 
-MARK = "+"
+PARTIAL_MARK = "+"
 """The first character of a line that is a partial; other lines are request_ids."""
 
 
 def line_of(partial: Partial) -> str:
     fields = [partial.request_id, partial.index, partial.start, partial.tokens, partial.logprobs, partial.topk]
-    return MARK + orjson.dumps(fields).decode()
+    return PARTIAL_MARK + orjson.dumps(fields).decode()
 
 
 def _read(line: str) -> Partial | None:
     try:
-        request_id, index, start, tokens, logprobs, topk = orjson.loads(line.removeprefix(MARK))
+        request_id, index, start, tokens, logprobs, topk = orjson.loads(line.removeprefix(PARTIAL_MARK))
         return Partial(request_id, index, start, tuple(tokens), tuple(logprobs), tuple(topk))
     except (ValueError, TypeError):
         return None  # truncated
@@ -42,7 +42,7 @@ class Partials:
         self._early[request_id] = []
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Undo `expect` where nothing listened."""
+        """Drop the partials of samples that `expect` announced and nothing listened to."""
         for request_id in request_ids:
             self._early.pop(request_id, None)
 
@@ -50,7 +50,7 @@ class Partials:
     def listen(self, request_ids: Sequence[str]) -> Iterator[asyncio.Queue[Partial]]:
         """A queue of the partials of these samples: those kept since `expect`, and those that arrive in the block."""
         queue: asyncio.Queue[Partial] = asyncio.Queue()
-        for partial in (one for request_id in request_ids for one in self._early.pop(request_id, ())):
+        for partial in (early for request_id in request_ids for early in self._early.pop(request_id, ())):
             queue.put_nowait(partial)
         self._queues |= dict.fromkeys(request_ids, queue)
         try:
@@ -59,12 +59,12 @@ class Partials:
             for request_id in request_ids:
                 self._queues.pop(request_id, None)
 
-    def arrived(self, lines: Iterable[str]) -> None:
+    def deliver(self, lines: Iterable[str]) -> None:
         """Deliver partials, sorted by their position, since wake-ups are unordered."""
         if not self._queues and not self._early:
             return
-        found = [partial for line in lines if (partial := _read(line))]
-        for partial in sorted(found, key=lambda one: (one.request_id, one.index, one.start)):
+        partials = [partial for line in lines if (partial := _read(line))]
+        for partial in sorted(partials, key=lambda partial: (partial.request_id, partial.index, partial.start)):
             if (queue := self._queues.get(partial.request_id)) is not None:
                 queue.put_nowait(partial)
             elif (early := self._early.get(partial.request_id)) is not None:

@@ -37,10 +37,10 @@ from tinsmith.wire.fields import (
     Body,
     ByType,
     ClosedBody,
+    Ignored,
     Number,
     SequenceNumber,
     Text,
-    Unread,
     read_object,
     show,
     validate,
@@ -98,12 +98,12 @@ def spans_of(message: pb.ForwardBackwardRequest) -> list[DatumSpans]:
 
 
 def _spans(messages: Iterable[pb.ProvenanceSpan]) -> tuple[Span, ...]:
-    found = []
+    spans = []
     for message in messages:
         sampled = message.WhichOneof("span") == "sampled_tokens"
         claim = message.sampled_tokens if sampled else message.prompt_tokens
-        found.append(Span(sampled, claim.sequence_id, claim.offset, claim.length))
-    return tuple(found)
+        spans.append(Span(sampled, claim.sequence_id, claim.offset, claim.length))
+    return tuple(spans)
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -117,35 +117,34 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     return config
 
 
-def _check_count(what: str, count: int, most: int) -> None:
-    if count > most:
-        raise UserError(f"{what} has {count} entries; at most {most} are taken")
+def _check_count(path: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise UserError(f"{path} has {count} entries; at most {limit} are taken")
 
 
-def _datum(message: pb.Datum, where: str, vision: VisionShape | None) -> Datum:
-    _check_count(f"{where}.model_input.chunks", len(message.model_input), MAX_CHUNKS)
-    _check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_TENSORS)
+def _datum(message: pb.Datum, path: str, vision: VisionShape | None) -> Datum:
+    _check_count(f"{path}.model_input.chunks", len(message.model_input), MAX_CHUNKS)
+    _check_count(f"{path}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_TENSORS)
     inputs = {
-        name: _tensor(tensor, f"{where}.loss_fn_inputs[{show(name)}]")
-        for name, tensor in message.loss_fn_inputs.items()
+        name: _tensor(tensor, f"{path}.loss_fn_inputs[{show(name)}]") for name, tensor in message.loss_fn_inputs.items()
     }
-    parts = _parts(message.model_input, where, vision)
+    parts = _parts(message.model_input, path, vision)
     return Datum(parts.tokens, inputs, parts.images)
 
 
-def _parts(chunks: Sequence[pb.Chunk], where: str, vision: VisionShape | None) -> InputParts:
+def _parts(chunks: Sequence[pb.Chunk], path: str, vision: VisionShape | None) -> InputParts:
     parts = InputParts(vision)
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
-        at = f"{where}.model_input.chunks[{index}]"
+        chunk_path = f"{path}.model_input.chunks[{index}]"
         if kind == "encoded_text":
-            parts.add_tokens(_view(chunk.encoded_text.tokens, np.dtype("<i4"), f"{at}.tokens"))
+            parts.add_tokens(_view(chunk.encoded_text.tokens, np.dtype("<i4"), f"{chunk_path}.tokens"))
         elif kind == "image":
-            parts.add_image(_image(chunk.image), at)
+            parts.add_image(_image(chunk.image), chunk_path)
         elif kind is None:
-            raise UserError(f"{at} is empty; it must hold encoded text or an image")
+            raise UserError(f"{chunk_path} is empty; it must hold encoded text or an image")
         else:
-            raise refuse_chunk(at, kind, vision)
+            raise refuse_chunk(chunk_path, kind, vision)
     return parts
 
 
@@ -154,47 +153,47 @@ def _image(message: pb.ImageChunk) -> ImageBytes:
     return ImageBytes(message.data, message.format, expected)
 
 
-def _tensor(message: pb.Tensor, where: str) -> Array:
+def _tensor(message: pb.Tensor, path: str) -> Array:
     dtype = _WIRE_DTYPES.get(message.dtype)
     if dtype is None:
-        raise UserError(f"{where}.dtype is {message.dtype}; it must be float32, int64, int32 or bfloat16")
-    _check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS)
-    check_sizes(where, message.shape)
+        raise UserError(f"{path}.dtype is {message.dtype}; it must be float32, int64, int32 or bfloat16")
+    _check_count(f"{path}.shape", len(message.shape), MAX_DIMENSIONS)
+    check_sizes(path, message.shape)
     encoding = message.WhichOneof("encoding")
     if encoding is None:
-        raise UserError(f"{where} has no data; it must be dense or sparse_csr")
+        raise UserError(f"{path} has no data; it must be dense or sparse_csr")
     if encoding == "sparse_csr":
-        return _sparse(message, dtype, where)
-    flat = _widen(_view(message.dense, dtype, where), message.dtype)
+        return _sparse(message, dtype, path)
+    flat = _widen(_view(message.dense, dtype, path), message.dtype)
     shape = tuple(message.shape) or flat.shape
     if math.prod(shape) != flat.size:
-        raise UserError(f"{where} holds {flat.size} values, which do not fill its shape {list(shape)}")
+        raise UserError(f"{path} holds {flat.size} values, which do not fill its shape {list(shape)}")
     return flat.reshape(shape)
 
 
-def check_sizes(where: str, shape: Sequence[int]) -> None:
+def check_sizes(path: str, shape: Sequence[int]) -> None:
     """Raise UserError for an invalid shape. Nothing else limits the shape of an array without cells."""
     if any(size < 0 for size in shape):
-        raise UserError(f"{where}.shape is {list(shape)}; sizes cannot be negative")
+        raise UserError(f"{path}.shape is {list(shape)}; sizes cannot be negative")
     if 0 in shape and math.prod(size for size in shape if size) > MAX_CELLS:
-        raise UserError(f"{where}.shape is {list(shape)}; its sizes are too large, even for an array without cells")
+        raise UserError(f"{path}.shape is {list(shape)}; its sizes are too large, even for an array without cells")
 
 
-def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], where: str) -> SparseRows:
+def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], path: str) -> SparseRows:
     if len(message.shape) != 2:
-        raise UserError(f"{where}.shape is {list(message.shape)}; a sparse tensor must have two dimensions")
+        raise UserError(f"{path}.shape is {list(message.shape)}; a sparse tensor must have two dimensions")
     csr = message.sparse_csr
     return SparseRows(
-        values=_widen(_view(csr.values, dtype, f"{where}.values"), message.dtype),
-        crow_indices=_view(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices"),
-        col_indices=_view(csr.col_indices, np.dtype("<i8"), f"{where}.col_indices"),
+        values=_widen(_view(csr.values, dtype, f"{path}.values"), message.dtype),
+        crow_indices=_view(csr.crow_indices, np.dtype("<i8"), f"{path}.crow_indices"),
+        col_indices=_view(csr.col_indices, np.dtype("<i8"), f"{path}.col_indices"),
         shape=(message.shape[0], message.shape[1]),
     )
 
 
-def _view(data: bytes, dtype: np.dtype[np.generic], where: str) -> np.ndarray:
+def _view(data: bytes, dtype: np.dtype[np.generic], path: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise UserError(f"{where} is {len(data)} bytes long, not a whole number of {dtype.itemsize}-byte values")
+        raise UserError(f"{path} is {len(data)} bytes long, not a whole number of {dtype.itemsize}-byte values")
     return np.frombuffer(data, dtype)
 
 
@@ -244,7 +243,7 @@ class AdamParamsBody(ClosedBody):
     eps: Annotated[Number, Field(gt=0)] = _ADAM.eps
     weight_decay: NotNegative = _ADAM.weight_decay
     grad_clip_norm: Annotated[NotNegative, Field(description="0 turns it off")] = _ADAM.grad_clip_norm
-    type: Unread = None
+    type: Ignored = None
 
     @property
     def params(self) -> AdamParams:
@@ -255,7 +254,7 @@ class DimuonParamsBody(ClosedBody):
     learning_rate: NotNegative
     beta1: Beta = 0.9
     grad_clip_norm: Annotated[Number, Field(description="0 or less turns it off")] = 0.0
-    type: Unread = None
+    type: Ignored = None
 
     @property
     def params(self) -> DimuonParams:
@@ -284,6 +283,6 @@ def _optim_params(request: OptimStepRequest) -> OptimParams:
     adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
         raise UserError("adam_params and optimizer_params are both given; send those of the model's optimizer")
-    if (given := adam or other) is None:
+    if (params_body := adam or other) is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
-    return given.params
+    return params_body.params

@@ -15,6 +15,7 @@ from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec
 from tinsmith.wire.fields import (
     MAX_TEXT,
     ClosedBody,
+    Ignored,
     Integer,
     Metadata,
     OneOf,
@@ -22,12 +23,11 @@ from tinsmith.wire.fields import (
     SequenceNumber,
     Text,
     TextMetadata,
-    Unread,
     read_object,
-    refused,
-    unsupported,
+    refuse,
+    support_error,
     validate,
-    wrong,
+    validation_error,
 )
 
 DEFAULT_RANK = 32  # the SDK's
@@ -44,12 +44,12 @@ Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; wit
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
 
-def _if_enabled(why: str) -> AfterValidator:
+def _refuse_enabled(reason: str) -> AfterValidator:
     """Marks an object that asks for something where its `enabled` is true; that is refused."""
 
     def check(value: object) -> None:
         if value and (not isinstance(value, dict) or value.get("enabled")):
-            raise unsupported(why)
+            raise support_error(reason)
 
     return AfterValidator(check)
 
@@ -74,7 +74,7 @@ class LoraConfigBody(ClosedBody):
         Annotated[float, Field(gt=0, lt=MAX_ALPHA, description="the delta is (alpha / rank) * B @ A; default 32")]
         | None
     ) = None
-    dropout: SkipJsonSchema[Annotated[Any, refused("adapters are trained without dropout")]] = None
+    dropout: SkipJsonSchema[Annotated[Any, refuse("adapters are trained without dropout")]] = None
     seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -83,7 +83,9 @@ class LoraConfigBody(ClosedBody):
     @model_validator(mode="after")
     def _check_trained(self) -> LoraConfigBody:
         if not (self.train_attn or self.train_mlp or self.train_unembed):
-            raise wrong("trains nothing; at least one of train_attn, train_mlp and train_unembed must be true")
+            raise validation_error(
+                "trains nothing; at least one of train_attn, train_mlp and train_unembed must be true"
+            )
         return self
 
     def spec(self, alpha: float = LORA_ALPHA) -> LoraSpec:
@@ -103,14 +105,14 @@ class CreateModel(ClosedBody):
     user_metadata: Metadata | None = None
     lora_config: LoraConfigBody = LoraConfigBody()
     optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
-    type: Unread = None
-    max_batch_size: Unread = None
-    max_seq_len: Unread = None
-    parallelism_config: Unread = None
-    debug_train_only: Unread = None
-    checkpoint_path: SkipJsonSchema[Annotated[Any, refused("send its tinker:// path to load_weights")]] = None
-    rlve_config: SkipJsonSchema[Annotated[Any, _if_enabled("environments run in the client")]] = None
-    wandb_config: SkipJsonSchema[Annotated[Any, _if_enabled("log from the client")]] = None
+    type: Ignored = None
+    max_batch_size: Ignored = None
+    max_seq_len: Ignored = None
+    parallelism_config: Ignored = None
+    debug_train_only: Ignored = None
+    checkpoint_path: SkipJsonSchema[Annotated[Any, refuse("send its tinker:// path to load_weights")]] = None
+    rlve_config: SkipJsonSchema[Annotated[Any, _refuse_enabled("environments run in the client")]] = None
+    wandb_config: SkipJsonSchema[Annotated[Any, _refuse_enabled("log from the client")]] = None
 
     @property
     def lora(self) -> LoraSpec:
@@ -135,7 +137,7 @@ class LoadWeights(ClosedBody):
     optimizer_config: OptimizerConfigBody | None = None
     weights_access_token: Annotated[Any, WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})] = None
     granted_by: SkipJsonSchema[Text | None] = None
-    type: Unread = None
+    type: Ignored = None
 
     @property
     def optimizer_type(self) -> str | None:
@@ -157,7 +159,7 @@ class SaveRequest(ClosedBody):
     sampling_session_seq_id: SkipJsonSchema[Position | None] = None
     kind: SkipJsonSchema[Annotated[str, OneOf(("snapshot", "inflight"))]] = "snapshot"
     age_encryption_recipients: SkipJsonSchema[Recipients] = Field(default_factory=list)
-    type: Unread = None
+    type: Ignored = None
 
     @model_validator(mode="after")
     def _check_path(self) -> SaveRequest:

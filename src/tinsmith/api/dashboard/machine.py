@@ -72,8 +72,8 @@ _UTILISATION = Utilisation()
 )
 def machine(call: Call) -> JsonObject:
     services, read_at = call.services, now()
-    memory = services.meters.memory()
-    waiting = services.overview.waiting(call.tenant_id)
+    memory = services.meters.device_memory()
+    waiting = services.overview.list_waiting(call.tenant_id)
     engines: list[JsonObject] = []
     training = 0.0
     for shape in services.bases:
@@ -93,7 +93,7 @@ def machine(call: Call) -> JsonObject:
     return {
         "rates": {
             "training_tokens": training,
-            "sampling_tokens": services.overview.sampled_tokens(call.tenant_id, read_at - RATE_S) / RATE_S,
+            "sampling_tokens": services.overview.count_sampled_tokens(call.tenant_id, read_at - RATE_S) / RATE_S,
             "seconds": RATE_S,
         },
         "queue": {
@@ -115,7 +115,7 @@ def timeline(call: Call) -> JsonObject:
     """Return the caller's requests and snapshots by run or sampler, and other tenants' tokens and sampling times."""
     read_at = now()
     since = read_at - 60.0 * _minutes(call.query.get("minutes", str(MINUTES)))
-    settled = call.services.overview.settled(call.tenant_id, since, MAX_REQUESTS)
+    settled = call.services.overview.list_settled(call.tenant_id, since, MAX_REQUESTS)
     steps = [
         {
             "base_model": shape.name,
@@ -131,7 +131,7 @@ def timeline(call: Call) -> JsonObject:
         "now": read_at,
         "since": since,
         "requests": settled,
-        "waiting": call.services.overview.waiting(call.tenant_id),
+        "waiting": call.services.overview.list_waiting(call.tenant_id),
         "steps": [step for step in steps if step["others_tokens"]],
         "snapshots": [
             {"lane": model_id, "began": snapshot.ended_at - snapshot.duration_s, "ended": snapshot.ended_at}

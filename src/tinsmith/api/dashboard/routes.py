@@ -29,7 +29,7 @@ from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.history import Outline, Point, RecentStep
 from tinsmith.store.overview import SORTS, Row
-from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, wrong
+from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -127,13 +127,13 @@ COUNTED = {
     answer=fields({"counts": ANYTHING, "engines": LIST, "seats": LIST}),
 )
 def overview(call: Call) -> JsonObject:
-    memory = call.services.meters.memory()
+    memory = call.services.meters.device_memory()
     return {
         "tenant_id": call.tenant_id,
         "counts": call.services.overview.counts(call.tenant_id),
         "engines": [engine | {"memory": memory.get(str(engine["base_model"]), {})} for engine in _engines(call)],
         "seats": [
-            seat | {"started_at": iso(seat["started_at"])} for seat in call.services.overview.seats(call.tenant_id)
+            seat | {"started_at": iso(seat["started_at"])} for seat in call.services.overview.list_seats(call.tenant_id)
         ],
     }
 
@@ -195,7 +195,7 @@ def run(call: Call) -> JsonObject:
 
 def _check_tags(tags: list[str]) -> list[str]:
     if any("," in tag or not tag.strip() or not tag.isprintable() for tag in tags):
-        raise wrong(f"is {show(tags)}; a tag is printable, not blank, and has no comma")
+        raise validation_error(f"is {show(tags)}; a tag is printable, not blank, and has no comma")
     return list(dict.fromkeys(tag.strip() for tag in tags))
 
 
@@ -252,8 +252,8 @@ def _run(row: Row, newest: Point | None) -> JsonObject:
     "/dashboard/queue", "List waiting requests and recent steps", answer=fields({"waiting": LIST, "engines": LIST})
 )
 def queue(call: Call) -> JsonObject:
-    waiting = call.services.overview.waiting(call.tenant_id)
-    seats = call.services.overview.seats(call.tenant_id)
+    waiting = call.services.overview.list_waiting(call.tenant_id)
+    seats = call.services.overview.list_seats(call.tenant_id)
     return {
         "now": iso(time.time()),
         "waiting": [

@@ -69,7 +69,7 @@ def sample(call: Call) -> JsonObject:
             | _training(sequence, notes.get((row.request_id, index)))
             for index, sequence in enumerate(content.sequences)
         ],
-        "turns_before": store.turns_before(row, content),
+        "turns_before": store.list_earlier_turns(row, content),
     }
 
 

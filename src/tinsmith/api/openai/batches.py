@@ -21,7 +21,7 @@ from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.errors import RequestError, UserError
 from tinsmith.store.files import BATCH
-from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, Only, Text, show, wrong
+from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, Supported, Text, show, validation_error
 
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 MAX_LISTED, LISTED = 100, 20
@@ -33,10 +33,10 @@ MAX_RETRIES = 3
 
 def _check_pairs(pairs: dict[str, str]) -> dict[str, str]:
     if len(pairs) > MAX_PAIRS:
-        raise wrong(f"has {len(pairs)} pairs; use at most {MAX_PAIRS}")
+        raise validation_error(f"has {len(pairs)} pairs; use at most {MAX_PAIRS}")
     for name in pairs:
         if len(name) > MAX_KEY or "\x00" in name:
-            raise wrong(f"has the key {show(name)}; keys have at most {MAX_KEY} characters without NUL")
+            raise validation_error(f"has the key {show(name)}; keys have at most {MAX_KEY} characters without NUL")
     return pairs
 
 
@@ -47,7 +47,7 @@ class CreateBatchRequest(ClosedBody):
     missing_code = "missing_required_parameter"
 
     input_file_id: Text
-    endpoint: Annotated[Text, Only(ENDPOINTS, f"use one of {list(ENDPOINTS)}")]
+    endpoint: Annotated[Text, Supported(ENDPOINTS, f"use one of {list(ENDPOINTS)}")]
     completion_window: Annotated[str, OneOf((WINDOW,))]
     metadata: Annotated[dict[str, Value], AfterValidator(_check_pairs)] | None = None
     output_expires_after: Expiry | None = None

@@ -174,7 +174,7 @@ def prepare(
     request = validate(kind, values, ignored)
     plan: Callable[[Text], GenerationPlan] = request.plan
     if capture is not None and isinstance(request, ChatRequest | CountRequest):
-        plan = partial(request.plan, recorded=partial(services.exchanges.answered, tenant_id, capture))
+        plan = partial(request.plan, recorded=partial(services.exchanges.find_answered, tenant_id, capture))
     return prepare_plan(services, tenant_id, request.model, plan, ignored, capture)
 
 
@@ -304,7 +304,7 @@ def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) ->
     seats.append(seat)
     if plan.stream:
         services.partials.expect(seat.request_id)
-    services.futures.submit(services.dispatch.assigned(new, sample))
+    services.futures.submit(services.dispatch.assign(new, sample))
 
 
 def _shown(plan: GenerationPlan) -> Mapping[str, object]:

@@ -26,7 +26,7 @@ from tinsmith.chat.messages import anthropic_error
 from tinsmith.errors import NotFoundError, RequestError, UserError
 from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.bodies import write_json_line
-from tinsmith.wire.fields import ClosedBody, iso, wrong
+from tinsmith.wire.fields import ClosedBody, iso, validation_error
 
 MAX_LISTED, LISTED = 1000, 20
 JSONL_TYPE = "application/x-jsonl"
@@ -64,7 +64,9 @@ class CreateMessageBatchRequest(ClosedBody):
         seen: set[str] = set()
         for index, each in enumerate(self.requests):
             if each.custom_id in seen:
-                raise wrong(f"repeats the custom_id {each.custom_id!r} in requests[{index}]; use each one once")
+                raise validation_error(
+                    f"repeats the custom_id {each.custom_id!r} in requests[{index}]; use each one once"
+                )
             seen.add(each.custom_id)
         return self
 

@@ -51,7 +51,7 @@ class PreparedResponse:
         self.before: list[JsonObject] = []
         if earlier := self.request.previous_response_id:
             self.before = _items(services, tenant_id, earlier)
-        recorded = None if capture is None else partial(services.exchanges.answered, tenant_id, capture)
+        recorded = None if capture is None else partial(services.exchanges.find_answered, tenant_id, capture)
         plan = partial(self.request.plan, before=self.before, recorded=recorded)
         if self.request.store:
             services.quotas.admit_response(tenant_id)

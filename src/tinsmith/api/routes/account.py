@@ -16,7 +16,7 @@ from tinsmith.errors import UserError
 from tinsmith.store.audit import PREFIXES, AuditEntry
 from tinsmith.store.sessions import Session
 from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
-from tinsmith.wire.fields import Schema, iso, moment_of, show, text_values
+from tinsmith.wire.fields import Schema, iso, parse_time, show, text_values
 
 MAX_WINDOW_S = 14 * 24 * HOUR_S
 GIGABYTE = 10**9
@@ -82,7 +82,7 @@ def _window(call: Call) -> tuple[float, float]:
     for name in ("starting_on", "ending_before"):
         if name not in call.query:
             raise UserError(f"the query's {name} is missing; give the hour, like 2026-07-13T00:00:00Z")
-        moment = moment_of(f"the query's {name}", call.query[name])
+        moment = parse_time(f"the query's {name}", call.query[name])
         if moment % HOUR_S:
             raise UserError(f"the query's {name} is {call.query[name][:40]!a}; it must be a full hour")
         moments.append(moment)
@@ -127,7 +127,7 @@ def _bucket(start: float) -> JsonObject:
 @listing("/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=PROJECT)
 def stored_checkpoints(call: Call) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
-    for one in call.services.usage.stored(call.tenant_id, call.query.get("project_id")):
+    for one in call.services.usage.list_stored(call.tenant_id, call.query.get("project_id")):
         count, size_bytes = totals.get(one.project_id, (0, 0))
         totals[one.project_id] = (count + 1, size_bytes + one.size_bytes)
     return {

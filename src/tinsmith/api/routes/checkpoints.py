@@ -23,9 +23,9 @@ from tinsmith.auth import user_urn
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, CheckpointSearch, NewCheckpoint, parse_path
-from tinsmith.store.models import Model, copied_run
-from tinsmith.store.usage import added
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, moment_of, show
+from tinsmith.store.models import Model, copy_insertion
+from tinsmith.store.usage import usage_increments
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Position, Text, TextMetadata, iso, parse_time, show
 from tinsmith.wire.weights import Ttl, optimizer_config
 
 # Maps the middle segment of a path to the type that the SDK shows.
@@ -139,13 +139,13 @@ def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str
     """
     if cursor is None:
         return None
-    created_at = moment_of("cursor.last_created_at", cursor.last_created_at)
+    created_at = parse_time("cursor.last_created_at", cursor.last_created_at)
     try:
         directory = uuid.UUID(cursor.last_checkpoint_uuid).hex
     except ValueError:
         given = show(cursor.last_checkpoint_uuid)
         raise UserError(f"cursor.last_checkpoint_uuid is {given}; send the next_cursor of a page") from None
-    exact = call.services.checkpoints.created_at(call.tenant_id, directory)
+    exact = call.services.checkpoints.creation_time(call.tenant_id, directory)
     return (created_at if exact is None else exact), directory
 
 
@@ -316,10 +316,10 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
         metadata = None if origin is None else origin.user_metadata
         run = replace(new.run(destination.session_id), user_metadata=metadata)
         effects = [
-            *added(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
+            *usage_increments(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
         ]
-        added_run = copied_run(run, destination.project_id, reason)
+        added_run = copy_insertion(run, destination.project_id, reason)
         with services.quotas.reserve_checkpoint(call.tenant_id, source.size_bytes or 0):
             if not services.checkpoints.copy(source, new, added_run, *effects):
                 already_exists(services.models.find(destination.model_id), reason)

@@ -321,7 +321,7 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
 async def note_poll(services: Services, tenant_id: str, name: str) -> None:
     """Count a poll as a heartbeat of the session whose id is the prefix of `name`."""
     session_id = name.partition(":")[0]
-    if services.sessions.is_sign_due(session_id):
+    if services.sessions.is_poll_heartbeat_due(session_id):
         await run(services.sessions.record_poll, tenant_id, session_id, on=services.threads.quick)
 
 

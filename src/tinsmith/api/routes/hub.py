@@ -97,7 +97,7 @@ def model(call: Call) -> JsonObject:
 
 def _listed(name: str, file: HubFile) -> JsonObject:
     facts: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
-    if file.whole:
+    if file.is_full_hash:
         facts["lfs"] = {"oid": file.etag, "size": file.size_bytes, "pointerSize": 0}
     return facts
 
@@ -118,7 +118,7 @@ async def resolve(request: Request) -> Response:
             )
         file = found.file(name)
         headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
-        return file_response(request, StoredFile(file.path, file.size_bytes, file.opened), FILE_TYPE, headers)
+        return file_response(request, StoredFile(file.path, file.size_bytes, file.open), FILE_TYPE, headers)
 
     return await run(work, on=services.threads.transfers)
 

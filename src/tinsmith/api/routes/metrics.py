@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
 from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.errors import RequestError, UserError
-from tinsmith.wire.fields import ClosedBody, Number, OrList, Text, show, wrong
+from tinsmith.wire.fields import ClosedBody, ListOr, Number, Text, show, validation_error
 
 MAX_NAME_LETTERS = 64
 MAX_AT_A_TIME = 64
@@ -30,16 +30,16 @@ MAX_STEP = 2**53 - 1
 """The largest integer that JavaScript represents exactly."""
 QUANTILES = {":min": 0.0, ":p10": 0.1, ":p50": 0.5, ":p90": 0.9, ":max": 1.0}
 
-Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MAX_NUMBERS)], OrList()]
+Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MAX_NUMBERS)], ListOr()]
 
 
 def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | list[float]]:
     if not 0 < len(metrics) <= MAX_AT_A_TIME:
-        raise wrong(f"has {len(metrics)} names; log 1 to {MAX_AT_A_TIME} at a time")
+        raise validation_error(f"has {len(metrics)} names; log 1 to {MAX_AT_A_TIME} at a time")
     for name, value in metrics.items():
         longest = MAX_NAME_LETTERS - (4 if isinstance(value, list) else 0)
         if not 0 < len(name) <= longest or not name.isprintable():
-            raise wrong(f"has the name {show(name)}; a name has 1 to {longest} printable characters")
+            raise validation_error(f"has the name {show(name)}; a name has 1 to {longest} printable characters")
     return metrics
 
 

@@ -67,7 +67,7 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
     if refusal is None:
         assert sample is not None
         services.quotas.admit(new)
-        new = services.dispatch.assigned(new, sample, inflight=sampling_session.is_inflight)
+        new = services.dispatch.assign(new, sample, inflight=sampling_session.is_inflight)
     return Submission(new, refusal, {"sample_sequence_ids": sequence_ids})
 
 

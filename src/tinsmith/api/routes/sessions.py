@@ -38,7 +38,7 @@ from tinsmith.wire.fields import (
     Text,
     TextMetadata,
     iso,
-    moment_of,
+    parse_time,
     show,
     text_values,
 )
@@ -228,7 +228,7 @@ def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
         return metadata.items() <= (text_values(session.user_metadata) or {}).items()
 
     found, more = call.services.sessions.search(call.tenant_id, filters, has_metadata)
-    stored = call.services.usage.stored_of_sessions([session.session_id for session in found])
+    stored = call.services.usage.sum_stored_by_session([session.session_id for session in found])
     last = found[-1] if more else None
     return {
         "sessions": [_summary(session, *stored.get(session.session_id, (0, 0))) for session in found],
@@ -280,7 +280,7 @@ def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | 
     if cursor is None:
         return None
     session_id = cursor.last_session_id
-    created_at = moment_of("cursor.last_created_at", cursor.last_created_at)
+    created_at = parse_time("cursor.last_created_at", cursor.last_created_at)
     last = call.services.sessions.of_ids([session_id]).get(session_id)
     return (created_at if last is None or last.tenant_id != call.tenant_id else last.created_at), session_id
 

@@ -29,11 +29,11 @@ from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
-from tinsmith.exchange.adapters import AdapterFacts
+from tinsmith.exchange.adapters import AdapterInfo
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
-from tinsmith.store.models import copied_run
-from tinsmith.store.usage import added
+from tinsmith.store.models import copy_insertion
+from tinsmith.store.usage import usage_increments
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import (
@@ -42,7 +42,7 @@ from tinsmith.wire.fields import (
     Schema,
     Text,
     TextMetadata,
-    described,
+    json_schemas,
     read_object,
     show,
     validate,
@@ -117,7 +117,7 @@ class UploadRequest(Body):
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 
 _FILE: Schema = {"type": "string", "format": "binary"}
-_TEXTS = cast("dict[str, Schema]", described(UploadRequest)["UploadRequest"]["properties"])
+_TEXTS = cast("dict[str, Schema]", json_schemas(UploadRequest)["UploadRequest"]["properties"])
 FORM: Schema = {
     "type": "object",
     "required": [adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, "base_model", "name"],
@@ -184,10 +184,10 @@ def store_adapter(
         facts_of_save = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
         new = NewCheckpoint(ref, call.tenant_id, shape.name, facts.spec, *facts_of_save)
         effects = [
-            *added(call.tenant_id, session_id, shape.name, "checkpoint", 1),
+            *usage_increments(call.tenant_id, session_id, shape.name, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
         ]
-        added_run = copied_run(new.run(session_id), request.project_id, reason)
+        added_run = copy_insertion(new.run(session_id), request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
             already_exists(services.models.find(ref.training_run_id), reason)
     return services.checkpoints.get(call.tenant_id, ref)
@@ -195,9 +195,9 @@ def store_adapter(
 
 def _written(
     call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraConfigBody | None
-) -> tuple[str, int, AdapterFacts, str | None]:
+) -> tuple[str, int, AdapterInfo, str | None]:
     """Validate and write the files. Returns name, size, adapter and optimizer type. Raises UserError."""
-    found: list[tuple[AdapterFacts, str | None]] = []
+    found: list[tuple[AdapterInfo, str | None]] = []
 
     def fill(directory: Path) -> None:
         for name, opener in files.items():

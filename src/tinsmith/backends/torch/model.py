@@ -211,7 +211,7 @@ class BaseModel:
         if not images:
             return None
         if self.vision is None:
-            raise UserError(f"{images[0].where} is an image, and {self.shape.name} is served for text only")
+            raise UserError(f"{images[0].path} is an image, and {self.shape.name} is served for text only")
         return self.vision.place(len(tokens_N), images, scope)
 
     def positions(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:

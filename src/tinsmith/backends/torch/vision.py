@@ -255,7 +255,7 @@ class _GemmaTower:
         for before, image in pairwise(images):
             if before.stop == image.start:
                 raise UserError(
-                    f"{image.where} directly follows another image, and this model would see one image; put the "
+                    f"{image.path} directly follows another image, and this model would see one image; put the "
                     "end-of-image and begin-of-image tokens between them"
                 )
         return np.broadcast_to(np.arange(length), (3, length))
@@ -381,7 +381,7 @@ class Vision:
         pixels, (rows, columns) = self._tower.read(decoded(image))
         if rows * columns != image.num_tokens:
             raise UserError(
-                f"{image.where} takes {image.num_tokens} tokens by its header of {image.width} x {image.height} "
+                f"{image.path} takes {image.num_tokens} tokens by its header of {image.width} x {image.height} "
                 f"pixels, and the model's image processor makes {rows * columns} of it"
             )
         self._grids[image.digest] = rows, columns
@@ -407,7 +407,7 @@ def decoded(image: Image) -> Pillow.Image:
                 opened.load()
                 return ImageOps.exif_transpose(opened).convert("RGB")
     except (*BROKEN, Pillow.DecompressionBombWarning) as error:
-        raise UserError(f"{image.where}.data is not a valid {image.format} image: {error}") from error
+        raise UserError(f"{image.path}.data is not a valid {image.format} image: {error}") from error
 
 
 def _salted(digest: bytes, scope: str) -> bytes:

@@ -214,7 +214,7 @@ class ModelGateway:
             sampling_session_id=session.sampling_session_id,
         )
         self.admission.quotas.admit(new)
-        return self.futures.submit(self.admission.dispatch.assigned(new, sample))
+        return self.futures.submit(self.admission.dispatch.assign(new, sample))
 
     def _sampling_session(
         self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None

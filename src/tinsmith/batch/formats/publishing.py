@@ -19,7 +19,7 @@ import orjson
 
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
 from tinsmith.storage.locations import open_object, open_store
-from tinsmith.storage.stores import Source, Store, Writer, join, verified
+from tinsmith.storage.stores import Source, Store, Writer, join, stream_verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -108,12 +108,12 @@ def open_part(part: PartInfo) -> IO[bytes]:
 
 
 def read_verified(part: PartInfo) -> bytes:
-    return b"".join(verified(source_of(part)))
+    return b"".join(stream_verified(source_of(part)))
 
 
 def check_part(part: PartInfo) -> None:
     """Reads a part whole, before any of its rows is used. Raises CorruptFilesError if it was changed."""
-    for _ in verified(source_of(part)):
+    for _ in stream_verified(source_of(part)):
         continue
 
 
@@ -136,7 +136,7 @@ def publish_file(
     try:
         size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
     except FileExistsError:
-        size, digest = _measure([head], *map(verified, sources()))
+        size, digest = _measure([head], *map(stream_verified, sources()))
         if store.digest(key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)

@@ -35,7 +35,7 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore, join, make_private
-from tinsmith.store.files import Files, StoredBytes, derived_id
+from tinsmith.store.files import Files, StoredBytes, derive_id
 
 POLL_S = 1.0
 SWEEP_S = 3600.0
@@ -264,7 +264,7 @@ class Reconciler:
         retention_s = RETENTION_S if batch.output_expires_s is None else batch.output_expires_s
         files: dict[str, ResultsFile] = {}
         for name, (lines, tally) in sources.items():
-            stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), tally_lines(lines, tally))
+            stored: StoredBytes = self._parts.files.store(derive_id(batch.batch_id, name), tally_lines(lines, tally))
             if stored.size_bytes:
                 files[name] = ResultsFile(stored, f"{batch.batch_id}_{name}.jsonl", retention_s)
             else:

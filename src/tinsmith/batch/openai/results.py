@@ -22,7 +22,7 @@ from tinsmith.batch.openai.rows import lines
 from tinsmith.batch.operations.sample import TokensUsed
 from tinsmith.batch.types import PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage.stores import verified
+from tinsmith.storage.stores import stream_verified
 
 PAGE = 1000
 
@@ -125,7 +125,7 @@ def _part_of_output(output: Mapping[str, Any]) -> PartInfo:
 def _lines_of(part: PartInfo) -> Iterator[bytes]:
     partial = b""
     try:
-        for chunk in verified(source_of(part)):
+        for chunk in stream_verified(source_of(part)):
             *complete, partial = (partial + chunk).split(b"\n")
             yield from (line + b"\n" for line in complete)
     except FileNotFoundError:

@@ -93,7 +93,7 @@ def with_images(messages: list[dict[str, Any]], value: object, column: str) -> l
 def _image_url(value: object, column: str) -> str:
     """A data: URL of the bytes of an image file, which are base64 text in rows that came as JSON."""
     from tinsmith.chat.images import data_url
-    from tinsmith.wire.images import sniffed
+    from tinsmith.wire.images import sniff_format
 
     if isinstance(value, str) and value.startswith("data:"):
         return value
@@ -101,7 +101,7 @@ def _image_url(value: object, column: str) -> str:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             data = base64.b64decode(value, validate=True)
-    if (form := sniffed(data)) is None:
+    if (form := sniff_format(data)) is None:
         raise ValueError(f"column {column!r} must hold PNG or JPEG files, as bytes or base64, or a list of these")
     return data_url(data, form)
 

@@ -65,7 +65,7 @@ class Answering:
             raise UserError(f"the prompt is empty or holds token ids outside the vocabulary [0, {vocab_size})")
         if sample.images:
             raise UserError(
-                f"{sample.images[0].where} is an image, but {dialect.name} receives only token ids; sample with this "
+                f"{sample.images[0].path} is an image, but {dialect.name} receives only token ids; sample with this "
                 "server's own sampler (setting sampler), or without images"
             )
         dialect.check(sample.params, alternatives=sample.prompt_alt_tokens_k)
