@@ -163,10 +163,10 @@ class CallAssembler:
         text = self._space + new
         if not self._has_text and self.num_calls:
             text = text.lstrip()
-        written = text.rstrip()
-        self._space = text[len(written) :]
-        if written:
-            self._parts.append(written)
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._parts.append(stripped)
             self._has_text = True
 
 

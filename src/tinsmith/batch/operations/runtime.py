@@ -19,7 +19,7 @@ from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import Text
+    from tinsmith.chat.texts import ModelTokenizer
     from tinsmith.types import ModelShape, TopK
 
 Message = dict[str, Any]
@@ -38,7 +38,7 @@ class Channel:
         self._closed = False
         self._outgoing: list[Message] = []
         self._shapes: dict[str, ModelShape] = {}
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, ModelTokenizer] = {}
         self._reading = threading.Lock()
 
     async def ask(self, assignment: Assignment, request: Message) -> Message:
@@ -90,19 +90,19 @@ class Channel:
             self._shapes[model] = ModelShape(**given)
         return self._shapes[model]
 
-    async def text(self, assignment: Assignment, model: str) -> Text:
+    async def text(self, assignment: Assignment, model: str) -> ModelTokenizer:
         """The tokenizer and chat template of a model's base, loaded once."""
         shape = await self.shape(assignment, model)
         return self._texts.get(shape.name) or await asyncio.to_thread(self._text_of, shape)
 
-    def _text_of(self, shape: ModelShape) -> Text:
-        from tinsmith.chat.texts import Text
+    def _text_of(self, shape: ModelShape) -> ModelTokenizer:
+        from tinsmith.chat.texts import ModelTokenizer
 
         with self._reading:
             if shape.name not in self._texts:
-                text = Text(shape)
+                text = ModelTokenizer(shape)
                 with contextlib.suppress(NotSupportedError):  # raised again where it is needed
-                    text.tokenizer.get_vocab_size()
+                    text.backend_tokenizer.get_vocab_size()
                 self._texts[shape.name] = text
             return self._texts[shape.name]
 
@@ -134,7 +134,7 @@ class ChannelRowService:
         self.count(prompt, sum(len(each.tokens) for each in sampled.sequences))
         return sampled
 
-    async def text(self, model: str) -> Text:
+    async def text(self, model: str) -> ModelTokenizer:
         return await self._channel.text(self._assignment, model)
 
     async def context(self, model: str) -> int:
