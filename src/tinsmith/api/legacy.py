@@ -345,7 +345,7 @@ def get_tokenizer(call: Call) -> JsonObject:
 
 
 class CreateSamplingClientRequest(Body):
-    """Requires one of the two fields."""
+    """The weights to sample from: `model_path` or `base_model`."""
 
     model_path: Text | None = None
     base_model: Text | None = None

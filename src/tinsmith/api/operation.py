@@ -623,7 +623,7 @@ def _submit_next(services: Services, submission: Submission) -> str:
 def submit_json_operation(
     call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
 ) -> Submission:
-    """Like `submit_operation`, for a JSON body with model_id and seq_id. `refusal` is an error known before."""
+    """Validate an operation with a JSON body and return its Submission. `refusal` is an error known before."""
     ids = draft.part(ModelRequest)
 
     def check_body(model: Model, request_id: str) -> int:

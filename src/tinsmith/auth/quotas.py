@@ -205,13 +205,13 @@ class Quotas:
         return Reservation(name, limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def checkpoint_bytes(self, tenant_id: str) -> int:
-        """The bytes of the tenant's checkpoints, and of uploads that will become some."""
+        """Return the bytes of the tenant's checkpoints, and of uploads that will become some."""
         return self._sum_bytes(CHECKPOINTS, tenant_id) + self._sum_bytes(
             UPLOADS, tenant_id, UPLOADS.c.purpose == EXTERNAL_UPLOAD
         )
 
     def file_bytes(self, tenant_id: str) -> int:
-        """The bytes of the tenant's files."""
+        """Return the bytes of the tenant's files."""
         return self._sum_bytes(UPLOADS, tenant_id, UPLOADS.c.purpose != EXTERNAL_UPLOAD)
 
     def _sum_bytes(self, table: sa.Table, tenant_id: str, *conditions: sa.ColumnElement[bool]) -> int:

@@ -171,7 +171,9 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         return self
 
     def plan(self, tokenizer: ModelTokenizer, find_recording: FindRecording | None = None) -> GenerationPlan:
-        """`find_recording` looks up the exchanges captured in the chat's session. Raises RequestError."""
+        """Plan the sampling and the response. `find_recording` looks up the exchanges captured in the chat's session.
+        Raises RequestError.
+        """
         template = tokenizer.template.source
         choice, allowed_tools = select_tools(self.tools, self.tool_choice)
         tools = read_tools(
@@ -339,7 +341,7 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt_token_ids] if self.prompt_token_ids else self.prompt
 
     def plan(self, tokenizer: ModelTokenizer) -> GenerationPlan:
-        """Raises RequestError."""
+        """Plan the sampling and the response. Raises RequestError."""
         echo_only = self.echo and self.max_tokens == 0
         special = self.add_special_tokens
         prompts = (

@@ -285,7 +285,7 @@ class CountRequest(ClosedBody):
         return self
 
     def plan(self, tokenizer: ModelTokenizer, find_recording: FindRecording | None = None) -> GenerationPlan:
-        """Raises RequestError."""
+        """Plan the sampling and the response. Raises RequestError."""
         plan = validate(ChatRequest, self.chat(tokenizer)).plan(tokenizer, find_recording)
         ignored = {FIELD_NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
         if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(tokenizer):

@@ -324,7 +324,7 @@ class ResponseRequest(ChatOnlyFields):
         earlier_items: Sequence[JsonObject] = (),
         find_recording: FindRecording | None = None,
     ) -> GenerationPlan:
-        """Raises RequestError."""
+        """Plan the sampling and the response. Raises RequestError."""
         body = self.chat(earlier_items)
         if tokenizer.vision is None and any(isinstance(message["content"], list) for message in body["messages"]):
             raise not_supported("input", "an input_image: this model takes text only; leave it out")

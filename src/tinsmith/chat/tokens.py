@@ -64,7 +64,7 @@ class TokenizeRequest(ClosedBody):
         return self
 
     def token_ids(self, tokenizer: ModelTokenizer, ignored: IgnoredFields | None = None) -> Sequence[int]:
-        """Raises RequestError."""
+        """Return the token ids of the text or the chat. Raises RequestError."""
         if self.prompt is not None:
             return tokenizer.encode(self.prompt, special=self.add_special_tokens is not False)
         chat_fields = {name: getattr(self, name) for name in (*CHAT_FIELDS, "add_special_tokens")}
@@ -103,7 +103,7 @@ class GenerateRequest(ClosedBody):
     priority: Annotated[Unread, NO_EFFECT] = None
 
     def plan(self, tokenizer: ModelTokenizer) -> GenerationPlan:
-        """Raises RequestError."""
+        """Plan the sampling and the response. Raises RequestError."""
         params = self.sampling_params
         if params.include_stop_str_in_output:
             raise not_supported("sampling_params.include_stop_str_in_output", "the response has no text")

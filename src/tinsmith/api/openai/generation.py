@@ -190,7 +190,7 @@ def prepare_plan(
     ignored: IgnoredFields,
     capture: str | None = None,
 ) -> Prepared:
-    """Like `prepare`, for a request that is already validated."""
+    """Plan a request that is already validated, on a worker thread. Raises UserError."""
     shape, model_path = find_weights(services, tenant_id, ModelTarget.of(resolve_model_name(services, model)))
     tokenizer = services.tokenizers.get(shape)
     generation_plan = make_plan(tokenizer)

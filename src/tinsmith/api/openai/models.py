@@ -66,7 +66,7 @@ def _openai_model(call: Call) -> JsonObject:
 
 
 def _openai(served: ServedModel) -> JsonObject:
-    """`max_model_len` is a field of vLLM."""
+    """Return the model in OpenAI's form; `max_model_len` is a field of vLLM."""
     model: JsonObject = {"id": served.name, "object": "model", "created": served.created_at, "owned_by": served.owner}
     return model | {"max_model_len": served.context}
 

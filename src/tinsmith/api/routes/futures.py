@@ -119,7 +119,7 @@ def _prefers_json(request: Request) -> bool:
 async def read_outcome(
     services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
 ) -> FutureOutcome | None:
-    """Like `Futures.outcome`, but reads a large body on a thread."""
+    """Read a future's outcome, a large body on a thread. Returns None while the future is pending."""
     small_bytes = min(inline_bytes, EVENT_LOOP_READ_BYTES)
     outcome = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
     if outcome is None or outcome.error is not None or outcome.body is not None or inline_bytes <= small_bytes:
@@ -150,7 +150,7 @@ async def _respond_large(
 
 
 class _Slot:
-    """One slot for a large result in memory. It is released once, after `SLOW_S` at the latest."""
+    """A slot for a large result in memory. It is released once, after `SLOW_S` at the latest."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots

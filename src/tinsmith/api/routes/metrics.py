@@ -51,7 +51,7 @@ Metrics = Annotated[
 
 
 def _as_integer(value: object) -> object:
-    """JSON has one type of number: a logger that counts in floats writes step 3 as 3.0."""
+    """Accept an integer as a float: a logger that counts in floats writes step 3 as 3.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

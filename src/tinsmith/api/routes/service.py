@@ -45,7 +45,7 @@ from tinsmith.wire import bodies
 from tinsmith.wire.fields import Schema, read_object
 
 # The SDK's defaults (types/client_config_response.py), with two exceptions: bodies from other machines are compressed,
-# and the client uses its plain httpx transport, which takes a fifth less CPU per call and does not time out before the
+# and the client uses its plain httpx transport, which takes less CPU per call and does not time out before the
 # response to a held poll. A flag is on only if this server supports it.
 CLIENT_FLAGS: JsonObject = {
     "pjwt_auth_enabled": True,
@@ -162,7 +162,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def _admit(request: Request, services: Services) -> None:
-    """Raises NotAuthenticatedError."""
+    """Check the bearer token of the metrics. Raises NotAuthenticatedError."""
     metrics_token = services.settings.metrics_token.get_secret_value()
     if metrics_token:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")

@@ -251,7 +251,7 @@ def _summary(session: Session, checkpoints_count: int, checkpoint_storage_bytes:
 
 
 def _status(session: Session) -> JsonObject | None:
-    """None for an expired session, which is neither active nor finished."""
+    """Return the status; None for an expired session, which is neither active nor finished."""
     if session.state == "active":
         return {"type": "active"}
     if session.state == "finished" and session.finish_type is not None:
