@@ -25,7 +25,7 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError
 from tinsmith.store.futures import Settlement
 from tinsmith.types import SampledSequence, SampleResult

@@ -23,7 +23,7 @@ from tinsmith.chat.choices import Choice
 from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.texts import ModelTokenizer, ReasoningTags, find_reasoning_tags
+from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags, find_reasoning_tags
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape, SamplingParams
@@ -137,7 +137,7 @@ def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: ModelToke
     for text in (TEXT, pieces_text):
         ids = text.encode(written, special=False)
         decoder = TextDecoder(text)
-        assert "".join([decoder.push(token) for token in ids]) + decoder.rest() == text.decode(ids)
+        assert "".join([decoder.push(token) for token in ids]) + decoder.flush() == text.decode(ids)
         if ids:
             spelled = b"".join(text.token_bytes(token) for token in ids)
             assert spelled.decode(errors="replace").lstrip() == text.decode(ids).lstrip()

@@ -40,7 +40,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def words(text: str) -> list[int]:
-    from tinsmith.chat.texts import ModelTokenizer
+    from tinsmith.chat.tokenizer import ModelTokenizer
 
     return ModelTokenizer(SHAPE).encode(text, special=False)
 

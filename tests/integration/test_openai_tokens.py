@@ -16,7 +16,7 @@ from tinsmith.chat.choices import Choice
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import ModelTokenizer, find_reasoning_tags
+from tinsmith.chat.tokenizer import ModelTokenizer, find_reasoning_tags
 from tinsmith.chat.tokens import TokenizeRequest
 from tinsmith.types import SampledSequence, SampleResult, TopK
 from tinsmith.wire.fields import validate

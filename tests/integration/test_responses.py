@@ -18,7 +18,7 @@ from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.schema import RESPONSES as RESPONSES_TABLE

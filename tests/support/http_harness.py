@@ -27,7 +27,7 @@ from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
-from tinsmith.chat.texts import ModelTokenizers
+from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS

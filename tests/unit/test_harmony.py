@@ -20,7 +20,7 @@ from tinsmith.chat.choices import CompletionDelta
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.texts import ModelTokenizer, find_channels
+from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.wire.fields import validate
 

@@ -23,7 +23,7 @@ from tinsmith.chat.schemas import (
     normalize_schema,
     schema_grammar,
 )
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.types import Grammar

@@ -17,7 +17,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.splicing import digest_answer
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.types import I32
 from tinsmith.wire.fields import validate
 

@@ -20,7 +20,7 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice
 from tinsmith.chat.detokenizer import TextDecoder, decode_with_starts
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.types import SampledSequence, SampleResult, TopK
 from tinsmith.wire.fields import validate
 
@@ -77,7 +77,7 @@ def test_a_token_starts_at_the_character_with_its_first_byte(tokens: list[int], 
 @given(st.lists(st.sampled_from([*FACE, FACE[0], *SPECIAL, *TEXT.encode("ab \u00e9", special=False)]), max_size=60))
 def test_long_runs_of_incomplete_characters_decode_as_one_text(tokens: list[int]) -> None:
     decoder = TextDecoder(TEXT)
-    assert "".join(map(decoder.push, tokens)) + decoder.rest() == TEXT.decode(tokens)
+    assert "".join(map(decoder.push, tokens)) + decoder.flush() == TEXT.decode(tokens)
 
 
 def test_pieces_of_bytes_in_another_tokenizer_point_to_their_character(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageAnswer
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
-from tinsmith.chat.texts import ModelTokenizer, ReasoningTags
+from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import Tool, ToolUse, read_tools
 from tinsmith.errors import RequestError
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams

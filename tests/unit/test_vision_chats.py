@@ -19,7 +19,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
 from tinsmith.types import SamplingParams
 from tinsmith.wire.fields import IgnoredFields, validate

@@ -25,7 +25,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import wrapped_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import read_shape
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import read_config, read_directory
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

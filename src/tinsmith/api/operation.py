@@ -55,7 +55,7 @@ from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
-from tinsmith.chat.texts import ModelTokenizers
+from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engines import EngineFailure
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch
 from tinsmith.db.wakeups import Waiters

@@ -19,7 +19,7 @@ from tinsmith.chat.generation_request import (
 )
 from tinsmith.chat.images import Prompt, encode_conversation
 from tinsmith.chat.splicing import FindRecording, digest_of, digests_of, splice
-from tinsmith.chat.texts import (
+from tinsmith.chat.tokenizer import (
     SWITCH,
     Channels,
     Message,

@@ -17,7 +17,7 @@ from tinsmith.chat.calls import CallAssembler, ToolCall
 from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.dialects.marked import partial_length
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -73,8 +73,8 @@ class Choice:
         self._in_counted = plan.counted_tags is not None and plan.counted_tags.in_reasoning  # inside reasoning
         self._hidden_text = ""  # the hidden reasoning
         self._after_tag = False  # directly after hidden reasoning
-        ends = tokenizer.end_token_ids if plan.params.stop_eos else frozenset()
-        self._ends = ends | frozenset(plan.params.stop_tokens)
+        end_token_ids = tokenizer.end_token_ids if plan.params.stop_eos else frozenset()
+        self._end_token_ids = end_token_ids | frozenset(plan.params.stop_tokens)
         self._content = ""
         self._text_start = 0  # offset in `_content` of the text after the last tag
         self._assembler: CallAssembler | None = None  # of the text from `_text_start` on
@@ -98,7 +98,7 @@ class Choice:
             self._new_sampled.append(token)
         if self._is_over:
             return
-        if token_id not in self._ends:
+        if token_id not in self._end_token_ids:
             self._take(token)
             return
         if self._plan.shows_stop:
@@ -123,17 +123,17 @@ class Choice:
     def _decode(self, token: CompletionToken) -> None:
         """Add the token's text, with that of the tokens before it whose characters it completes."""
         self._pending.append(token)
-        if new := self._decoder.push(token.token_id):
-            self._add(new)
+        if new_text := self._decoder.push(token.token_id):
+            self._add(new_text)
 
     def _flush(self) -> None:
         """Add the text of incomplete characters."""
-        self._add(self._decoder.rest())
+        self._add(self._decoder.flush())
 
     def finish(self) -> None:
         """Call this after the last token."""
         if self._in_hidden:
-            self._hidden_text += "" if self._is_over else self._decoder.rest()
+            self._hidden_text += "" if self._is_over else self._decoder.flush()
         elif not self._is_over:
             self._flush()
         self._is_over = self._is_finished = True
@@ -230,9 +230,9 @@ class Choice:
             self._after_tag = True
             return True
         if self._in_hidden:
-            new = self._decoder.push(token_id)
-            self._hidden_text += new
-            if new and (at := self._find_stop(self._hidden_text, len(new), 0)) is not None:
+            new_text = self._decoder.push(token_id)
+            self._hidden_text += new_text
+            if new_text and (at := self._find_stop(self._hidden_text, len(new_text), 0)) is not None:
                 self._hidden_text = self._hidden_text[:at]
                 self._is_over = True
         return self._in_hidden
@@ -295,18 +295,18 @@ class Choice:
             decided = self._assembler.first_call_at
         return self._text_start + decided
 
-    def _add(self, new: str) -> None:
+    def _add(self, new_text: str) -> None:
         """Add the text of the first tokens in `_pending`."""
-        stripped = 0
+        num_stripped = 0
         if self._after_tag and not self._content.strip():
-            stripped = len(new) - len(new.lstrip())  # white space after hidden reasoning
-        self._place_tokens(-stripped)
-        new = new[stripped:]
-        if not new:
+            num_stripped = len(new_text) - len(new_text.lstrip())  # white space after hidden reasoning
+        self._place_tokens(-num_stripped)
+        new_text = new_text[num_stripped:]
+        if not new_text:
             return
-        self._content += new
+        self._content += new_text
         # A stop string does not span a tag.
-        if (at := self._find_stop(self._content, len(new), self._text_start)) is not None:
+        if (at := self._find_stop(self._content, len(new_text), self._text_start)) is not None:
             self._content = self._content[:at]
             self._end_at(at)
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from tinsmith.chat.texts import REPLACEMENT_CHARACTER, ModelTokenizer
+from tinsmith.chat.tokenizer import REPLACEMENT_CHARACTER, ModelTokenizer
 
 MAX_PENDING = 16
 """Most tokens to wait for until a character is complete."""
@@ -31,51 +31,54 @@ class TextDecoder:
 
     def push(self, token_id: int) -> str:
         self._pending.append(token_id)
-        new_text = self._new()
-        if not new_text or (new_text.endswith(REPLACEMENT_CHARACTER) and len(self._pending) < MAX_PENDING):
+        pending_text = self._decode_pending()
+        if not pending_text or (pending_text.endswith(REPLACEMENT_CHARACTER) and len(self._pending) < MAX_PENDING):
             return ""
-        num_open = self._num_open(new_text)
-        if num_open and not self._new(-num_open):
+        num_open = self._num_open(pending_text)
+        if num_open and not self._decode_pending(-num_open):
             return ""
-        return self._settle(new_text, num_open)
+        return self._settle(pending_text, num_open)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         self.starts = []
-        return self._settle(self._new(), 0) if self._pending else ""
+        return self._settle(self._decode_pending(), 0) if self._pending else ""
 
-    def _new(self, count: int | None = None) -> str:
+    def _decode_pending(self, count: int | None = None) -> str:
         """Return the text of the pending tokens, or of the first `count` of them."""
         before = self._tokenizer.decode(self._window, special=self._special)
         tokens = self._window + self._pending[:count]
         return self._tokenizer.decode(tokens, special=self._special)[len(before) :]
 
-    def _num_open(self, new: str) -> int:
+    def _num_open(self, pending_text: str) -> int:
         """Return how many of the last pending tokens may belong to an incomplete character."""
-        if not new.endswith(REPLACEMENT_CHARACTER):
+        if not pending_text.endswith(REPLACEMENT_CHARACTER):
             return 0
         for count in range(MAX_OPEN, 0, -1):
-            if self._new(-count) + self._tokenizer.decode(self._pending[-count:], special=self._special) == new:
+            if (
+                self._decode_pending(-count) + self._tokenizer.decode(self._pending[-count:], special=self._special)
+                == pending_text
+            ):
                 return count
         return 0
 
-    def _settle(self, new: str, num_open: int) -> str:
+    def _settle(self, pending_text: str, num_open: int) -> str:
         """Return the text of the pending tokens but the last `num_open`, which stay pending."""
         open_tokens = self._pending[len(self._pending) - num_open :]
-        new = self._new(len(self._pending) - num_open) if open_tokens else new
+        pending_text = self._decode_pending(len(self._pending) - num_open) if open_tokens else pending_text
         self._pending = self._pending[: len(self._pending) - num_open]
-        self.starts = [0] if len(self._pending) == 1 else self._starts(new)
+        self.starts = [0] if len(self._pending) == 1 else self._starts(pending_text)
         self._window, self._pending = self._pending, open_tokens
-        return new
+        return pending_text
 
-    def _starts(self, new: str) -> list[int]:
+    def _starts(self, pending_text: str) -> list[int]:
         token_bytes = [self._tokenizer.token_bytes(token_id, special=self._special) for token_id in self._pending]
-        if b"".join(token_bytes).decode(errors="replace") == new:
+        if b"".join(token_bytes).decode(errors="replace") == pending_text:
             return character_starts(token_bytes)
         # A decoder that is not one of bytes: a token starts where the text before it stops to agree with the whole.
         starts = [0]
         for count in range(1, len(self._pending)):
-            before = self._new(count)
-            starts.append(max(starts[-1], _common_length(before, new)))
+            before = self._decode_pending(count)
+            starts.append(max(starts[-1], _common_length(before, pending_text)))
         return starts
 
 
@@ -92,11 +95,11 @@ def decode_with_starts(tokenizer: ModelTokenizer, tokens: Sequence[int], *, spec
     starts: list[int] = []
     length = 0
     for token_id in tokens:
-        if new := decoder.push(token_id):
+        if new_text := decoder.push(token_id):
             starts += [length + start for start in decoder.starts]
-            decoded.append(new)
-            length += len(new)
-    decoded.append(decoder.rest())
+            decoded.append(new_text)
+            length += len(new_text)
+    decoded.append(decoder.flush())
     starts += [length + start for start in decoder.starts]
     return "".join(decoded), starts
 

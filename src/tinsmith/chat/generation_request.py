@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from tinsmith.chat.schemas import check_grammar, schema_grammar
-from tinsmith.chat.texts import Channels, ModelTokenizer, ReasoningTags
+from tinsmith.chat.tokenizer import Channels, ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import ToolUse
 from tinsmith.chat.vendor_fields import VendorFields, VendorSamplingFields
 from tinsmith.errors import RequestError, not_supported

@@ -13,7 +13,7 @@ import re
 from tinsmith.chat.calls import CallArguments, CallAssembler, CallEnd, CallStart, TextEvent
 from tinsmith.chat.choices import Choice, CompletionDelta, CompletionToken
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.chat.texts import Channels, ModelTokenizer
+from tinsmith.chat.tokenizer import Channels, ModelTokenizer
 
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 RECIPIENT = re.compile(r"to=([^\s<]+)")
@@ -115,24 +115,24 @@ class HarmonyChoice(Choice):
 
     def _read_up_to(self, end: int) -> None:
         """Read the message up to `end`."""
-        new = self._message[self._message_read : end]
+        new_text = self._message[self._message_read : end]
         self._message_read = max(end, self._message_read)
-        if not new:
+        if not new_text:
             return
         if self._kind == REASONING:
-            is_first = self._message_read == len(new)
-            self._reasoning += "\n" + new if is_first and self._has_reasoning else new
+            is_first = self._message_read == len(new_text)
+            self._reasoning += "\n" + new_text if is_first and self._has_reasoning else new_text
             self._has_reasoning = True
         elif self._kind == TEXT:
-            self._call_assembler.take(TextEvent(new))
+            self._call_assembler.take(TextEvent(new_text))
         elif self._kind == CALL:
-            self._call_assembler.take(CallArguments(new, new))
+            self._call_assembler.take(CallArguments(new_text, new_text))
 
-    def _add(self, new: str) -> None:
+    def _add(self, new_text: str) -> None:
         self._place_tokens()
-        if not self._in_message or not new:
+        if not self._in_message or not new_text:
             return
-        self._message += new
-        if (at := self._find_stop(self._message, len(new), 0)) is not None:
+        self._message += new_text
+        if (at := self._find_stop(self._message, len(new_text), 0)) is not None:
             self._message = self._message[:at]
             self._end_at(self._message_start + at)

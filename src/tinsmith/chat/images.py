@@ -11,7 +11,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 
-from tinsmith.chat.texts import Message, ModelTokenizer
+from tinsmith.chat.tokenizer import Message, ModelTokenizer
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Image
 from tinsmith.wire.fields import show

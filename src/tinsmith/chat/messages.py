@@ -23,7 +23,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
 from tinsmith.chat.schemas import normalize_schema
 from tinsmith.chat.splicing import FindRecording
-from tinsmith.chat.texts import SWITCH, ModelTokenizer, find_channels, find_reasoning_tags
+from tinsmith.chat.tokenizer import SWITCH, ModelTokenizer, find_channels, find_reasoning_tags
 from tinsmith.chat.tools import drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported

@@ -22,7 +22,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
 from tinsmith.chat.schemas import normalize_schema
 from tinsmith.chat.splicing import FindRecording
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import MAX_TOOLS, drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported

@@ -18,7 +18,7 @@ from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, CompletionDelta, Compl
 from tinsmith.chat.detokenizer import decode_with_starts
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, TinsmithError
 from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
 
@@ -98,14 +98,14 @@ class ChoicesAnswer(ClientAnswer):
                 if not self.plan.echo_only:
                     read_sequence(choice, sequence)
                 self._reasoning += choice.reasoning_tokens
-                delta = choice.take_delta()
+                completion = choice.take_delta()
                 choice_fields: JsonObject = {"index": choice.index}
-                choice_fields |= self._choice(delta, self.plan.prompts[prompt_index], result)
+                choice_fields |= self._choice(completion, self.plan.prompts[prompt_index], result)
                 reason = finish_reason(self.plan, choice.num_calls, sequence.stop_reason)
                 choice_fields["finish_reason"] = "length" if self.plan.echo_only else reason
                 if self.describes_each_prompt:
                     choice_fields |= self._prompt_fields(prompt_index, result)
-                choices.append(choice_fields | self._token_ids(delta))
+                choices.append(choice_fields | self._token_ids(completion))
         prompt_fields = {} if self.describes_each_prompt else self._prompt_fields(0, results[0])
         usage_fields = usage(self.plan, results, self._reasoning)
         return self._head(self.kind) | {"choices": choices, "usage": usage_fields} | prompt_fields

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import orjson
 
 from tinsmith.chat.choices import CompletionDelta
-from tinsmith.chat.texts import Message, ModelTokenizer, find_channels
+from tinsmith.chat.tokenizer import Message, ModelTokenizer, find_channels
 from tinsmith.errors import RequestError
 from tinsmith.types import I32
 

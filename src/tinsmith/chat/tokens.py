@@ -16,7 +16,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import LOWEST_LOGPROB
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, SamplingFields
 from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire import fields

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from tinsmith.chat.texts import ChatTemplate, Message
+from tinsmith.chat.tokenizer import ChatTemplate, Message
 from tinsmith.errors import RequestError
 
 SYSTEM_ROLES = ("system", "developer")

@@ -17,7 +17,7 @@ from pydantic import Field
 from tinsmith.api.dashboard.routes import MAX_SEARCH, search_of
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, integer, listing, one_of, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
 from tinsmith.store.history import AnswerNotes, KeptSample, KeptSequence, SampleContent
 from tinsmith.wire.fields import ClosedBody, Number, iso, show

@@ -22,7 +22,7 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
 from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, build_generate_response
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import ModelShape

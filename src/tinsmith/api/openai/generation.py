@@ -44,7 +44,7 @@ from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest, 
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, refuse_in_batch
 from tinsmith.chat.results import ChatAnswer, ClientAnswer, CompletionAnswer, openai_error, read_sequence
 from tinsmith.chat.splicing import digest_answer
-from tinsmith.chat.texts import ModelTokenizer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
     EngineFailedError,
@@ -266,9 +266,8 @@ async def submit_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
         try:
             await asyncio.shield(submission)
         finally:
-            await asyncio.wait(
-                {submission}
-            )  # `sample_ids` must name every submitted sample, so that it can be cancelled
+            # `sample_ids` must name every submitted sample, so that it can be cancelled.
+            await asyncio.wait({submission})
         yield sample_ids
     except BaseException:
         await asyncio.shield(run(cancel_samples, services, sample_ids))

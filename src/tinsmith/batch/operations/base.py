@@ -24,7 +24,7 @@ from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import ModelTokenizer
+    from tinsmith.chat.tokenizer import ModelTokenizer
 
 
 Check = Callable[[str, object], None]

@@ -19,7 +19,7 @@ from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import ModelTokenizer
+    from tinsmith.chat.tokenizer import ModelTokenizer
     from tinsmith.types import ModelShape, TopK
 
 Message = dict[str, Any]
@@ -96,7 +96,7 @@ class Channel:
         return self._texts.get(shape.name) or await asyncio.to_thread(self._text_of, shape)
 
     def _text_of(self, shape: ModelShape) -> ModelTokenizer:
-        from tinsmith.chat.texts import ModelTokenizer
+        from tinsmith.chat.tokenizer import ModelTokenizer
 
         with self._reading:
             if shape.name not in self._texts:

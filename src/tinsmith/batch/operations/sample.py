@@ -43,7 +43,7 @@ from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import ModelTokenizer
+    from tinsmith.chat.tokenizer import ModelTokenizer
     from tinsmith.types import Image
 
 
