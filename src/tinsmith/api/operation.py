@@ -86,7 +86,7 @@ from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
-Part = TypeVar("Part", bound=Body)
+Required = TypeVar("Required", bound=Body)
 
 PREFIX = "/api/v1"  # of every path except those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
@@ -360,7 +360,7 @@ class Draft(Generic[B]):
     model: type[B]
     values: Mapping[str, object]
 
-    def part(self, model: type[Part]) -> Part:
+    def read_required(self, model: type[Required]) -> Required:
         """Read the fields that are required for creating a future."""
         return validate(model, self.values)
 
@@ -624,7 +624,7 @@ def submit_json_operation(
     call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
 ) -> Submission:
     """Validate an operation with a JSON body and return its Submission. `refusal` is an error known before."""
-    ids = draft.part(ModelRequest)
+    ids = draft.read_required(ModelRequest)
 
     def check_body(model: Model, request_id: str) -> int:
         if refusal is not None:

@@ -92,7 +92,7 @@ def _conversation_items(services: Services, tenant_id: str, response_id: str) ->
         stored = services.responses.find(tenant_id, response_id)
     except NotFoundError as error:
         raise RequestError("previous_response_id", str(error), "previous_response_not_found") from None
-    body = stored.answer or complete(services, stored)
+    body = stored.answer or complete_response(services, stored)
     if body["status"] not in ("completed", "incomplete"):
         raise RequestError(
             "previous_response_id", f"previous_response_id names a response that is {body['status']}; wait for it"
@@ -124,7 +124,7 @@ async def create(request: Request) -> HttpResponse:
 @for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)
 def retrieve(call: Call) -> JsonObject:
     stored = call.services.responses.find(call.tenant_id, call.path["response_id"])
-    return stored.answer or complete(call.services, stored)
+    return stored.answer or complete_response(call.services, stored)
 
 
 @for_openai("POST", "/responses/{response_id}/cancel", "Cancel a response", answer=RESPONSE)
@@ -132,7 +132,7 @@ def cancel(call: Call) -> JsonObject:
     """Cancel a response; a complete one does not change."""
     services = call.services
     stored = services.responses.find(call.tenant_id, call.path["response_id"])
-    body = stored.answer or complete(services, stored)
+    body = stored.answer or complete_response(services, stored)
     if body["status"] not in PENDING_STATUSES:
         return body
     cancelled_body = {**body, "status": "cancelled"}
@@ -157,14 +157,14 @@ def _cancel_samples(services: Services, stored: StoredResponse, reason: str) -> 
             services.futures.cancel(stored.tenant_id, request_id, reason)
 
 
-def keep_samples(services: Services, tenant_id: str, request_ids: Sequence[str]) -> None:
+def keep_samples_alive(services: Services, tenant_id: str, request_ids: Sequence[str]) -> None:
     """Keep the sessions of pending samples alive."""
     for session_id in {session_of(request_id) for request_id in request_ids}:
         with suppress(GoneError, NotFoundError):  # its samples are cancelled, which completes the response
             services.implicit_sessions.keep(tenant_id, session_id)
 
 
-def complete(services: Services, stored: StoredResponse) -> JsonObject:
+def complete_response(services: Services, stored: StoredResponse) -> JsonObject:
     """Return a response without a stored answer: with its output, which is stored, if its samples have settled, else
     with its status.
     """
@@ -178,7 +178,7 @@ def complete(services: Services, stored: StoredResponse) -> JsonObject:
     except TinsmithError as error:
         body = response.build_failure(error)
     if body["status"] in PENDING_STATUSES:
-        keep_samples(services, stored.tenant_id, stored.request_ids)
+        keep_samples_alive(services, stored.tenant_id, stored.request_ids)
         return body
     services.responses.end(stored.tenant_id, stored.response_id, body)
     return services.responses.find(stored.tenant_id, stored.response_id).answer or body

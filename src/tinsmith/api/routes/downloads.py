@@ -188,7 +188,7 @@ async def download_file(request: Request) -> Response:
         stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
         return file_response(request, stored, FILE_TYPE, filename=file)
 
-    return await run(work, on=transfers_of(request))
+    return await run(work, on=transfer_threads(request))
 
 
 @linked("GET", DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
@@ -203,13 +203,13 @@ async def download_archive(request: Request) -> Response:
             "content-length": str(sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
             "content-disposition": f'attachment; filename="{name}"',
         }
-        content = () if request.method == "HEAD" else tar_of(files, directory, sizes)
+        content = () if request.method == "HEAD" else stream_tar(files, directory, sizes)
         return StreamingResponse(content, headers=headers, media_type=TAR_TYPE)
 
-    return await run(work, on=transfers_of(request))
+    return await run(work, on=transfer_threads(request))
 
 
-def transfers_of(request: Request) -> Executor:
+def transfer_threads(request: Request) -> Executor:
     services: Services = request.app.state.services
     return services.threads.transfers
 
@@ -237,7 +237,7 @@ def _open_linked(request: Request) -> tuple[Directories, str]:
     return services.checkpoints.files, directory
 
 
-def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
+def stream_tar(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
     """Yield the archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete,
     because all files are open; an archive from a bucket ends before its announced length.
     """

@@ -105,7 +105,7 @@ async def retrieve_future(request: Request) -> Response:
         return json_response({"status": "complete_metadata", "response_payload_size": size})
     if not is_converted:
         return await _respond_large(services, tenant_id, request_id, media_type)
-    convert = CONVERSIONS[await read(services, services.futures.kind_of, tenant_id, request_id) or ""]
+    convert = CONVERSIONS[await run_query(services, services.futures.kind_of, tenant_id, request_id) or ""]
     if outcome.body is not None and len(outcome.body) <= INLINE_BODY_BYTES:
         return Response(dump(convert(outcome.body)), media_type=JSON_TYPE)
     return await _respond_large(services, tenant_id, request_id, JSON_TYPE, lambda body: dump(convert(body)))
@@ -121,7 +121,7 @@ async def read_outcome(
 ) -> FutureOutcome | None:
     """Read a future's outcome, a large body on a thread. Returns None while the future is pending."""
     small_bytes = min(inline_bytes, EVENT_LOOP_READ_BYTES)
-    outcome = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
+    outcome = await run_query(services, services.futures.outcome, tenant_id, request_id, small_bytes)
     if outcome is None or outcome.error is not None or outcome.body is not None or inline_bytes <= small_bytes:
         return outcome
     executor = services.threads.results
@@ -217,13 +217,13 @@ async def retrieve_futures(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     poll = await read_json(request, RetrieveFuturesRequest)
     sampling_session_id, samplers = poll.target.sampling_session_id, services.sampling_sessions
-    await read(services, samplers.get, tenant_id, sampling_session_id)
+    await run_query(services, samplers.get, tenant_id, sampling_session_id)
     samplers.acknowledge(sampling_session_id, poll.retrieved_request_ids)
     await note_poll(services, tenant_id, sampling_session_id)
 
     async def read_completions() -> list[Completion] | None:
         clone = poll.target.cloned_sampler_id
-        return await read(services, samplers.completions, sampling_session_id, clone, poll.prev_cursor) or None
+        return await run_query(services, samplers.completions, sampling_session_id, clone, poll.prev_cursor) or None
 
     hold_s = services.settings.hold_s if poll.timeout is None else min(poll.timeout, services.settings.hold_s)
     completions = (
@@ -329,11 +329,11 @@ async def note_poll(services: Services, tenant_id: str, name: str) -> None:
         await run(services.sessions.record_poll, tenant_id, session_id, on=services.threads.quick)
 
 
-async def read(services: Services, read: Callable[..., T], *args: object) -> T:
-    """Call `read`. With SQLite it runs on the event loop, where it never waits and costs less than a thread switch."""
+async def run_query(services: Services, query: Callable[..., T], *args: object) -> T:
+    """Call `query`. With SQLite it runs on the event loop, where it never waits and costs less than a thread switch."""
     if services.reads_wait:
-        return await run(read, *args, on=services.threads.quick)
-    return read(*args)
+        return await run(query, *args, on=services.threads.quick)
+    return query(*args)
 
 
 async def _respond_pending(services: Services, request_id: str) -> Response:

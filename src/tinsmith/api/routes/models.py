@@ -124,7 +124,7 @@ def _base_for(call: Call, checkpoint: Checkpoint, request: str | None) -> str:
 
 
 def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
-    services, ids = call.services, draft.part(CreationRequest)
+    services, ids = call.services, draft.read_required(CreationRequest)
     session = services.sessions.require_active(call.tenant_id, ids.session_id)
     model_seq_id = ids.model_seq_id
     model_id = f"{session.session_id}:train:{model_seq_id}"

@@ -37,7 +37,7 @@ class NewSample(Body):
     late=True,
 )
 def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
-    services, ids = call.services, draft.part(NewSample)
+    services, ids = call.services, draft.read_required(NewSample)
     sampling_session = services.sampling_sessions.get(call.tenant_id, ids.sampling_session_id)
     services.sessions.require_active(call.tenant_id, sampling_session.session_id)
     seq_id = ids.seq_id

@@ -170,7 +170,7 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
 )
 def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> JsonObject:
     """Store a traced loss. No engine takes part, so the future is stored as completed or failed."""
-    services, ids = call.services, draft.part(NewCustomLossRequest)
+    services, ids = call.services, draft.read_required(NewCustomLossRequest)
     session = services.sessions.require_active(call.tenant_id, ids.session_id)
     loss_seq_id = ids.custom_loss_seq_id
     loss_id = f"{session.session_id}:loss:{loss_seq_id}"
