@@ -327,7 +327,7 @@ def test_a_call_of_a_namespace_has_both_names(tools_text: ModelTokenizer) -> Non
     response = ResponseAnswer(request, request.plan(tools_text), tools_text)
 
     def items(name: str) -> list[dict[str, Any]]:
-        events = [event for _, event in response._called(ToolCall("c", name, "{}"))]
+        events = [event for _, event in response._add_call(ToolCall("c", name, "{}"))]
         return [cast("dict[str, Any]", event["item"]) for event in events if "item" in event]
 
     assert all(item["name"] == "close" and item["namespace"] == "agents" for item in items("agents.close"))
