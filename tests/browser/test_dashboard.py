@@ -70,7 +70,7 @@ def details_of(alice: Site) -> dict[str, str]:
     return {
         f"sessions/{session_id}": "Session ",
         f"runs/{alice.run}": "Run ",
-        f"runs/compare/{alice.run}/{alice.strange_run}": "2 runs ",
+        f"runs/compare/{alice.run}/{alice.strange_run}": "Comparison of 2 runs",
         f"samples/{alice.sample}": "Sample ",
         f"jobs/{alice.job_id}": "Job ",
     }
@@ -88,7 +88,7 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     browser.driver.get(alice.server.url)
     browser.driver.execute_script("sessionStorage.clear()")
     browser.driver.get("about:blank")
-    browser.open("runs", "Enter a key")
+    browser.open("runs", "Sign in")
     assert browser.driver.switch_to.active_element.get_attribute("id") == "key"
     browser.one("#key").send_keys("tml-wrong", Keys.ENTER)
     browser.until(lambda: "rejected the key" in browser.text("main"), "a refusal")
@@ -99,8 +99,8 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     browser.until(lambda: browser.text("h1") == "Runs", "the same without a question")
     kept = browser.driver.execute_script("return [document.cookie, JSON.stringify(localStorage)]")
     assert kept[0] == "" and alice.key not in kept[1]
-    browser.click("#forget")
-    browser.until(lambda: browser.text("h1") == "Enter a key", "the question")
+    browser.click("#sign-out")
+    browser.until(lambda: browser.text("h1") == "Sign in", "the question")
     assert browser.driver.execute_script("return sessionStorage.getItem('tinsmith.key')") is None
     assert all("401" in complaint for complaint in browser.complaints())
 
@@ -130,7 +130,7 @@ def test_the_theme_is_kept_and_follows_the_system_otherwise(browser: Browser) ->
 
     browser.open("overview", "Overview")
     light = ground()
-    browser.click("#theme", "as the system")
+    browser.click("#theme", "system")
     browser.click("#theme", "light")
     dark = ground()
     assert dark != light
@@ -289,7 +289,7 @@ def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, brows
     browser.driver.get(alice.server.url)
     browser.driver.execute_script("sessionStorage.clear()")
     browser.driver.get("about:blank")
-    browser.open("runs", "Enter a key")
+    browser.open("runs", "Sign in")
     assert [one.text for one in browser.all("main > *")][1].startswith("API key")
     assert said_of_nothing(browser) == []
     assert all("401" in complaint for complaint in browser.complaints())
@@ -546,7 +546,7 @@ def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) ->
         for box in browser.all("tbody input[type=checkbox]")[:2]:
             box.click()
         browser.click("button", "Compare 2 runs")
-        browser.until(lambda: browser.text("h1") == "2 runs side by side", "both")
+        browser.until(lambda: browser.text("h1") == "Comparison of 2 runs", "both")
         browser.until(lambda: "LoRA rank" in browser.text("table"), "what differs")
         browser.until(lambda: browser.all("figure.curve canvas"), "the curves")
         assert "lesson" in browser.text("figure.curve .legend") and not browser.all("main .warning")
@@ -742,7 +742,7 @@ def test_models_are_sampled_side_by_side_as_streams(alice: Site, browser: Browse
     tokens = browser.one(".column:nth-child(2) .tokens")
     tokens.send_keys(Keys.ARROW_RIGHT)
     said = browser.until(lambda: browser.text(".column:nth-child(2) .said"), "words")
-    assert "logprob" in said and "likeliest" in said
+    assert "logprob" in said and "most likely" in said
     browser.click(".column:nth-child(2) summary")
     browser.until(lambda: browser.all(".column:nth-child(2) tbody tr"), "the numbers")
     browser.click("button", "Add a model")
@@ -862,7 +862,7 @@ def test_a_job_that_runs_has_its_workers(browser: Browser) -> None:
 def test_keys_and_quotas_are_shown(browser: Browser) -> None:
     browser.open("account", "Keys and usage")
     browser.until(lambda: "laptop" in browser.text("main"), "the key")
-    assert "in use here" in browser.text("main")
+    assert "current" in browser.text("main")
     assert [row for row in rows(browser) if row.startswith("Models loaded 2 8")]
 
 

@@ -17,7 +17,7 @@ from tinker.proto import response_conv
 from support.http_harness import ALICE, Harness
 from support.properties import examples
 from tinsmith import types
-from tinsmith.api.routes.futures import INLINE_BYTES
+from tinsmith.api.routes.futures import UNANNOUNCED_BYTES
 from tinsmith.wire import sampling, training
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE, choose_type
 from tinsmith.wire.json_results import JSON_GROWTH, dump, pass_result, sample_result
@@ -165,7 +165,7 @@ def test_a_poll_is_answered_in_the_type_that_its_client_reads(
 
 
 def test_a_large_result_is_announced_with_about_its_size_in_json(harness: Harness, poll: Callable) -> None:
-    request_id, body = settle_pass(harness, INLINE_BYTES)
+    request_id, body = settle_pass(harness, UNANNOUNCED_BYTES)
     announced = poll(request_id, "application/json", allow_metadata_only=True).json()
     assert announced == {"status": "complete_metadata", "response_payload_size": JSON_GROWTH * len(body)}
     assert poll(request_id, "application/json", allow_metadata_only=False).json()["metrics"] == {"loss:sum": 1.5}

@@ -21,7 +21,9 @@ OF_EACH_KIND = 250
 FEW = 10  # the server's own connections
 MAX_MIB = 48  # a connection takes some 25 KiB, half a body 20 more; unread answers share their bytes
 IMPATIENCE_S = 2.0
-IMPATIENT = f"from tinsmith.api import connections\nconnections.HEAD_S = connections.SILENCE_S = {IMPATIENCE_S}"
+IMPATIENT = (
+    f"from tinsmith.api import connections\nconnections.HEAD_TIMEOUT_S = connections.IDLE_TIMEOUT_S = {IMPATIENCE_S}"
+)
 LINE = b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 HEAD = (
     LINE

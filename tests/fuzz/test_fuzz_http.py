@@ -30,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from support.properties import examples
 from tinsmith.api.app import OPERATIONS as DECLARED
-from tinsmith.api.openapi import ANSWERS, body_schema, document
+from tinsmith.api.openapi import RESPONSE_SCHEMAS, body_schema, document
 from tinsmith.api.operation import PREFIX
 from tinsmith.wire.bodies import PROTO_TYPE
 
@@ -52,7 +52,7 @@ def strict(schema: object) -> object:
 def operations() -> dict[str, Any]:
     described = deepcopy(document(DECLARED))
     shared: dict[str, object] = described["components"]["schemas"]  # type: ignore[index, assignment]
-    shared |= {name: strict(shared[name]) for name in shared if name not in ANSWERS}
+    shared |= {name: strict(shared[name]) for name in shared if name not in RESPONSE_SCHEMAS}
     for path in described["paths"].values():  # type: ignore[attr-defined]
         for operation in path.values():
             if "requestBody" in operation:

@@ -23,14 +23,14 @@ from support.http_harness import (
     sample_request,
     send_pass,
 )
-from tinsmith.api.operation import MOST_LARGE
-from tinsmith.api.routes.futures import ON_LOOP_BYTES, PIECE_BYTES
+from tinsmith.api.operation import MAX_LARGE_RESULTS
+from tinsmith.api.routes.futures import CHUNK_BYTES, EVENT_LOOP_READ_BYTES
 from tinsmith.auth.keys import Keys
 from tinsmith.db.database import Database
 from tinsmith.runtime.threads import RESULTS
 from tinsmith.store.futures import FutureOutcome, Futures
 
-LARGE_BYTES = 3 * ON_LOOP_BYTES + 1
+LARGE_BYTES = 3 * EVENT_LOOP_READ_BYTES + 1
 READERS = 12
 PATIENCE_S = 60.0
 
@@ -111,9 +111,9 @@ def test_a_large_result_is_read_by_a_thread(harness: Harness, reads: list[tuple[
 
 
 def test_a_small_one_is_read_where_it_is_asked_for(harness: Harness, reads: list[tuple[int, bool]]) -> None:
-    request_id = settled(harness, ON_LOOP_BYTES)
-    assert len(fetched(harness, request_id)) == ON_LOOP_BYTES
-    assert reads == [(ON_LOOP_BYTES, not harness.services.reads_wait)]
+    request_id = settled(harness, EVENT_LOOP_READ_BYTES)
+    assert len(fetched(harness, request_id)) == EVENT_LOOP_READ_BYTES
+    assert reads == [(EVENT_LOOP_READ_BYTES, not harness.services.reads_wait)]
 
 
 def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
@@ -127,7 +127,7 @@ def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
 
     def slowly(self: Futures, tenant_id: str, asked: str, inline_bytes: int = 0) -> FutureOutcome | None:
         nonlocal reading, most
-        if inline_bytes > ON_LOOP_BYTES:
+        if inline_bytes > EVENT_LOOP_READ_BYTES:
             with changed:
                 reading += 1
                 most = max(most, reading)
@@ -143,14 +143,14 @@ def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
         try:
             readers = [pool.submit(fetched, harness, request_id) for _ in range(READERS)]
             with changed:
-                assert changed.wait_for(lambda: reading == min(MOST_LARGE, RESULTS), PATIENCE_S)
+                assert changed.wait_for(lambda: reading == min(MAX_LARGE_RESULTS, RESULTS), PATIENCE_S)
             harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
             assert harness.get("get_server_capabilities").status_code == 200
         finally:
             may_end.set()
         assert [len(reader.result()) for reader in readers] == [LARGE_BYTES] * READERS
-    assert most == min(MOST_LARGE, RESULTS)
-    assert harness.services.large_results._value == MOST_LARGE
+    assert most == min(MAX_LARGE_RESULTS, RESULTS)
+    assert harness.services.large_results._value == MAX_LARGE_RESULTS
 
 
 def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
@@ -176,7 +176,7 @@ def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
 
     asyncio.run(asked())
     pieces = [message["body"] for message in sent[1:]]
-    assert all(isinstance(piece, bytes) and len(piece) <= PIECE_BYTES for piece in pieces)
+    assert all(isinstance(piece, bytes) and len(piece) <= CHUNK_BYTES for piece in pieces)
     assert sum(map(len, pieces)) == LARGE_BYTES  # type: ignore[arg-type]
     assert dict(sent[0]["headers"])[b"content-length"] == str(LARGE_BYTES).encode()  # type: ignore[call-overload]
 

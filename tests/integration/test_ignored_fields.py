@@ -18,14 +18,14 @@ from support.arrived import incoming
 from support.chat_models import make_tool_model
 from support.http_harness import Harness, close, make_harness
 from tinsmith.api.ignored_fields import HEADER, MAX_CLIENTS, MAX_HEADER, IgnoredFieldReports, build_header
-from tinsmith.api.openai.generation import CHAT, answer
+from tinsmith.api.openai.generation import CHAT, serve_request
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError
 from tinsmith.store.futures import Settlement
 from tinsmith.types import SampledSequence, SampleResult
@@ -33,7 +33,7 @@ from tinsmith.wire.fields import MAX_IGNORED, Body, IgnoredFields, validate
 from tinsmith.wire.sampling import write_sample_result
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
-TEXT = Text(SHAPE)
+TEXT = ModelTokenizer(SHAPE)
 SAY = [{"role": "user", "content": "hi"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "parameters": CITY}
@@ -46,8 +46,8 @@ HEADERS = {"Authorization": "Bearer tml-alice", "user-agent": "agent/1"}
 
 
 @pytest.fixture(scope="module")
-def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(read_shape("local/tools", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
+def tools_text(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer(read_shape("local/tools", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     close(made)
 
 
-def planned(kind: type[Any], body: dict[str, Any], text: Text = TEXT) -> tuple[GenerationPlan, list[str]]:
+def planned(kind: type[Any], body: dict[str, Any], text: ModelTokenizer = TEXT) -> tuple[GenerationPlan, list[str]]:
     """The plan of a request, and the names of its ignored fields."""
     ignored = IgnoredFields()
     plan = validate(kind, body, ignored).plan(text)
@@ -262,13 +262,15 @@ LITELLM = CHAT_BODY | {
     ],
 )  # fmt: skip
 def test_the_bodies_of_agents_and_libraries_are_answered(
-    kind: type[Body], body: dict[str, Any], names: list[str], tools_text: Text
+    kind: type[Body], body: dict[str, Any], names: list[str], tools_text: ModelTokenizer
 ) -> None:
     plan, found = planned(kind, body, tools_text)
     assert sorted(found) == names and plan.prompts[0]
 
 
-def test_a_system_message_between_turns_is_in_the_prompt_whatever_the_template_drops(tools_text: Text) -> None:
+def test_a_system_message_between_turns_is_in_the_prompt_whatever_the_template_drops(
+    tools_text: ModelTokenizer,
+) -> None:
     """The template of the model writes no second system message if there are tools."""
     plan, _ = planned(MessageRequest, CLAUDE_CODE, tools_text)
     written = tools_text.decode(plan.prompts[0], special=True)
@@ -292,14 +294,14 @@ def test_a_template_that_wants_alternating_turns_gets_them(tmp_path: Path) -> No
         "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('alternate') }}"
         "{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
     )
-    text = Text(read_shape("local/x", directory))
+    text = ModelTokenizer(read_shape("local/x", directory))
     roles = ("system", "developer", "user", "system", "user", "assistant", "system")
     messages = [{"role": role, "content": str(index)} for index, role in enumerate(roles)]
     plan, _ = planned(ChatRequest, {"model": "m", "messages": messages}, text)
     assert text.decode(plan.prompts[0]) == "[system:0\n\n1][user:2\n\n3\n\n4][assistant:5][user:6]"
 
 
-def test_reasoning_goes_to_a_template_that_reads_it(tools_text: Text) -> None:
+def test_reasoning_goes_to_a_template_that_reads_it(tools_text: ModelTokenizer) -> None:
     turns = [*SAY, {"role": "assistant", "content": "b", "reasoning": "because"}, {"role": "user", "content": "so"}]
     called = [{"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}]
     last = [*turns[:1], {**turns[1], "tool_calls": called}]
@@ -308,7 +310,7 @@ def test_reasoning_goes_to_a_template_that_reads_it(tools_text: Text) -> None:
     assert planned(ChatRequest, {"model": "m", "messages": turns}, tools_text)[1] == ["messages[].reasoning"]
 
 
-def test_allowed_tools_are_the_only_tools(tools_text: Text) -> None:
+def test_allowed_tools_are_the_only_tools(tools_text: ModelTokenizer) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
     body = CHAT_BODY | {"tools": [TOOL, other], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
@@ -320,12 +322,12 @@ def test_allowed_tools_are_the_only_tools(tools_text: Text) -> None:
         planned(ChatRequest, body, tools_text)
 
 
-def test_a_call_of_a_namespace_has_both_names(tools_text: Text) -> None:
+def test_a_call_of_a_namespace_has_both_names(tools_text: ModelTokenizer) -> None:
     request = validate(ResponseRequest, CODEX, IgnoredFields())
     response = ResponseAnswer(request, request.plan(tools_text), tools_text)
 
     def items(name: str) -> list[dict[str, Any]]:
-        events = [event for _, event in response._called(ToolCall("c", name, "{}"))]
+        events = [event for _, event in response._add_call(ToolCall("c", name, "{}"))]
         return [cast("dict[str, Any]", event["item"]) for event in events if "item" in event]
 
     assert all(item["name"] == "close" and item["namespace"] == "agents" for item in items("agents.close"))
@@ -434,7 +436,7 @@ def test_the_label_of_rare_names_is_shared(harness: Harness) -> None:
 def test_a_line_of_a_batch_ignores_as_its_route_does(harness: Harness) -> None:
     async def scenario() -> None:
         body = {"model": nano.MODEL_NAME, "messages": SAY, "max_tokens": 10**6, "zzz": 1}
-        status, told = await answer(harness.services, "alice", CHAT, body)
+        status, told = await serve_request(harness.services, "alice", CHAT, body)
         assert status == 400 and "maximum context length" in json.dumps(told)
 
     asyncio.run(scenario())

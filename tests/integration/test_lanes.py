@@ -12,7 +12,7 @@ import pytest
 
 from support.http_harness import ALICE, Harness, close, make_harness
 from tinsmith.api.openai import files
-from tinsmith.api.operation import SHORT_BYTES
+from tinsmith.api.operation import INLINE_BODY_BYTES
 from tinsmith.api.routes import downloads, uploads
 from tinsmith.runtime.threads import TRANSFERS
 
@@ -93,7 +93,7 @@ def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
             harness.ok("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
             harness.ok(
                 "optim_step",
-                {"model_id": model_id, "adam_params": {}, "seq_id": 10 + seq_id, "type": "x" * SHORT_BYTES},
+                {"model_id": model_id, "adam_params": {}, "seq_id": 10 + seq_id, "type": "x" * INLINE_BODY_BYTES},
             )
             assert harness.post("retrieve_future", {"request_id": f"{model_id}:{seq_id}"}).status_code == 408
         assert held.running == TRANSFERS and not statuses
@@ -167,13 +167,13 @@ def test_downloads_are_opened_beside_other_requests(harness: Harness, monkeypatc
     assert found.status_code == 200, found.text
     link = next(value for value in found.json().values() if isinstance(value, str) and value.startswith("http"))
     held = Held()
-    opened = downloads._opened
+    opened = downloads._open_linked
 
     def slowly(request: object) -> object:
         held()
         return opened(request)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(downloads, "_opened", slowly)
+    monkeypatch.setattr(downloads, "_open_linked", slowly)
     with ThreadPoolExecutor(MANY) as pool:
         try:
             fetched = [pool.submit(harness.client.get, link) for _ in range(MANY)]

@@ -23,7 +23,7 @@ from tinsmith.chat.choices import Choice
 from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.texts import Text, Thinking, thinking_of
+from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags, find_reasoning_tags
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape, SamplingParams
@@ -31,7 +31,7 @@ from tinsmith.wire.fields import validate
 from tinsmith.wire.sampling import SampleRequest, read_sample, sample_body, sample_of
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
-TEXT = Text(SHAPE)
+TEXT = ModelTokenizer(SHAPE)
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Say hello."}],
     [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "  a\tb  "}],
@@ -51,7 +51,7 @@ CALLED: list[dict[str, Any]] = [
 ]
 
 
-def message(body: dict[str, Any], text: Text = TEXT) -> GenerationPlan:
+def message(body: dict[str, Any], text: ModelTokenizer = TEXT) -> GenerationPlan:
     return validate(MessageRequest, body).plan(text)
 
 
@@ -79,7 +79,7 @@ def test_tools_become_the_prompt_of_transformers(
     directory = make_tool_model(tmp_path / "m")
     theirs = AutoTokenizer.from_pretrained(str(directory))
     expected = theirs.apply_chat_template(chat, tools=tools, add_generation_prompt=True)["input_ids"]
-    assert Text(shape_of(directory)).chat(chat, tools) == expected
+    assert ModelTokenizer(shape_of(directory)).chat(chat, tools) == expected
 
 
 def test_templates_know_the_special_tokens_and_refuse_with_their_own_words(tmp_path: Path) -> None:
@@ -88,22 +88,22 @@ def test_templates_know_the_special_tokens_and_refuse_with_their_own_words(tmp_p
     source = "{{ eos_token }}{% for m in messages %}{{ m.content | trim }}{% break %}{% endfor %}"
     theirs = tiny_models.tokenizer()
     (directory / "chat_template.jinja").write_text(source)
-    text = Text(shape_of(directory))
+    text = ModelTokenizer(shape_of(directory))
     expected = theirs.apply_chat_template(CHATS[0], chat_template=source, add_generation_prompt=True)["input_ids"]
     assert text.chat(CHATS[0]) == expected
     assert text.encode("abc \u00e9", special=True) == theirs("abc \u00e9")["input_ids"]
     for bad in ("{{ raise_exception('no such turn') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"):
         (directory / "chat_template.jinja").write_text(bad)
         with pytest.raises(RequestError, match="chat template"):
-            Text(shape_of(directory)).chat(CHATS[0])
+            ModelTokenizer(shape_of(directory)).chat(CHATS[0])
 
 
 def test_a_model_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> None:
-    plain = Text(shape_of(make_plain_model(tmp_path / "plain")))
+    plain = ModelTokenizer(shape_of(make_plain_model(tmp_path / "plain")))
     with pytest.raises(NotSupportedError, match="no chat template; send the prompt to /completions"):
         plain.chat(CHATS[0])
     with pytest.raises(NotSupportedError, match=r"no tokenizer\.json"):
-        Text(replace(SHAPE, path=str(tmp_path))).encode("x", special=True)
+        ModelTokenizer(replace(SHAPE, path=str(tmp_path))).encode("x", special=True)
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
@@ -124,20 +124,20 @@ def sentencepiece_like() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def pieces_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def pieces_text(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     directory = tmp_path_factory.mktemp("pieces")
     tiny_models.make(directory)
     sentencepiece_like().save_pretrained(directory)
-    return Text(shape_of(directory))
+    return ModelTokenizer(shape_of(directory))
 
 
 @examples(60)
 @given(st.text(st.sampled_from("ab \u00e9\U0001f600\u4e2dx\n"), max_size=30))
-def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: Text, written: str) -> None:
+def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: ModelTokenizer, written: str) -> None:
     for text in (TEXT, pieces_text):
         ids = text.encode(written, special=False)
         decoder = TextDecoder(text)
-        assert "".join([decoder.push(token) for token in ids]) + decoder.rest() == text.decode(ids)
+        assert "".join([decoder.push(token) for token in ids]) + decoder.flush() == text.decode(ids)
         if ids:
             spelled = b"".join(text.token_bytes(token) for token in ids)
             assert spelled.decode(errors="replace").lstrip() == text.decode(ids).lstrip()
@@ -156,11 +156,11 @@ def pieces_of(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, 
     for token in TEXT.encode(written, special=False):
         choice.push(token, -0.5)
         if not whole:
-            piece = choice.piece()
+            piece = choice.take_delta()
             texts += piece.text
             calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     choice.finish()
-    piece = choice.piece()
+    piece = choice.take_delta()
     calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     return texts + piece.text, calls, choice
 
@@ -183,7 +183,7 @@ def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[s
 
 
 HERMES = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
-LLAMA = replace(HERMES, form="llama")
+LLAMA = replace(HERMES, dialect="llama")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -215,7 +215,7 @@ def test_text_ends_at_the_end_token() -> None:
     for token in ids:
         choice.push(token, 0.0)
     choice.finish()
-    piece = choice.piece()
+    piece = choice.take_delta()
     assert piece.text == "hi" and len(choice.token_ids) == len(ids)
     assert TEXT.end_token_ids == {0, 2}
 
@@ -223,7 +223,7 @@ def test_text_ends_at_the_end_token() -> None:
 # Thinking.
 
 MARKS = ("<think>", "</think>")
-THINKING = Thinking(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
+THINKING = ReasoningTags(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
 Said = tuple[str, str, list[str], str | None]
 
 
@@ -235,12 +235,12 @@ def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
     for token in TEXT.encode(written, special=False):
         choice.push(token, -0.5)
         if not whole:
-            piece = choice.piece()
+            piece = choice.take_delta()
             assert not (piece.reasoning and (text or calls)), "a thought comes first"
             thought, text = thought + piece.reasoning, text + piece.text
             calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     choice.finish()
-    piece = choice.piece()
+    piece = choice.take_delta()
     assert len(choice.token_ids) == len(TEXT.encode(written, special=False))
     calls += [f"{call.name}({call.arguments})" for call in piece.calls]
     return thought + piece.reasoning, text + piece.text, calls, choice.stopped_by
@@ -266,33 +266,33 @@ def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
     ],
 )
 def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, whole: bool) -> None:
-    assert said(replace(plan_of(), thinking=THINKING), written, whole=whole) == (thought, text, [], None)
+    assert said(replace(plan_of(), reasoning_tags=THINKING), written, whole=whole) == (thought, text, [], None)
     assert said(plan_of(), written, whole=whole)[:2] == ("", written), "as it is, where nothing is marked"
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_thought_that_the_prompt_began(whole: bool) -> None:
-    begun = replace(plan_of(), thinking=replace(THINKING, begun=True))
+    begun = replace(plan_of(), reasoning_tags=replace(THINKING, in_reasoning=True))
     assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("hm", "yes")
     assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("hm, I am cut off", "")
 
 
 def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
     face = TEXT.encode("\U0001f600", special=False)
-    choice = Choice(replace(plan_of(), thinking=THINKING), TEXT, 0)
+    choice = Choice(replace(plan_of(), reasoning_tags=THINKING), TEXT, 0)
     for token in (THINKING.open_id, face[0], THINKING.close_id, *face):
         choice.push(token, -0.5)
     choice.finish()
-    piece = choice.piece()
+    piece = choice.take_delta()
     assert (len(face) > 1, piece.reasoning, piece.text) == (True, "\ufffd", "\U0001f600")
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
-    stopped = replace(plan_of("st", "ab"), thinking=THINKING)
+    stopped = replace(plan_of("st", "ab"), reasoning_tags=THINKING)
     assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("hm", "", [], "st")
     assert said(stopped, "<think>a</think>bc st", whole=whole) == ("a", "bc ", [], "st"), "none lies across the mark"
-    use = replace(plan_of(tools=HERMES), thinking=THINKING)
+    use = replace(plan_of(tools=HERMES), reasoning_tags=THINKING)
     for thought in ("hm", f"hm\n{CALL}"):
         found = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=whole)
         assert found == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
@@ -310,7 +310,7 @@ def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
 def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
     written: list[str], stops: list[str], begun: bool
 ) -> None:
-    plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
+    plan = replace(plan_of(*stops, tools=HERMES), reasoning_tags=replace(THINKING, in_reasoning=begun))
     text = "".join(written)
     assert said(plan, text, whole=False) == said(plan, text, whole=True)
 
@@ -331,17 +331,17 @@ def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
     ],
 )
 def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, whole: bool) -> None:
-    assert said(replace(plan_of(), hidden=THINKING), written, whole=whole) == ("", text, [], None)
+    assert said(replace(plan_of(), hidden_tags=THINKING), written, whole=whole) == ("", text, [], None)
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
-    begun = replace(plan_of(), hidden=replace(THINKING, begun=True))
+    begun = replace(plan_of(), hidden_tags=replace(THINKING, in_reasoning=True))
     assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("", "yes")
     assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("", "")
-    stopped = replace(plan_of("st"), hidden=THINKING)
+    stopped = replace(plan_of("st"), hidden_tags=THINKING)
     assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("", "", [], "st")
-    use = replace(plan_of(tools=HERMES), hidden=THINKING)
+    use = replace(plan_of(tools=HERMES), hidden_tags=THINKING)
     assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=whole) == ("", "I look.", ['f({"a": 1})'], None)
 
 
@@ -352,7 +352,7 @@ def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
     st.booleans(),
 )
 def test_markers_never_leak_into_text(written: list[str], stops: list[str], begun: bool) -> None:
-    plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=begun))
+    plan = replace(plan_of(*stops, tools=HERMES), hidden_tags=replace(THINKING, in_reasoning=begun))
     found = said(plan, "".join(written), whole=False)
     assert found == said(plan, "".join(written), whole=True)
     assert "think>" not in found[1]
@@ -363,16 +363,16 @@ def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> N
         return message({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more})
 
     plain = read()
-    assert (plain.thinking, plain.hidden) == (None, THINKING)
+    assert (plain.reasoning_tags, plain.hidden_tags) == (None, THINKING)
     off = read(thinking={"type": "disabled"})
-    assert off.thinking is None and off.hidden is not None
+    assert off.reasoning_tags is None and off.hidden_tags is not None
     asked = read(thinking={"type": "enabled", "budget_tokens": 1024})
-    assert asked.thinking is not None and asked.hidden is None
+    assert asked.reasoning_tags is not None and asked.hidden_tags is None
     schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert read(output_config=schema).hidden is None, "it cannot think"
-    text = Text(shape_of(make_tool_model(tmp_path / "plain")))
+    assert read(output_config=schema).hidden_tags is None, "it cannot think"
+    text = ModelTokenizer(shape_of(make_tool_model(tmp_path / "plain")))
     unmarked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-    assert message(unmarked, text).hidden is not None, "whatever the template says, the marks are tokens"
+    assert message(unmarked, text).hidden_tags is not None, "whatever the template says, the marks are tokens"
 
 
 RANGES: list[tuple[dict[str, object], str, str]] = [
@@ -419,21 +419,21 @@ def test_completions_and_messages_have_ranges_of_their_own() -> None:
 
 def test_models_with_separate_reasoning(tmp_path: Path) -> None:
     grammar = {"type": "json_object"}
-    assert chat().thinking == chat(chat_template_kwargs={"enable_thinking": False}).thinking == THINKING
-    assert chat(response_format=grammar).thinking is None, "it cannot think"
-    assert chat(structured_outputs={"regex": "a"}).thinking is None
-    assert chat(separate_reasoning=False).thinking is None
-    plain = Text(shape_of(make_tool_model(tmp_path / "plain")))
-    assert plain.has_token("<think>") and thinking_of(plain) is None, "its template knows nothing of it"
+    assert chat().reasoning_tags == chat(chat_template_kwargs={"enable_thinking": False}).reasoning_tags == THINKING
+    assert chat(response_format=grammar).reasoning_tags is None, "it cannot think"
+    assert chat(structured_outputs={"regex": "a"}).reasoning_tags is None
+    assert chat(separate_reasoning=False).reasoning_tags is None
+    plain = ModelTokenizer(shape_of(make_tool_model(tmp_path / "plain")))
+    assert plain.has_token("<think>") and find_reasoning_tags(plain) is None, "its template knows nothing of it"
     begins = make_tool_model(tmp_path / "begins")
     (begins / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}</think>{% endif %}{{ '<think>\\n' if not y }}"
     )
-    text = Text(shape_of(begins))
+    text = ModelTokenizer(shape_of(begins))
     for variables, expected in (({}, True), ({"y": True}, False), ({"x": True, "y": True}, False)):
         body = {"model": "m", "messages": [{"role": "user", "content": "<think> is a mark"}]}
         plan = validate(ChatRequest, {**body, "chat_template_kwargs": variables}).plan(text)
-        assert plan.thinking is not None and plan.thinking.begun == expected
+        assert plan.reasoning_tags is not None and plan.reasoning_tags.in_reasoning == expected
 
 
 # Requests.

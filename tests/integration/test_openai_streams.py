@@ -13,8 +13,8 @@ import pytest
 
 from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
-from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, submitted_samples
-from tinsmith.api.openai.streaming import News, follow
+from tinsmith.api.openai.generation import CHAT, COMPLETIONS, prepare, serve_request, submit_samples
+from tinsmith.api.openai.streaming import StreamDelta, stream_deltas
 from tinsmith.api.operation import Services
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
@@ -40,9 +40,9 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 
 def words(text: str) -> list[int]:
-    from tinsmith.chat.texts import Text
+    from tinsmith.chat.tokenizer import ModelTokenizer
 
-    return Text(SHAPE).encode(text, special=False)
+    return ModelTokenizer(SHAPE).encode(text, special=False)
 
 
 def result(*texts: str) -> SampleResult:
@@ -70,7 +70,7 @@ def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
 def test_an_answer_needs_no_http(harness: Harness) -> None:
     async def scenario() -> None:
         asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "n": 2, "max_tokens": 4}
-        answering = asyncio.create_task(answer(harness.services, "alice", COMPLETIONS, asked))
+        answering = asyncio.create_task(serve_request(harness.services, "alice", COMPLETIONS, asked))
         first, second = await pending(harness, 2)
         settle(harness, second, result("three", "four"))
         settle(harness, first, result("one", "two"))
@@ -96,7 +96,7 @@ def test_an_answer_needs_no_http(harness: Harness) -> None:
 def test_an_error_is_an_answer(
     harness: Harness, endpoint: str, body: dict[str, object], status: int, code: str | None
 ) -> None:
-    found, told = asyncio.run(answer(harness.services, "alice", endpoint, body))
+    found, told = asyncio.run(serve_request(harness.services, "alice", endpoint, body))
     assert found == status
     error = told["error"]
     assert isinstance(error, dict) and error["message"] and error["code"] == code
@@ -186,7 +186,7 @@ def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_p
     made = make_harness(tmp_path, limits=QuotaLimits(queued_requests=1))
     services = replace(made.services, bases=Bases((SHAPE,)))
     asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
-    status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
+    status, _ = asyncio.run(serve_request(services, "alice", COMPLETIONS, asked))
     assert status == 429
     kinds = [row.kind for row in incoming(services.futures._db, nano.MODEL_NAME)]
     assert kinds == ["sample", "cancel"]
@@ -195,7 +195,7 @@ def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_p
 
 def test_a_disconnect_cancels_the_samples(harness: Harness) -> None:
     async def scenario() -> None:
-        answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+        answering = asyncio.create_task(serve_request(harness.services, "alice", CHAT, BODY))
         (request_id,) = await pending(harness)
         answering.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -209,7 +209,7 @@ def test_a_failed_sample_is_its_error(harness: Harness) -> None:
     async def scenario() -> list[int]:
         statuses: list[int] = []
         for error in (UserError("no"), EngineFailedError("no")):
-            answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+            answering = asyncio.create_task(serve_request(harness.services, "alice", CHAT, BODY))
             request_id = (await pending(harness))[-1]
             harness.services.futures.settle([Settlement(request_id, error=error)], {})
             harness.services.waiters.wake([request_id])
@@ -228,15 +228,15 @@ def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
 
 def stream(
     harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
-) -> list[News]:
+) -> list[StreamDelta]:
     """The events of a stream whose engine sends these partials and settles with this result."""
 
-    async def collect(services: Services) -> list[News]:
+    async def collect(services: Services) -> list[StreamDelta]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
-        async with submitted_samples(prepared) as seats:
-            news: list[News] = []
-            source: AsyncIterator[News] = follow(prepared, seats, results)
+        async with submit_samples(prepared) as seats:
+            news: list[StreamDelta] = []
+            source: AsyncIterator[StreamDelta] = stream_deltas(prepared, seats, results)
 
             async def engine() -> None:
                 await asyncio.sleep(0.05)
@@ -255,8 +255,8 @@ def stream(
     return asyncio.run(collect(harness.services))
 
 
-def text_of(news: Sequence[News], index: int = 0) -> str:
-    return "".join(one.piece.text for one in news if one.choice and one.choice.index == index and one.piece)
+def text_of(news: Sequence[StreamDelta], index: int = 0) -> str:
+    return "".join(one.delta.text for one in news if one.choice and one.choice.index == index and one.delta)
 
 
 def test_partials_are_shown_as_they_come(harness: Harness) -> None:
@@ -266,18 +266,18 @@ def test_partials_are_shown_as_they_come(harness: Harness) -> None:
 
 
 def test_partials_that_come_before_the_response_begins_are_shown(harness: Harness) -> None:
-    async def scenario(services: Services) -> tuple[list[News], dict[str, object]]:
+    async def scenario(services: Services) -> tuple[list[StreamDelta], dict[str, object]]:
         prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
-        async with submitted_samples(prepared) as seats:
+        async with submit_samples(prepared) as seats:
             partials = partials_of(seats[0].request_id, "hello there")
             services.partials.deliver([line_of(partial) for partial in partials[:2]])
-            source = follow(prepared, seats, results)
+            source = stream_deltas(prepared, seats, results)
             first = await anext(source)
             services.partials.deliver([line_of(partial) for partial in partials[2:]])
             settle(harness, seats[0].request_id, result("hello there"))
             news = [first, *[one async for one in source]]
-        async with submitted_samples(prepared):
+        async with submit_samples(prepared):
             pass  # its client left before the response began
         return news, dict(services.partials._early)
 
@@ -304,7 +304,7 @@ def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
         prepared = prepare(services, "alice", BODY | {"stream": stream}, ChatRequest, IgnoredFields())
 
         async def client() -> None:
-            async with submitted_samples(prepared):
+            async with submit_samples(prepared):
                 pass
 
         serving = asyncio.create_task(client())
@@ -341,7 +341,7 @@ def test_several_choices_are_kept_apart(harness: Harness) -> None:
 def test_reasoning_is_streamed(harness: Harness) -> None:
     written = "<think>\nso it is\n</think>\n\nhello there"
     news = stream(harness, lambda name: partials_of(name, written), result(written))
-    pieces = [one.piece for one in news if one.piece]
+    pieces = [one.delta for one in news if one.delta]
     assert "".join(piece.reasoning for piece in pieces) == "so it is" and text_of(news) == "hello there"
     assert sum(bool(piece.reasoning) for piece in pieces) > 1, "not all of it at its end"
     together = stream(harness, lambda name: partials_of(name, written), result(written), separate_reasoning=False)

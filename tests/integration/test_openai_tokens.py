@@ -16,18 +16,18 @@ from tinsmith.chat.choices import Choice
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import Text, thinking_of
+from tinsmith.chat.tokenizer import ModelTokenizer, find_reasoning_tags
 from tinsmith.chat.tokens import TokenizeRequest
 from tinsmith.types import SampledSequence, SampleResult, TopK
 from tinsmith.wire.fields import validate
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
-TEXT = Text(SHAPE)
+TEXT = ModelTokenizer(SHAPE)
 THEIRS = AutoTokenizer.from_pretrained(str(nano.path()))
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
 
 
-def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **more: object) -> GenerationPlan:
+def chat(messages: list[dict[str, Any]] = SAY, text: ModelTokenizer = TEXT, **more: object) -> GenerationPlan:
     return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
 
 
@@ -61,7 +61,7 @@ ENDED = "yes no<|im_end|>"
 def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str | None) -> None:
     """These include the end token and the tokens of a stop string, which are not in the text."""
     plan = chat(return_token_ids=True, logprobs=True, stop=stop)
-    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])
+    found: Any = ChatAnswer(plan, TEXT).build_response([result(plan, ENDED)])
     assert (
         found["prompt_token_ids"]
         == list(plan.prompts[0])
@@ -71,17 +71,17 @@ def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str
     assert choice["token_ids"] == ids(ENDED)
     assert choice["message"]["content"] == ("yes no" if stop is None else "yes ")
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0 - i for i in range(len(ids(ENDED)))]
-    plain: Any = ChatAnswer(chat(), TEXT).whole([result(plan, ENDED)])
+    plain: Any = ChatAnswer(chat(), TEXT).build_response([result(plan, ENDED)])
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
 def test_tokens_are_named_by_their_ids() -> None:
     plan = chat(return_tokens_as_token_ids=True, logprobs=True)
-    choice: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
+    choice: Any = ChatAnswer(plan, TEXT).build_response([result(plan, ENDED)])["choices"]
     names = [f"token_id:{token}" for token in ids(ENDED)]
     assert [each["token"] for each in choice[0]["logprobs"]["content"]] == names
     plan = completion(return_tokens_as_token_ids=True, logprobs=True)
-    choice = CompletionAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
+    choice = CompletionAnswer(plan, TEXT).build_response([result(plan, ENDED)])["choices"]
     assert choice[0]["logprobs"]["tokens"] == names
     assert len(choice[0]["logprobs"]["token_logprobs"]) == len(choice[0]["logprobs"]["text_offset"]) == len(names)
 
@@ -91,17 +91,17 @@ def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
     more: dict[str, Any] = {"return_token_ids": True, "stop": ["ll nev"]}
     plan = chat(logprobs=True, **more) if chats else completion(logprobs=1, **more)
     answer, written = (ChatAnswer if chats else CompletionAnswer), "one \u4f60 <think> it shall never be"
-    expected: Any = answer(plan, TEXT).whole([result(plan, written)])["choices"]
+    expected: Any = answer(plan, TEXT).build_response([result(plan, written)])["choices"]
     streamed = answer(plan, TEXT)
-    ((_, first),) = list[Any](streamed.begun())
+    ((_, first),) = list[Any](streamed.start_events())
     assert (first if chats else first["choices"][0])["prompt_token_ids"] == list(plan.prompts[0])
     choice = Choice(plan, TEXT, 0)
     chunks: list[Any] = [first]
     for place, token in enumerate(ids(written)):
         choice.push(token, -1.0 - place)
-        chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), None)]
+        chunks += [chunk for _, chunk in streamed.delta_events(choice, choice.take_delta(), None)]
     choice.finish()
-    chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), "stop")]
+    chunks += [chunk for _, chunk in streamed.delta_events(choice, choice.take_delta(), "stop")]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     pieces = [chunk["choices"][0] for chunk in chunks]
     token_ids = [token for piece in pieces for token in piece.get("token_ids", [])]
@@ -114,7 +114,7 @@ def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
 def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
     prompt = ids("any prompt")
     plan = chat(prompt_token_ids=prompt, prompt_logprobs=2)
-    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, "x", 3)])
+    found: Any = ChatAnswer(plan, TEXT).build_response([result(plan, "x", 3)])
     assert list(plan.prompts[0]) == prompt and "token_ids" not in found["choices"][0]
     first, *rest = found["prompt_logprobs"]
     assert first is None and len(rest) == len(prompt) - 1
@@ -123,7 +123,7 @@ def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
         assert row.pop(str(token)) == own
         assert {int(one): (each["logprob"], each["rank"]) for one, each in row.items()} == {0: (0, 1), 1: (-0.125, 2)}
     plan = completion(prompt_token_ids=prompt, prompt_logprobs=0, return_token_ids=True)
-    choice: Any = CompletionAnswer(plan, TEXT).whole([result(plan, "x")])["choices"]
+    choice: Any = CompletionAnswer(plan, TEXT).build_response([result(plan, "x")])["choices"]
     assert choice[0]["prompt_token_ids"] == prompt
     assert [list(row) for row in choice[0]["prompt_logprobs"][1:]] == [[str(token)] for token in prompt[1:]]
 
@@ -150,7 +150,7 @@ def test_end_and_special_tokens_of_an_answer(more: dict[str, Any], text: str) ->
     for token in ids("yes no no<|im_end|>"):
         choice.push(token, -1.0)
     choice.finish()
-    assert choice.piece().text == text
+    assert choice.take_delta().text == text
 
 
 def test_a_stop_token_is_shown_if_stops_are() -> None:
@@ -161,7 +161,7 @@ def test_a_stop_token_is_shown_if_stops_are() -> None:
         for token in (*ids("go"), number):
             choice.push(token, -1.0)
         choice.finish()
-        assert choice.piece().text == ("go!" if shows else "go")
+        assert choice.take_delta().text == ("go!" if shows else "go")
 
 
 CONTINUED = [*SAY, {"role": "assistant", "content": "Hello, "}]
@@ -176,7 +176,7 @@ def test_an_answer_continues_the_last_message_as_transformers_has_it(tmp_path: P
     messages = [*SAY, {"role": "assistant", "content": content}]
     theirs = AutoTokenizer.from_pretrained(str(directory))
     expected = theirs.apply_chat_template(messages, continue_final_message=True)["input_ids"]
-    text = Text(read_shape("local/x", directory))
+    text = ModelTokenizer(read_shape("local/x", directory))
     assert list(chat(messages, text, continue_final_message=True).prompts[0]) == expected
     found = validate(TokenizeRequest, {"messages": messages, "continue_final_message": True}).token_ids(text)
     assert list(found) == expected
@@ -193,7 +193,7 @@ LEVELS = "{{ messages[0].content }}|{{ reasoning_effort or 'usual' }}"
 def test_an_effort_becomes_the_templates_variable(tmp_path: Path) -> None:
     directory = make_tool_model(tmp_path / "m")
     (directory / "chat_template.jinja").write_text(LEVELS)
-    text = Text(read_shape("local/x", directory))
+    text = ModelTokenizer(read_shape("local/x", directory))
     assert text.decode(chat(text=text, reasoning_effort="low").prompts[0]).endswith("|low")
     assert text.decode(chat(text=text).prompts[0]).endswith("|usual")
     body = {"model": "m", "messages": SAY, "max_tokens": 4, "output_config": {"effort": "medium"}}
@@ -204,7 +204,7 @@ def test_an_effort_becomes_the_templates_variable(tmp_path: Path) -> None:
     for usual in ("medium", None):
         assert chat(reasoning_effort=usual).prompts == chat().prompts
     (directory / "chat_template.jinja").write_text("{{ 'off' if enable_thinking is false else 'on' }}")
-    text = Text(read_shape("local/y", directory))
+    text = ModelTokenizer(read_shape("local/y", directory))
     assert [text.decode(chat(text=text, reasoning_effort=each).prompts[0]) for each in ("none", None)] == ["off", "on"]
 
 
@@ -217,8 +217,8 @@ def test_thoughts_are_found_by_the_marks_of_the_template(tmp_path: Path, marks: 
     theirs.add_special_tokens({"additional_special_tokens": list(marks)})
     theirs.save_pretrained(directory)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}" + template)
-    text = Text(read_shape("local/x", directory))
-    found = thinking_of(text)
+    text = ModelTokenizer(read_shape("local/x", directory))
+    found = find_reasoning_tags(text)
     if not template:
         assert found is None
         return

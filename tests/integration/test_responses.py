@@ -13,12 +13,12 @@ import pytest
 
 from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
-from tinsmith.api.openai.generation import RESPONSES, answer
+from tinsmith.api.openai.generation import RESPONSES, serve_request
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.schema import RESPONSES as RESPONSES_TABLE
@@ -34,7 +34,7 @@ from tinsmith.wire.fields import validate
 from tinsmith.wire.sampling import write_sample_result
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
-TEXT = Text(SHAPE)
+TEXT = ModelTokenizer(SHAPE)
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 HEADERS = {"Authorization": "Bearer tml-alice"}
 
@@ -221,14 +221,14 @@ def test_a_cancelled_response_stays_cancelled(harness: Harness) -> None:
 def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
     async def scenario() -> None:
         asked = {"model": nano.MODEL_NAME, "input": "hi", "max_output_tokens": 4}
-        answering = asyncio.create_task(answer(harness.services, "alice", RESPONSES, asked))
+        answering = asyncio.create_task(serve_request(harness.services, "alice", RESPONSES, asked))
         while not (found := pending(harness)):
             await asyncio.sleep(0.01)
         settle(harness, found[0], "yes")
         harness.services.waiters.wake([found[0]])
         status, body = await answering
         assert status == 200 and body["store"] is False
-        status, refused = await answer(harness.services, "alice", RESPONSES, asked | {"background": True})
+        status, refused = await serve_request(harness.services, "alice", RESPONSES, asked | {"background": True})
         assert status == 400 and "line of a file" in str(refused)
 
     asyncio.run(scenario())
@@ -370,8 +370,8 @@ def test_every_server_gives_a_response_the_same_ids(harness: Harness) -> None:
     """A streamed response may be read from another server before its own has stored it."""
     request = validate(ResponseRequest, {"model": nano.MODEL_NAME, "input": "hi"})
     use = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
-    plan = replace(request.plan(TEXT), tools=use, thinking=None)
+    plan = replace(request.plan(TEXT), tools=use, reasoning_tags=None)
     ids = np.array(TEXT.encode('<tool_call>{"name": "f"}</tool_call>', special=False), np.int32)
     result = SampleResult("r", (SampledSequence(ids, np.full(len(ids), -0.5, np.float32), "stop"),))
-    first, second = (ResponseAnswer(request, plan, TEXT, "resp_1", 1.0).whole([result]) for _ in range(2))
+    first, second = (ResponseAnswer(request, plan, TEXT, "resp_1", 1.0).build_response([result]) for _ in range(2))
     assert first == second and first["output"]

@@ -17,7 +17,7 @@ from tinker.types import ExternalWeightsUrlsResponse
 
 from support.http_harness import ALICE, BOB, FILES, Harness
 from tinsmith.api.app import create_app
-from tinsmith.api.routes.downloads import tar_of
+from tinsmith.api.routes.downloads import stream_tar
 from tinsmith.api.routes.links import LINK_S
 from tinsmith.auth.signing import Signer
 
@@ -200,7 +200,7 @@ def test_an_archive_that_has_begun_ends_whole(harness: Harness) -> None:
     path = harness.saved(harness.model())
     files = harness.services.checkpoints.files
     (directory,) = files.path("").iterdir()
-    chunks = tar_of(files, directory.name, files.files(directory.name))
+    chunks = stream_tar(files, directory.name, files.files(directory.name))
     first = next(chunks)
     harness.send("DELETE", address(path))
     assert not directory.exists()

@@ -13,7 +13,7 @@ from tinker.types import RequestFailedResponse
 from tinker.types.try_again_response import TryAgainResponse
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_bytes, make_harness
-from tinsmith.api.operation import SHORT_BYTES
+from tinsmith.api.operation import INLINE_BODY_BYTES
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import FutureOutcome, Settlement
 
@@ -149,7 +149,7 @@ def test_a_poll_may_be_compressed_and_is_bounded(harness: Harness, path: str) ->
     bomb = zstandard.ZstdCompressor().compress(b" " * (MAX_BODY_BYTES + 1))
     assert send(bomb, **{"Content-Encoding": "zstd"}).status_code == 413
     long = json_bytes(body | {"retrieved_request_ids": ["x" * 60] * 1400})
-    assert MAX_BODY_BYTES > len(long) > SHORT_BYTES
+    assert MAX_BODY_BYTES > len(long) > INLINE_BODY_BYTES
     assert send(long).status_code == 200
     deep = json_bytes(body)[:-1] + b',"x":' + b"[" * 70 + b"]" * 70 + b"}"
     assert "64 levels" in send(deep).json()["detail"]

@@ -22,7 +22,7 @@ from tinker.types.join_sampling_session_response import JoinSamplingSessionRespo
 from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness, sample_request
 from support.live import LiveServer
-from tinsmith.api.routes.futures import INLINE_BYTES
+from tinsmith.api.routes.futures import UNANNOUNCED_BYTES
 from tinsmith.db.database import Database
 from tinsmith.db.schema import FUTURES, RESULTS
 from tinsmith.errors import EngineFailedError, UserError
@@ -278,13 +278,13 @@ def test_acknowledged_results_are_deleted_by_the_next_sweep_and_no_others(harnes
 # Large results.
 
 
-@pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
+@pytest.mark.parametrize("size", [UNANNOUNCED_BYTES, UNANNOUNCED_BYTES + 1])
 def test_large_results_are_announced_only_on_request(harness: Harness, size: int) -> None:
     request_id = sampled(harness, harness.sampler(), 0)
     body = b"x" * size
     harness.settle(request_id, body, "proto")
     announced = harness.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
-    if size > INLINE_BYTES:
+    if size > UNANNOUNCED_BYTES:
         assert announced.json() == {"status": "complete_metadata", "response_payload_size": size}
     else:
         assert announced.content == body

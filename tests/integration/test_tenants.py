@@ -144,12 +144,12 @@ def test_only_known_keys_are_taken_and_each_names_its_tenant(tenants: StoredTena
 
 def test_a_known_key_costs_no_query_until_it_is_forgotten(tenants: StoredTenants, keys: Keys, clock: Clock) -> None:
     _, secret = keys.create("alice")
-    assert tenants.known(secret) is None
+    assert tenants.find_cached(secret) is None
     tenants.authenticate(secret)
     clock.moment += CACHE_S - 0.01
-    assert tenants.known(secret) == tenants.authenticate(secret)
+    assert tenants.find_cached(secret) == tenants.authenticate(secret)
     clock.moment += CACHE_S
-    assert tenants.known(secret) is None
+    assert tenants.find_cached(secret) is None
 
 
 def test_a_revocation_by_another_process_counts_within_the_promised_time(
@@ -159,7 +159,7 @@ def test_a_revocation_by_another_process_counts_within_the_promised_time(
     tenants.authenticate(secret)
     keys.revoke(key.key_id)
     clock.moment += CACHE_S
-    assert tenants.known(secret) is None
+    assert tenants.find_cached(secret) is None
     with pytest.raises(NotAuthenticatedError, match="revoked"):
         tenants.authenticate(secret)
 
@@ -174,7 +174,7 @@ def test_anyone_is_local_until_there_is_a_key(tenants: StoredTenants, keys: Keys
     _, secret = keys.create("alice")
     clock.moment += CACHE_S / 2
     for credential in ("tml-x", "tml-late", "eyJx", token):
-        assert tenants.known(credential) is None
+        assert tenants.find_cached(credential) is None
         with pytest.raises(NotAuthenticatedError):
             tenants.authenticate(credential)
     assert tenants.authenticate(secret).tenant_id == "alice"
@@ -228,7 +228,7 @@ def test_a_token_dies_of_age(tenants: StoredTenants, keys: Keys, clock: Clock) -
     clock.moment += LIFETIME_S - 1
     tenants.authenticate(token)
     clock.moment += 1 + CACHE_S
-    assert tenants.known(token) is None
+    assert tenants.find_cached(token) is None
     with pytest.raises(InvalidTokenError, match="expired"):
         tenants.authenticate(token)
 

@@ -27,7 +27,7 @@ from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
-from tinsmith.chat.texts import Texts
+from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS
@@ -205,7 +205,7 @@ def make_harness(
         batch_reconciler=Reconciler(
             settings, ReconcilerParts(batches, files, BatchJobs(database), lambda _job_id: None)
         ),
-        texts=Texts(),
+        tokenizers=ModelTokenizers(),
         partials=Partials(),
         implicit_sessions=ImplicitSessions(Sessions(database), SamplingSessions(database), 300.0),
         curves=Curves(database),

@@ -246,7 +246,7 @@ def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name
 @pytest.mark.parametrize("name", ["flat", "nested", "array", "integer"])
 def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named: bool) -> None:
     tools = Tool(name, SCHEMAS[name], {}), Tool("other", {"type": "object", "additionalProperties": False}, {})
-    use = ToolUse(tools, name if named else "required", named, parallel=not named, form="hermes")
+    use = ToolUse(tools, name if named else "required", named, parallel=not named, dialect="hermes")
     grammar = use.grammar()
     assert grammar is not None
     for text, reason in held_answers(chatty, grammar, 400):

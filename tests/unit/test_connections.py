@@ -43,8 +43,8 @@ async def app(scope: dict, receive, send) -> None:
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server in this process with short timeouts of connections."""
-    monkeypatch.setattr(connections, "HEAD_S", HEAD_S)
-    monkeypatch.setattr(connections, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", HEAD_S)
+    monkeypatch.setattr(connections, "IDLE_TIMEOUT_S", SILENCE_S)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_level="critical", timeout_keep_alive=1)
     server = uvicorn.Server(config)

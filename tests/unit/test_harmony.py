@@ -16,11 +16,11 @@ from support.harmony import make_harmony_model
 from support.properties import examples
 from tinsmith.base_models import read_shape
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.choices import TextPiece
+from tinsmith.chat.choices import CompletionDelta
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.texts import Text, channels_of
+from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.wire.fields import validate
 
@@ -33,23 +33,25 @@ NEXT = "<|end|><|start|>assistant"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(read_shape("local/harmony", make_harmony_model(tmp_path_factory.mktemp("harmony") / "m")))
+def text(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer(read_shape("local/harmony", make_harmony_model(tmp_path_factory.mktemp("harmony") / "m")))
 
 
-def chat(text: Text, **more: Any) -> GenerationPlan:  # noqa: ANN401  JSON
+def chat(text: ModelTokenizer, **more: Any) -> GenerationPlan:  # noqa: ANN401  JSON
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **more}
     return validate(ChatRequest, body).plan(text)
 
 
-def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tuple[TextPiece, HarmonyChoice]:
+def pieces(
+    plan: GenerationPlan, text: ModelTokenizer, written: str, *, whole: bool
+) -> tuple[CompletionDelta, HarmonyChoice]:
     """The joined pieces of an answer that is parsed whole, or piece by piece."""
     choice = new_choice(plan, text, 0)
     assert isinstance(choice, HarmonyChoice)
-    joined = TextPiece()
+    joined = CompletionDelta()
 
     def take() -> None:
-        piece = choice.piece()
+        piece = choice.take_delta()
         joined.reasoning += piece.reasoning
         joined.text += piece.text
         joined.parts += piece.parts
@@ -64,7 +66,7 @@ def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tu
     return joined, choice
 
 
-def both(plan: GenerationPlan, text: Text, written: str) -> tuple[TextPiece, HarmonyChoice]:
+def both(plan: GenerationPlan, text: ModelTokenizer, written: str) -> tuple[CompletionDelta, HarmonyChoice]:
     once, choice = pieces(plan, text, written, whole=True)
     streamed, other = pieces(plan, text, written, whole=False)
     same = [
@@ -76,7 +78,7 @@ def both(plan: GenerationPlan, text: Text, written: str) -> tuple[TextPiece, Har
     return once, choice
 
 
-def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
+def test_channels_are_thoughts_text_and_a_call(text: ModelTokenizer) -> None:
     written = f'{ANALYSIS}Rome?{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{CALL}{{"city": "Rome"}}<|call|>'
     found, choice = both(chat(text), text, written)
     assert (found.reasoning, found.text) == ("Rome?", "I look.")
@@ -100,12 +102,12 @@ def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
         (f"{FINAL}half{NEXT}<|channel|>fin", "half"),  # cut off in a header
     ],
 )
-def test_text_that_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
+def test_text_that_resembles_a_call_or_a_message_stays_text(text: ModelTokenizer, written: str, shown: str) -> None:
     found, _ = both(chat(text), text, written)
     assert (found.reasoning, found.text, found.calls) == ("", shown, [])
 
 
-def test_thoughts_are_apart_or_text_or_left_out(text: Text) -> None:
+def test_thoughts_are_apart_or_text_or_left_out(text: ModelTokenizer) -> None:
     written = f"{ANALYSIS}hm{NEXT}{FINAL}yes<|return|>"
     found, _ = both(chat(text, separate_reasoning=False), text, written)
     assert (found.reasoning, found.text) == ("", "hm\nyes")
@@ -117,23 +119,23 @@ def test_thoughts_are_apart_or_text_or_left_out(text: Text) -> None:
     assert (found.reasoning, found.text) == ("hm", "yes")
 
 
-def test_special_tokens_that_are_shown_and_answers_in_a_grammar_are_no_messages(text: Text) -> None:
+def test_special_tokens_that_are_shown_and_answers_in_a_grammar_are_no_messages(text: ModelTokenizer) -> None:
     assert chat(text, tools=[], skip_special_tokens=False).channels is None
     assert chat(text, tools=[], response_format={"type": "json_object"}).channels is None
     assert chat(text, tool_choice="required").channels is not None
 
 
-def test_a_stop_string_ends_a_thought_or_a_text(text: Text) -> None:
+def test_a_stop_string_ends_a_thought_or_a_text(text: ModelTokenizer) -> None:
     found, choice = both(chat(text, stop=["END"]), text, f"{ANALYSIS}a{NEXT}{FINAL}words EN ENDmore<|return|>")
     assert (found.reasoning, found.text, choice.stopped_by) == ("a", "words EN ", "END")
     found, choice = both(chat(text, stop=["b c"]), text, f"{ANALYSIS}a b c d{NEXT}{FINAL}x<|return|>")
     assert (found.reasoning, found.text, choice.stopped_by) == ("a ", "", "b c")
 
 
-def test_an_answer_goes_on_with_the_message_that_the_prompt_began(text: Text) -> None:
+def test_an_answer_goes_on_with_the_message_that_the_prompt_began(text: ModelTokenizer) -> None:
     prompt = text.encode(f"<|start|>user<|message|>hi<|end|><|start|>assistant{FINAL}The answer", special=False)
-    channels = channels_of(text, prompt)
-    assert channels is not None and channels.begun
+    channels = find_channels(text, prompt)
+    assert channels is not None and channels.in_message
     plan = replace(chat(text), channels=channels)
     found, _ = both(plan, text, " is 4.<|return|>")
     assert (found.reasoning, found.text) == ("", " is 4.")
@@ -146,7 +148,7 @@ _MESSAGES = st.lists(st.tuples(st.sampled_from([ANALYSIS, FINAL, CALL, "<|channe
 @examples(80)
 @given(messages=_MESSAGES, cut=st.integers(0, 3), stop=st.sampled_from([None, "b", "a b"]))
 def test_pieces_of_a_stream_are_the_whole_answer(
-    text: Text, messages: Sequence[tuple[str, str]], cut: int, stop: str | None
+    text: ModelTokenizer, messages: Sequence[tuple[str, str]], cut: int, stop: str | None
 ) -> None:
     written = NEXT.join(header + words for header, words in messages)
     plan = chat(text, **({"stop": [stop]} if stop else {}))
@@ -164,14 +166,14 @@ def test_pieces_of_a_stream_are_the_whole_answer(
     ],
 )
 def test_a_required_call_is_held_to_the_format_and_the_schema(
-    text: Text, tmp_path: Path, choice: object, call: str, fits: bool
+    text: ModelTokenizer, tmp_path: Path, choice: object, call: str, fits: bool
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
     plan = chat(text, tool_choice=choice)
     assert plan.params.adjustments and plan.params.adjustments.grammar
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer)
-    grammars = Grammars(tokenizer, text.tokenizer.get_vocab_size(), text.end_token_ids)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    grammars = Grammars(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
     matcher = grammars.compiled(plan.params.adjustments.grammar).deep_copy()
     ids = text.encode(CALL + call, special=False)
     assert (matcher.validate_tokens(ids) == len(ids)) == fits
@@ -180,7 +182,7 @@ def test_a_required_call_is_held_to_the_format_and_the_schema(
         assert [each.arguments for each in found.calls] == [call]
 
 
-def test_earlier_turns_are_written_in_the_format(text: Text) -> None:
+def test_earlier_turns_are_written_in_the_format(text: ModelTokenizer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     turns = [
         {"role": "user", "content": "hi"},

@@ -15,15 +15,22 @@ from transformers import AutoTokenizer
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.schemas import FORMATS, NEUTRAL, REFUSED, check_grammar, hold_schema, schema_grammar
-from tinsmith.chat.texts import Text
+from tinsmith.chat.schemas import (
+    FORMATS,
+    NEUTRAL_VALUES,
+    UNSUPPORTED_KEYWORDS,
+    check_grammar,
+    normalize_schema,
+    schema_grammar,
+)
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.types import Grammar
 from tinsmith.wire.fields import validate
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
-TEXT = Text(SHAPE)
+TEXT = ModelTokenizer(SHAPE)
 TOKENIZER = AutoTokenizer.from_pretrained(str(nano.path()))
 GRAMMARS = Grammars(TOKENIZER, SHAPE.vocab_size, TEXT.end_token_ids)
 INTEGER = {"type": "integer"}
@@ -157,11 +164,11 @@ def test_a_schema_is_held_exactly(schema: dict[str, Any], answers: list[str], ot
 )
 def test_a_keyword_that_is_not_held_is_refused_by_its_path(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as refused:
-        hold_schema(schema, "schema")
+        normalize_schema(schema, "schema")
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("keyword", sorted(REFUSED))
+@pytest.mark.parametrize("keyword", sorted(UNSUPPORTED_KEYWORDS))
 def test_the_table_of_refused_keywords_is_that_of_the_library(keyword: str) -> None:
     """A keyword that a newer version holds can leave the table."""
     values = {"minContains": 2, "maxContains": 1, "uniqueItems": True, "$dynamicRef": "#n", "$recursiveRef": "#"}
@@ -173,9 +180,9 @@ def test_the_table_of_refused_keywords_is_that_of_the_library(keyword: str) -> N
         check_grammar(Grammar("json_schema", json.dumps({keyword: value})), "schema")
 
 
-@pytest.mark.parametrize("keyword", sorted(NEUTRAL))
+@pytest.mark.parametrize("keyword", sorted(NEUTRAL_VALUES))
 def test_a_neutral_value_of_a_refused_keyword_is_removed(keyword: str) -> None:
-    for value in NEUTRAL[keyword]:
+    for value in NEUTRAL_VALUES[keyword]:
         check_grammar(schema_grammar({"type": "object", keyword: value}, "schema"), "schema")
 
 

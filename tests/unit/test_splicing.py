@@ -16,8 +16,8 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
-from tinsmith.chat.splicing import answered
-from tinsmith.chat.texts import Text
+from tinsmith.chat.splicing import digest_answer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.types import I32
 from tinsmith.wire.fields import validate
 
@@ -27,7 +27,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 class Session:
     """The stored data of a capture session, as in `store.exchanges`."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: ModelTokenizer) -> None:
         self.text = text
         self.found: dict[str, tuple[list[int], list[int]]] = {}
 
@@ -47,9 +47,9 @@ class Session:
         for token_id in tokens:
             choice.push(token_id, -1.0)
         choice.finish()
-        piece = choice.piece()
+        piece = choice.take_delta()
         assert plan.conversation is not None
-        self.found[answered(plan.conversation, piece)] = (list(plan.prompts[0]), tokens)
+        self.found[digest_answer(plan.conversation, piece)] = (list(plan.prompts[0]), tokens)
         calls = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in piece.calls
@@ -58,35 +58,37 @@ class Session:
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Text:
+def thinker() -> ModelTokenizer:
     """A tokenizer whose template omits the thoughts of earlier turns."""
-    return Text(read_shape(nano.MODEL_NAME, nano.path()))
+    return ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(read_shape("local/tools", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer(read_shape("local/tools", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
 
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def odd_tokens(text: Text, words: str) -> list[int]:
+def odd_tokens(text: ModelTokenizer, words: str) -> list[int]:
     """The text with one token per character, unlike the tokenizer's tokens."""
     found = [token for letter in words for token in text.encode(letter, special=False)]
     assert text.decode(found) == words and found != text.encode(words, special=False)
     return found
 
 
-def end_of(text: Text) -> int:
+def end_of(text: ModelTokenizer) -> int:
     end = text.token_id("<|im_end|>")
     assert end in text.end_token_ids
     return end
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_an_answer_that_encodes_to_other_tokens_keeps_those_that_were_sampled(plain: Text, ended: bool) -> None:
+def test_an_answer_that_encodes_to_other_tokens_keeps_those_that_were_sampled(
+    plain: ModelTokenizer, ended: bool
+) -> None:
     session = Session(plain)
     chat = [user("Say hello.")]
     first = session.plan(chat)
@@ -104,7 +106,7 @@ def test_an_answer_that_encodes_to_other_tokens_keeps_those_that_were_sampled(pl
     assert third.prompts[0].count(end_of(plain)) == 5
 
 
-def test_a_thought_that_the_template_drops_stays_in_the_prompt(thinker: Text) -> None:
+def test_a_thought_that_the_template_drops_stays_in_the_prompt(thinker: ModelTokenizer) -> None:
     session = Session(thinker)
     chat = [user("12 + 7")]
     first = session.plan(chat)
@@ -119,7 +121,7 @@ def test_a_thought_that_the_template_drops_stays_in_the_prompt(thinker: Text) ->
 @pytest.mark.parametrize("family", ["hermes", "harmony"])
 def test_calls_and_their_results_continue_the_recorded_tokens(tmp_path: Path, family: str) -> None:
     make = make_harmony_model if family == "harmony" else make_tool_model
-    text = Text(read_shape("local/m", make(tmp_path / "m")))
+    text = ModelTokenizer(read_shape("local/m", make(tmp_path / "m")))
     session, chat = Session(text), [user("go")]
     first = session.plan(chat, tools=TOOLS)
     written = {
@@ -138,7 +140,7 @@ def test_calls_and_their_results_continue_the_recorded_tokens(tmp_path: Path, fa
     assert "done" in rest and rest.count("<|call|>") == 0 and rest.lstrip().startswith(("<|im_start|>", "<|start|>"))
 
 
-def test_only_the_same_chat_of_the_same_session_is_spliced(plain: Text) -> None:
+def test_only_the_same_chat_of_the_same_session_is_spliced(plain: ModelTokenizer) -> None:
     session = Session(plain)
     sampled = [*odd_tokens(plain, "Hello there, hello"), end_of(plain)]
     answer = session.answer(session.plan([user("Say hello.")]), sampled)
@@ -158,7 +160,7 @@ def test_only_the_same_chat_of_the_same_session_is_spliced(plain: Text) -> None:
     assert is_spliced([user("Say hello."), answer, {"role": "user", "content": image}])
 
 
-def test_a_message_of_anthropics_is_the_same_chat(plain: Text) -> None:
+def test_a_message_of_anthropics_is_the_same_chat(plain: ModelTokenizer) -> None:
     session = Session(plain)
     sampled = [*odd_tokens(plain, "Hello there, hello"), end_of(plain)]
 

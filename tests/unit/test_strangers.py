@@ -40,7 +40,7 @@ def keys(tmp_path: Path) -> Iterator[CountingKeys]:
 def ask(tenants: StoredTenants, key: str) -> str:
     """The tenant of a key, as a request finds it."""
     try:
-        return (tenants.known(key) or tenants.authenticate(key)).tenant_id
+        return (tenants.find_cached(key) or tenants.authenticate(key)).tenant_id
     except NotAuthenticatedError as error:
         return str(error)
 

@@ -20,14 +20,14 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice
 from tinsmith.chat.detokenizer import TextDecoder, decode_with_starts
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.types import SampledSequence, SampleResult, TopK
 from tinsmith.wire.fields import validate
 
-TEXT = Text(read_shape(nano.MODEL_NAME, nano.path()))
-SIZE = TEXT.tokenizer.get_vocab_size()
+TEXT = ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()))
+SIZE = TEXT.backend_tokenizer.get_vocab_size()
 FACE = TEXT.encode("\U0001f600", special=False)
-SPECIAL = sorted(TEXT.tokenizer.get_added_tokens_decoder())
+SPECIAL = sorted(TEXT.backend_tokenizer.get_added_tokens_decoder())
 PARTIAL = [token_id for token_id in range(SIZE) if "\ufffd" in TEXT.token_bytes(token_id).decode(errors="replace")]
 TOKENS = st.integers(0, SIZE - 1) | st.sampled_from([*FACE, *SPECIAL]) | st.sampled_from(PARTIAL)
 SEQUENCES = st.lists(TOKENS, min_size=1, max_size=40)
@@ -77,7 +77,7 @@ def test_a_token_starts_at_the_character_with_its_first_byte(tokens: list[int], 
 @given(st.lists(st.sampled_from([*FACE, FACE[0], *SPECIAL, *TEXT.encode("ab \u00e9", special=False)]), max_size=60))
 def test_long_runs_of_incomplete_characters_decode_as_one_text(tokens: list[int]) -> None:
     decoder = TextDecoder(TEXT)
-    assert "".join(map(decoder.push, tokens)) + decoder.rest() == TEXT.decode(tokens)
+    assert "".join(map(decoder.push, tokens)) + decoder.flush() == TEXT.decode(tokens)
 
 
 def test_pieces_of_bytes_in_another_tokenizer_point_to_their_character(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_pieces_of_bytes_in_another_tokenizer_point_to_their_character(tmp_path:
     inner.decoder = decoders.Sequence(steps)
     tiny_models.make(tmp_path)
     inner.save(str(tmp_path / "tokenizer.json"))
-    text = Text(read_shape("local/x", tmp_path))
+    text = ModelTokenizer(read_shape("local/x", tmp_path))
     euro = [1 + byte for byte in "\u20ac".encode()]
     end = len(pieces) - 1
     assert decode_with_starts(text, [end, *euro, end], special=False) == ("a\u20ac a", [0, 1, 1, 1, 2])
@@ -113,7 +113,7 @@ def result_of(prompt: Sequence[int], tokens: Sequence[int], top: int) -> SampleR
 def completion(result: SampleResult, prompt: list[int], **more: Any) -> dict[str, Any]:  # noqa: ANN401  JSON
     body = {"model": "m", "prompt": prompt, "logprobs": 5, "max_tokens": 99, **more}
     plan = validate(CompletionRequest, body).plan(TEXT)
-    answer: Any = CompletionAnswer(plan, TEXT).whole([result])
+    answer: Any = CompletionAnswer(plan, TEXT).build_response([result])
     return answer["choices"][0]
 
 
@@ -147,7 +147,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole_completion(tokens: list[int]
             else:
                 choice.push(token_id, -0.5)
             if token_id is None or not whole:
-                piece = choice.piece()
+                piece = choice.take_delta()
                 read += [(token.token_id, token.offset) for token in (piece.sampled if as_ids else piece.tokens)]
         return read
 
@@ -158,7 +158,7 @@ def test_tokens_that_are_parts_of_characters_have_names_of_their_own() -> None:
     top = 12
     result = result_of([5], [FACE[0]], top)
     plan = replace(validate(CompletionRequest, {"model": "m", "prompt": [5]}).plan(TEXT), top_logprobs=top)
-    answer: Any = CompletionAnswer(plan, TEXT).whole([result])
+    answer: Any = CompletionAnswer(plan, TEXT).build_response([result])
     logprobs = answer["choices"][0]["logprobs"]
     (name,), (row,) = logprobs["tokens"], logprobs["top_logprobs"]
     spelled = TEXT.token_bytes(FACE[0])
@@ -168,7 +168,9 @@ def test_tokens_that_are_parts_of_characters_have_names_of_their_own() -> None:
 
 def test_tokens_with_one_text_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     result = result_of([5], [PARTIAL[0]], 4)
-    monkeypatch.setattr(Text, "token_bytes", lambda _self, token_id, **_: b"" if token_id == PARTIAL[3] else b"same")
+    monkeypatch.setattr(
+        ModelTokenizer, "token_bytes", lambda _self, token_id, **_: b"" if token_id == PARTIAL[3] else b"same"
+    )
     logprobs = completion(result, [5])["logprobs"]
     assert set(logprobs["top_logprobs"][0]) == {"same", *(f"token_id:{token_id}" for token_id in PARTIAL[1:4])}
 
@@ -179,7 +181,7 @@ def test_the_bytes_of_a_chats_tokens_are_those_of_its_text(tokens: list[int]) ->
     tokens = [token_id for token_id in tokens if token_id not in (*TEXT.end_token_ids, *SPECIAL)] or [5]
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
     plan = validate(ChatRequest, body).plan(TEXT)
-    answer: Any = ChatAnswer(plan, TEXT).whole([result_of([5], tokens, 3)])
+    answer: Any = ChatAnswer(plan, TEXT).build_response([result_of([5], tokens, 3)])
     content = answer["choices"][0]["logprobs"]["content"]
     spelled = b"".join(bytes(token["bytes"]) for token in content)
     assert spelled.decode(errors="replace") == answer["choices"][0]["message"]["content"]

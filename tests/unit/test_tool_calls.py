@@ -23,13 +23,13 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageAnswer
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
-from tinsmith.chat.texts import Text, Thinking
+from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import Tool, ToolUse, read_tools
 from tinsmith.errors import RequestError
 from tinsmith.types import SampledSequence, SampleResult, SamplingParams
 from tinsmith.wire.fields import validate
 
-TEXT = Text(read_shape(nano.MODEL_NAME, nano.path()))
+TEXT = ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()))
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS = Tool("weather", WEATHER, {}), Tool("time", {}, {})
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
@@ -208,7 +208,7 @@ def read(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, Parts
         else:
             choice.push(token, -0.5)
         if token is None or not whole:
-            piece = choice.piece()
+            piece = choice.take_delta()
             reasoning, text, parts = reasoning + piece.reasoning, text + piece.text, parts + piece.parts
     assert [part.index for part in parts if isinstance(part, ToolCall)] == list(range(choice.num_calls))
     return reasoning, joined(parts), text, choice.stopped_by
@@ -219,8 +219,9 @@ def read(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, Parts
 @examples(60)
 @given(st.data())
 def test_a_stream_has_the_text_and_calls_of_the_whole_completion(form: str, mode: str, data: st.DataObject) -> None:
-    tags = Thinking(*TAGS, begun=mode == "begun")
-    modes = {"plain": {}, "thinking": {"thinking": tags}, "begun": {"thinking": tags}, "hidden": {"hidden": tags}}
+    tags = ReasoningTags(*TAGS, in_reasoning=mode == "begun")
+    reasoning = {"reasoning_tags": tags}
+    modes = {"plain": {}, "thinking": reasoning, "begun": reasoning, "hidden": {"hidden_tags": tags}}
     stops = data.draw(st.lists(st.sampled_from(["a", "}", "ro", "Sure. a", "</tool_call>"]), max_size=2))
     words = st.sampled_from([*WORDS[form], *COMMON, "<think>", "</think>"])
     written = "".join(data.draw(st.lists(words, max_size=10)))
@@ -235,13 +236,13 @@ CALL = ("weather", '{"city": "Rome"}')
 def test_a_call_in_unclosed_reasoning_ends_the_reasoning(whole: bool) -> None:
     for written in (f"<think>\nI need it.\n{HERMES}", f"<think>\nI need it.\n{HERMES}\nSo."):
         expected: Parts = [CALL] if written.endswith(">") else [CALL, "So."]
-        found = read(plan_of(thinking=Thinking(*TAGS)), written, whole=whole)
+        found = read(plan_of(reasoning_tags=ReasoningTags(*TAGS)), written, whole=whole)
         assert found[:2] == ("I need it.", expected)
-        assert read(plan_of(hidden=Thinking(*TAGS)), written, whole=whole)[:2] == ("", expected)
+        assert read(plan_of(hidden_tags=ReasoningTags(*TAGS)), written, whole=whole)[:2] == ("", expected)
     closed = f"<think>\n{HERMES}\n</think>\n\nNo."
-    assert read(plan_of(thinking=Thinking(*TAGS)), closed, whole=whole)[:2] == (HERMES, ["No."])
+    assert read(plan_of(reasoning_tags=ReasoningTags(*TAGS)), closed, whole=whole)[:2] == (HERMES, ["No."])
     half = f"<think>\n{HERMES[:30]}"
-    assert read(plan_of(thinking=Thinking(*TAGS)), half, whole=whole)[:2] == (HERMES[:30], [])
+    assert read(plan_of(reasoning_tags=ReasoningTags(*TAGS)), half, whole=whole)[:2] == (HERMES[:30], [])
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -264,16 +265,16 @@ def result_of(written: str, reason: str = "stop") -> SampleResult:
 def events_of(answer: ClientAnswer, plan: GenerationPlan, result: SampleResult) -> list[dict[str, Any]]:
     """The events of a stream in which each token comes alone."""
     choice = Choice(plan, TEXT, 0)
-    events = list(answer.begun())
+    events = list(answer.start_events())
     for token in result.sequences[0].tokens_T.tolist():
         choice.push(token, -0.5)
-        if piece := choice.piece():
-            events += answer.added(choice, piece, None)
+        if piece := choice.take_delta():
+            events += answer.delta_events(choice, piece, None)
     choice.finish()
-    piece = choice.piece()
+    piece = choice.take_delta()
     reason = finish_reason(plan, choice.num_calls, result.sequences[0].stop_reason)
-    events += answer.added(choice, piece, reason)
-    return [json.loads(json.dumps(content)) for _, content in [*events, *answer.ended([result])]]
+    events += answer.delta_events(choice, piece, reason)
+    return [json.loads(json.dumps(content)) for _, content in [*events, *answer.end_events([result])]]
 
 
 IN_ORDER = f"Sure.\n{HERMES}\nNow the time.\n{HERMES}\nDone."
@@ -282,7 +283,7 @@ IN_ORDER = f"Sure.\n{HERMES}\nNow the time.\n{HERMES}\nDone."
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_chat_has_the_text_and_the_calls(reason: str) -> None:
     plan, result = plan_of(), result_of(IN_ORDER, reason)
-    body: Any = ChatAnswer(plan, TEXT).whole([result])
+    body: Any = ChatAnswer(plan, TEXT).build_response([result])
     message = body["choices"][0]["message"]
     assert message["content"] == "Sure.\nNow the time.\nDone." and len(message["tool_calls"]) == 2
     assert body["choices"][0]["finish_reason"] == "tool_calls"
@@ -296,7 +297,7 @@ def test_a_chat_has_the_text_and_the_calls(reason: str) -> None:
 
 def test_a_message_has_its_blocks_in_their_order() -> None:
     plan, result = plan_of(), result_of(IN_ORDER)
-    body: Any = MessageAnswer(plan, TEXT).whole([result])
+    body: Any = MessageAnswer(plan, TEXT).build_response([result])
     blocks = [(block["type"], block.get("text") or block.get("input")) for block in body["content"]]
     use = ("tool_use", {"city": "Rome"})
     assert blocks == [("text", "Sure."), use, ("text", "Now the time."), use, ("text", "Done.")]
@@ -316,7 +317,7 @@ def test_a_message_has_its_blocks_in_their_order() -> None:
 def test_a_response_has_its_items_in_their_order() -> None:
     request = validate(ResponseRequest, {"model": "m", "input": "hi"})
     plan, result = plan_of(), result_of(IN_ORDER)
-    body: Any = ResponseAnswer(request, plan, TEXT, "resp_1").whole([result])
+    body: Any = ResponseAnswer(request, plan, TEXT, "resp_1").build_response([result])
     kinds = ["message", "function_call", "message", "function_call", "message"]
     assert [item["type"] for item in body["output"]] == kinds
     assert [item["content"][0]["text"] for item in body["output"][::2]] == ["Sure.", "Now the time.", "Done."]
@@ -327,15 +328,15 @@ def test_a_response_has_its_items_in_their_order() -> None:
 def test_a_chat_template_decides_on_the_dialect(tmp_path_factory: pytest.TempPathFactory) -> None:
     from support.chat_models import make_tool_model
 
-    text = Text(read_shape("local/x", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
+    text = ModelTokenizer(read_shape("local/x", make_tool_model(tmp_path_factory.mktemp("tools") / "m")))
     tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
     plan = validate(ChatRequest, body).plan(text)
-    assert plan.tools is not None and plan.tools.form == "hermes"
-    assert read(replace(plan, thinking=None), IN_ORDER, whole=False)[1][1] == CALL
+    assert plan.tools is not None and plan.tools.dialect == "hermes"
+    assert read(replace(plan, reasoning_tags=None), IN_ORDER, whole=False)[1][1] == CALL
     template = text.template.source.replace('{"name": ..., "arguments": ...}', "<function=...>")
     xml = read_tools(plan.tools.tools, "auto", True, template, True)
-    assert xml is not None and xml.form == "function_xml" and xml.grammar() is None
+    assert xml is not None and xml.dialect == "function_xml" and xml.grammar() is None
     forced = read_tools(plan.tools.tools, "required", True, template, True)
     with pytest.raises(RequestError, match=r"tool_choice is not supported.*this model's form of calls"):
         assert forced and forced.grammar()

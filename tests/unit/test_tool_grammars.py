@@ -17,7 +17,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.wire.fields import validate
 
@@ -38,23 +38,23 @@ ANSWERS = {"hermes": ANSWER, "llama": ANSWER, "harmony": f"<|channel|>final<|mes
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
     root = tmp_path_factory.mktemp("models")
     found = {"hermes": make_tool_model(root / "hermes"), "harmony": make_harmony_model(root / "harmony")}
     found["llama"] = make_tool_model(root / "llama")
     (found["llama"] / "chat_template.jinja").write_text(LLAMA)
-    return {form: Text(read_shape(f"local/{form}", directory)) for form, directory in found.items()}
+    return {form: ModelTokenizer(read_shape(f"local/{form}", directory)) for form, directory in found.items()}
 
 
-def planned(text: Text, **more: object) -> GenerationPlan:
+def planned(text: ModelTokenizer, **more: object) -> GenerationPlan:
     return validate(ChatRequest, BODY | {"tools": [TOOL]} | more).plan(text)
 
 
-def accepted(plan: GenerationPlan, text: Text, *completions: str) -> list[bool]:
+def accepted(plan: GenerationPlan, text: ModelTokenizer, *completions: str) -> list[bool]:
     adjustments = plan.params.adjustments
     assert adjustments and adjustments.grammar
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer)
-    grammars = Grammars(tokenizer, text.tokenizer.get_vocab_size(), text.end_token_ids)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    grammars = Grammars(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
     matcher = grammars.compiled(adjustments.grammar)
     found: list[bool] = []
     for each in completions:
@@ -64,11 +64,11 @@ def accepted(plan: GenerationPlan, text: Text, *completions: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
-def test_an_answer_of_the_schema_or_a_call_in_the_models_form(texts: dict[str, Text], form: str) -> None:
+def test_an_answer_of_the_schema_or_a_call_in_the_models_form(texts: dict[str, ModelTokenizer], form: str) -> None:
     text, call, answer = texts[form], CALLS[form], ANSWERS[form]
     plan = planned(text, response_format=FORMAT)
     assert accepted(plan, text, call, answer, "free text", call.replace("Rome", "Oslo")) == [True, True, False, False]
-    assert plan.thinking is None, "a grammar from the first token on excludes reasoning"
+    assert plan.reasoning_tags is None, "a grammar from the first token on excludes reasoning"
     required = planned(text, response_format=FORMAT, tool_choice="required")
     assert accepted(required, text, call, answer) == [True, False]
     excluded = planned(text, response_format=FORMAT, tool_choice="none")
@@ -76,7 +76,7 @@ def test_an_answer_of_the_schema_or_a_call_in_the_models_form(texts: dict[str, T
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
-def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> None:
+def test_both_are_read_whole_and_streamed(texts: dict[str, ModelTokenizer], form: str) -> None:
     text = texts[form]
     plan = planned(text, response_format=FORMAT)
     for completion, expected, calls in ((ANSWERS[form], ANSWER, []), (CALLS[form], "", [json.loads(ARGUMENTS)])):
@@ -85,9 +85,9 @@ def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> 
             for token in text.encode(completion, special=False):
                 choice.push(token, -0.5)
                 if not whole:
-                    pieces.append(choice.piece())
+                    pieces.append(choice.take_delta())
             choice.finish()
-            pieces.append(choice.piece())
+            pieces.append(choice.take_delta())
             assert "".join(piece.text for piece in pieces) == expected
             assert [json.loads(call.arguments) for piece in pieces for call in piece.calls] == calls
 
@@ -103,14 +103,14 @@ def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> 
     ],
 )
 def test_every_kind_of_structure_goes_with_tools(
-    texts: dict[str, Text], more: dict[str, Any], answer: str, other: str
+    texts: dict[str, ModelTokenizer], more: dict[str, Any], answer: str, other: str
 ) -> None:
     text = texts["hermes"]
     assert accepted(planned(text, **more), text, answer, CALLS["hermes"], other) == [True, True, False]
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
-def test_references_of_both_schemas_hold(texts: dict[str, Text], form: str) -> None:
+def test_references_of_both_schemas_hold(texts: dict[str, ModelTokenizer], form: str) -> None:
     text = texts[form]
     schema = {"$defs": {"c": SCHEMA["properties"]["colour"]}, "type": "object"}  # type: ignore[index]
     schema |= {"properties": {"colour": {"$ref": "#/$defs/c"}}, "required": ["colour"]}
@@ -121,7 +121,7 @@ def test_references_of_both_schemas_hold(texts: dict[str, Text], form: str) -> N
     assert accepted(plan, text, CALLS[form], ANSWERS[form], *wrong) == [True, True, False, False]
 
 
-def test_the_other_protocols_say_the_same(texts: dict[str, Text]) -> None:
+def test_the_other_protocols_say_the_same(texts: dict[str, ModelTokenizer]) -> None:
     text = texts["hermes"]
     expected = planned(text, response_format=FORMAT).params
     function = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]

@@ -19,7 +19,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
 from tinsmith.types import SamplingParams
 from tinsmith.wire.fields import IgnoredFields, validate
@@ -46,16 +46,16 @@ SAID: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    return Text(vision_models.make(tmp_path_factory.mktemp("vl")))
+def text(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return ModelTokenizer(vision_models.make(tmp_path_factory.mktemp("vl")))
 
 
-def chat(text: Text, *content: object, **more: object) -> GenerationPlan:
+def chat(text: ModelTokenizer, *content: object, **more: object) -> GenerationPlan:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(content)}]
     return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
 
 
-def test_a_chat_with_images_is_written_as_transformers_does(text: Text) -> None:
+def test_a_chat_with_images_is_written_as_transformers_does(text: ModelTokenizer) -> None:
     """The reference is the tokenizer's template with the image processor's counts, since the combined processor needs
     torchvision."""
     plan = chat(text, *SAID)
@@ -74,7 +74,7 @@ def test_a_chat_with_images_is_written_as_transformers_does(text: Text) -> None:
         assert set(plan.prompts[0][image.start : image.stop]) == {IMAGE}
 
 
-def test_the_stored_body_of_a_chat_is_read_as_the_same_prompt(text: Text) -> None:
+def test_the_stored_body_of_a_chat_is_read_as_the_same_prompt(text: ModelTokenizer) -> None:
     plan = chat(text, *SAID)
     body = sample_body(plan.prompts[0], 1, SamplingParams(max_tokens=3), {}, images=plan.images)
     sample = read_sample(orjson.dumps(body), "r", None, text.vision)
@@ -83,7 +83,7 @@ def test_the_stored_body_of_a_chat_is_read_as_the_same_prompt(text: Text) -> Non
     assert read == [(image.data, image.start, image.stop, image.digest) for image in plan.images]
 
 
-def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
+def test_blocks_of_anthropic_become_the_same_prompt(text: ModelTokenizer) -> None:
     def block(data: bytes, media_type: str) -> dict[str, object]:
         source = {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
         return {"type": "image", "source": source}
@@ -104,7 +104,7 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
         validate(MessageRequest, body).plan(text)
 
 
-def test_images_of_responses_become_the_same_prompt(text: Text, tmp_path: Path) -> None:
+def test_images_of_responses_become_the_same_prompt(text: ModelTokenizer, tmp_path: Path) -> None:
     """In the input, and in the output of a function that looks at a picture."""
 
     def shown(data: bytes, media_type: str, **more: object) -> dict[str, object]:
@@ -133,10 +133,10 @@ def test_images_of_responses_become_the_same_prompt(text: Text, tmp_path: Path) 
     assert image.data == WIDE
     tiny_models.make(tmp_path / "m")
     with pytest.raises(RequestError, match="input is not supported by this server: an input_image: this model takes"):
-        validate(ResponseRequest, body).plan(Text(read_shape("local/x", tmp_path / "m")))
+        validate(ResponseRequest, body).plan(ModelTokenizer(read_shape("local/x", tmp_path / "m")))
 
 
-def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: Text, tmp_path: Path) -> None:
+def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: ModelTokenizer, tmp_path: Path) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(WIDE).decode()}
     result: dict[str, Any] = {
         "type": "tool_result",
@@ -162,7 +162,7 @@ def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: Text, tmp_path: Pa
         validate(MessageRequest, body).plan(text)
     result["content"][1] = {"type": "image", "source": source}
     tiny_models.make(tmp_path / "m")
-    blind = Text(read_shape("local/x", tmp_path / "m"))
+    blind = ModelTokenizer(read_shape("local/x", tmp_path / "m"))
     (tmp_path / "m" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="takes text only"):
         validate(MessageRequest, body).plan(blind)
@@ -182,21 +182,21 @@ def test_images_in_a_result_of_a_tool_are_in_the_prompt(text: Text, tmp_path: Pa
         (url(WIDE[:20]), "header is truncated"),
     ],
 )
-def test_another_address_or_file_is_refused_and_never_fetched(text: Text, address: str, said: str) -> None:
+def test_another_address_or_file_is_refused_and_never_fetched(text: ModelTokenizer, address: str, said: str) -> None:
     with pytest.raises(UserError) as refused:
         chat(text, {"type": "text", "text": "x"}, part(address))
     assert said in str(refused.value)
     assert "messages[1].content[1].image_url.url" in str(refused.value)
 
 
-def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
+def test_an_image_token_in_a_text_is_no_image(text: ModelTokenizer) -> None:
     with pytest.raises(RequestError, match=r"messages have 1 images, but .* writes 2 image tokens"):
         chat(text, {"type": "text", "text": "<|image_pad|>"}, part(url(WIDE)))
     plan = chat(text, {"type": "text", "text": "<|image_pad|>"})
     assert list(plan.prompts[0]).count(IMAGE) == 1 and not plan.images
 
 
-def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
+def test_invalid_images_are_refused_by_name(text: ModelTokenizer, tmp_path: Path) -> None:
     for detail in ("auto", "high", "low"):
         asked = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
         assert chat(text, asked).images == chat(text, part(url(WIDE))).images, "an image is taken whole"
@@ -206,7 +206,7 @@ def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
     shape = tiny_models.make(plain)
     (plain / "chat_template.jinja").write_text(vision_models.TEMPLATE)
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\]\.image_url.*this model takes text only"):
-        chat(Text(shape), part(url(WIDE)))
+        chat(ModelTokenizer(shape), part(url(WIDE)))
 
 
 class Row:
@@ -214,11 +214,11 @@ class Row:
 
     row_idx = 0
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: ModelTokenizer) -> None:
         self._text = text
         self.request: dict[str, Any] = {}
 
-    async def text(self, _model: str) -> Text:
+    async def text(self, _model: str) -> ModelTokenizer:
         return self._text
 
     async def sample(self, _model: str, request: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Row:
         raise StopAsyncIteration
 
 
-def asked(text: Text, row: dict[str, object], operation: Sample) -> dict[str, Any]:
+def asked(text: ModelTokenizer, row: dict[str, object], operation: Sample) -> dict[str, Any]:
     service = Row(text)
     operation.check()
     with pytest.raises((StopAsyncIteration, RuntimeError)):
@@ -234,7 +234,7 @@ def asked(text: Text, row: dict[str, object], operation: Sample) -> dict[str, An
     return service.request
 
 
-def test_a_bulk_sample_takes_a_column_of_images(text: Text) -> None:
+def test_a_bulk_sample_takes_a_column_of_images(text: ModelTokenizer) -> None:
     operation = Sample("m", messages="question", image="picture", max_tokens=3)
     request = asked(text, {"question": "What is it?", "picture": WIDE}, operation)
     body = {"prompt": request["prompt"], "sampling_params": {}}
@@ -252,7 +252,7 @@ def test_a_bulk_sample_takes_a_column_of_images(text: Text) -> None:
 
 
 @pytest.mark.parametrize("value", ["text", b"GIF89a", None, [WIDE, 3]])
-def test_a_column_without_an_image_fails_its_row(text: Text, value: object) -> None:
+def test_a_column_without_an_image_fails_its_row(text: ModelTokenizer, value: object) -> None:
     with pytest.raises(ValueError, match="column 'picture' must hold PNG or JPEG files"):
         row = {"question": "x", "picture": value}
         operation = Sample("m", messages="question", image="picture")

@@ -25,7 +25,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import wrapped_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import read_shape
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import read_config, read_directory
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -300,7 +300,7 @@ def test_numbers_that_published_configurations_leave_out_are_known(tmp_path: Pat
 
 def test_a_chat_has_the_marks_and_line_breaks_of_the_models_own_processor(shape: ModelShape) -> None:
     """transformers.Gemma3Processor.full_image_sequence"""
-    plan = chat(Text(shape), *SAID)
+    plan = chat(ModelTokenizer(shape), *SAID)
     tokenizer = AutoTokenizer.from_pretrained(shape.path)
     shown = [{"type": "image"} if each["type"] == "image_url" else each for each in SAID]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": shown}]

@@ -20,29 +20,29 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
     """Raise UserError unless `shape` can serve the sample."""
     _check_prompt(sample, shape)
     _check_params(sample.params, shape)
-    likeliest = min(MAX_TOP_LOGPROBS, shape.vocab_size)
-    _check_integer("topk_prompt_logprobs", sample.topk_prompt_logprobs, 0, likeliest)
-    _check_integer("topk_sample_logprobs", sample.topk_sample_logprobs, 0, likeliest)
+    max_top = min(MAX_TOP_LOGPROBS, shape.vocab_size)
+    _check_integer("topk_prompt_logprobs", sample.topk_prompt_logprobs, 0, max_top)
+    _check_integer("topk_sample_logprobs", sample.topk_sample_logprobs, 0, max_top)
     _check_last_n(sample)
     _check_targets(sample, shape)
     _check_amounts(sample, shape)
 
 
-def most_tokens(sample: Sample, shape: ModelShape) -> int:
-    """The most tokens that a sample can have: the prompt once, plus every sampled sequence at full length."""
+def count_max_tokens(sample: Sample, shape: ModelShape) -> int:
+    """Return the most tokens that a sample can have: the prompt once, plus every sampled sequence at full length."""
     answer_length = sample.params.max_tokens or sample.max_answer_tokens(shape.max_context_length)
     return min(len(sample.prompt_T) + sample.num_samples * answer_length, 2**31 - 1)
 
 
 def admit_sample(sample: Sample, shape: ModelShape) -> int:
-    """Validate a sample and return its `most_tokens`. Raises UserError unless `shape` can serve it."""
+    """Validate a sample and return its `count_max_tokens`. Raises UserError unless `shape` can serve it."""
     check_sample(sample, shape)
-    return most_tokens(sample, shape)
+    return count_max_tokens(sample, shape)
 
 
 def _check_prompt(sample: Sample, shape: ModelShape) -> None:
-    prompt, context, max_tokens = len(sample.prompt_T), shape.max_context_length, sample.params.max_tokens
-    if prompt == 0:
+    num_prompt, context, max_tokens = len(sample.prompt_T), shape.max_context_length, sample.params.max_tokens
+    if num_prompt == 0:
         raise UserError("prompt is empty; it must hold at least one token")
     if sample.prompt_T.max() >= shape.vocab_size:
         position = int(sample.prompt_T.argmax())
@@ -51,9 +51,9 @@ def _check_prompt(sample: Sample, shape: ModelShape) -> None:
             f"between 0 and {shape.vocab_size - 1}"
         )
     if (max_tokens or 1) > sample.max_answer_tokens(context):
-        wanted = f"max_tokens {max_tokens}" if max_tokens else "one generated token"
+        completion = f"max_tokens {max_tokens}" if max_tokens else "one generated token"
         raise UserError(
-            f"the prompt of {prompt} tokens and {wanted} exceed the context of {context} tokens; "
+            f"the prompt of {num_prompt} tokens and {completion} exceed the context of {context} tokens; "
             "shorten the prompt or lower max_tokens"
         )
 
@@ -103,11 +103,11 @@ def _check_targets(sample: Sample, shape: ModelShape) -> None:
     if isinstance(targets, SparseRows):
         check_csr(name, targets)
     ids = targets.values if isinstance(targets, SparseRows) else targets
-    wrong = ids[(ids < -1) | (ids >= shape.vocab_size)]
-    if wrong.size:
+    invalid_ids = ids[(ids < -1) | (ids >= shape.vocab_size)]
+    if invalid_ids.size:
         raise UserError(
-            f"{name} holds the id {wrong[0]}; token ids of {shape.name!r} lie between 0 and {shape.vocab_size - 1}, "
-            "and -1 is a placeholder"
+            f"{name} holds the id {invalid_ids[0]}; token ids of {shape.name!r} lie between 0 and "
+            f"{shape.vocab_size - 1}, and -1 is a placeholder"
         )
     if not np.any(ids >= 0):
         raise UserError(f"{name} names no token; name at least one or leave it out")
@@ -117,7 +117,7 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
     """Bound the logprobs of one sample, which stay in memory until the sample ends and are sent in one response."""
     num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
     max_tokens = sample.params.max_tokens or sample.max_answer_tokens(shape.max_context_length)
-    for name, k, rows, what in (
+    for name, k, rows, row_description in (
         ("topk_prompt_logprobs", sample.topk_prompt_logprobs, num_prompt, f"{num_prompt} prompt tokens"),
         ("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, num_prompt, f"{num_prompt} prompt tokens"),
         (
@@ -129,7 +129,7 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
     ):
         if k * rows > MAX_LOGPROBS:
             raise UserError(
-                f"{name} is {k}; for {what} that is more than {MAX_LOGPROBS} logprobs: "
+                f"{name} is {k}; for {row_description} that is more than {MAX_LOGPROBS} logprobs: "
                 f"use at most {MAX_LOGPROBS // rows}, or ask for fewer tokens"
             )
 

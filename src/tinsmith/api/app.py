@@ -28,7 +28,7 @@ from tinsmith.api.dashboard import samples as dashboard_samples
 from tinsmith.api.openai import batches, chat, files, message_batches, responses
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
-from tinsmith.api.operation import Endpoint, Operation, Services, answer, operations_in, run
+from tinsmith.api.operation import Endpoint, Operation, Services, json_response, operations_in, run
 from tinsmith.api.routes import (
     account,
     batch,
@@ -91,11 +91,11 @@ OPERATIONS = tuple(
 def _routes(operations: Sequence[Operation]) -> list[Route]:
     """Return a flat list of routes; with a Mount the router would match every request twice."""
     methods: dict[tuple[str, Endpoint], list[str]] = {}
-    for each in operations:
-        methods.setdefault((each.route, each.endpoint), []).append(each.method)
-        if each.at_root:
-            methods.setdefault((each.path, each.endpoint), []).append(each.method)
-    return [Route(path, endpoint, methods=found) for (path, endpoint), found in methods.items()]
+    for op in operations:
+        methods.setdefault((op.route, op.endpoint), []).append(op.method)
+        if op.at_root:
+            methods.setdefault((op.path, op.endpoint), []).append(op.method)
+    return [Route(path, endpoint, methods=path_methods) for (path, endpoint), path_methods in methods.items()]
 
 
 API = _routes(OPERATIONS)
@@ -113,25 +113,25 @@ class LocalOriginGuard:
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._tenants, self._threads = services.tenants, services.threads
         self._app = app
-        bound = services.settings.host.lower()
-        self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound}]" if ":" in bound else bound}
+        bound_host = services.settings.host.lower()
+        self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound_host}]" if ":" in bound_host else bound_host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            anyone = self._tenants.known_to_accept_anyone()
-            if anyone is None:  # at most every other second, and not at all once a key exists
-                anyone = await self._accepts_anyone()
-            detail = self._refused(Headers(scope=scope)) if anyone else ""
+            accepts_anyone = self._tenants.cached_accepts_anyone()
+            if accepts_anyone is None:  # at most every other second, and not at all once a key exists
+                accepts_anyone = await self._accepts_anyone()
+            refusal = self._refusal_reason(Headers(scope=scope)) if accepts_anyone else ""
         except Exception as error:
             if (response := _error_response(Request(scope), error)) is None:
                 raise
             await response(scope, receive, send)
             return
-        if detail:
-            await answer({"detail": detail}, 403)(scope, receive, send)
+        if refusal:
+            await json_response({"detail": refusal}, 403)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -142,11 +142,11 @@ class LocalOriginGuard:
         except SQLAlchemyError:
             return True
 
-    def _refused(self, headers: Headers) -> str:
+    def _refusal_reason(self, headers: Headers) -> str:
         """Return the reason to refuse a request, or "" if it is allowed."""
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        named = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if named is None or named[1].lower() not in self._names:
+        host_match = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if host_match is None or host_match[1].lower() not in self._names:
             return (
                 f"the header Host is {show(', '.join(hosts))}; a server without API keys accepts only its own names "
                 f"({', '.join(sorted(self._names))}). Use one, or make a key: tinsmith keys create TENANT"
@@ -172,15 +172,15 @@ class _ResponseCounter:
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
-        self._answered = services.meters.count_response
+        self._count_response = services.meters.count_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counting(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._answered(message["status"])
+                self._count_response(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting)
+        await self._app(scope, receive, send_counted)
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:

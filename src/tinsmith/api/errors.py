@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
-from tinsmith.api.operation import answer, is_anthropic, is_hub, is_openai
+from tinsmith.api.operation import is_anthropic, is_hub, is_openai, json_response
 from tinsmith.chat.generation_request import ContextLengthError
 from tinsmith.chat.messages import anthropic_error
 from tinsmith.chat.results import openai_error
@@ -43,14 +43,14 @@ def error_response(
     error: TinsmithError | None = None,
 ) -> Response:
     if is_hub(request):
-        return answer({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
+        return json_response({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
     if not (is_openai(request) or is_anthropic(request)):
-        return answer({"detail": text}, status, headers)
+        return json_response({"detail": text}, status, headers)
     if status == HTTPStatus.NOT_IMPLEMENTED:  # these clients retry a 501
         status = HTTPStatus.BAD_REQUEST
     if is_anthropic(request):
-        return answer(anthropic_error(anthropic_text(text, status, error), status), status, headers)
-    return answer({"error": openai_error(_openai_text(text, status, error), status, error)}, status, headers)
+        return json_response(anthropic_error(anthropic_text(text, status, error), status), status, headers)
+    return json_response({"error": openai_error(_openai_text(text, status, error), status, error)}, status, headers)
 
 
 def _openai_text(text: str, status: int, error: TinsmithError | None) -> str:
@@ -136,8 +136,8 @@ def on_unreachable_store(request: Request, error: Exception) -> Response:
 def on_database_error(request: Request, error: Exception) -> Response:
     """Respond to an error of the database. A broken connection raises several classes, depending on when it breaks."""
     assert isinstance(error, DBAPIError)
-    gone = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
-    return on_unreachable_database(request, error) if gone else on_unexpected(request, error)
+    is_disconnected = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    return on_unreachable_database(request, error) if is_disconnected else on_unexpected(request, error)
 
 
 HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {

@@ -33,16 +33,16 @@ from tinsmith.api.operation import (
     Draft,
     JsonObject,
     Services,
-    answer,
     authenticate,
     call_of,
+    json_response,
     operation,
     read_json,
     run,
-    stored,
+    store_submission,
 )
 from tinsmith.api.routes import models, sampling, sessions
-from tinsmith.api.routes.futures import held, note_poll, outcome_of
+from tinsmith.api.routes.futures import long_poll, note_poll, read_outcome
 from tinsmith.base_models import tokenizer_facts
 from tinsmith.errors import UserError
 from tinsmith.store import usage
@@ -127,23 +127,25 @@ class JsonPassBody(Body):
 def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.ForwardBackwardRequest:
     """Return a pass as a protobuf message."""
     request = validate(JsonPassBody, values)
-    inner = request.forward_backward_input or request.forward_input or request
-    if inner.loss_fn is None or inner.data is None:
-        raise UserError(f"{'data' if inner.data is None else 'loss_fn'} is missing")
+    pass_body = request.forward_backward_input or request.forward_input or request
+    if pass_body.loss_fn is None or pass_body.data is None:
+        raise UserError(f"{'data' if pass_body.data is None else 'loss_fn'} is missing")
     names = {id(request.forward_backward_input): "forward_backward_input.", id(request.forward_input): "forward_input."}
-    where = "" if inner is request else names[id(inner)]
-    message = pb.ForwardBackwardRequest(model_id=request.model_id, loss_fn=inner.loss_fn, forward_only=forward_only)
-    for key, value in inner.loss_fn_config.items():
+    path_prefix = "" if pass_body is request else names[id(pass_body)]
+    message = pb.ForwardBackwardRequest(model_id=request.model_id, loss_fn=pass_body.loss_fn, forward_only=forward_only)
+    for key, value in pass_body.loss_fn_config.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[key].text = value
         else:
             message.loss_fn_config_v2[key].number = value
-    for index, datum in enumerate(inner.data):
-        written, at = message.data.add(), f"{where}data[{index}]"
-        for chunk in prompt_chunks(datum.model_input, f"{at}.model_input"):
-            _write_chunk(written.model_input.add(), chunk)
+    for index, datum in enumerate(pass_body.data):
+        datum_message, datum_path = message.data.add(), f"{path_prefix}data[{index}]"
+        for chunk in prompt_chunks(datum.model_input, f"{datum_path}.model_input"):
+            _write_chunk(datum_message.model_input.add(), chunk)
         for name, tensor in datum.loss_fn_inputs.items():
-            _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}")
+            _write_tensor(
+                datum_message.loss_fn_inputs[name], name, tensor, f"{datum_path}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}"
+            )
     return message
 
 
@@ -156,92 +158,94 @@ def _write_chunk(message: pb.Chunk, chunk: npt.NDArray[np.int32] | ImageBytes) -
         message.image.expected_tokens = chunk.expected_tokens
 
 
-def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32] | ImageBytes]:
+def prompt_chunks(value: object, path: str) -> list[npt.NDArray[np.int32] | ImageBytes]:
     """Read a prompt: token ids as a list, `tokens` or `input_ids`, or the SDK's chunks, which may be images."""
     if isinstance(value, list):
-        return [token_ids(value, where)]
+        return [token_ids(value, path)]
     if not isinstance(value, dict):
-        raise UserError(f"{where} is {show(value)}; it must be a list of token ids, or an object with one")
+        raise UserError(f"{path} is {show(value)}; it must be a list of token ids, or an object with one")
     for name in ("tokens", "input_ids"):
         if name in value:
-            return [token_ids(value[name], f"{where}.{name}")]
+            return [token_ids(value[name], f"{path}.{name}")]
     chunks = value.get("chunks")
     if not isinstance(chunks, list):
-        raise UserError(f"{where} has neither chunks nor tokens nor input_ids")
-    found: list[npt.NDArray[np.int32] | ImageBytes] = []
+        raise UserError(f"{path} has neither chunks nor tokens nor input_ids")
+    chunks_read: list[npt.NDArray[np.int32] | ImageBytes] = []
     for index, chunk in enumerate(chunks):
-        at = f"{where}.chunks[{index}]"
+        chunk_path = f"{path}.chunks[{index}]"
         if not isinstance(chunk, dict):
-            raise UserError(f"{at} is {show(chunk)}; it must be an object")
+            raise UserError(f"{chunk_path} is {show(chunk)}; it must be an object")
         kind = chunk.get("type", "encoded_text")
         if kind == "encoded_text":
-            found.append(token_ids(chunk.get("tokens"), f"{at}.tokens"))
+            chunks_read.append(token_ids(chunk.get("tokens"), f"{chunk_path}.tokens"))
         elif kind == "image":
-            found.append(image_chunk(chunk, at))
+            chunks_read.append(image_chunk(chunk, chunk_path))
         else:
-            raise refuse_chunk(at, kind)
-    return found
+            raise refuse_chunk(chunk_path, kind)
+    return chunks_read
 
 
-def _shown(chunk: npt.NDArray[np.int32] | ImageBytes) -> dict[str, object]:
+def _chunk_body(chunk: npt.NDArray[np.int32] | ImageBytes) -> dict[str, object]:
     if not isinstance(chunk, ImageBytes):
         return {"type": "encoded_text", "tokens": chunk.tolist()}
-    shown: dict[str, object] = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
-    return shown if chunk.expected_tokens is None else shown | {"expected_tokens": chunk.expected_tokens}
+    body: dict[str, object] = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": chunk.format}
+    return body if chunk.expected_tokens is None else body | {"expected_tokens": chunk.expected_tokens}
 
 
-def _write_tensor(message: pb.Tensor, name: str, tensor: JsonTensor | list[object], where: str) -> None:
+def _write_tensor(message: pb.Tensor, name: str, tensor: JsonTensor | list[object], path: str) -> None:
     if isinstance(tensor, list):
         if name not in LIST_DTYPES:
-            raise UserError(f"{where} is a plain list; give it as {{data, dtype, shape}}")
+            raise UserError(f"{path} is a plain list; give it as {{data, dtype, shape}}")
         tensor = JsonTensor(data=tensor, dtype=LIST_DTYPES[name])
-    message.dtype, wanted = DTYPES[tensor.dtype]
-    data = _numbers(tensor.data, f"{where}.data", wanted)
-    shape = data.shape if tensor.shape is None else _flat(tensor.shape, f"{where}.shape").tolist()
+    message.dtype, dtype = DTYPES[tensor.dtype]
+    data = _read_numbers(tensor.data, f"{path}.data", dtype)
+    shape = data.shape if tensor.shape is None else _read_flat(tensor.shape, f"{path}.shape").tolist()
     if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
         if tensor.shape is None:
-            raise UserError(f"{where}.shape is missing; a sparse tensor needs it")
+            raise UserError(f"{path}.shape is missing; a sparse tensor needs it")
         message.sparse_csr.values = data.tobytes()
-        message.sparse_csr.crow_indices = _flat(tensor.sparse_crow_indices, f"{where}.sparse_crow_indices").tobytes()
-        message.sparse_csr.col_indices = _flat(tensor.sparse_col_indices, f"{where}.sparse_col_indices").tobytes()
+        message.sparse_csr.crow_indices = _read_flat(
+            tensor.sparse_crow_indices, f"{path}.sparse_crow_indices"
+        ).tobytes()
+        message.sparse_csr.col_indices = _read_flat(tensor.sparse_col_indices, f"{path}.sparse_col_indices").tobytes()
     else:
         message.dense = data.tobytes()
     message.shape.extend(shape)
 
 
-def _flat(value: object, where: str) -> np.ndarray:
-    found = _numbers(value, where, np.dtype("<i8"))
-    if found.ndim != 1:
-        raise UserError(f"{where} is {show(value)}; it must be a flat list of integers")
-    return found
+def _read_flat(value: object, path: str) -> np.ndarray:
+    array = _read_numbers(value, path, np.dtype("<i8"))
+    if array.ndim != 1:
+        raise UserError(f"{path} is {show(value)}; it must be a flat list of integers")
+    return array
 
 
-def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarray:
+def _read_numbers(value: object, path: str, dtype: np.dtype[np.generic]) -> np.ndarray:
     """Read a list of numbers; a dense array of several dimensions is a nested list."""
     if not isinstance(value, list):
-        raise UserError(f"{where} is {show(value)}; it must be a list of numbers")
+        raise UserError(f"{path} is {show(value)}; it must be a list of numbers")
     if not value:
         return np.empty(0, dtype)
     try:
-        found = np.array(value)
+        array = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{where} is not an array of numbers: {error}") from error
-    if found.dtype.kind not in ("i" if dtype.kind == "i" else "iuf"):
-        wanted = "integers of at most 64 bits" if dtype.kind == "i" else "numbers"
-        raise UserError(f"{where} is {show(value)}; it must be a list of {wanted}")
+        raise UserError(f"{path} is not an array of numbers: {error}") from error
+    if array.dtype.kind not in ("i" if dtype.kind == "i" else "iuf"):
+        expected = "integers of at most 64 bits" if dtype.kind == "i" else "numbers"
+        raise UserError(f"{path} is {show(value)}; it must be a list of {expected}")
     with np.errstate(over="ignore"):  # values beyond float32 become infinite, which the loss refuses
-        return found.astype(dtype)
+        return array.astype(dtype)
 
 
-def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str, object]:
+def sample_body(request: SamplesRequest, prompt: object, path: str) -> dict[str, object]:
     """Return the body of an asample for one prompt of a `sample`, without its session and sequence number."""
-    chunks = [_shown(chunk) for chunk in prompt_chunks(prompt, where)]
-    kept = {
+    chunks = [_chunk_body(chunk) for chunk in prompt_chunks(prompt, path)]
+    set_fields = {
         name: value
         for name in ("num_samples", "prompt_logprobs", "topk_prompt_logprobs")
         if (value := getattr(request, name)) is not None
     }
-    return kept | {"prompt": {"chunks": chunks}, "sampling_params": _sampling_params(request.sampling_params)}
+    return set_fields | {"prompt": {"chunks": chunks}, "sampling_params": _sampling_params(request.sampling_params)}
 
 
 def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
@@ -284,10 +288,10 @@ BY_PATH = fields(
 async def health(request: Request) -> Response:
     """Report health and version without authentication."""
     services: Services = request.app.state.services
-    facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
-    if why := services.failing():
-        return answer({"status": "failing", "reason": why, **facts}, 503)
-    return answer({"status": "healthy", **facts})
+    version_fields: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
+    if reason := services.failing():
+        return json_response({"status": "failing", "reason": reason, **version_fields}, 503)
+    return json_response({"status": "healthy", **version_fields})
 
 
 @operation(
@@ -319,12 +323,16 @@ async def delete_model(request: Request) -> Response:
     body = await read_json(request, models.UnloadModelRequest)
     call = call_of(request, services, tenant_id, body.model_dump_json().encode())
     request_id = str((await run(models.unload_model, call, body))["request_id"])
-    outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
+    outcome = await _poll_outcome(request, services, tenant_id, request_id, services.settings.hold_s)
     if outcome is not None and outcome.error is not None:
         raise UserError(outcome.error)
-    deleted: JsonObject = {"model_id": body.model_id, "status": "deleted" if outcome else "deleting"}
-    kept = "the model is unloaded; its checkpoints are kept and can be resumed from"
-    return answer(deleted | {"message": kept, "resources_freed": ["adapter", "optimizer"] if outcome else []})
+    content: JsonObject = {
+        "model_id": body.model_id,
+        "status": "deleted" if outcome else "deleting",
+        "message": "the model is unloaded; its checkpoints are kept and can be resumed from",
+        "resources_freed": ["adapter", "optimizer"] if outcome else [],
+    }
+    return json_response(content)
 
 
 @operation(
@@ -340,15 +348,15 @@ def get_tokenizer(call: Call) -> JsonObject:
         raise UserError("the query's model_id is missing")
     model = call.services.models.get(call.tenant_id, call.query["model_id"])
     shape = call.services.bases.get(model.base_model)
-    facts: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
-    return facts | tokenizer_facts(shape)
+    model_fields: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
+    return model_fields | tokenizer_facts(shape)
 
 
 # Sampling.
 
 
 class CreateSamplingClientRequest(Body):
-    """Requires one of the two fields."""
+    """The weights to sample from: `model_path` or `base_model`."""
 
     model_path: Text | None = None
     base_model: Text | None = None
@@ -372,14 +380,14 @@ def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> 
         call.services.bases.get(base_model)
     else:
         raise UserError("base_model and model_path are both missing; send one of them")
-    opened = sessions.create_session(call, sessions.CreateSessionRequest(display_name="create_sampling_client"))
-    wanted = sampling.CreateSamplingSessionRequest(
-        session_id=str(opened["session_id"]), sampling_session_seq_id=0, base_model=base_model, model_path=model_path
+    session = sessions.create_session(call, sessions.CreateSessionRequest(display_name="create_sampling_client"))
+    sampler_request = sampling.CreateSamplingSessionRequest(
+        session_id=str(session["session_id"]), sampling_session_seq_id=0, base_model=base_model, model_path=model_path
     )
-    made = sampling.create_sampling_session(call, wanted)
+    sampler = sampling.create_sampling_session(call, sampler_request)
     return {
-        "sampling_client_id": made["sampling_session_id"],
-        "session_id": opened["session_id"],
+        "sampling_client_id": sampler["sampling_session_id"],
+        "session_id": session["session_id"],
         "model_path": model_path,
         "base_model": base_model,
         "status": "ready",
@@ -413,25 +421,25 @@ def sample(call: Call, request: SamplesRequest) -> JsonObject:
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
     bodies = [sample_body(request, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-    sampling_session_id = _sampling_session(call, request)
+    sampling_session_id = _find_or_create_sampling_session(call, request)
     # Samples have no order, so any unused number is valid.
-    first = secrets.randbelow(2**61)
+    first_seq_id = secrets.randbelow(2**61)
     request_ids: list[object] = []
-    for seq_id, body in enumerate(bodies, first):
+    for seq_id, body in enumerate(bodies, first_seq_id):
         body |= {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
         draft = Draft(AsampleRequest, body)
-        future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body)), draft))
+        future = store_submission(call.services, sampling.asample(replace(call, body=orjson.dumps(body)), draft))
         request_ids.append(future["request_id"])
-    named = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
-    return {"request_id": named, "request_ids": request_ids, "sampling_client_id": sampling_session_id}
+    request_id = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
+    return {"request_id": request_id, "request_ids": request_ids, "sampling_client_id": sampling_session_id}
 
 
-def _sampling_session(call: Call, request: SamplesRequest) -> str:
+def _find_or_create_sampling_session(call: Call, request: SamplesRequest) -> str:
     sampling_session_id = request.sampling_client_id or request.sampling_session_id
     if sampling_session_id is None:
         return str(create_sampling_client(call, request)["sampling_client_id"])
-    found = call.services.sampling_sessions.get(call.tenant_id, sampling_session_id)
-    call.services.sessions.heartbeat(call.tenant_id, found.session_id)
+    sampling_session = call.services.sampling_sessions.get(call.tenant_id, sampling_session_id)
+    call.services.sessions.heartbeat(call.tenant_id, sampling_session.session_id)
     return sampling_session_id
 
 
@@ -444,52 +452,56 @@ async def retrieve_future(request: Request) -> Response:
     request_id = request.path_params["request_id"]
     outcomes: list[tuple[str, FutureOutcome]] = []
     deadline = time.monotonic() + min(HOLD_S, services.settings.hold_s)
-    for one in _ids_of(request_id):
-        outcome = await _outcome(request, services, tenant_id, one, max(0.0, deadline - time.monotonic()))
+    for sample_id in _split_request_id(request_id):
+        outcome = await _poll_outcome(request, services, tenant_id, sample_id, max(0.0, deadline - time.monotonic()))
         if outcome is None:
-            return answer({"request_id": request_id, "status": "pending"})
+            return json_response({"request_id": request_id, "status": "pending"})
         if outcome.error is not None:
-            failed = {"status": "failed", "error": outcome.error, "category": outcome.category}
-            return answer({"request_id": request_id} | failed)
-        outcomes.append((one, outcome))
-    results = [await run(_result, services, tenant_id, one, outcome) for one, outcome in outcomes]
-    result = results[0] if len(results) == 1 else _together(results)
+            failure = {"status": "failed", "error": outcome.error, "category": outcome.category}
+            return json_response({"request_id": request_id} | failure)
+        outcomes.append((sample_id, outcome))
+    results = [await run(_convert_result, services, tenant_id, sample_id, outcome) for sample_id, outcome in outcomes]
+    result = results[0] if len(results) == 1 else _join_samples(results)
     content = {"request_id": request_id, "status": "completed", "result": result}
     return Response(await run(dump, content), media_type=JSON_TYPE)
 
 
-def _ids_of(request_id: str) -> list[str]:
+def _split_request_id(request_id: str) -> list[str]:
     """Return the request ids behind one id. A `sample` has `{sampling_session_id}:{first seq_id}+{count}`."""
-    one, plus, count = request_id.rpartition("+")
-    owner, _, first = one.rpartition(":")
-    if not plus or not (count.isascii() and count.isdigit() and first.isascii() and first.isdigit()):
+    first_id, separator, count = request_id.rpartition("+")
+    owner, _, first = first_id.rpartition(":")
+    if not separator or not (count.isascii() and count.isdigit() and first.isascii() and first.isdigit()):
         return [request_id]
     if len(count) > 4 or len(first) > 19 or not 0 < int(count) <= MAX_PROMPTS:
         return [request_id]
     return [f"{owner}:{int(first) + index}" for index in range(int(count))]
 
 
-def _result(services: Services, tenant_id: str, request_id: str, outcome: FutureOutcome) -> JsonObject:
+def _convert_result(services: Services, tenant_id: str, request_id: str, outcome: FutureOutcome) -> JsonObject:
     assert outcome.body is not None
     if outcome.result_type == "json":
         return orjson.loads(outcome.body)
     return CONVERSIONS[services.futures.kind_of(tenant_id, request_id) or ""](outcome.body)
 
 
-def _together(results: Sequence[JsonObject]) -> JsonObject:
+def _join_samples(results: Sequence[JsonObject]) -> JsonObject:
     """Join the samples of several prompts, in the order of the prompts."""
-    lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
-    return {"type": "sample", "sequences": [one for some in lists for one in some], "results": list(results)}
+    sequence_lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
+    return {
+        "type": "sample",
+        "sequences": [sequence for sequences_of_prompt in sequence_lists for sequence in sequences_of_prompt],
+        "results": list(results),
+    }
 
 
-async def _outcome(
+async def _poll_outcome(
     request: Request, services: Services, tenant_id: str, request_id: str, hold_s: float
 ) -> FutureOutcome | None:
-    async def look() -> FutureOutcome | None:
-        return await outcome_of(services, tenant_id, request_id)
+    async def read_result() -> FutureOutcome | None:
+        return await read_outcome(services, tenant_id, request_id)
 
     await note_poll(services, tenant_id, request_id)
-    return await held(request, services.waiters.watch(request_id), look, hold_s)
+    return await long_poll(request, services.waiters.watch(request_id), read_result, hold_s)
 
 
 class CleanupRequest(Body):

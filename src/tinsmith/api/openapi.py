@@ -50,8 +50,10 @@ def integer(low: int, high: int = 2**31 - 1) -> Schema:
 
 
 def fields(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
-    known = dict(required) | {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in (optional or {}).items()}
-    return {"type": "object", "required": list(required), "properties": known}
+    properties = dict(required) | {
+        name: {"anyOf": [schema, {"type": "null"}]} for name, schema in (optional or {}).items()
+    }
+    return {"type": "object", "required": list(required), "properties": properties}
 
 
 def ref(name: str) -> Schema:
@@ -63,7 +65,7 @@ TAR_TYPE, FILE_TYPE = "application/x-tar", "application/octet-stream"
 PROTO_PASS = "a ForwardBackwardRequest (wire/tinker_public.proto), plain or as one zstd frame"
 PROTO_RESULT = "a ForwardBackwardOutput or a SampleResponse (wire/tinker_public.proto)"
 
-ANSWERS: Mapping[str, Schema] = {
+RESPONSE_SCHEMAS: Mapping[str, Schema] = {
     "Error": fields({"detail": TEXT | {"minLength": 1}}),
     "OpenAIError": fields({"error": fields({"message": TEXT, "type": TEXT}, {"param": TEXT, "code": TEXT})}),
     "AnthropicError": fields({"type": one_of("error"), "error": fields({"type": TEXT, "message": TEXT})}),
@@ -144,10 +146,10 @@ def _bytes(operations: tuple[Operation, ...]) -> bytes:
 @cache
 def document(operations: tuple[Operation, ...]) -> Schema:
     paths: dict[str, dict[str, object]] = {}
-    schemas: dict[str, Schema] = dict(ANSWERS)
-    for each in operations:
-        paths.setdefault(each.url, {})[each.method.lower()] = _described(each)
-        schemas |= _parts(each)
+    schemas: dict[str, Schema] = dict(RESPONSE_SCHEMAS)
+    for op in operations:
+        paths.setdefault(op.url, {})[op.method.lower()] = _describe_operation(op)
+        schemas |= _inner_schemas(op)
     schemes = {
         KEY_SCHEME: {"type": "apiKey", "in": "header", "name": "X-API-Key"},
         BEARER_SCHEME: {"type": "http", "scheme": "bearer", "description": "the same key"},
@@ -169,39 +171,39 @@ def body_schema(operation: Operation) -> Schema:
     return operation.body or {}
 
 
-def _parts(operation: Operation) -> dict[str, Schema]:
+def _inner_schemas(operation: Operation) -> dict[str, Schema]:
     """Return the schemas of the objects inside a body, by name."""
     if not isinstance(operation.body, type):
         return {}
-    own = operation.body.__name__.removesuffix("Body")
-    return {name: each for name, each in json_schemas(operation.body).items() if name != own}
+    body_name = operation.body.__name__.removesuffix("Body")
+    return {name: schema for name, schema in json_schemas(operation.body).items() if name != body_name}
 
 
-def _described(operation: Operation) -> Schema:
-    described: Schema = {
+def _describe_operation(operation: Operation) -> Schema:
+    entry: Schema = {
         "operationId": re.sub(r"\W+", "_", operation.name.lower()).strip("_"),
         "summary": operation.summary,
         "parameters": _parameters(operation),
-        "responses": {str(status): _answered(operation, status) for status in statuses(operation)},
+        "responses": {str(status): _describe_response(operation, status) for status in statuses(operation)},
     }
     if operation.takes:
         content = {
             takes: {"schema": {"description": PROTO_PASS} if takes == PROTO_TYPE else deepcopy(body_schema(operation))}
             for takes in operation.takes
         }
-        described["requestBody"] = {"required": True, "content": content}
+        entry["requestBody"] = {"required": True, "content": content}
     if operation.schemes != (KEY_SCHEME,):
-        described["security"] = [{name: []} for name in operation.schemes]
-    return described
+        entry["security"] = [{name: []} for name in operation.schemes]
+    return entry
 
 
 def statuses(operation: Operation) -> list[int]:
-    of_form = {200, *operation.errors}
+    codes = {200, *operation.errors}
     if operation.keyed:
-        of_form |= {400, 401}
+        codes |= {400, 401}
     if operation.takes:
-        of_form |= {413, 415}
-    return sorted(of_form)
+        codes |= {413, 415}
+    return sorted(codes)
 
 
 def _parameters(operation: Operation) -> list[Schema]:
@@ -212,7 +214,7 @@ def _parameters(operation: Operation) -> list[Schema]:
     return in_path + [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
 
 
-def _answered(operation: Operation, status: int) -> Schema:
+def _describe_response(operation: Operation, status: int) -> Schema:
     if status == HTTPStatus.REQUEST_TIMEOUT:
         return _content("Not ready; ask again", ref("TryAgain"))
     if status >= HTTPStatus.BAD_REQUEST:
@@ -221,10 +223,10 @@ def _answered(operation: Operation, status: int) -> Schema:
         return {"description": "The location", "headers": {"location": {"schema": TEXT}}}
     if isinstance(operation.answer, str):
         return {"description": operation.summary, "content": {operation.answer: {}}}
-    described = _content(operation.summary, operation.answer)
+    response = _content(operation.summary, operation.answer)
     if operation.path == "/retrieve_future":
-        described["content"] = {JSON_TYPE: {"schema": operation.answer}, PROTO_TYPE: {}}
-    return described
+        response["content"] = {JSON_TYPE: {"schema": operation.answer}, PROTO_TYPE: {}}
+    return response
 
 
 def _error_of(operation: Operation) -> str:

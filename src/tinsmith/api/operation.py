@@ -55,7 +55,7 @@ from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
-from tinsmith.chat.texts import Texts
+from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engines import EngineFailure
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch
 from tinsmith.db.wakeups import Waiters
@@ -86,7 +86,7 @@ from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
-Part = TypeVar("Part", bound=Body)
+Required = TypeVar("Required", bound=Body)
 
 PREFIX = "/api/v1"  # of every path except those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
@@ -100,7 +100,7 @@ HUB = "/hub"
 _HUB = f"{HUB}/"
 _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
-CAPTURE_HEADER, CAPTURE_MARK = "x-tinsmith-session", "#"
+CAPTURE_HEADER, CAPTURE_SEPARATOR = "x-tinsmith-session", "#"
 """A request names its capture session in this header, or after this separator in its API key."""
 MAX_CAPTURE = 128
 KEY_SCHEME, BEARER_SCHEME, METRICS_SCHEME = "key", "bearer", "metrics_token"
@@ -110,9 +110,9 @@ MAX_PAGE = 1000
 MAX_PATH = 2000
 """Most characters of a path. The longest valid path names a file of a checkpoint."""
 MAX_POLL_BYTES = 16 << 20
-MOST_LARGE = 4
+MAX_LARGE_RESULTS = 4
 """Most large results in memory at the same time."""
-SHORT_BYTES = 64 << 10
+INLINE_BODY_BYTES = 64 << 10
 """Largest body whose parsing takes less time than a thread switch."""
 
 
@@ -148,7 +148,7 @@ class Services:
     files: Files
     openai_batches: OpenAIBatches
     batch_reconciler: Reconciler
-    texts: Texts
+    tokenizers: ModelTokenizers
     partials: Partials
     implicit_sessions: ImplicitSessions
     curves: Curves
@@ -170,7 +170,7 @@ class Services:
     failures: Callable[[], Sequence[EngineFailure]] = tuple
     cannot_start: Callable[[str], str | None] = lambda _base_model: None
     ignored_fields: IgnoredFieldReports = field(default_factory=IgnoredFieldReports)
-    large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
+    large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LARGE_RESULTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Call:
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
 
     def fields(self) -> dict[str, object]:
-        """The JSON body, for handlers without a typed body."""
+        """Return the JSON body, for handlers without a typed body."""
         return read_object(self.body)
 
     def page(self, default_limit: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ FORM_TYPE = "multipart/form-data"
 FUTURE: Schema = {"$ref": "#/components/schemas/Future"}
 SUBMITTED = (404, 410, 429, 501)
 """The error statuses of a request that becomes a future, in addition to those of its form."""
-_IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
+_ID_FIELDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
 """Fields that hold ids of a tenant's objects. Examples give these ids in braces."""
 
 
@@ -304,7 +304,7 @@ def operation(  # noqa: PLR0913
 
     def declare(handler: H) -> H:
         endpoint = json_endpoint(handler, body, late=late, quick=quick, operators=access is Access.OPERATOR)
-        declared = [
+        operations = [
             Operation(
                 method=method,
                 route=prefix + path,
@@ -325,7 +325,7 @@ def operation(  # noqa: PLR0913
             for prefix in prefixes
             for method in methods.split()
         ]
-        handler.__dict__["operations"] = [*declared, *handler.__dict__.get("operations", ())]
+        handler.__dict__["operations"] = [*operations, *handler.__dict__.get("operations", ())]
         return handler
 
     return declare
@@ -334,23 +334,23 @@ def operation(  # noqa: PLR0913
 def _errors(errors: tuple[int, ...] | None, access: Access, answer: Schema | str) -> tuple[int, ...]:
     if errors is not None:
         return errors
-    by_access = {Access.IDS: (HTTPStatus.NOT_FOUND,), Access.OPERATOR: (HTTPStatus.FORBIDDEN,)}
-    return SUBMITTED if answer is FUTURE else by_access.get(access, ())
+    statuses_by_access = {Access.IDS: (HTTPStatus.NOT_FOUND,), Access.OPERATOR: (HTTPStatus.FORBIDDEN,)}
+    return SUBMITTED if answer is FUTURE else statuses_by_access.get(access, ())
 
 
 def _example(example: object, access: Access, body: type[Body] | Schema | None) -> object:
     if access is not Access.IDS or not isinstance(body, type) or isinstance(example, str):
         return example
-    required = [name for name, field in body.model_fields.items() if field.is_required() and name in _IDS]
-    found = {name: f"{{{name}}}" for name in required} | cast("dict[str, object]", example or {})
-    return found or None
+    required = [name for name, field in body.model_fields.items() if field.is_required() and name in _ID_FIELDS]
+    values = {name: f"{{{name}}}" for name in required} | cast("dict[str, object]", example or {})
+    return values or None
 
 
 def operations_in(*modules: ModuleType) -> list[Operation]:
     """Return the operations of the modules, in the order of declaration."""
-    handlers = [each for module in modules for each in vars(module).values() if callable(each)]
-    found = [each for handler in handlers for each in getattr(handler, "operations", ())]
-    return list(dict.fromkeys(found))
+    handlers = [member for module in modules for member in vars(module).values() if callable(member)]
+    operations = [op for handler in handlers for op in getattr(handler, "operations", ())]
+    return list(dict.fromkeys(operations))
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +360,7 @@ class Draft(Generic[B]):
     model: type[B]
     values: Mapping[str, object]
 
-    def part(self, model: type[Part]) -> Part:
+    def read_required(self, model: type[Required]) -> Required:
         """Read the fields that are required for creating a future."""
         return validate(model, self.values)
 
@@ -383,13 +383,13 @@ def json_endpoint(
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
-        sent = b"" if body is None else await read_body(request, takes)
+        raw_body = b"" if body is None else await read_body(request, takes)
         encoding = request.headers.get("content-encoding")
 
-        def work() -> tuple[bytes, tuple[str, ...]]:
+        def handle() -> tuple[bytes, tuple[str, ...]]:
             if operators:
                 _check_operator(services, tenant_id)
-            decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
+            decoded = bodies.decode(raw_body, encoding, services.settings.max_body_bytes)
             call = call_of(request, services, tenant_id, decoded)
             arguments: list[object] = [call]
             if isinstance(body, type):
@@ -397,12 +397,12 @@ def json_endpoint(
                 ignored = call.ignored if is_openai(request) or is_anthropic(request) else None
                 arguments.append(Draft(body, values) if late else validate(body, values, ignored))
             result = handler(*arguments)
-            content = orjson.dumps(stored(services, result) if isinstance(result, Submission) else result)
+            content = orjson.dumps(store_submission(services, result) if isinstance(result, Submission) else result)
             return content, call.ignored.names
 
         with request_span(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
-            lane = services.threads.quick if quick else None
-            content, names = await run(work, on=lane)
+            executor = services.threads.quick if quick else None
+            content, names = await run(handle, on=executor)
             report_ignored(services, tenant_id, request.headers.get("user-agent", ""), names)
             return Response(content, headers=build_header(names), media_type=bodies.JSON_TYPE)
 
@@ -444,20 +444,20 @@ async def authenticate(request: Request) -> tuple[Services, str]:
         raise UserError("the query contains a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
     if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        credential = given.strip() if scheme.lower() == "bearer" else None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        credential = token.strip() if scheme.lower() == "bearer" else None
     if credential is not None and (is_openai(request) or is_anthropic(request)):
-        credential = credential.partition(CAPTURE_MARK)[0]
+        credential = credential.partition(CAPTURE_SEPARATOR)[0]
     quick = services.threads.quick
     if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
         credential = ANY_KEY  # these clients send no key, or a token of the hub
-    caller = services.tenants.known(credential) or await _look_up(services, credential)
+    caller = services.tenants.find_cached(credential) or await _authenticate_uncached(services, credential)
     bind_contextvars(tenant_id=caller.tenant_id)  # each request has its own context
     return services, caller.tenant_id
 
 
-async def _look_up(services: Services, credential: str | None) -> Caller:
-    """The caller of a credential that is not cached. Unknown keys are looked up on separate threads."""
+async def _authenticate_uncached(services: Services, credential: str | None) -> Caller:
+    """Return the caller of a credential that is not cached. Unknown keys are looked up on separate threads."""
     tenants, threads = services.tenants, services.threads
     if not tenants.is_stranger(credential):
         return await run(tenants.authenticate, credential, on=threads.quick)
@@ -467,13 +467,13 @@ async def _look_up(services: Services, credential: str | None) -> Caller:
 
 def capture_session(request: Request) -> str | None:
     """Return the capture session of an OpenAI or Anthropic request, from header or key. Raises UserError."""
-    given = request.headers.get(CAPTURE_HEADER)
-    if given is None:
+    session = request.headers.get(CAPTURE_HEADER)
+    if session is None:
         credential = request.headers.get("x-api-key") or request.headers.get("authorization", "")
-        given = credential.partition(CAPTURE_MARK)[2].strip() or None
-    if given is not None and not (0 < len(given) <= MAX_CAPTURE and given.isascii() and given.isprintable()):
-        raise UserError(f"the capture session is {show(given)}; use 1 to {MAX_CAPTURE} printable ASCII characters")
-    return given
+        session = credential.partition(CAPTURE_SEPARATOR)[2].strip() or None
+    if session is not None and not (0 < len(session) <= MAX_CAPTURE and session.isascii() and session.isprintable()):
+        raise UserError(f"the capture session is {show(session)}; use 1 to {MAX_CAPTURE} printable ASCII characters")
+    return session
 
 
 def is_openai(request: Request) -> bool:
@@ -515,10 +515,10 @@ async def read_json(request: Request, model: type[B]) -> B:
     body = await read_body(request, bodies.JSON_TYPE, limit_bytes)
     encoding = request.headers.get("content-encoding")
 
-    def work() -> B:
+    def read() -> B:
         return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)))
 
-    return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
+    return read() if encoding is None and len(body) <= INLINE_BODY_BYTES else await run(read)
 
 
 def request_span(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
@@ -527,18 +527,22 @@ def request_span(request: Request, services: Services, tenant_id: str, name: str
     return services.tracing.span(name.lstrip("_"), request.headers.get("traceparent"), attributes)
 
 
-async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
-    """Call `work` on a worker thread with the request's context. `on` is an executor; the default is for handlers."""
+async def run(function: Callable[..., T], *args: object, on: Executor | None = None) -> T:
+    """Call `function` on a worker thread with the request's context. The default of `on` is the handlers' executor."""
     context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(on, lambda: context.run(work, *args))
+    return await asyncio.get_running_loop().run_in_executor(on, lambda: context.run(function, *args))
 
 
-def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, bodies.JSON_TYPE)
 
 
 MAX_ID_LENGTH = 128
-SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")  # with a path, these save a checkpoint
+SAVE_KINDS = (
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+)  # with a path, these save a checkpoint
 
 Check = Callable[[Model, str], int]
 """Validates a request for (model, request_id). Returns its number of tokens, or raises UserError."""
@@ -554,30 +558,30 @@ class ModelRequest(Body):
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A validated request, which is stored before the response is sent. Without a seq_id it takes the model's next one.
-    `more` are the fields of the response other than the request_id.
+    `extra_fields` are the fields of the response other than the request_id.
     """
 
     new: NewFuture
     refusal: UserError | None = None
-    more: JsonObject = field(default_factory=dict)
+    extra_fields: JsonObject = field(default_factory=dict)
 
 
-def stored(services: Services, submitted: Submission) -> JsonObject:
+def store_submission(services: Services, submission: Submission) -> JsonObject:
     """Store a request and return the response."""
-    if submitted.new.seq_id is None:
-        request_id = _submit_next(services, submitted)
+    if submission.new.seq_id is None:
+        request_id = _submit_next(services, submission)
     else:
-        request_id = services.futures.submit(submitted.new, submitted.refusal)
-    if submitted.refusal is not None:  # a poll of the whole session may already be waiting for it
+        request_id = services.futures.submit(submission.new, submission.refusal)
+    if submission.refusal is not None:  # a poll of the whole session may already be waiting for it
         services.waiters.wake_from_thread([request_id])
-    return {"request_id": request_id, **submitted.more}
+    return {"request_id": request_id, **submission.extra_fields}
 
 
 def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, check: Check) -> Submission:
     """Validate one operation on a model and return its Submission. Without a seq_id it takes the model's next one."""
     if seq_id is not None:
         check_seq_id(seq_id, first=1)
-    model = owned_model(call, model_id)
+    model = get_trainable_model(call, model_id)
     request_id = f"{model.model_id}:{seq_id}"
     bind_contextvars(model_id=model.model_id, request_id=request_id)
     num_tokens, refusal = 0, None
@@ -605,44 +609,44 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
     return Submission(new, refusal, {"model_id": model.model_id})
 
 
-def _submit_next(services: Services, submitted: Submission) -> str:
+def _submit_next(services: Services, submission: Submission) -> str:
     """Store a request under the model's next number. Its id is unique, so that a collision is detected."""
-    new, futures = submitted.new, services.futures
+    new, futures = submission.new, services.futures
     assert new.model_id is not None
     while True:
         seq_id = futures.next_seq_id(new.model_id)
         request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
         with suppress(SeqIdTakenError):  # a concurrent request took the number
-            return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), submitted.refusal)
+            return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), submission.refusal)
 
 
 def submit_json_operation(
     call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
 ) -> Submission:
-    """Like `submit_operation`, for a JSON body with model_id and seq_id. `refusal` is an error known before."""
-    named = draft.part(ModelRequest)
+    """Validate an operation with a JSON body and return its Submission. `refusal` is an error known before."""
+    ids = draft.read_required(ModelRequest)
 
-    def checked(model: Model, request_id: str) -> int:
+    def check_body(model: Model, request_id: str) -> int:
         if refusal is not None:
             raise refusal
         check(model, draft.read())
-        if kind in SAVES and draft.values.get("path") is not None:
+        if kind in SAVE_KINDS and draft.values.get("path") is not None:
             call.services.quotas.admit_checkpoint(call.tenant_id, request_id)
         return 0
 
-    return submit_operation(call, kind, named.model_id, named.seq_id, checked)
+    return submit_operation(call, kind, ids.model_id, ids.seq_id, check_body)
 
 
-def owned_model(call: Call, model_id: str) -> Model:
+def get_trainable_model(call: Call, model_id: str) -> Model:
     """Return a model of the tenant whose session has not ended. Raises UserError otherwise."""
     if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # protobuf does not bound it
         raise NotFoundError(f"model_id {show(model_id)} is unknown")
-    model, ended = call.services.models.get_with_session(call.tenant_id, model_id)
+    model, end_reason = call.services.models.get_with_session(call.tenant_id, model_id)
     if model.state == "copied":
         raise UserError(
             f"training run {model_id!r} holds a copied checkpoint ({model.reason}) and cannot be trained; "
             "create a model from its checkpoint (create_training_client_from_state)"
         )
-    if ended is not None:
-        raise session_has_ended(model.session_id, ended)
+    if end_reason is not None:
+        raise session_has_ended(model.session_id, end_reason)
     return model

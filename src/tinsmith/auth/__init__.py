@@ -34,17 +34,17 @@ class Caller:
 
 
 def user_urn(tenant_id: str) -> str:
-    """The tenant's URN as a user of the API: in tokens, and as the owner of sessions, runs and usage."""
+    """Return the tenant's URN as a user of the API: in tokens, and as the owner of sessions, runs and usage."""
     return f"tml:organization_user:{tenant_id}"
 
 
 def user_email(tenant_id: str) -> str:
-    """An undeliverable address, since the API has one for every user."""
+    """Return an undeliverable address, since the API has one for every user."""
     return f"{tenant_id}@{NO_MAIL_DOMAIN}"
 
 
 def check_form(credential: str | None, prefixes: tuple[str, ...] = (KEY_PREFIX,)) -> str:
-    """The credential, if it is a token or a key that starts with one of these. Raises NotAuthenticatedError."""
+    """Return the credential if it is a token or a key that starts with one of these. Raises NotAuthenticatedError."""
     if not credential:
         raise MissingKeyError(f"the header X-API-Key is missing; set TINKER_API_KEY to a key like '{prefixes[0]}...'")
     if not credential.startswith((*prefixes, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:

@@ -57,20 +57,20 @@ class Keys:
         secret = prefix + secrets.token_urlsafe(KEY_BYTES)
         created_at = now()
         row = {"tenant_id": tenant_id, "name": name, "digest": digest_of(secret), "created_at": created_at}
-        mine = TENANTS.c.tenant_id == tenant_id
+        is_tenant = TENANTS.c.tenant_id == tenant_id
         with self._db.write() as connection:
-            known = connection.execute(sa.select(TENANTS.c.quotas).where(mine)).one_or_none()
-            if known is None:
+            tenant_row = connection.execute(sa.select(TENANTS.c.quotas).where(is_tenant)).one_or_none()
+            if tenant_row is None:
                 values = {"tenant_id": tenant_id, "quotas": dict(quotas or {}), "created_at": created_at}
                 connection.execute(TENANTS.insert(), values)
             elif quotas:
-                connection.execute(TENANTS.update().where(mine).values(quotas={**known.quotas, **quotas}))
+                connection.execute(TENANTS.update().where(is_tenant).values(quotas={**tenant_row.quotas, **quotas}))
             key_id = connection.execute(KEYS.insert().returning(KEYS.c.key_id), row).scalar_one()
             connection.execute(entry(tenant_id, "key_created", {"key_id": key_id, "name": name}))
         return Key(key_id, tenant_id, name, created_at, None), secret
 
     def list_all(self) -> list[Key]:
-        """All keys, revoked ones included, oldest first."""
+        """Return all keys, revoked ones included, oldest first."""
         return [Key(**row._mapping) for row in self._db.rows(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
 
     def of_tenant(self, tenant_id: str) -> list[Key]:
@@ -79,9 +79,9 @@ class Keys:
 
     def revoke(self, key_id: int) -> Key:
         """Revoke a key; a second revocation changes nothing. Raises NotFoundError."""
-        mine = KEYS.c.key_id == key_id
+        is_key = KEYS.c.key_id == key_id
         with self._db.write() as connection:
-            active = KEYS.update().where(mine, KEYS.c.revoked_at.is_(None))
+            active = KEYS.update().where(is_key, KEYS.c.revoked_at.is_(None))
             changed = connection.execute(active.values(revoked_at=now())).rowcount
             row = connection.execute(_BY_ID, {"key_id": key_id}).one_or_none()
             if row is None:
@@ -91,7 +91,7 @@ class Keys:
         return Key(**row._mapping)
 
     def find(self, secret: str) -> Key | None:
-        """The key with this secret, revoked or not."""
+        """Return the key with this secret, revoked or not."""
         digest = digest_of(secret)
         row = self._db.first(_BY_DIGEST, {"digest": digest})
         # The timing of the lookup reveals at most digests, which a caller cannot choose.
@@ -109,7 +109,7 @@ class Keys:
 
 
 def digest_of(secret: str) -> str:
-    """SHA-256 of the secret. A key has 256 random bits, so one round is enough."""
+    """Return the SHA-256 of the secret. A key has 256 random bits, so one round is enough."""
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 

@@ -25,10 +25,10 @@ from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.futures import NewFuture
 
-COUNTED_EVERY_S = 1.0
-COUNTED_WHEN_FULL_EVERY_S = 0.2
-LIMITS_READ_EVERY_S = 5.0
-LONGEST_WAIT_S = 30.0  # the SDK ignores a Retry-After above 60
+COUNT_INTERVAL_S = 1.0
+FULL_COUNT_INTERVAL_S = 0.2
+LIMITS_REFRESH_S = 5.0
+MAX_RETRY_AFTER_S = 30.0  # the SDK ignores a Retry-After above 60
 MAX_TENANTS = 10_000
 """Most tenants in memory; exceeded only while more are active."""
 
@@ -61,20 +61,20 @@ class _Tenant:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     limits: QuotaLimits = field(default_factory=QuotaLimits)
-    limits_read_at: float = -LIMITS_READ_EVERY_S
+    limits_read_at: float = -LIMITS_REFRESH_S
     requests: int = 0
     bytes: int = 0
-    counted_at: float = -COUNTED_EVERY_S
+    counted_at: float = -COUNT_INTERVAL_S
     level: float | None = None
     filled_at: float = 0.0
     used_at: float = 0.0
 
-    def is_idle(self, moment: float) -> bool:
+    def is_idle(self, now_s: float) -> bool:
         """Whether the tenant can be evicted: it has no request in progress, and its token bucket is full."""
-        if moment - self.used_at < IDLE_S:
+        if now_s - self.used_at < IDLE_S:
             return False
         per_s = self.limits.tokens_per_minute / 60
-        return self.level is None or self.level + per_s * (moment - self.filled_at) >= self.limits.tokens_per_minute
+        return self.level is None or self.level + per_s * (now_s - self.filled_at) >= self.limits.tokens_per_minute
 
 
 _COUNT = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(FUTURES.c.body_bytes), 0)).where(
@@ -90,7 +90,7 @@ _FIRST_WAITING = (
 )
 
 
-class Reserved:
+class ReservedBytes:
     """The bytes of uploads under way on this server, by quota and tenant."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Reserved:
 class Reservation:
     """The bytes of one upload under way, which count against a quota until the end of a `with` block."""
 
-    def __init__(self, name: str, limit: int, stored: int, reserved: Reserved, tenant_id: str) -> None:
+    def __init__(self, name: str, limit: int, stored: int, reserved: ReservedBytes, tenant_id: str) -> None:
         self._name, self._limit, self._stored = name, limit, stored
         self._reserved, self._key = reserved, (name, tenant_id)
         self._reserved_bytes = 0
@@ -113,7 +113,7 @@ class Reservation:
             if missing_bytes > 0 and self._limit and self._stored + total + missing_bytes > self._limit:
                 objects = "files" if self._name == "file_bytes" else "checkpoints"
                 used = f"the {objects} take {self._stored} bytes, and uploads under way {total + missing_bytes}"
-                raise _exceeded(self._name, used, self._limit, "delete some", 5.0)
+                raise _quota_error(self._name, used, self._limit, "delete some", 5.0)
             if missing_bytes > 0:
                 self._reserved.totals[self._key] += missing_bytes
                 self._reserved_bytes += missing_bytes
@@ -137,7 +137,7 @@ class Quotas:
         self._clock = clock
         self._lock = threading.Lock()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
-        self._reserved = Reserved()
+        self._reserved = ReservedBytes()
 
     def admit(self, new: NewFuture) -> None:
         """Count a request before it is stored. Raises TooManyRequestsError."""
@@ -158,14 +158,16 @@ class Quotas:
                 tenant.level -= new.num_tokens
 
     def admission_of_models(self, tenant_id: str) -> Callable[[int], None] | None:
-        """A check for the transaction that creates a model, called with the number of loaded models; None without a
-        limit. The check raises TooManyRequestsError.
+        """Return the check for the transaction that creates a model, called with the number of loaded models; None
+        without a limit. The check raises TooManyRequestsError.
         """
         limit = self.limits(tenant_id).models
 
         def admit(loaded: int) -> None:
             if loaded >= limit:
-                raise _exceeded("models", f"{loaded} models are loaded", limit, "unload one, or end its session", 5.0)
+                raise _quota_error(
+                    "models", f"{loaded} models are loaded", limit, "unload one, or end its session", 5.0
+                )
 
         return admit if limit else None
 
@@ -179,7 +181,7 @@ class Quotas:
         stored = self.checkpoint_bytes(tenant_id)
         if stored >= limit and not (request_id and self._is_stored(request_id)):
             used = f"the checkpoints take {stored} bytes"
-            raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
+            raise _quota_error("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 
     def reserve_file(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
         """Reserve the bytes of a file while it is uploaded. Raises TooManyRequestsError."""
@@ -190,7 +192,7 @@ class Quotas:
         limit = self.limits(tenant_id).response_bytes
         if limit and (stored := self._sum_bytes(RESPONSES, tenant_id)) >= limit:
             used = f"the stored responses take {stored} bytes"
-            raise _exceeded("response_bytes", used, limit, "delete some, or send store=false", 5.0)
+            raise _quota_error("response_bytes", used, limit, "delete some, or send store=false", 5.0)
 
     def reserve_checkpoint(self, tenant_id: str, size_bytes: int = 0) -> Reservation:
         """Reserve the bytes of a checkpoint while its files are uploaded or copied. Raises TooManyRequestsError."""
@@ -203,13 +205,13 @@ class Quotas:
         return Reservation(name, limit, stored, self._reserved, tenant_id).cover(size_bytes)
 
     def checkpoint_bytes(self, tenant_id: str) -> int:
-        """The bytes of the tenant's checkpoints, and of uploads that will become some."""
+        """Return the bytes of the tenant's checkpoints, and of uploads that will become some."""
         return self._sum_bytes(CHECKPOINTS, tenant_id) + self._sum_bytes(
             UPLOADS, tenant_id, UPLOADS.c.purpose == EXTERNAL_UPLOAD
         )
 
     def file_bytes(self, tenant_id: str) -> int:
-        """The bytes of the tenant's files."""
+        """Return the bytes of the tenant's files."""
         return self._sum_bytes(UPLOADS, tenant_id, UPLOADS.c.purpose != EXTERNAL_UPLOAD)
 
     def _sum_bytes(self, table: sa.Table, tenant_id: str, *conditions: sa.ColumnElement[bool]) -> int:
@@ -236,25 +238,26 @@ class Quotas:
             return tenant
 
     def _limits(self, tenant: _Tenant, tenant_id: str) -> QuotaLimits:
-        if self._clock() - tenant.limits_read_at >= LIMITS_READ_EVERY_S:
-            own = self._db.scalar(sa.select(TENANTS.c.quotas).where(TENANTS.c.tenant_id == tenant_id))
-            tenant.limits = replace(self._defaults, **{name: own[name] for name in NAMES if own and name in own})
+        if self._clock() - tenant.limits_read_at >= LIMITS_REFRESH_S:
+            stored_limits = self._db.scalar(sa.select(TENANTS.c.quotas).where(TENANTS.c.tenant_id == tenant_id))
+            stored_limits = {name: limit for name, limit in (stored_limits or {}).items() if name in NAMES}
+            tenant.limits = replace(self._defaults, **stored_limits)
             tenant.limits_read_at = self._clock()
         return tenant.limits
 
     def _queue_refusal(self, tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> TooManyRequestsError | None:
         if not (limits.queued_requests or limits.queued_bytes):
             return None
-        self._count(tenant, new.tenant_id, COUNTED_EVERY_S)
+        self._count(tenant, new.tenant_id, COUNT_INTERVAL_S)
         if _is_full(tenant, limits, new):
-            self._count(tenant, new.tenant_id, COUNTED_WHEN_FULL_EVERY_S)
+            self._count(tenant, new.tenant_id, FULL_COUNT_INTERVAL_S)
         if not _is_full(tenant, limits, new):
             return None
         if limits.queued_requests and tenant.requests >= limits.queued_requests:
             used = f"{tenant.requests} requests are queued"
-            return _exceeded("queued_requests", used, limits.queued_requests, "wait for some to finish", 1.0)
+            return _quota_error("queued_requests", used, limits.queued_requests, "wait for some to finish", 1.0)
         used = f"{tenant.bytes} bytes are queued and this request has {len(new.body)}"
-        return _exceeded("queued_bytes", used, limits.queued_bytes, "wait for some to finish", 1.0)
+        return _quota_error("queued_bytes", used, limits.queued_bytes, "wait for some to finish", 1.0)
 
     def _count(self, tenant: _Tenant, tenant_id: str, every_s: float) -> None:
         if self._clock() - tenant.counted_at >= every_s:
@@ -268,15 +271,15 @@ class Quotas:
             tenant.level = None
             return None
         per_s = limit / 60
-        moment = self._clock()
-        level = limit if tenant.level is None else tenant.level + per_s * (moment - tenant.filled_at)
-        tenant.level, tenant.filled_at = min(level, limit), moment
+        now_s = self._clock()
+        level = limit if tenant.level is None else tenant.level + per_s * (now_s - tenant.filled_at)
+        tenant.level, tenant.filled_at = min(level, limit), now_s
         if num_tokens == 0 or tenant.level > 0:
             return None
         # A request of any size is admitted while the level is positive, so that small ones cannot starve a large one.
-        wait_s = min(max(-tenant.level / per_s, 0.1), LONGEST_WAIT_S)
+        wait_s = min(max(-tenant.level / per_s, 0.1), MAX_RETRY_AFTER_S)
         used = f"{round(limit - tenant.level)} tokens were admitted within a minute"
-        return _exceeded("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
+        return _quota_error("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
 
     def _is_stored(self, request_id: str) -> bool:
         return self._db.scalar(_IS_STORED, {"request_id": request_id}) is not None
@@ -296,18 +299,18 @@ def _is_full(tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> bool:
     return bool(limits.queued_bytes) and tenant.bytes > 0 and tenant.bytes + len(new.body) > limits.queued_bytes
 
 
-def _exceeded(name: str, used: str, limit: int, fix: str, retry_after_s: float) -> TooManyRequestsError:
+def _quota_error(name: str, used: str, limit: int, fix: str, retry_after_s: float) -> TooManyRequestsError:
     return TooManyRequestsError(f"quota {name}: {used}, the limit is {limit}; {fix}", retry_after_s)
 
 
 def read_quotas(texts: Iterable[str]) -> Mapping[str, int]:
-    """`NAME=VALUE` texts as a tenant's own limits. Raises UserError."""
-    found: dict[str, int] = {}
+    """Read `NAME=VALUE` texts as a tenant's own limits. Raises UserError."""
+    quotas: dict[str, int] = {}
     for text in texts:
         name, _, value = text.partition("=")
         if name not in NAMES:
             raise UserError(f"unknown quota {name!r}; the quotas are {', '.join(NAMES)}")
         if not (value.isascii() and value.isdigit()) or int(value) >= 2**63:
             raise UserError(f"quota {name} is {value!r}; it must be an integer of 0 (no limit) or more")
-        found[name] = int(value)
-    return found
+        quotas[name] = int(value)
+    return quotas

@@ -39,12 +39,12 @@ class Signer:
         return hmac.compare_digest(self.sign(purpose, message).encode(), signature.encode(errors="replace"))
 
     def key(self, purpose: str) -> bytes:
-        """The derived key of one purpose, for libraries that sign by themselves."""
+        """Return the derived key of one purpose, for libraries that sign by themselves."""
         return hmac.digest(self._secret, b"tinsmith:" + purpose.encode(), hashlib.sha256)
 
 
 def load_secret(configured: str, data_dir: Path) -> bytes:
-    """The configured secret, or the data directory's, created on first use. Raises SettingsError."""
+    """Return the configured secret, or the data directory's, which is created on first use. Raises SettingsError."""
     if configured:
         return configured.encode()
     path = data_dir / SECRET_FILE

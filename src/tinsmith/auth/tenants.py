@@ -43,8 +43,8 @@ class StoredTenants:
         self._open_until = 0.0
         self._has_keys = False
 
-    def known(self, credential: str | None) -> Caller | None:
-        """The caller, if cached; makes no query. Raises NotAuthenticatedError."""
+    def find_cached(self, credential: str | None) -> Caller | None:
+        """Return the caller if it is cached; makes no query. Raises NotAuthenticatedError."""
         digest = digest_of(check_form(credential, self._prefixes))
         refused_until, reason = self._refusals.get(digest, (0.0, ""))
         if self._clock() < refused_until:
@@ -53,13 +53,13 @@ class StoredTenants:
         return caller if caller is not None and self._clock() < until else None
 
     def is_stranger(self, credential: str | None) -> bool:
-        """Whether looking up the credential may need a query although this server has not accepted it before."""
+        """Whether the lookup of the credential may need a query although this server has not accepted it before."""
         text = check_form(credential, self._prefixes)
-        return not self.known_to_accept_anyone() and digest_of(text) not in self._cache
+        return not self.cached_accepts_anyone() and digest_of(text) not in self._cache
 
     @contextmanager
     def admit_stranger(self) -> Iterator[None]:
-        """Surrounds the lookup of a stranger. Must be called from one thread. Raises TooManyRequestsError."""
+        """Admit the lookup of a stranger in a `with` block, from one thread only. Raises TooManyRequestsError."""
         if self._num_strangers >= MAX_STRANGERS:
             raise TooManyRequestsError("too many unknown API keys are being checked; send the request again", 1.0)
         self._num_strangers += 1
@@ -69,7 +69,7 @@ class StoredTenants:
             self._num_strangers -= 1
 
     def authenticate(self, credential: str | None) -> Caller:
-        """The caller that the credential names. Raises NotAuthenticatedError."""
+        """Return the caller that the credential names. Raises NotAuthenticatedError."""
         text = check_form(credential, self._prefixes)
         if self.accepts_anyone():
             caller = Caller(LOCAL_TENANT)
@@ -81,24 +81,24 @@ class StoredTenants:
         self._add_to_cache(digest_of(text), caller)
         return caller
 
-    def known_to_accept_anyone(self) -> bool | None:
-        """`accepts_anyone` from the cache; None if it needs a query."""
+    def cached_accepts_anyone(self) -> bool | None:
+        """Return `accepts_anyone` from the cache; None if it needs a query."""
         return not self._has_keys if self._has_keys or self._clock() < self._open_until else None
 
     def accepts_anyone(self) -> bool:
         """Whether every well-formed credential is accepted, so that the server must listen on loopback only."""
-        if (known := self.known_to_accept_anyone()) is not None:
-            return known
+        if (cached := self.cached_accepts_anyone()) is not None:
+            return cached
         self._has_keys = self._keys.any()
         self._open_until = self._clock() + CACHE_S
         return not self._has_keys
 
     def keys_of(self, tenant_id: str) -> list[Key]:
-        """The tenant's keys, revoked ones included, oldest first."""
+        """Return the tenant's keys, revoked ones included, oldest first."""
         return self._keys.of_tenant(tenant_id)
 
     def issue_token(self, caller: Caller) -> str:
-        """A token for the same caller."""
+        """Return a token for the same caller."""
         return self._tokens.issue(caller)
 
     def revoke(self, caller: Caller) -> None:
@@ -135,13 +135,13 @@ class StoredTenants:
         return caller
 
     def _add_to_cache(self, digest: str, caller: Caller) -> None:
-        moment = self._clock()
+        now_s = self._clock()
         if len(self._cache) >= MAX_CACHED:
             # Without keys every well-formed credential is accepted, so the cache must be bounded.
-            self._cache = {key: kept for key, kept in self._cache.copy().items() if kept[0] > moment}
+            self._cache = {key: cached for key, cached in self._cache.copy().items() if cached[0] > now_s}
             if len(self._cache) >= MAX_CACHED:
                 self._cache = {}
-        until = moment + CACHE_S
+        until = now_s + CACHE_S
         if caller.key_id == 0:
             until = min(until, self._open_until)
         self._cache[digest] = (until, caller)

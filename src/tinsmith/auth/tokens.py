@@ -42,7 +42,7 @@ class Tokens:
         return jwt.encode(claims, self._key, algorithm=ALGORITHM)
 
     def read(self, token: str) -> Caller:
-        """The caller that the token names. Raises InvalidTokenError."""
+        """Return the caller that the token names. Raises InvalidTokenError."""
         # Expiry is checked below, by `clock`; the library would use the machine's time.
         try:
             claims = jwt.decode(

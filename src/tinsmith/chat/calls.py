@@ -156,17 +156,17 @@ class CallAssembler:
         if source:
             self._add_text(source)
 
-    def _add_text(self, new: str) -> None:
-        if self._is_separate and new:
-            new = "\n" + new if self._has_text else new
+    def _add_text(self, new_text: str) -> None:
+        if self._is_separate and new_text:
+            new_text = "\n" + new_text if self._has_text else new_text
             self._is_separate = False
-        text = self._space + new
+        text = self._space + new_text
         if not self._has_text and self.num_calls:
             text = text.lstrip()
-        written = text.rstrip()
-        self._space = text[len(written) :]
-        if written:
-            self._parts.append(written)
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._parts.append(stripped)
             self._has_text = True
 
 

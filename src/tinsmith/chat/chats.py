@@ -10,11 +10,25 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, GenerationRequest, bounded
-from tinsmith.chat.images import Prompt, prompt_of
-from tinsmith.chat.splicing import Recorded, digest_of, digests_of, splice
-from tinsmith.chat.texts import SWITCH, Channels, Message, Text, channels_of, tags_of, thinking_of
-from tinsmith.chat.tools import MAX_TOOLS, OPEN, GivenTool, ToolChoice, ToolUse, read_tools, select_tools
+from tinsmith.chat.generation_request import (
+    MAX_TOKENS,
+    MAX_TOP_LOGPROBS,
+    GenerationPlan,
+    GenerationRequest,
+    check_grammar_size,
+)
+from tinsmith.chat.images import Prompt, encode_conversation
+from tinsmith.chat.splicing import FindRecording, digest_of, digests_of, splice
+from tinsmith.chat.tokenizer import (
+    SWITCH,
+    Channels,
+    Message,
+    ModelTokenizer,
+    find_any_tags,
+    find_channels,
+    find_reasoning_tags,
+)
+from tinsmith.chat.tools import MAX_TOOLS, OPEN, ToolChoice, ToolField, ToolUse, read_tools, select_tools
 from tinsmith.chat.turns import fit_turns
 from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
@@ -38,19 +52,19 @@ MAX_PROMPTS = 1024
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
-def _arguments(given: str) -> dict[str, Any]:
+def _parse_arguments(text: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(given or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise validation_error(f"is {show(given)}; it must be a JSON object")
+        raise validation_error(f"is {show(text)}; it must be a JSON object")
     return arguments
 
 
 class CalledFunction(ClosedBody):
     name: fields.Text
-    arguments: Annotated[LongText, AfterValidator(_arguments)] = Field("", validate_default=True)
+    arguments: Annotated[LongText, AfterValidator(_parse_arguments)] = Field("", validate_default=True)
 
 
 class RecordedCall(ClosedBody):
@@ -80,7 +94,7 @@ class TextPart(ClosedBody):
         return self
 
     @property
-    def shown(self) -> Mapping[str, object]:
+    def template_part(self) -> Mapping[str, object]:
         if self.image_url is None:
             return {"type": "text", "text": self.text}
         return {"type": "image_url", "image_url": {"url": self.image_url.url}}
@@ -101,7 +115,7 @@ class ChatMessage(VendorMessageFields):
             raise validation_error("has no content; only an assistant's message may omit it")
         return self
 
-    def shown(self, template: str) -> Mapping[str, object]:
+    def to_template(self, template: str) -> Mapping[str, object]:
         """Return the message for a chat template. Arguments of calls become objects, and text parts are joined by line
         ends; a message with images keeps its parts.
         """
@@ -109,7 +123,7 @@ class ChatMessage(VendorMessageFields):
         content = self.content or ""
         text: object = content if isinstance(content, str) else "\n".join(part.text for part in content)
         if not isinstance(content, str) and any(part.image_url for part in content):
-            text = [part.shown for part in content]
+            text = [part.template_part for part in content]
         reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
         values = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
         if "message.thinking" in template:  # harmony's name for it
@@ -135,7 +149,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[ToolField], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -167,22 +181,28 @@ class ChatRequest(VendorChatFields, GenerationRequest):
                 )
         return self
 
-    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
-        """`recorded` looks up the exchanges captured in the chat's session. Raises RequestError."""
-        template = text.template.source
-        choice, listed = select_tools(self.tools, self.tool_choice)
-        tools = read_tools(listed, choice, self.parallel_tool_calls, template, text.has_token(OPEN), self.structure)
-        rendered, images = self.render_prompt(text, tools)
+    def plan(self, tokenizer: ModelTokenizer, find_recording: FindRecording | None = None) -> GenerationPlan:
+        """Plan the sampling and the response. `find_recording` looks up the exchanges captured in the chat's session.
+        Raises RequestError.
+        """
+        template = tokenizer.template.source
+        choice, allowed_tools = select_tools(self.tools, self.tool_choice)
+        tools = read_tools(
+            allowed_tools, choice, self.parallel_tool_calls, template, tokenizer.has_token(OPEN), self.structure
+        )
+        rendered, images = self.render_prompt(tokenizer, tools)
         conversation = None
-        if recorded is not None and not (images or self.prompt_token_ids or self.continue_final_message):
-            rendered, conversation = self._spliced(text, tools, rendered, recorded)
-        prompt = self.kept(rendered)
+        if find_recording is not None and not (images or self.prompt_token_ids or self.continue_final_message):
+            rendered, conversation = self._splice_recording(tokenizer, tools, rendered, find_recording)
+        prompt = self.truncate_prompt(rendered)
         if images and len(prompt) < len(rendered):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         grammar = tools.grammar() if tools else self.structure
-        params = self.params(text, max_tokens, grammar and bounded(grammar), tools.stops if tools else ())
-        counted = thinking_of(text, prompt) if may_think(params, tools) else None
+        params = self.params(
+            tokenizer, max_tokens, grammar and check_grammar_size(grammar), tools.stops if tools else ()
+        )
+        counted_tags = find_reasoning_tags(tokenizer, prompt) if may_think(params, tools) else None
         plan = GenerationPlan(
             name=self.model,
             prompts=(prompt,),
@@ -190,42 +210,44 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             params=params,
             top_logprobs=self.top_logprobs if self.logprobs else None,
             tools=tools,
-            thinking=counted if self.separate_reasoning else None,
-            counted=counted,
-            channels=self._channels(text, prompt, may_think(params, tools) or tools is not None),
+            reasoning_tags=counted_tags if self.separate_reasoning else None,
+            counted_tags=counted_tags,
+            channels=self._channels(tokenizer, prompt, may_think(params, tools) or tools is not None),
             images=images,
             conversation=conversation,
             ignored=self._template_variables(template)[1],
-            **self.shown(),
+            **self.response_options(),
         )
-        return plan if self.include_reasoning else hide_reasoning(plan, text)
+        return plan if self.include_reasoning else hide_reasoning(plan, tokenizer)
 
-    def _spliced(
-        self, text: Text, tools: ToolUse | None, given: list[int], recorded: Recorded
+    def _splice_recording(
+        self, tokenizer: ModelTokenizer, tools: ToolUse | None, rendered: list[int], find_recording: FindRecording
     ) -> tuple[list[int], str]:
         """Return the prompt with the recorded tokens of earlier completions, and the digest of the chat."""
-        messages = self._template_messages(text, tools)
+        messages = self._template_messages(tokenizer, tools)
         definitions = [tool.definition for tool in tools.tools] if tools else None
-        variables, _ = self._template_variables(text.template.source)
-        spliced = splice(text, messages, definitions, variables, recorded, generation_prompt=self.add_generation_prompt)
-        return spliced or given, digests_of(digest_of(definitions, variables), messages)[-1]
+        variables, _ = self._template_variables(tokenizer.template.source)
+        spliced = splice(
+            tokenizer, messages, definitions, variables, find_recording, generation_prompt=self.add_generation_prompt
+        )
+        return spliced or rendered, digests_of(digest_of(definitions, variables), messages)[-1]
 
-    def _template_messages(self, text: Text, tools: ToolUse | None) -> list[Message]:
-        messages = [message.shown(text.template.source) for message in self.messages]
-        return fit_turns(text.template, messages, tools=tools is not None)
+    def _template_messages(self, tokenizer: ModelTokenizer, tools: ToolUse | None) -> list[Message]:
+        messages = [message.to_template(tokenizer.template.source) for message in self.messages]
+        return fit_turns(tokenizer.template, messages, tools=tools is not None)
 
-    def render_prompt(self, text: Text, tools: ToolUse | None) -> Prompt:
+    def render_prompt(self, tokenizer: ModelTokenizer, tools: ToolUse | None) -> Prompt:
         """Return the messages rendered by the model's chat template, or the token ids that replace them."""
         if self.prompt_token_ids:
-            if any(isinstance(each.content, list) and any(part.image_url for part in each.content)
-                   for each in self.messages):  # fmt: skip
+            if any(isinstance(message.content, list) and any(part.image_url for part in message.content)
+                   for message in self.messages):  # fmt: skip
                 raise not_supported("prompt_token_ids", "together with images; send one of them")
             return self.prompt_token_ids, ()
-        return prompt_of(
-            text,
-            self._template_messages(text, tools),
+        return encode_conversation(
+            tokenizer,
+            self._template_messages(tokenizer, tools),
             [tool.definition for tool in tools.tools] if tools else None,
-            self._template_variables(text.template.source)[0],
+            self._template_variables(tokenizer.template.source)[0],
             generation_prompt=self.add_generation_prompt,
             continues=self.continue_final_message,
             special=self.add_special_tokens,
@@ -235,10 +257,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     def _grammar_field(self) -> str:
         return super()._grammar_field if self.structure else "tools"
 
-    def _channels(self, text: Text, prompt: Sequence[int], written: bool) -> Channels | None:
+    def _channels(self, tokenizer: ModelTokenizer, prompt: Sequence[int], may_write: bool) -> Channels | None:
         """Return the completion's channels; None if special tokens are shown or a grammar excludes channels."""
-        found = channels_of(text, prompt) if written and self.skip_special_tokens else None
-        return found if found is None or self.separate_reasoning else replace(found, thoughts="text")
+        channels = find_channels(tokenizer, prompt) if may_write and self.skip_special_tokens else None
+        return channels if channels is None or self.separate_reasoning else replace(channels, reasoning_mode="text")
 
     def _template_variables(self, template: str) -> tuple[dict[str, object], dict[str, str]]:
         """Return the template's variables, and the fields that the template does not read, with the reasons."""
@@ -269,22 +291,22 @@ class ChatRequest(VendorChatFields, GenerationRequest):
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
     """Whether a completion may contain reasoning. A grammar from the first token on excludes it."""
-    bound = params.adjustments is not None and params.adjustments.grammar is not None
-    return not bound or (tools is not None and tools.choice == "auto" and tools.answer is None)
+    has_grammar = params.adjustments is not None and params.adjustments.grammar is not None
+    return not has_grammar or (tools is not None and tools.choice == "auto" and tools.answer_grammar is None)
 
 
-def hide_reasoning(plan: GenerationPlan, text: Text) -> GenerationPlan:
+def hide_reasoning(plan: GenerationPlan, tokenizer: ModelTokenizer) -> GenerationPlan:
     """Return the plan of a response without reasoning, which is still counted."""
     if plan.channels is not None:
-        return replace(plan, channels=replace(plan.channels, thoughts="hidden"))
-    hidden = tags_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
-    return replace(plan, thinking=None, hidden=hidden, counted=hidden)
+        return replace(plan, channels=replace(plan.channels, reasoning_mode="hidden"))
+    hidden_tags = find_any_tags(tokenizer, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
+    return replace(plan, reasoning_tags=None, hidden_tags=hidden_tags, counted_tags=hidden_tags)
 
 
 # Completions: a prompt is text or token ids.
 
 
-def _prompts(prompt: object) -> list[object]:
+def _list_prompts(prompt: object) -> list[object]:
     if isinstance(prompt, str) or _is_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list) or not 0 < len(prompt) <= MAX_PROMPTS:
@@ -295,19 +317,23 @@ def _prompts(prompt: object) -> list[object]:
 
 
 def _is_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 0 and all(type(one) is int and 0 <= one < 2**31 for one in prompt)
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in prompt)
+    )
 
 
-def _count(given: object) -> object:
-    return {True: 1, False: None}[given] if isinstance(given, bool) else given
+def _read_count(value: object) -> object:
+    return {True: 1, False: None}[value] if isinstance(value, bool) else value
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema({"type": ["string", "array"]})]
+    prompt: Annotated[Any, AfterValidator(_list_prompts), WithJsonSchema({"type": ["string", "array"]})]
     """A text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="0 only with echo")] = DEFAULT_MAX_TOKENS
     logprobs: (
-        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="true is 1"), BeforeValidator(_count)] | None
+        Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="true is 1"), BeforeValidator(_read_count)] | None
     ) = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -327,30 +353,32 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[object]:
         return [self.prompt_token_ids] if self.prompt_token_ids else self.prompt
 
-    def plan(self, text: Text) -> GenerationPlan:
-        """Raises RequestError."""
+    def plan(self, tokenizer: ModelTokenizer) -> GenerationPlan:
+        """Plan the sampling and the response. Raises RequestError."""
         echo_only = self.echo and self.max_tokens == 0
         special = self.add_special_tokens
-        prompts = (_prompt(one, f"prompt[{index}]", text, special) for index, one in enumerate(self.prompts))
+        prompts = (
+            _encode_prompt(prompt, f"prompt[{index}]", tokenizer, special) for index, prompt in enumerate(self.prompts)
+        )
         return GenerationPlan(
             name=self.model,
-            prompts=tuple(map(self.kept, prompts)),
+            prompts=tuple(map(self.truncate_prompt, prompts)),
             num_choices=self.n,
-            params=self.params(text, 1 if echo_only else self.max_tokens, self.structure),
+            params=self.params(tokenizer, 1 if echo_only else self.max_tokens, self.structure),
             top_logprobs=self.logprobs,
             echo=self.echo,
             echo_only=echo_only,
             prompt_field="prompt",
-            **self.shown(),
+            **self.response_options(),
         )
 
 
-def _prompt(prompt: object, where: str, text: Text, special: bool) -> Sequence[int]:
+def _encode_prompt(prompt: object, field: str, tokenizer: ModelTokenizer, special: bool) -> Sequence[int]:
     if isinstance(prompt, str):
-        found = text.encode(prompt, special=special)
-        if not found:
-            raise RequestError("prompt", f"{where} is empty; it must have at least one token")
-        return found
+        token_ids = tokenizer.encode(prompt, special=special)
+        if not token_ids:
+            raise RequestError("prompt", f"{field} is empty; it must have at least one token")
+        return token_ids
     if isinstance(prompt, list) and _is_ids(prompt):
         return prompt
-    raise RequestError("prompt", f"{where} is {show(prompt)}; it must be a text or a list of token ids")
+    raise RequestError("prompt", f"{field} is {show(prompt)}; it must be a text or a list of token ids")

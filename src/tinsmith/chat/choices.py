@@ -1,6 +1,6 @@
 """Decodes one completion token by token into reasoning, text, tool calls and logprobs.
 
-A `Choice` takes the tokens of one sequence, all at once or one by one, and returns pieces. The joined pieces of a
+A `Choice` takes the tokens of one sequence, all at once or one by one, and returns deltas. The joined deltas of a
 stream are the whole completion. Text is held back while its meaning is undecided: an incomplete character, a possible
 prefix of a stop string, a possible tool call. Text and calls are returned in their order.
 
@@ -17,7 +17,7 @@ from tinsmith.chat.calls import CallAssembler, ToolCall
 from tinsmith.chat.detokenizer import TextDecoder
 from tinsmith.chat.dialects.marked import partial_length
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 
 LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
@@ -26,7 +26,7 @@ TopRow = tuple[Sequence[int], Sequence[float]]
 
 
 @dataclass(slots=True)
-class ShownToken:
+class CompletionToken:
     """A token of the completion; `top` are the most likely tokens at its position. `offset` is the index of its text in
     the completion, which is known once its character is complete.
     """
@@ -38,15 +38,15 @@ class ShownToken:
 
 
 @dataclass(slots=True)
-class TextPiece:
-    """The next piece of a completion. Reasoning precedes `parts`: text and calls in their order. `text` is the text
+class CompletionDelta:
+    """The next part of a completion. Reasoning precedes `parts`: text and calls in their order. `text` is the text
     alone; text after a call begins a line of its own in it.
     """
 
     reasoning: str = ""
     text: str = ""
-    tokens: list[ShownToken] = field(default_factory=list)
-    sampled: list[ShownToken] = field(default_factory=list)  # every token in order, if the plan is exact
+    tokens: list[CompletionToken] = field(default_factory=list)
+    sampled: list[CompletionToken] = field(default_factory=list)  # every token in order, if the plan is exact
     parts: list[str | ToolCall] = field(default_factory=list)
 
     @property
@@ -58,34 +58,34 @@ class TextPiece:
 
 
 class Choice:
-    def __init__(self, plan: GenerationPlan, text: Text, index: int) -> None:
+    def __init__(self, plan: GenerationPlan, tokenizer: ModelTokenizer, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []  # all pushed tokens
         self.stopped_by: str | None = None  # the stop string that ended the completion
         self.reasoning_tokens = 0  # reasoning tokens, including the tags
-        self.num_calls = 0  # calls in the returned pieces
+        self.num_calls = 0  # calls in the returned deltas
         self._plan = plan
-        self._text = text
+        self._tokenizer = tokenizer
         self._decoder = self._new_decoder()
-        self._thinking = plan.thinking  # None after the end of the reasoning
-        self._in_reasoning = plan.thinking is not None and plan.thinking.begun
-        self._in_hidden = plan.hidden is not None and plan.hidden.begun  # inside hidden reasoning
-        self._in_counted = plan.counted is not None and plan.counted.begun  # inside reasoning
+        self._reasoning_tags = plan.reasoning_tags  # None after the end of the reasoning
+        self._in_reasoning = plan.reasoning_tags is not None and plan.reasoning_tags.in_reasoning
+        self._in_hidden = plan.hidden_tags is not None and plan.hidden_tags.in_reasoning  # inside hidden reasoning
+        self._in_counted = plan.counted_tags is not None and plan.counted_tags.in_reasoning  # inside reasoning
         self._hidden_text = ""  # the hidden reasoning
         self._after_tag = False  # directly after hidden reasoning
-        ends = text.end_token_ids if plan.params.stop_eos else frozenset()
-        self._ends = ends | frozenset(plan.params.stop_tokens)
+        end_token_ids = tokenizer.end_token_ids if plan.params.stop_eos else frozenset()
+        self._end_token_ids = end_token_ids | frozenset(plan.params.stop_tokens)
         self._content = ""
         self._text_start = 0  # offset in `_content` of the text after the last tag
         self._assembler: CallAssembler | None = None  # of the text from `_text_start` on
         self._num_read = 0  # characters of `_content` that the assembler has read
         self._num_returned = 0  # number of returned characters, including reasoning and white space
-        self._has_text = False  # whether a returned piece had text
+        self._has_text = False  # whether a returned delta had text
         self._is_after_call = False  # whether a call was returned after the last text
-        self._tokens: list[ShownToken] = []
+        self._tokens: list[CompletionToken] = []
         self._num_tokens_returned = 0
-        self._pending: list[ShownToken] = []  # tokens whose characters are incomplete
-        self._new_sampled: list[ShownToken] = []  # tokens that are not yet part of a piece
+        self._pending: list[CompletionToken] = []  # tokens whose characters are incomplete
+        self._new_sampled: list[CompletionToken] = []  # tokens that are not yet part of a delta
         self._is_over = False  # later tokens are not part of the completion
         self._is_finished = False
         self._min_tokens = plan.params.adjustments.min_tokens if plan.params.adjustments else 0
@@ -93,12 +93,12 @@ class Choice:
 
     def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
         self.token_ids.append(token_id)
-        token = ShownToken(token_id, logprob, top, self._offset)
+        token = CompletionToken(token_id, logprob, top, self._offset)
         if self._plan.exact:
             self._new_sampled.append(token)
         if self._is_over:
             return
-        if token_id not in self._ends:
+        if token_id not in self._end_token_ids:
             self._take(token)
             return
         if self._plan.shows_stop:
@@ -111,7 +111,7 @@ class Choice:
         """The offset of the next token's text."""
         return len(self._content)
 
-    def _take(self, token: ShownToken) -> None:
+    def _take(self, token: CompletionToken) -> None:
         """Take a token that does not end the completion."""
         self._count(token.token_id)
         if self._is_hidden(token.token_id):
@@ -120,36 +120,36 @@ class Choice:
         if not self._is_tag(token.token_id):
             self._decode(token)
 
-    def _decode(self, token: ShownToken) -> None:
+    def _decode(self, token: CompletionToken) -> None:
         """Add the token's text, with that of the tokens before it whose characters it completes."""
         self._pending.append(token)
-        if new := self._decoder.push(token.token_id):
-            self._add(new)
+        if new_text := self._decoder.push(token.token_id):
+            self._add(new_text)
 
     def _flush(self) -> None:
         """Add the text of incomplete characters."""
-        self._add(self._decoder.rest())
+        self._add(self._decoder.flush())
 
     def finish(self) -> None:
         """Call this after the last token."""
         if self._in_hidden:
-            self._hidden_text += "" if self._is_over else self._decoder.rest()
+            self._hidden_text += "" if self._is_over else self._decoder.flush()
         elif not self._is_over:
             self._flush()
         self._is_over = self._is_finished = True
         if self._plan.tools and (self._in_hidden or self._in_reasoning):
             self._end_reasoning_at_call()
 
-    def piece(self) -> TextPiece:
-        """Return the next piece: all decided text that was not returned before."""
+    def take_delta(self) -> CompletionDelta:
+        """Return the next delta: all decided text that was not returned before."""
         end = len(self._content) if self._is_finished else self._before_partial_stop(self._content)
         if self._in_reasoning:
             end = self._read_calls(end)
-            return self._make_piece(self._take_reasoning(end), [], end)
-        if not self._is_finished and self._thinking is not None and not self._content.strip():
-            return self._make_piece("", [], 0)  # reasoning may still begin
+            return self._make_delta(self._take_reasoning(end), [], end)
+        if not self._is_finished and self._reasoning_tags is not None and not self._content.strip():
+            return self._make_delta("", [], 0)  # reasoning may still begin
         reasoning = ""
-        if self._plan.thinking is not None and self._thinking is None:
+        if self._plan.reasoning_tags is not None and self._reasoning_tags is None:
             reasoning = self._take_reasoning(self._text_start)
         end = max(end, self._text_start)
         if self._assembler is None:
@@ -158,49 +158,54 @@ class Choice:
         else:
             end = self._read_calls(end)
             parts = self._assembler.take_parts()
-        return self._make_piece(reasoning, parts, end)
+        return self._make_delta(reasoning, parts, end)
 
-    def _make_piece(self, reasoning: str, parts: Sequence[str | ToolCall], end: int) -> TextPiece:
-        """Make a piece, with the tokens of the text before `end`."""
-        new = TextPiece(reasoning)
+    def _make_delta(self, reasoning: str, parts: Sequence[str | ToolCall], end: int) -> CompletionDelta:
+        """Make a delta, with the tokens of the text before `end`."""
+        delta = CompletionDelta(reasoning)
         for part in parts:
-            self._add_part(new, part)
-        # A tag's token is returned with the text after it, since a piece without text is not sent.
-        while (new or self._is_finished) and self._num_tokens_returned < len(self._tokens):
+            self._add_part(delta, part)
+        # A tag's token is returned with the text after it, since a delta without text is not sent.
+        while (delta or self._is_finished) and self._num_tokens_returned < len(self._tokens):
             token = self._tokens[self._num_tokens_returned]
             if not self._is_finished and token.offset >= end:
                 break
-            new.tokens.append(token)
+            delta.tokens.append(token)
             self._num_tokens_returned += 1
-        if new or self._is_finished:
+        if delta or self._is_finished:
             pending = self._pending[0] if self._pending and not self._is_finished else None
             count = next((at for at, token in enumerate(self._new_sampled) if token is pending), len(self._new_sampled))
-            new.sampled, self._new_sampled = self._new_sampled[:count], self._new_sampled[count:]
-        return new
+            delta.sampled, self._new_sampled = self._new_sampled[:count], self._new_sampled[count:]
+        return delta
 
-    def _add_part(self, new: TextPiece, part: str | ToolCall) -> None:
+    def _add_part(self, delta: CompletionDelta, part: str | ToolCall) -> None:
         if isinstance(part, ToolCall):
             self.num_calls += 1
             self._is_after_call = True
-            new.parts.append(part)
+            delta.parts.append(part)
             return
-        if not self._has_text and not self.num_calls and self._plan.thinking is not None and self._thinking is None:
+        if (
+            not self._has_text
+            and not self.num_calls
+            and self._plan.reasoning_tags is not None
+            and self._reasoning_tags is None
+        ):
             part = part.lstrip()  # white space after the reasoning
         if not part:
             return
-        new.text += "\n" + part if self._is_after_call and self._has_text else part
+        delta.text += "\n" + part if self._is_after_call and self._has_text else part
         self._has_text, self._is_after_call = True, False
-        last = new.parts[-1] if new.parts else None
+        last = delta.parts[-1] if delta.parts else None
         if isinstance(last, str):
-            new.parts[-1] = last + part
+            delta.parts[-1] = last + part
         else:
-            new.parts.append(part)
+            delta.parts.append(part)
 
     def _new_decoder(self) -> TextDecoder:
-        return TextDecoder(self._text, special=self._plan.shows_special)
+        return TextDecoder(self._tokenizer, special=self._plan.shows_special)
 
     def _count(self, token_id: int) -> None:
-        tags = self._plan.counted
+        tags = self._plan.counted_tags
         if tags is not None and (self._in_counted or token_id == tags.open_id):
             self.reasoning_tokens += 1
             self._in_counted = token_id != tags.close_id
@@ -214,7 +219,7 @@ class Choice:
 
     def _is_hidden(self, token_id: int) -> bool:
         """Whether a token is hidden: a tag, or a token of hidden reasoning."""
-        tags = self._plan.hidden
+        tags = self._plan.hidden_tags
         if tags is None:
             return False
         if token_id in (tags.open_id, tags.close_id):
@@ -225,20 +230,20 @@ class Choice:
             self._after_tag = True
             return True
         if self._in_hidden:
-            new = self._decoder.push(token_id)
-            self._hidden_text += new
-            if new and (at := self._find_stop(self._hidden_text, len(new), 0)) is not None:
+            new_text = self._decoder.push(token_id)
+            self._hidden_text += new_text
+            if new_text and (at := self._find_stop(self._hidden_text, len(new_text), 0)) is not None:
                 self._hidden_text = self._hidden_text[:at]
                 self._is_over = True
         return self._in_hidden
 
     def _is_tag(self, token_id: int) -> bool:
         """Whether a token begins or ends the reasoning."""
-        tags = self._thinking
+        tags = self._reasoning_tags
         if tags is None:
             return False
         if self._in_reasoning and token_id == tags.close_id:
-            self._in_reasoning, self._thinking = False, None
+            self._in_reasoning, self._reasoning_tags = False, None
         elif not self._in_reasoning and token_id == tags.open_id and not self._content.strip():
             self._in_reasoning = True
         else:
@@ -260,7 +265,7 @@ class Choice:
             self._content += self._hidden_text[assembler.first_call_at :]
             self._in_hidden = False
         else:
-            self._in_reasoning, self._thinking = False, None
+            self._in_reasoning, self._reasoning_tags = False, None
             self._begin_text(self._text_start + assembler.first_call_at)
 
     def _take_reasoning(self, end: int) -> str:
@@ -290,18 +295,18 @@ class Choice:
             decided = self._assembler.first_call_at
         return self._text_start + decided
 
-    def _add(self, new: str) -> None:
+    def _add(self, new_text: str) -> None:
         """Add the text of the first tokens in `_pending`."""
-        stripped = 0
+        num_stripped = 0
         if self._after_tag and not self._content.strip():
-            stripped = len(new) - len(new.lstrip())  # white space after hidden reasoning
-        self._place_tokens(-stripped)
-        new = new[stripped:]
-        if not new:
+            num_stripped = len(new_text) - len(new_text.lstrip())  # white space after hidden reasoning
+        self._place_tokens(-num_stripped)
+        new_text = new_text[num_stripped:]
+        if not new_text:
             return
-        self._content += new
+        self._content += new_text
         # A stop string does not span a tag.
-        if (at := self._find_stop(self._content, len(new), self._text_start)) is not None:
+        if (at := self._find_stop(self._content, len(new_text), self._text_start)) is not None:
             self._content = self._content[:at]
             self._end_at(at)
 
@@ -318,8 +323,8 @@ class Choice:
         """Return where a text ends whose last `num_new` characters complete a stop string at `first` or later."""
         if len(self.token_ids) <= self._min_tokens:
             return None
-        places = ((stop, max(len(text) - num_new - len(stop) + 1, first)) for stop in self._plan.stops)
-        stops = [(at, stop) for stop, start in places if (at := text.find(stop, start)) >= 0]
+        search_starts = ((stop, max(len(text) - num_new - len(stop) + 1, first)) for stop in self._plan.stops)
+        stops = [(at, stop) for stop, start in search_starts if (at := text.find(stop, start)) >= 0]
         if not stops:
             return None
         at, self.stopped_by = min(stops)

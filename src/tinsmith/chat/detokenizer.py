@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from tinsmith.chat.texts import UNFINISHED, Text
+from tinsmith.chat.tokenizer import REPLACEMENT_CHARACTER, ModelTokenizer
 
 MAX_PENDING = 16
 """Most tokens to wait for until a character is complete."""
@@ -21,61 +21,64 @@ MAX_OPEN = 3
 
 
 class TextDecoder:
-    def __init__(self, text: Text, *, special: bool = False) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, *, special: bool = False) -> None:
         self.starts: list[int] = []
         """The start of each token of the text that was returned last, in that text; the oldest pending token first."""
-        self._text = text
+        self._tokenizer = tokenizer
         self._special = special
         self._window: list[int] = []  # preceding tokens, on which a token's text may depend
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
         self._pending.append(token_id)
-        new = self._new()
-        if not new or (new.endswith(UNFINISHED) and len(self._pending) < MAX_PENDING):
+        pending_text = self._decode_pending()
+        if not pending_text or (pending_text.endswith(REPLACEMENT_CHARACTER) and len(self._pending) < MAX_PENDING):
             return ""
-        num_open = self._num_open(new)
-        if num_open and not self._new(-num_open):
+        num_open = self._num_open(pending_text)
+        if num_open and not self._decode_pending(-num_open):
             return ""
-        return self._settle(new, num_open)
+        return self._settle(pending_text, num_open)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         self.starts = []
-        return self._settle(self._new(), 0) if self._pending else ""
+        return self._settle(self._decode_pending(), 0) if self._pending else ""
 
-    def _new(self, count: int | None = None) -> str:
+    def _decode_pending(self, count: int | None = None) -> str:
         """Return the text of the pending tokens, or of the first `count` of them."""
-        before = self._text.decode(self._window, special=self._special)
+        before = self._tokenizer.decode(self._window, special=self._special)
         tokens = self._window + self._pending[:count]
-        return self._text.decode(tokens, special=self._special)[len(before) :]
+        return self._tokenizer.decode(tokens, special=self._special)[len(before) :]
 
-    def _num_open(self, new: str) -> int:
+    def _num_open(self, pending_text: str) -> int:
         """Return how many of the last pending tokens may belong to an incomplete character."""
-        if not new.endswith(UNFINISHED):
+        if not pending_text.endswith(REPLACEMENT_CHARACTER):
             return 0
         for count in range(MAX_OPEN, 0, -1):
-            if self._new(-count) + self._text.decode(self._pending[-count:], special=self._special) == new:
+            if (
+                self._decode_pending(-count) + self._tokenizer.decode(self._pending[-count:], special=self._special)
+                == pending_text
+            ):
                 return count
         return 0
 
-    def _settle(self, new: str, num_open: int) -> str:
+    def _settle(self, pending_text: str, num_open: int) -> str:
         """Return the text of the pending tokens but the last `num_open`, which stay pending."""
-        later = self._pending[len(self._pending) - num_open :]
-        new = self._new(len(self._pending) - num_open) if later else new
+        open_tokens = self._pending[len(self._pending) - num_open :]
+        pending_text = self._decode_pending(len(self._pending) - num_open) if open_tokens else pending_text
         self._pending = self._pending[: len(self._pending) - num_open]
-        self.starts = [0] if len(self._pending) == 1 else self._starts(new)
-        self._window, self._pending = self._pending, later
-        return new
+        self.starts = [0] if len(self._pending) == 1 else self._starts(pending_text)
+        self._window, self._pending = self._pending, open_tokens
+        return pending_text
 
-    def _starts(self, new: str) -> list[int]:
-        spelled = [self._text.token_bytes(token_id, special=self._special) for token_id in self._pending]
-        if b"".join(spelled).decode(errors="replace") == new:
-            return character_starts(spelled)
+    def _starts(self, pending_text: str) -> list[int]:
+        token_bytes = [self._tokenizer.token_bytes(token_id, special=self._special) for token_id in self._pending]
+        if b"".join(token_bytes).decode(errors="replace") == pending_text:
+            return character_starts(token_bytes)
         # A decoder that is not one of bytes: a token starts where the text before it stops to agree with the whole.
         starts = [0]
         for count in range(1, len(self._pending)):
-            before = self._new(count)
-            starts.append(max(starts[-1], _common_length(before, new)))
+            before = self._decode_pending(count)
+            starts.append(max(starts[-1], _common_length(before, pending_text)))
         return starts
 
 
@@ -85,39 +88,39 @@ def _common_length(first: str, second: str) -> int:
     return next((at for at, (before, after) in pairs if before != after), min(len(first), len(second)))
 
 
-def decode_with_starts(text: Text, tokens: Sequence[int], *, special: bool) -> tuple[str, list[int]]:
+def decode_with_starts(tokenizer: ModelTokenizer, tokens: Sequence[int], *, special: bool) -> tuple[str, list[int]]:
     """Decode tokens and return the text and the start of each token in it."""
-    decoder = TextDecoder(text, special=special)
+    decoder = TextDecoder(tokenizer, special=special)
     decoded: list[str] = []
     starts: list[int] = []
     length = 0
     for token_id in tokens:
-        if new := decoder.push(token_id):
+        if new_text := decoder.push(token_id):
             starts += [length + start for start in decoder.starts]
-            decoded.append(new)
-            length += len(new)
-    decoded.append(decoder.rest())
+            decoded.append(new_text)
+            length += len(new_text)
+    decoded.append(decoder.flush())
     starts += [length + start for start in decoder.starts]
     return "".join(decoded), starts
 
 
-def character_starts(spelled: Sequence[bytes]) -> list[int]:
+def character_starts(parts: Sequence[bytes]) -> list[int]:
     """Return, for each part of a byte string, the index of the character with its first byte in the decoded string,
     where each invalid sequence is one replacement character. An empty part starts where the next one does.
     """
-    ends = list(accumulate(_character_sizes(b"".join(spelled))))
-    offsets = accumulate(map(len, spelled[:-1]), initial=0)
+    ends = list(accumulate(_character_sizes(b"".join(parts))))
+    offsets = accumulate(map(len, parts[:-1]), initial=0)
     return [bisect_right(ends, offset) for offset in offsets]
 
 
-def _character_sizes(spelled: bytes) -> Iterator[int]:
+def _character_sizes(encoded: bytes) -> Iterator[int]:
     """Yield the number of bytes of each character of the decoded string."""
     at = 0
-    for character in spelled.decode(errors="replace"):
+    for character in encoded.decode(errors="replace"):
         size = len(character.encode())
-        if character == UNFINISHED and not spelled.startswith(character.encode(), at):
+        if character == REPLACEMENT_CHARACTER and not encoded.startswith(character.encode(), at):
             # The longest beginning that is one invalid sequence.
-            num_bytes = range(min(3, len(spelled) - at), 0, -1)
-            size = next(n for n in num_bytes if spelled[at : at + n].decode(errors="replace") == UNFINISHED)
+            num_bytes = range(min(3, len(encoded) - at), 0, -1)
+            size = next(n for n in num_bytes if encoded[at : at + n].decode(errors="replace") == REPLACEMENT_CHARACTER)
         yield size
         at += size

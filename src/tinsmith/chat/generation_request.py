@@ -16,8 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from pydantic_core import PydanticCustomError
 
 from tinsmith.chat.schemas import check_grammar, schema_grammar
-from tinsmith.chat.texts import Channels, Thinking
-from tinsmith.chat.texts import Text as ModelText
+from tinsmith.chat.tokenizer import Channels, ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import ToolUse
 from tinsmith.chat.vendor_fields import VendorFields, VendorSamplingFields
 from tinsmith.errors import RequestError, not_supported
@@ -69,10 +68,10 @@ class ModelTarget:
 class GenerationPlan:
     """What to sample, and the contents of the response.
 
-    `top_logprobs` is None for a response without logprobs. `echo` puts the prompt before a completion. `thinking` has
-    the tags of reasoning that is returned apart from the text; without it, reasoning is part of the text, or is removed
-    if `hidden` has its tags. `counted` has the tags by which reasoning tokens are counted. `channels` replaces all
-    three for the harmony format. `prompt_field` is the request's field with the prompt. `prompt_logprobs` is the number
+    `top_logprobs` is None for a response without logprobs. `echo` puts the prompt before a completion. `reasoning_tags`
+    are the tags of reasoning that is returned apart from the text; without them, reasoning is part of the text, or is
+    removed if `hidden_tags` has its tags. Reasoning tokens are counted by `counted_tags`. `channels` replaces all three
+    for the harmony format. `prompt_field` is the request's field with the prompt. `prompt_logprobs` is the number
     of most likely tokens returned per prompt token. With `token_ids` the response has the ids of its tokens; with
     `tokens_as_ids` logprobs name tokens by id. With either, logprobs cover every sampled token, including those that
     are not part of the text. `answer_id` is chosen by the client. `conversation` is the digest of a captured chat.
@@ -89,9 +88,9 @@ class GenerationPlan:
     include_usage: bool = False
     continuous_usage: bool = False
     tools: ToolUse | None = None
-    thinking: Thinking | None = None
-    hidden: Thinking | None = None
-    counted: Thinking | None = None
+    reasoning_tags: ReasoningTags | None = None
+    hidden_tags: ReasoningTags | None = None
+    counted_tags: ReasoningTags | None = None
     channels: Channels | None = None
     prompt_field: str = "messages"
     images: tuple[Image, ...] = ()  # of the one prompt of a chat
@@ -123,7 +122,7 @@ class ContextLengthError(RequestError):
 
     def __init__(self, param: str, num_prompt: int, max_tokens: int | None, context: int) -> None:
         self.num_prompt, self.max_tokens, self.context = num_prompt, max_tokens, context
-        asked = (
+        reason = (
             f"your {param} resulted in {num_prompt} tokens, which leaves none for the completion"
             if max_tokens is None
             else f"you requested {num_prompt + max_tokens} tokens ({num_prompt} in the {param}, {max_tokens} in the "
@@ -131,7 +130,7 @@ class ContextLengthError(RequestError):
         )
         super().__init__(
             param,
-            f"This model's maximum context length is {context} tokens. However, {asked}. Please reduce the length of "
+            f"This model's maximum context length is {context} tokens. However, {reason}. Please reduce the length of "
             f"the {param} or of the completion (max_tokens).",
             "context_length_exceeded",
         )
@@ -151,10 +150,10 @@ class ContextLengthError(RequestError):
 
 def json_grammar(schema: Mapping[str, object] | None, path: str = "response_format.json_schema.schema") -> Grammar:
     """Make the grammar of a JSON schema; without a schema, of any object. Raises RequestError below `path`."""
-    return bounded(schema_grammar({"type": "object"} if schema is None else schema, path))
+    return check_grammar_size(schema_grammar({"type": "object"} if schema is None else schema, path))
 
 
-def bounded(grammar: Grammar) -> Grammar:
+def check_grammar_size(grammar: Grammar) -> Grammar:
     if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
             "response_format",
@@ -164,7 +163,7 @@ def bounded(grammar: Grammar) -> Grammar:
 
 
 class JsonSchemaFormat(ClosedBody):
-    given: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    definition: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     name: Ignored = None
     description: Ignored = None
     strict: Ignored = None
@@ -186,10 +185,10 @@ class ResponseFormat(ClosedBody):
     def grammar(self) -> Grammar | None:
         if self.type == "text":
             return None
-        return json_grammar(self.json_schema.given if self.type == "json_schema" and self.json_schema else None)
+        return json_grammar(self.json_schema.definition if self.type == "json_schema" and self.json_schema else None)
 
 
-def _schema_of(text: str) -> dict[str, Any]:
+def _parse_schema(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -206,27 +205,27 @@ def _read_structure(structure: dict[str, Any], path: str = "structured_outputs.j
         raise support_error(f"{show(present)}; use exactly one of {', '.join(STRUCTURES)}")
     kind, value = present[0], structure[present[0]]
     if kind == "json" and isinstance(value, dict | str):
-        return json_grammar(_schema_of(value) if isinstance(value, str) else value, path)
+        return json_grammar(_parse_schema(value) if isinstance(value, str) else value, path)
     if kind == "regex" and _is_text(value):
-        return bounded(Grammar("regex", value))
+        return check_grammar_size(Grammar("regex", value))
     if kind == "grammar" and isinstance(value, str):
-        return _lark(value)
-    texts = value if isinstance(value, list) and all(_is_text(each) and each for each in value) else []
+        return _read_lark(value)
+    texts = value if isinstance(value, list) and all(_is_text(text) and text for text in value) else []
     if kind == "choice" and 0 < len(texts) <= MAX_STRUCTURED_CHOICES:
-        return bounded(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
+        return check_grammar_size(Grammar("lark", "%llguidance {}\nstart: " + " | ".join(map(json.dumps, texts))))
     raise validation_error(
         f"has the {kind} {show(value)}; json is a schema, regex a string of at most {MAX_TEXT} characters without NUL, "
         f"choice a list of 1 to {MAX_STRUCTURED_CHOICES} such strings that are not empty, grammar a string"
     )
 
 
-def _lark(text: str) -> Grammar:
+def _read_lark(text: str) -> Grammar:
     """Read a grammar in Lark's form. GBNF and EBNF are other forms, with other operators."""
     if "::=" in text:
         raise support_error("a grammar in the form of GBNF or EBNF ('::='); write it in Lark's form, with a rule start")
     if not re.search(r"^\s*\??start(\[.*?\])?\s*:", text, re.MULTILINE):
         raise validation_error(f"has the grammar {show(text)}; it must be in Lark's form, with a rule start")
-    return bounded(Grammar("lark", text))
+    return check_grammar_size(Grammar("lark", text))
 
 
 def _is_text(value: object) -> bool:
@@ -236,26 +235,26 @@ def _is_text(value: object) -> bool:
 # Requests.
 
 
-def _stops(given: object) -> tuple[str, ...]:
-    texts = [given] if isinstance(given, str) else [] if given is None else given
+def _read_stops(value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise validation_error(f"is {show(given)}; use a non-empty string or a list of such strings")
+        raise validation_error(f"is {show(value)}; use a non-empty string or a list of such strings")
     return tuple(texts)
 
 
-def _bad_words(given: list[str]) -> list[str]:
-    if len(given) > MAX_BAD_WORDS or not all(word.strip() and len(word) <= MAX_TEXT for word in given):
-        raise validation_error(f"is {show(given)}; use at most {MAX_BAD_WORDS} strings of 1 to {MAX_TEXT} characters")
-    return given
+def _check_bad_words(words: list[str]) -> list[str]:
+    if len(words) > MAX_BAD_WORDS or not all(word.strip() and len(word) <= MAX_TEXT for word in words):
+        raise validation_error(f"is {show(words)}; use at most {MAX_BAD_WORDS} strings of 1 to {MAX_TEXT} characters")
+    return words
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
-    if len(given) > MAX_BIASES:
-        raise validation_error(f"has {len(given)} tokens; at most {MAX_BIASES} are allowed")
-    for name in given:
+def _read_biases(biases: dict[str, float]) -> dict[int, float]:
+    if len(biases) > MAX_BIASES:
+        raise validation_error(f"has {len(biases)} tokens; at most {MAX_BIASES} are allowed")
+    for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) <= 9):
             raise validation_error(f"has the key {show(name)}; keys are token ids")
-    return {int(name): bias for name, bias in given.items()}
+    return {int(name): bias for name, bias in biases.items()}
 
 
 class StreamOptions(ClosedBody):
@@ -266,7 +265,7 @@ class StreamOptions(ClosedBody):
 
 Stops = Annotated[
     Any,
-    AfterValidator(_stops),
+    AfterValidator(_read_stops),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -285,17 +284,17 @@ class SamplingFields(VendorSamplingFields):
     stop: Stops = ()
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[str, Bias], AfterValidator(_biases)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, Bias], AfterValidator(_read_biases)] = Field(default_factory=dict)
     # Fields of vLLM.
     top_k: Annotated[Integer, Field(description="-1 or 0 turns it off")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    stop_token_ids: Annotated[list[Position], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Position], BeforeValidator(lambda ids: ids or [])] = Field(default_factory=list)
     ignore_eos: bool = False
     best_of: Annotated[Integer | None, Field(description="equal to n")] = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     allowed_token_ids: Annotated[list[Position], Field(min_length=1)] | None = None
-    bad_words: Annotated[list[str], AfterValidator(_bad_words)] = Field(default_factory=list)
+    bad_words: Annotated[list[str], AfterValidator(_check_bad_words)] = Field(default_factory=list)
     structured_outputs: Annotated[dict[str, Any], AfterValidator(_read_structure)] | None = None
     guided_json: Annotated[dict[str, Any] | str, StrOr()] | None = None
     guided_regex: Text | None = None
@@ -329,22 +328,22 @@ class SamplingFields(VendorSamplingFields):
     @property
     def _vendor_structure(self) -> tuple[str, Grammar] | None:
         """Return the grammar of vLLM's fields, and the field that contains it."""
-        given: dict[str, Any] = {"structured_outputs": self.structured_outputs}
+        grammars: dict[str, Any] = {"structured_outputs": self.structured_outputs}
         for kind in STRUCTURES:
             value = getattr(self, f"guided_{kind}")
             try:
-                given[f"guided_{kind}"] = None if value is None else _read_structure({kind: value}, f"guided_{kind}")
+                grammars[f"guided_{kind}"] = None if value is None else _read_structure({kind: value}, f"guided_{kind}")
             except PydanticCustomError as error:
                 if error.type == "unsupported":
                     raise not_supported(f"guided_{kind}", error.message()) from None
                 raise RequestError(f"guided_{kind}", f"guided_{kind} {error.message()}") from None
-        named = [(name, grammar) for name, grammar in given.items() if grammar is not None]
-        if len(named) > 1:
-            raise RequestError(named[1][0], f"{named[1][0]} cannot be combined with {named[0][0]}")
-        return named[0] if named else None
+        set_grammars = [(name, grammar) for name, grammar in grammars.items() if grammar is not None]
+        if len(set_grammars) > 1:
+            raise RequestError(set_grammars[1][0], f"{set_grammars[1][0]} cannot be combined with {set_grammars[0][0]}")
+        return set_grammars[0] if set_grammars else None
 
     def params(
-        self, text: ModelText, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
+        self, tokenizer: ModelTokenizer, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
     ) -> SamplingParams:
         """Return the sampling parameters; `grammar` is that of the response. Raises RequestError."""
         if grammar is not None:
@@ -363,7 +362,7 @@ class SamplingFields(VendorSamplingFields):
             logit_bias=tuple(biases.items()),
             grammar=grammar,
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            bad_words=text.spellings(self.bad_words),
+            bad_words=tokenizer.spellings(self.bad_words),
             min_tokens=self.min_tokens,
         )
         return SamplingParams(
@@ -378,7 +377,7 @@ class SamplingFields(VendorSamplingFields):
             adjustments=None if adjustments == Adjustments() else adjustments,
         )
 
-    def kept(self, prompt: Sequence[int]) -> Sequence[int]:
+    def truncate_prompt(self, prompt: Sequence[int]) -> Sequence[int]:
         """Truncate the prompt to the last tokens that the request keeps."""
         return prompt[-self.truncate_prompt_tokens :] if self.truncate_prompt_tokens else prompt
 
@@ -413,7 +412,7 @@ class GenerationRequest(VendorFields, SamplingFields):
             raise RequestError(structure[0], f"{structure[0]} cannot be combined with response_format")
         return structure[1] if structure else grammar
 
-    def shown(self) -> dict[str, Any]:
+    def response_options(self) -> dict[str, Any]:
         """Return the plan's fields about the response's contents that all requests have."""
         options = self.stream_options
         return {

@@ -11,7 +11,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 
-from tinsmith.chat.texts import Message, Text
+from tinsmith.chat.tokenizer import Message, ModelTokenizer
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Image
 from tinsmith.wire.fields import show
@@ -21,37 +21,45 @@ Prompt = tuple[list[int], tuple[Image, ...]]
 MEDIA_TYPES = {f"image/{form}": form for form in FORMATS}
 
 
-def prompt_of(
-    text: Text,
+def encode_conversation(
+    tokenizer: ModelTokenizer,
     messages: Sequence[Message],
     tools: Sequence[Message] | None = None,
     variables: Mapping[str, object] | None = None,
     **options: bool,
 ) -> Prompt:
-    """Render a conversation; `options` are those of `Text.chat`. Raises UserError for an unsupported image."""
+    """Return a conversation's token ids and images. `options` are those of `ModelTokenizer.chat`. Raises UserError for
+    an unsupported image.
+    """
     images: list[tuple[str, ImageBytes]] = []
-    shown = [_shown(message, f"messages[{index}]", text, images) for index, message in enumerate(messages)]
-    tokens = text.chat(shown, tools, variables, images=bool(images), **options)
-    if not images or text.vision is None:
+    template_messages = [
+        _extract_images(message, f"messages[{index}]", tokenizer, images) for index, message in enumerate(messages)
+    ]
+    tokens = tokenizer.chat(template_messages, tools, variables, images=bool(images), **options)
+    if not images or tokenizer.vision is None:
         return tokens, ()
-    places = [place for place, token_id in enumerate(tokens) if token_id == text.vision.image_token_id]
-    if len(places) != len(images):
+    image_positions = [
+        position for position, token_id in enumerate(tokens) if token_id == tokenizer.vision.image_token_id
+    ]
+    if len(image_positions) != len(images):
         raise RequestError(
             "messages",
-            f"messages have {len(images)} images, but the model's chat template writes {len(places)} image tokens for "
-            "them; remove the image token from texts, or use a model whose template supports images",
+            f"messages have {len(images)} images, but the model's chat template writes {len(image_positions)} image "
+            "tokens for them; remove the image token from texts, or use a model whose template supports images",
         )
-    parts = InputParts(text.vision)
-    begin = 0
-    for place, (where, image) in zip(places, images, strict=True):
-        parts.add_tokens_of(tokens[begin:place])
-        parts.add_image(image, where)
-        begin = place + 1
-    parts.add_tokens_of(tokens[begin:])
+    parts = InputParts(tokenizer.vision)
+    text_start = 0
+    for position, (field, image) in zip(image_positions, images, strict=True):
+        parts.add_tokens_of(tokens[text_start:position])
+        parts.add_image(image, field)
+        text_start = position + 1
+    parts.add_tokens_of(tokens[text_start:])
     return parts.tokens.tolist(), parts.images
 
 
-def _shown(message: Message, where: str, text: Text, images: list[tuple[str, ImageBytes]]) -> Message:
+def _extract_images(
+    message: Message, message_path: str, tokenizer: ModelTokenizer, images: list[tuple[str, ImageBytes]]
+) -> Message:
     """Return the message for a template, with `{"type": "image"}` for each image, and add its images to `images`."""
     content = message.get("content")
     if not isinstance(content, list):
@@ -61,39 +69,48 @@ def _shown(message: Message, where: str, text: Text, images: list[tuple[str, Ima
         if not isinstance(part, Mapping) or part.get("type") != "image_url":
             parts.append(part)
             continue
-        at = f"{where}.content[{index}].image_url"
-        if text.vision is None:
-            raise not_supported(at, "this model takes text only; leave the image out")
-        given = part.get("image_url")
-        images.append((f"{at}.url", read_url(given.get("url") if isinstance(given, Mapping) else given, f"{at}.url")))
+        part_path = f"{message_path}.content[{index}].image_url"
+        if tokenizer.vision is None:
+            raise not_supported(part_path, "this model takes text only; leave the image out")
+        image_url = part.get("image_url")
+        images.append(
+            (
+                f"{part_path}.url",
+                read_data_url(
+                    image_url.get("url") if isinstance(image_url, Mapping) else image_url, f"{part_path}.url"
+                ),
+            )
+        )
         parts.append({"type": "image"})
     return {**message, "content": parts}
 
 
-def read_url(url: object, where: str) -> ImageBytes:
+def read_data_url(url: object, field: str) -> ImageBytes:
     """Read the file in a data URL (RFC 2397)."""
     if not isinstance(url, str):
-        raise RequestError(where, f"{where} is {show(url)}; it must be a data: URL")
-    head, comma, data = url.partition(",")
-    scheme = head.partition(":")[0].lower()
+        raise RequestError(field, f"{field} is {show(url)}; it must be a data: URL")
+    header, comma, data = url.partition(",")
+    scheme = header.partition(":")[0].lower()
     if scheme != "data" or not comma:
-        what = f"the address {show(url)}" if scheme in ("http", "https") else show(url)
-        raise not_supported(where, f"{what}: this server fetches nothing; send the image as data:image/png;base64,...")
-    media_type, *parameters = head[len("data:") :].lower().split(";")
+        description = f"the address {show(url)}" if scheme in ("http", "https") else show(url)
+        raise not_supported(
+            field, f"{description}: this server fetches nothing; send the image as data:image/png;base64,..."
+        )
+    media_type, *parameters = header[len("data:") :].lower().split(";")
     if "base64" not in parameters:
-        raise RequestError(where, f"{where} is not in base64; send data:image/png;base64,...")
-    return from_base64(media_type, data, where)
+        raise RequestError(field, f"{field} is not in base64; send data:image/png;base64,...")
+    return decode_image(media_type, data, field)
 
 
-def from_base64(media_type: str, data: str, where: str) -> ImageBytes:
-    form = MEDIA_TYPES.get(media_type.replace("image/jpg", "image/jpeg"))
-    if form is None:
-        raise RequestError(where, f"{where} has type {show(media_type)}; use {' or '.join(MEDIA_TYPES)}")
+def decode_image(media_type: str, data: str, field: str) -> ImageBytes:
+    image_format = MEDIA_TYPES.get(media_type.replace("image/jpg", "image/jpeg"))
+    if image_format is None:
+        raise RequestError(field, f"{field} has type {show(media_type)}; use {' or '.join(MEDIA_TYPES)}")
     try:
-        return ImageBytes(base64.b64decode(data, validate=True), form)
+        return ImageBytes(base64.b64decode(data, validate=True), image_format)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(where, f"{where} is not base64: {error}") from error
+        raise RequestError(field, f"{field} is not base64: {error}") from error
 
 
-def data_url(data: bytes, form: str) -> str:
-    return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+def data_url(data: bytes, image_format: str) -> str:
+    return f"data:image/{image_format};base64,{base64.b64encode(data).decode()}"

@@ -17,13 +17,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, mode
 
 from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest, hide_reasoning
-from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
-from tinsmith.chat.schemas import hold_schema
-from tinsmith.chat.splicing import Recorded
-from tinsmith.chat.texts import SWITCH, Text, channels_of, thinking_of
+from tinsmith.chat.schemas import normalize_schema
+from tinsmith.chat.splicing import FindRecording
+from tinsmith.chat.tokenizer import SWITCH, ModelTokenizer, find_channels, find_reasoning_tags
 from tinsmith.chat.tools import drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
@@ -97,7 +97,7 @@ class ToolUseBlock(ClosedBody):
 
 
 # Text, or blocks of text.
-Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], StrOr()]
+SystemPrompt = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], StrOr()]
 
 
 ResultBlock = Annotated[
@@ -109,7 +109,9 @@ ResultBlock = Annotated[
 class ToolResultBlock(ClosedBody):
     type: Ignored = None
     tool_use_id: fields.Text
-    content: Annotated[Annotated[str | list[ResultBlock], StrOr()], BeforeValidator(lambda given: given or "")] = ""
+    content: Annotated[Annotated[str | list[ResultBlock], StrOr()], BeforeValidator(lambda content: content or "")] = (
+        ""
+    )
     is_error: Ignored = None
     cache_control: Annotated[Ignored, NO_EFFECT] = None
 
@@ -131,7 +133,7 @@ BLOCKS = {
     "tool_result": ToolResultBlock,
     "thinking": ThinkingBlock,
 }
-_SEALED = "only its vendor can read it; leave it out"
+_VENDOR_ONLY = "only its vendor can read it; leave it out"
 DROPPED_BLOCKS: Mapping[str, str] = dict.fromkeys(
     (
         "redacted_thinking",
@@ -141,9 +143,9 @@ DROPPED_BLOCKS: Mapping[str, str] = dict.fromkeys(
         "tool_search_tool_result",
         "container_upload",
     ),
-    _SEALED,
+    _VENDOR_ONLY,
 )
-OF_ROLE: Mapping[str, tuple[type[Block], ...]] = {
+BLOCKS_BY_ROLE: Mapping[str, tuple[type[Block], ...]] = {
     "user": (TextBlock, ImageBlock, ToolResultBlock),
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
     "system": (TextBlock,),
@@ -157,7 +159,7 @@ class Turn(ClosedBody):
     @model_validator(mode="after")
     def _check_blocks(self) -> Turn:
         for index, block in enumerate([] if isinstance(self.content, str) else self.content):
-            if not isinstance(block, OF_ROLE[self.role]):
+            if not isinstance(block, BLOCKS_BY_ROLE[self.role]):
                 raise validation_error(f"has a {block.type} in content[{index}], which role {self.role} cannot have")
         return self
 
@@ -166,7 +168,7 @@ class Turn(ClosedBody):
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        said: JsonObject = {}
+        reasoning_fields: JsonObject = {}
         parts: list[JsonObject] = []
         calls: list[JsonObject] = []
         for block in self.content:
@@ -177,15 +179,15 @@ class Turn(ClosedBody):
                     function = {"name": block.name, "arguments": json.dumps(block.input)}
                     calls.append({"id": block.id, "type": "function", "function": function})
                 case ThinkingBlock():
-                    said["reasoning_content"] = block.thinking
+                    reasoning_fields["reasoning_content"] = block.thinking
                 case ImageBlock() | TextBlock():
                     parts.append(block.part)
-        if parts or calls or said:
+        if parts or calls or reasoning_fields:
             content = {"role": self.role, "content": parts or ""}
-            yield content | said | ({"tool_calls": calls} if calls else {})
+            yield content | reasoning_fields | ({"tool_calls": calls} if calls else {})
 
 
-def _joined(content: str | Sequence[TextBlock]) -> str:
+def _join_texts(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -202,9 +204,9 @@ class CustomTool(ClosedBody):
     input_examples: Annotated[Ignored, advisory("put the examples into the description")] = None
 
     def function(self) -> JsonObject:
-        more = {"description": self.description, "strict": self.strict}
-        given = {name: value for name, value in more.items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema} | given}
+        optional_fields = {"description": self.description, "strict": self.strict}
+        set_fields = {name: value for name, value in optional_fields.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema} | set_fields}
 
 
 def _custom_tool(item: object, read: Callable[[object], CustomTool]) -> CustomTool:
@@ -212,7 +214,7 @@ def _custom_tool(item: object, read: Callable[[object], CustomTool]) -> CustomTo
     return read(item)
 
 
-GivenTools = Annotated[
+ToolsField = Annotated[
     list[Annotated[CustomTool, WrapValidator(_custom_tool)]], BeforeValidator(lambda tools: tools or [])
 ]
 
@@ -243,7 +245,7 @@ class ThinkingConfig(ClosedBody):
 
 
 def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    hold_schema(schema, "output_config.format.schema")
+    normalize_schema(schema, "output_config.format.schema")
     return schema
 
 
@@ -264,8 +266,8 @@ class CountRequest(ClosedBody):
 
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     messages: Annotated[list[Turn], Field(min_length=1)]
-    system: Texts | None = None
-    tools: GivenTools = Field(default_factory=list)
+    system: SystemPrompt | None = None
+    tools: ToolsField = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -284,50 +286,50 @@ class CountRequest(ClosedBody):
             raise not_supported("messages", "a prefilled completion; the last message must be the user's")
         return self
 
-    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
-        """Raises RequestError."""
-        plan = validate(ChatRequest, self.chat(text)).plan(text, recorded)
-        ignored = {NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
-        if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(text):
+    def plan(self, tokenizer: ModelTokenizer, find_recording: FindRecording | None = None) -> GenerationPlan:
+        """Plan the sampling and the response. Raises RequestError."""
+        plan = validate(ChatRequest, self.chat(tokenizer)).plan(tokenizer, find_recording)
+        ignored = {FIELD_NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
+        if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(tokenizer):
             ignored["thinking"] = f"{_NO_TAGS}; leave it out"
         if self.output_config and self.output_config.effort == "max":
             ignored["output_config.effort"] = "'max'; no chat template has such a level; use 'xhigh'"
         return replace(plan, ignored=ignored)
 
-    def chat(self, text: Text) -> JsonObject:
+    def chat(self, tokenizer: ModelTokenizer) -> JsonObject:
         """Return the body of the equivalent chat completion."""
-        system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        system = [] if self.system is None else [{"role": "system", "content": _join_texts(self.system)}]
         turns = [message for turn in self.messages for message in turn.chat_messages()]
         body: JsonObject = {"model": self.model, "messages": [*system, *turns]}
         body["tools"] = [tool.function() for tool in self.tools]
         if choice := self.tool_choice:
             body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-            named = {"type": "function", "function": {"name": choice.name}}
-            body["tool_choice"] = named if choice.type == "tool" else choice.type.replace("any", "required")
-        if self.output_config and (wanted := self.output_config.format):
-            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.definition}}
-        return body | self._effort() | self._thinking(text)
+            function_choice = {"type": "function", "function": {"name": choice.name}}
+            body["tool_choice"] = function_choice if choice.type == "tool" else choice.type.replace("any", "required")
+        if self.output_config and (output_format := self.output_config.format):
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": output_format.definition}}
+        return body | self._effort() | self._thinking(tokenizer)
 
     def _effort(self) -> JsonObject:
         effort = self.output_config and self.output_config.effort
         return {"reasoning_effort": effort} if effort and effort != "max" else {}
 
-    def _can_think(self, text: Text) -> bool:
-        return thinking_of(text) is not None or channels_of(text) is not None
+    def _can_think(self, tokenizer: ModelTokenizer) -> bool:
+        return find_reasoning_tags(tokenizer) is not None or find_channels(tokenizer) is not None
 
-    def _thinking(self, text: Text) -> JsonObject:
+    def _thinking(self, tokenizer: ModelTokenizer) -> JsonObject:
         """Return the field that separates reasoning into blocks if the request asks for it, or hides it."""
-        if self.thinking is None or (self.thinking.type == "adaptive" and not self._can_think(text)):
+        if self.thinking is None or (self.thinking.type == "adaptive" and not self._can_think(tokenizer)):
             return {"separate_reasoning": False}
         thinks = self.thinking.type != "disabled"
-        if thinks and not self._can_think(text):
+        if thinks and not self._can_think(tokenizer):
             raise not_supported("thinking", f"{_NO_TAGS}; leave it out")
-        switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {}
+        switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in tokenizer.template.source else {}
         return {"separate_reasoning": thinks, **switch}
 
 
 _NO_TAGS = "this model has no tags for reasoning in template and tokenizer"
-NAMES = {
+FIELD_NAMES = {
     "reasoning_effort": "output_config.effort",
     "messages[].reasoning_content": "messages[].content[].thinking",
 }
@@ -350,20 +352,20 @@ class MessageRequest(ChatOnlyFields, CountRequest):
             raise RequestError(path, f"{path} is {budget}; it must be less than max_tokens")
         return self
 
-    def chat(self, text: Text) -> JsonObject:
-        own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-        return super().chat(text) | own | {"stop": list(self.stop_sequences or ()) or None}
+    def chat(self, tokenizer: ModelTokenizer) -> JsonObject:
+        own_fields = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
+        return super().chat(tokenizer) | own_fields | {"stop": list(self.stop_sequences or ()) or None}
 
-    def plan(self, text: Text, recorded: Recorded | None = None) -> GenerationPlan:
-        plan = super().plan(text, recorded)
+    def plan(self, tokenizer: ModelTokenizer, find_recording: FindRecording | None = None) -> GenerationPlan:
+        plan = super().plan(tokenizer, find_recording)
         if self.thinking is None or self.thinking.type == "disabled" or "thinking" in plan.ignored:
-            return hide_reasoning(plan, text)
-        if plan.thinking is not None or plan.channels is not None:
+            return hide_reasoning(plan, tokenizer)
+        if plan.reasoning_tags is not None or plan.channels is not None:
             return plan
         reason = "together with output_config.format or a tool that must be called"
         if self.thinking.type == "enabled":
             raise not_supported("thinking", reason)
-        return replace(hide_reasoning(plan, text), ignored={**plan.ignored, "thinking": reason})
+        return replace(hide_reasoning(plan, tokenizer), ignored={**plan.ignored, "thinking": reason})
 
 
 # Responses.
@@ -374,49 +376,49 @@ class MessageAnswer(ClientAnswer):
 
     keep_alive = "ping", {"type": "ping"}
 
-    def __init__(self, plan: GenerationPlan, text: Text) -> None:
-        super().__init__(plan, text)
+    def __init__(self, plan: GenerationPlan, tokenizer: ModelTokenizer) -> None:
+        super().__init__(plan, tokenizer)
         self._message_id = "msg_" + secrets.token_hex(12)
-        self._next = 0  # the index of the open or next block
-        self._open: object = None  # the type of the open block
-        self._stopped: JsonObject = {}
+        self._block_index = 0  # the index of the open or next block
+        self._open_type: object = None  # the type of the open block
+        self._stop_fields: JsonObject = {}
         self._reasoning = 0
 
-    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
+    def build_response(self, results: Sequence[SampleResult]) -> JsonObject:
         sequence = results[0].sequences[0]
-        choice = new_choice(self.plan, self.text, 0)
+        choice = new_choice(self.plan, self.tokenizer, 0)
         read_sequence(choice, sequence)
         self._reasoning = choice.reasoning_tokens
-        piece = choice.piece()
-        content = [_thinking_block(piece.reasoning)] if piece.reasoning else []
-        content += [_text_block(part) if isinstance(part, str) else _call(part) for part in piece.parts]
-        return self._message(content, results) | _stop(choice, sequence.stop_reason)
+        completion = choice.take_delta()
+        content = [_thinking_block(completion.reasoning)] if completion.reasoning else []
+        content += [_text_block(part) if isinstance(part, str) else _call(part) for part in completion.parts]
+        return self._message(content, results) | _describe_stop(choice, sequence.stop_reason)
 
-    def begun(self) -> Iterator[Event]:
+    def start_events(self) -> Iterator[Event]:
         yield self._event("message_start", message=self._message([], ()))
 
-    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
-        if piece.reasoning:
-            yield from self._opened(_thinking_block(""))
-            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
-        for part in piece.parts:
+    def delta_events(self, choice: Choice, delta: CompletionDelta, reason: str | None) -> Iterator[Event]:
+        if delta.reasoning:
+            yield from self._open_block(_thinking_block(""))
+            yield self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        for part in delta.parts:
             if isinstance(part, str):
-                yield from self._opened(_text_block(""))
+                yield from self._open_block(_text_block(""))
                 yield self._delta({"type": "text_delta", "text": part})
                 continue
-            yield from self._opened(_call(part) | {"input": {}})
+            yield from self._open_block(_call(part) | {"input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
-            yield from self._closed()
+            yield from self._close_block()
         if reason:
             self._reasoning = choice.reasoning_tokens
-            self._stopped = _stop(choice, reason)
+            self._stop_fields = _describe_stop(choice, reason)
 
-    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
-        yield from self._closed()
-        yield self._event("message_delta", delta=self._stopped, usage=self._usage(results))
+    def end_events(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        yield from self._close_block()
+        yield self._event("message_delta", delta=self._stop_fields, usage=self._usage(results))
         yield self._event("message_stop")
 
-    def failed(self, error: TinsmithError) -> Iterator[Event]:
+    def error_events(self, error: TinsmithError) -> Iterator[Event]:
         yield "error", anthropic_error(str(error), error.status)
 
     def _message(self, content: Sequence[JsonObject], results: Sequence[SampleResult]) -> JsonObject:
@@ -442,28 +444,28 @@ class MessageAnswer(ClientAnswer):
             "output_tokens_details": {"thinking_tokens": self._reasoning},
         }
 
-    def _opened(self, block: JsonObject) -> Iterator[Event]:
+    def _open_block(self, block: JsonObject) -> Iterator[Event]:
         """Open a block, unless one of its type, which is not a call, is open."""
-        if self._open != block["type"]:
-            yield from self._closed()
-            self._open = block["type"]
-            yield self._event("content_block_start", index=self._next, content_block=block)
+        if self._open_type != block["type"]:
+            yield from self._close_block()
+            self._open_type = block["type"]
+            yield self._event("content_block_start", index=self._block_index, content_block=block)
 
     def _delta(self, delta: JsonObject) -> Event:
-        return self._event("content_block_delta", index=self._next, delta=delta)
+        return self._event("content_block_delta", index=self._block_index, delta=delta)
 
-    def _closed(self) -> Iterator[Event]:
-        if self._open is not None:
-            self._open = None
-            self._next += 1
-            yield self._event("content_block_stop", index=self._next - 1)
+    def _close_block(self) -> Iterator[Event]:
+        if self._open_type is not None:
+            self._open_type = None
+            self._block_index += 1
+            yield self._event("content_block_stop", index=self._block_index - 1)
 
     @staticmethod
-    def _event(kind: str, **more: object) -> Event:
-        return kind, {"type": kind, **more}
+    def _event(kind: str, **event_fields: object) -> Event:
+        return kind, {"type": kind, **event_fields}
 
 
-def _stop(choice: Choice, reason: str) -> JsonObject:
+def _describe_stop(choice: Choice, reason: str) -> JsonObject:
     """Return why a completion ended; `reason` is length, or any other."""
     if choice.num_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -497,5 +499,5 @@ _ERROR_TYPES: Mapping[int, str] = {
 
 def anthropic_error(text: str, status: int) -> JsonObject:
     """Return Anthropic's error body."""
-    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, usual), "message": text}}
+    default_type = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(status, default_type), "message": text}}

@@ -16,13 +16,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, WrapValidator, mode
 
 from tinsmith.chat.calls import ToolCall
 from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
-from tinsmith.chat.schemas import hold_schema
-from tinsmith.chat.splicing import Recorded
-from tinsmith.chat.texts import Text
+from tinsmith.chat.schemas import normalize_schema
+from tinsmith.chat.splicing import FindRecording
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import MAX_TOOLS, drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
@@ -49,7 +49,7 @@ from tinsmith.wire.fields import (
 JsonObject = dict[str, Any]
 MAX_ITEMS = 10_000
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 """The valid names in `include`. Reasoning is never encrypted; its items contain the text."""
 
 
@@ -134,18 +134,24 @@ ITEMS = {
     "function_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
 }
-_VENDORS = "only its vendor runs this tool; leave it out"
-_DROPPED = ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools")
+_VENDOR_RUNS_IT = "only its vendor runs this tool; leave it out"
+_VENDOR_CALLS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_list_tools",
+)
 DROPPED_ITEMS: Mapping[str, str] = dict.fromkeys(
-    (*_DROPPED, "mcp_call", "tool_search_call", "tool_search_output"), _VENDORS
+    (*_VENDOR_CALLS, "mcp_call", "tool_search_call", "tool_search_output"), _VENDOR_RUNS_IT
 )
 
 
-def _typed(given: object) -> object:
+def _add_item_types(items: object) -> object:
     """Add the type to the short form of a message."""
-    if not isinstance(given, list):
-        return given
-    return [{"type": "message", **each} if isinstance(each, dict) else each for each in given]
+    if not isinstance(items, list):
+        return items
+    return [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
 
 
 Items = Annotated[list[Annotated[Item, ByType(ITEMS, DROPPED_ITEMS)]], Field(min_length=1, max_length=MAX_ITEMS)]
@@ -160,8 +166,8 @@ class FunctionTool(ClosedBody):
     defer_loading: Annotated[Ignored, NO_EFFECT] = None
 
     def chat(self, name: str) -> JsonObject:
-        fields_ = {field: getattr(self, field) for field in ("description", "parameters", "strict")}
-        function = {"name": name} | {field: value for field, value in fields_.items() if value is not None}
+        optional_fields = {field: getattr(self, field) for field in ("description", "parameters", "strict")}
+        function = {"name": name} | {field: value for field, value in optional_fields.items() if value is not None}
         return {"type": "function", "function": function}
 
 
@@ -184,7 +190,7 @@ class NamespaceTool(ClosedBody):
     tools: list[Annotated[FunctionTool, WrapValidator(_read_function)]] = Field(default_factory=list)
 
 
-GivenTool = Annotated[
+ToolField = Annotated[
     Annotated[FunctionTool | NamespaceTool, ByType({"function": FunctionTool, "namespace": NamespaceTool})],
     WrapValidator(_read_tool),
 ]
@@ -205,17 +211,17 @@ class AllowedFunctions(ClosedBody):
     tools: Annotated[list[ResponseFunction], Field(min_length=1)]
 
     def chat(self) -> JsonObject:
-        listed = {"mode": self.mode, "tools": [tool.chat() for tool in self.tools]}
-        return {"type": "allowed_tools", "allowed_tools": listed}
+        allowed_tools = {"mode": self.mode, "tools": [tool.chat() for tool in self.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed_tools}
 
 
-ChosenFunction = Annotated[
+FunctionChoice = Annotated[
     ResponseFunction | AllowedFunctions, ByType({"function": ResponseFunction, "allowed_tools": AllowedFunctions})
 ]
 
 
 def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    hold_schema(schema, "text.format.schema")
+    normalize_schema(schema, "text.format.schema")
     return schema
 
 
@@ -239,8 +245,8 @@ class Reasoning(ClosedBody):
 
 
 def _check_included(name: str) -> str:
-    if name not in INCLUDED:
-        raise advice_error(f"{show(name)}; use {', '.join(INCLUDED)}", f"[{printable_name(name)}]")
+    if name not in INCLUDABLE:
+        raise advice_error(f"{show(name)}; use {', '.join(INCLUDABLE)}", f"[{printable_name(name)}]")
     return name
 
 
@@ -248,7 +254,7 @@ class ResponseRequest(ChatOnlyFields):
     ignores_zero = False
 
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
-    input: Annotated[str | Items, StrOr(), BeforeValidator(_typed)]
+    input: Annotated[str | Items, StrOr(), BeforeValidator(_add_item_types)]
     instructions: LongText | None = None
     previous_response_id: fields.Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -256,8 +262,8 @@ class ResponseRequest(ChatOnlyFields):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Annotated[fields.Text, AfterValidator(_check_included)]] = Field(default_factory=list)
-    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Annotated[str | ChosenFunction, StrOr(("none", "auto", "required"))] | None = None
+    tools: Annotated[list[ToolField], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[str | FunctionChoice, StrOr(("none", "auto", "required"))] | None = None
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -287,14 +293,14 @@ class ResponseRequest(ChatOnlyFields):
         """Return the input in the form in which a later response reads it."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
-        return [each.model_dump(exclude_none=True) for each in self.input]
+        return [item.model_dump(exclude_none=True) for item in self.input]
 
-    def chat(self, before: Sequence[JsonObject] = ()) -> JsonObject:
+    def chat(self, earlier_items: Sequence[JsonObject] = ()) -> JsonObject:
         """Return the body of the equivalent chat completion, after the items of earlier responses."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         body: JsonObject = {
             "model": self.model,
-            "messages": [*system, *_messages([*before, *self.items()])],
+            "messages": [*system, *_messages([*earlier_items, *self.items()])],
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -307,18 +313,23 @@ class ResponseRequest(ChatOnlyFields):
             "verbosity": self.text and self.text.verbosity,
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str | None) else self.tool_choice.chat(),
         }
-        if self.text and (wanted := self.text.format):
-            schema = {"json_schema": {"schema": wanted.definition}} if wanted.type == "json_schema" else {}
-            body["response_format"] = {"type": wanted.type, **schema}
+        if self.text and (text_format := self.text.format):
+            schema = {"json_schema": {"schema": text_format.definition}} if text_format.type == "json_schema" else {}
+            body["response_format"] = {"type": text_format.type, **schema}
         return body
 
-    def plan(self, text: Text, before: Sequence[JsonObject] = (), recorded: Recorded | None = None) -> GenerationPlan:
-        """Raises RequestError."""
-        body = self.chat(before)
-        if text.vision is None and any(isinstance(message["content"], list) for message in body["messages"]):
+    def plan(
+        self,
+        tokenizer: ModelTokenizer,
+        earlier_items: Sequence[JsonObject] = (),
+        find_recording: FindRecording | None = None,
+    ) -> GenerationPlan:
+        """Plan the sampling and the response. Raises RequestError."""
+        body = self.chat(earlier_items)
+        if tokenizer.vision is None and any(isinstance(message["content"], list) for message in body["messages"]):
             raise not_supported("input", "an input_image: this model takes text only; leave it out")
-        plan = validate(ChatRequest, body).plan(text, recorded)
-        return replace(plan, ignored={NAMES.get(name, name): reason for name, reason in plan.ignored.items()})
+        plan = validate(ChatRequest, body).plan(tokenizer, find_recording)
+        return replace(plan, ignored={FIELD_NAMES.get(name, name): reason for name, reason in plan.ignored.items()})
 
     def name_fields(self, name: str) -> JsonObject:
         """Return a called function's name, and its namespace if it has one."""
@@ -336,7 +347,7 @@ class ResponseRequest(ChatOnlyFields):
                 yield (None, tool.name), tool
 
 
-NAMES = {
+FIELD_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
     "messages[].reasoning_content": "input[].content",
@@ -358,15 +369,15 @@ def _messages(items: Sequence[JsonObject]) -> list[JsonObject]:
             continue
         role = item["role"] if kind == "message" else "assistant"
         last = messages[-1] if messages else {}
-        is_said = kind == "message" and bool(last.get("content")) and "tool_calls" not in last
-        joins = role == "assistant" and last.get("role") == "assistant" and not is_said
-        if not joins or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
+        has_content = kind == "message" and bool(last.get("content")) and "tool_calls" not in last
+        joins_last = role == "assistant" and last.get("role") == "assistant" and not has_content
+        if not joins_last or (kind == "reasoning" and (last["content"] or "tool_calls" in last)):
             messages.append(last := {"role": role, "content": ""})
         if kind == "message":
             last["content"] = _append_content(last["content"], _join_content(item["content"]))
         elif kind == "reasoning":
-            if thought := "".join(part.get("text", "") for part in item.get("content") or ()):
-                last["reasoning_content"] = thought
+            if reasoning := "".join(part.get("text", "") for part in item.get("content") or ()):
+                last["reasoning_content"] = reasoning
         else:
             name = _full_name(item.get("namespace"), item["name"])
             function = {"name": name, "arguments": item["arguments"]}
@@ -384,11 +395,11 @@ def _join_content(content: str | Sequence[JsonObject]) -> str | list[JsonObject]
     return [kind.model_construct(None, **part).part for kind, part in zip(kinds, content, strict=True)]
 
 
-def _append_content(content: str, added: str | list[JsonObject]) -> str | list[JsonObject]:
+def _append_content(content: str, addition: str | list[JsonObject]) -> str | list[JsonObject]:
     """Return the content of a message to which an item is joined."""
-    if isinstance(added, str):
-        return "\n".join(filter(None, (content, added)))
-    return [{"type": "text", "text": content}, *added] if content else added
+    if isinstance(addition, str):
+        return "\n".join(filter(None, (content, addition)))
+    return [{"type": "text", "text": content}, *addition] if content else addition
 
 
 # Responses.
@@ -401,63 +412,63 @@ class ResponseAnswer(ClientAnswer):
         self,
         request: ResponseRequest,
         plan: GenerationPlan,
-        text: Text,
+        tokenizer: ModelTokenizer,
         response_id: str = "",
         created_at: float | None = None,
-        end: Callable[[JsonObject], JsonObject] = lambda body: body,
+        on_end: Callable[[JsonObject], JsonObject] = lambda body: body,
     ) -> None:
-        """`end` is called with the body of the ended response, and returns the body to send."""
-        super().__init__(plan, text)
+        """`on_end` is called with the body of the ended response, and returns the body to send."""
+        super().__init__(plan, tokenizer)
         self.response_id = response_id or "resp_" + secrets.token_hex(24)
         self._created_at = int(time.time() if created_at is None else created_at)
         self._request = request
-        self._end = end
+        self._on_end = on_end
         self._output: list[JsonObject] = []
         self._reasoning = 0
-        self._number = 0
+        self._sequence_number = 0
 
-    def whole(self, results: Sequence[SampleResult]) -> JsonObject:
-        choice = new_choice(self.plan, self.text, 0)
+    def build_response(self, results: Sequence[SampleResult]) -> JsonObject:
+        choice = new_choice(self.plan, self.tokenizer, 0)
         read_sequence(choice, results[0].sequences[0])
-        for _ in (*self.added(choice, choice.piece(), None), *self._closed()):
+        for _ in (*self.delta_events(choice, choice.take_delta(), None), *self._close_item()):
             pass
-        return self._end(self._ended(results[0]))
+        return self._on_end(self._build_final_body(results[0]))
 
-    def begun(self) -> Iterator[Event]:
+    def start_events(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self.body("in_progress"))
 
-    def added(self, choice: Choice, piece: TextPiece, reason: str | None) -> Iterator[Event]:
+    def delta_events(self, choice: Choice, delta: CompletionDelta, reason: str | None) -> Iterator[Event]:
         self._reasoning = choice.reasoning_tokens
-        if piece.reasoning:
-            yield from self._delta("reasoning", "response.reasoning_text", piece.reasoning, [])
-        scored = [] if self.plan.top_logprobs is None else self.token_logprobs(piece.tokens)
-        for part in piece.parts:
+        if delta.reasoning:
+            yield from self._delta("reasoning", "response.reasoning_text", delta.reasoning, [])
+        logprobs = [] if self.plan.top_logprobs is None else self.token_logprobs(delta.tokens)
+        for part in delta.parts:
             if isinstance(part, str):
-                yield from self._delta("message", "response.output_text", part, scored)
-                scored = []
+                yield from self._delta("message", "response.output_text", part, logprobs)
+                logprobs = []
             else:
-                yield from self._closed()
-                yield from self._called(part)
+                yield from self._close_item()
+                yield from self._add_call(part)
 
-    def ended(self, results: Sequence[SampleResult]) -> Iterator[Event]:
-        yield from self._closed()
-        body = self._end(self._ended(results[0]))
+    def end_events(self, results: Sequence[SampleResult]) -> Iterator[Event]:
+        yield from self._close_item()
+        body = self._on_end(self._build_final_body(results[0]))
         yield self._event(f"response.{body['status']}", response=body)
 
-    def failed(self, error: TinsmithError) -> Iterator[Event]:
-        body = self.failure(error)
-        self._end(body)
+    def error_events(self, error: TinsmithError) -> Iterator[Event]:
+        body = self.build_failure(error)
+        self._on_end(body)
         yield self._event("response.failed", response=body)
 
-    def failure(self, error: TinsmithError) -> JsonObject:
+    def build_failure(self, error: TinsmithError) -> JsonObject:
         """Return the body of the failed response."""
-        told = openai_error(str(error), error.status, error)
-        return self.body("failed", {"code": told["code"] or "server_error", "message": told["message"]})
+        error_fields = openai_error(str(error), error.status, error)
+        return self.body("failed", {"code": error_fields["code"] or "server_error", "message": error_fields["message"]})
 
     def body(self, status: str, error: JsonObject | None = None) -> JsonObject:
         request = self._request
-        cut = status == "incomplete"
+        is_incomplete = status == "incomplete"
         return {
             "id": self.response_id,
             "object": "response",
@@ -465,7 +476,7 @@ class ResponseAnswer(ClientAnswer):
             "status": status,
             "background": request.background,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "model": request.model,
@@ -475,61 +486,61 @@ class ResponseAnswer(ClientAnswer):
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "store": request.store,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}} if request.text is None else _shown(request.text),
-            "tool_choice": _shown(request.tool_choice) if request.tool_choice else "auto",
-            "tools": [_shown(tool) for tool in request.tools],
+            "text": {"format": {"type": "text"}} if request.text is None else _dump_body(request.text),
+            "tool_choice": _dump_body(request.tool_choice) if request.tool_choice else "auto",
+            "tools": [_dump_body(tool) for tool in request.tools],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None,
             "metadata": request.metadata or {},
         }
 
-    def _ended(self, result: SampleResult) -> JsonObject:
+    def _build_final_body(self, result: SampleResult) -> JsonObject:
         status = "incomplete" if result.sequences[0].stop_reason == "length" else "completed"
-        read, written = len(self.plan.prompts[0]), sum(len(one.tokens_T) for one in result.sequences)
-        used = {
-            "input_tokens": read,
+        num_input, num_output = len(self.plan.prompts[0]), sum(len(sequence.tokens_T) for sequence in result.sequences)
+        usage = {
+            "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": result.prompt_cache_hit_tokens},
-            "output_tokens": written,
+            "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": self._reasoning},
-            "total_tokens": read + written,
+            "total_tokens": num_input + num_output,
         }
-        return self.body(status) | {"usage": used}
+        return self.body(status) | {"usage": usage}
 
-    def _event(self, kind: str, **more: object) -> Event:
-        self._number += 1
-        return kind, {"type": kind, "sequence_number": self._number - 1, **more}
+    def _event(self, kind: str, **event_fields: object) -> Event:
+        self._sequence_number += 1
+        return kind, {"type": kind, "sequence_number": self._sequence_number - 1, **event_fields}
 
-    def _closed(self) -> Iterator[Event]:
+    def _close_item(self) -> Iterator[Event]:
         """Yield the events that end the open item."""
         if not self._output or self._output[-1]["status"] != "in_progress":
             return
-        item, place = self._output[-1], self._place
+        item, location = self._output[-1], self._location
         part = item["content"][0]
         kind = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
         logprobs = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
-        yield self._event(f"{kind}.done", **place, text=part["text"], **logprobs)
-        yield self._event("response.content_part.done", **place, part=part)
+        yield self._event(f"{kind}.done", **location, text=part["text"], **logprobs)
+        yield self._event("response.content_part.done", **location, part=part)
         item["status"] = "completed"
-        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+        yield self._event("response.output_item.done", output_index=location["output_index"], item=item)
 
     @property
-    def _place(self) -> JsonObject:
+    def _location(self) -> JsonObject:
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
     def _delta(self, item_type: str, kind: str, text: str, logprobs: list[JsonObject]) -> Iterator[Event]:
         if not self._output or self._output[-1]["type"] != item_type or self._output[-1]["status"] != "in_progress":
-            yield from self._closed()
-            yield from self._opened(item_type)
+            yield from self._close_item()
+            yield from self._open_item(item_type)
         part = self._output[-1]["content"][0]
         part["text"] += text
-        scored: JsonObject = {}
+        logprob_fields: JsonObject = {}
         if item_type == "message":
             part["logprobs"] += logprobs
-            scored = {"logprobs": logprobs}
-        yield self._event(f"{kind}.delta", **self._place, delta=text, **scored)
+            logprob_fields = {"logprobs": logprobs}
+        yield self._event(f"{kind}.delta", **self._location, delta=text, **logprob_fields)
 
-    def _opened(self, item_type: str) -> Iterator[Event]:
+    def _open_item(self, item_type: str) -> Iterator[Event]:
         item: JsonObject = {"id": self._item_id("msg" if item_type == "message" else "rs"), "type": item_type}
         if item_type == "message":
             part: JsonObject = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -540,10 +551,10 @@ class ResponseAnswer(ClientAnswer):
         item |= {"status": "in_progress", "content": []}
         yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
         self._output.append(item)
-        yield self._event("response.content_part.added", **self._place, part=dict(part))
+        yield self._event("response.content_part.added", **self._location, part=dict(part))
         item["content"] = [part]
 
-    def _called(self, call: ToolCall) -> Iterator[Event]:
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
         item: JsonObject = {
             "id": self._item_id("fc"),
             "type": "function_call",
@@ -552,11 +563,11 @@ class ResponseAnswer(ClientAnswer):
             "arguments": call.arguments,
             "status": "completed",
         }
-        begun = item | {"arguments": "", "status": "in_progress"}
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        yield self._event("response.output_item.added", output_index=len(self._output), item=begun)
-        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments)
+        started_item = item | {"arguments": "", "status": "in_progress"}
+        location = {"item_id": item["id"], "output_index": len(self._output)}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=started_item)
+        yield self._event("response.function_call_arguments.delta", **location, delta=call.arguments)
+        yield self._event("response.function_call_arguments.done", **location, name=call.name, arguments=call.arguments)
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
@@ -564,13 +575,13 @@ class ResponseAnswer(ClientAnswer):
         return f"{prefix}_{self.response_id.removeprefix('resp_')}{len(self._output):02d}"
 
 
-def _shown(given: object) -> Any:  # noqa: ANN401  JSON
-    return given.model_dump(by_alias=True, exclude_none=True) if isinstance(given, ClosedBody) else given
+def _dump_body(body: object) -> Any:  # noqa: ANN401  JSON
+    return body.model_dump(by_alias=True, exclude_none=True) if isinstance(body, ClosedBody) else body
 
 
-def items_after(request: ResponseRequest, before: Sequence[JsonObject], body: JsonObject) -> list[JsonObject]:
+def items_after(request: ResponseRequest, earlier_items: Sequence[JsonObject], body: JsonObject) -> list[JsonObject]:
     """Return the conversation after a response: earlier items, its input and its output."""
-    return [*before, *request.items(), *cast("list[JsonObject]", body["output"])]
+    return [*earlier_items, *request.items(), *cast("list[JsonObject]", body["output"])]
 
 
 def refuse_in_batch(request: ResponseRequest) -> None:

@@ -1,9 +1,10 @@
-"""JSON schemas and grammars of requests: what the sampler's grammars hold exactly, and what is refused before sampling.
+"""JSON schemas and grammars of requests: what grammars enforce exactly, and what is refused before sampling.
 
 The library that masks tokens (llguidance) knows most keywords of JSON Schema 2020-12 and refuses the others without
-saying where they are. The table `REFUSED` names them with a way out. `hold_schema` refuses by the keyword's path,
-removes values that exclude nothing, and writes equivalent keywords where the library knows one. `check_grammar`
-compiles without a tokenizer, so that a grammar that cannot be compiled is a refusal and not the end of a stream.
+saying where they are. The table `UNSUPPORTED_KEYWORDS` names them with a way out. `normalize_schema` refuses by the
+keyword's path, removes values that exclude nothing, and writes equivalent keywords where the library knows one.
+`check_grammar` compiles without a tokenizer, so that a grammar that cannot be compiled is a refusal and not the end of
+a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Schema = dict[str, Any]
 MAX_SCHEMA_DEPTH = 64
 REASON_CHARS = 300
 
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED_KEYWORDS: Mapping[str, str] = {
     "uniqueItems": "it cannot be enforced; describe each item with prefixItems, or check the answer",
     "contains": "it cannot be enforced; describe the items with prefixItems",
     "minContains": "it cannot be enforced; describe the items with prefixItems",
@@ -39,9 +40,9 @@ REFUSED: Mapping[str, str] = {
     "$dynamicRef": "use $ref to a definition in the schema",
     "$recursiveRef": "use $ref to a definition in the schema",
 }
-"""Keywords that are not enforced. Neutral values of some are in NEUTRAL."""
+"""Keywords that are not enforced. Neutral values of some are in NEUTRAL_VALUES."""
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "uniqueItems": (False,),
     "minContains": (0,),
     "propertyNames": (True, {}, {"type": "string"}),
@@ -60,8 +61,8 @@ FORMATS = (
 """Formats of strings that are enforced. OpenAPI's `password` is a hint for forms and is removed."""
 
 _YEAR = r"(000[1-9]|00[1-9]\d|0[1-9]\d{2}|[1-9]\d{3})"
-_FOURS = "(0[48]|[2468][048]|[13579][26])"
-_LEAP_YEAR = rf"(\d{{2}}{_FOURS}|{_FOURS}00)"
+_MULTIPLE_OF_4 = "(0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = rf"(\d{{2}}{_MULTIPLE_OF_4}|{_MULTIPLE_OF_4}00)"
 _DATE = (
     rf"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
     rf"|{_LEAP_YEAR}-02-29)"
@@ -70,50 +71,50 @@ _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)
 EXACT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
 """Formats of RFC 3339 for which the library also draws days that do not exist, such as 2023-02-29."""
 
-_OF_ONE = ("items", "additionalItems", "additionalProperties")
-_OF_MANY = ("anyOf", "oneOf", "allOf", "prefixItems")
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
-_IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref")
+_SUBSCHEMA_KEYWORDS = ("items", "additionalItems", "additionalProperties")
+_SUBSCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SUBSCHEMA_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions")
+_IN_PLACE_APPLICATORS = ("anyOf", "oneOf", "allOf", "$ref")
 
 
-def hold_schema(schema: Mapping[str, object], path: str) -> Schema:
-    """Return an equivalent schema that a grammar holds exactly. Raises RequestError by the keyword's path."""
-    return _hold(schema, path, 0)
+def normalize_schema(schema: Mapping[str, object], path: str) -> Schema:
+    """Return an equivalent schema that a grammar enforces exactly. Raises RequestError by the keyword's path."""
+    return _normalize(schema, path, 0)
 
 
-def _hold(schema: Mapping[str, object], path: str, depth: int) -> Schema:
+def _normalize(schema: Mapping[str, object], path: str, depth: int) -> Schema:
     if depth > MAX_SCHEMA_DEPTH:
         raise RequestError(path, f"{path} is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-    exact = _rewrite_unevaluated(
+    normalized = _rewrite_unevaluated(
         {name: value for name, value in schema.items() if not _is_neutral(schema, name, value)}
     )
-    for name, reason in REFUSED.items():
-        if name in exact:
-            raise not_supported(f"{path}.{name}", f"{show(exact[name])}; {reason}")
-    _check_format(exact, path)
-    _check_ref(exact, path)
-    for name in (*_OF_ONE, *_OF_MANY, *_OF_NAMES):
-        if name in exact:
-            exact[name] = _hold_inside(exact[name], f"{path}.{name}", depth)
-    _check_required(exact, path)
-    return exact
+    for name, reason in UNSUPPORTED_KEYWORDS.items():
+        if name in normalized:
+            raise not_supported(f"{path}.{name}", f"{show(normalized[name])}; {reason}")
+    _check_format(normalized, path)
+    _check_ref(normalized, path)
+    for name in (*_SUBSCHEMA_KEYWORDS, *_SUBSCHEMA_LIST_KEYWORDS, *_SUBSCHEMA_MAP_KEYWORDS):
+        if name in normalized:
+            normalized[name] = _normalize_subschemas(normalized[name], f"{path}.{name}", depth)
+    _check_required(normalized, path)
+    return normalized
 
 
-def _hold_inside(value: object, path: str, depth: int) -> object:
-    """Hold the schemas below a keyword: one, a list, or an object of them."""
+def _normalize_subschemas(value: object, path: str, depth: int) -> object:
+    """Normalize the schemas below a keyword: one schema, a list, or an object of schemas."""
     if isinstance(value, list):
         return [
-            _hold(inner, f"{path}[{index}]", depth + 1) if isinstance(inner, dict) else inner
-            for index, inner in enumerate(value)
+            _normalize(subschema, f"{path}[{index}]", depth + 1) if isinstance(subschema, dict) else subschema
+            for index, subschema in enumerate(value)
         ]
     if not isinstance(value, dict):
         return value
-    if path.rpartition(".")[2] in _OF_NAMES:
+    if path.rpartition(".")[2] in _SUBSCHEMA_MAP_KEYWORDS:
         return {
-            name: _hold(inner, f"{path}.{name}", depth + 1) if isinstance(inner, dict) else inner
-            for name, inner in value.items()
+            name: _normalize(subschema, f"{path}.{name}", depth + 1) if isinstance(subschema, dict) else subschema
+            for name, subschema in value.items()
         }
-    return _hold(value, path, depth + 1)
+    return _normalize(value, path, depth + 1)
 
 
 def _is_neutral(schema: Mapping[str, object], name: str, value: object) -> bool:
@@ -127,36 +128,45 @@ def _is_neutral(schema: Mapping[str, object], name: str, value: object) -> bool:
         return value == "password"
     if name == "x-guidance":  # options of the library, which are not the client's to choose
         return True
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in NEUTRAL.get(name, ()))
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+        for neutral in NEUTRAL_VALUES.get(name, ())
+    )
 
 
 def _rewrite_unevaluated(schema: Schema) -> Schema:
     """Without schemas beside it, an unevaluated property or item is an additional one."""
     for name, additional in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        if name in schema and additional not in schema and not any(applicator in schema for applicator in _IN_PLACE):
+        if (
+            name in schema
+            and additional not in schema
+            and not any(applicator in schema for applicator in _IN_PLACE_APPLICATORS)
+        ):
             schema[additional] = schema.pop(name)
     return schema
 
 
 def _check_format(schema: Schema, path: str) -> None:
-    form, kinds = schema.get("format"), schema.get("type", "string")
-    if form in EXACT_PATTERNS and "pattern" in schema:
-        raise not_supported(f"{path}.format", f"{show(form)} beside a pattern; use one of them")
-    if form in EXACT_PATTERNS:
+    format_name, types = schema.get("format"), schema.get("type", "string")
+    if format_name in EXACT_PATTERNS and "pattern" in schema:
+        raise not_supported(f"{path}.format", f"{show(format_name)} beside a pattern; use one of them")
+    if format_name in EXACT_PATTERNS:
         schema |= {"pattern": EXACT_PATTERNS[schema.pop("format")]}
         return
-    if form is None or form in FORMATS:
+    if format_name is None or format_name in FORMATS:
         return
-    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+    if "string" not in (types if isinstance(types, list) else [types]):
         del schema["format"]  # as int64 of an integer, which says how programs store it
         return
-    raise not_supported(f"{path}.format", f"{show(form)}; use pattern, or one of {', '.join(FORMATS)}")
+    raise not_supported(f"{path}.format", f"{show(format_name)}; use pattern, or one of {', '.join(FORMATS)}")
 
 
 def _check_ref(schema: Schema, path: str) -> None:
-    ref = schema.get("$ref")
-    if isinstance(ref, str) and not ref.startswith("#"):
-        raise not_supported(f"{path}.$ref", f"{show(ref)}; this server fetches nothing, so use $defs of the schema")
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        raise not_supported(
+            f"{path}.$ref", f"{show(reference)}; this server fetches nothing, so use $defs of the schema"
+        )
 
 
 def _check_required(schema: Schema, path: str) -> None:
@@ -181,11 +191,11 @@ def _check_required(schema: Schema, path: str) -> None:
 
 
 def _check_counts(schema: Schema, path: str) -> None:
-    """Refuse a least number of keys that repeated keys could pretend."""
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
-    distinct = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, distinct):
-        raise not_supported(f"{path}.minProperties", f"{least}; name as many keys in required")
+    """Refuse a `minProperties` that repeated keys could satisfy."""
+    min_properties, required = schema.get("minProperties", 0), schema.get("required", [])
+    num_distinct = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(min_properties, int) and min_properties > max(1, num_distinct):
+        raise not_supported(f"{path}.minProperties", f"{min_properties}; name as many keys in required")
 
 
 def _matches(pattern: str, key: str) -> bool:
@@ -198,27 +208,27 @@ def _matches(pattern: str, key: str) -> bool:
 
 
 def schema_grammar(schema: Mapping[str, object], path: str) -> Grammar:
-    return Grammar("json_schema", json.dumps(hold_schema(schema, path)))
+    return Grammar("json_schema", json.dumps(normalize_schema(schema, path)))
 
 
 def check_grammar(grammar: Grammar, field: str) -> None:
     """Raise RequestError if the grammar cannot be compiled. The engine compiles it again, with its tokenizer."""
-    if reason := _reason(grammar):
+    if reason := _find_compile_error(grammar):
         raise RequestError(field, f"{field} cannot be enforced: {reason}")
 
 
 @lru_cache(maxsize=256)
-def _reason(grammar: Grammar) -> str:
+def _find_compile_error(grammar: Grammar) -> str:
     from llguidance import LLMatcher, LLParserLimits  # lazy: many servers never need it
 
-    makers: Mapping[str, Callable[[str], str]] = {
+    converters: Mapping[str, Callable[[str], str]] = {
         "json_schema": partial(LLMatcher.grammar_from_json_schema, overrides=cast("Any", dict(JSON_FORM))),
         "regex": LLMatcher.grammar_from_regex,
         "lark": LLMatcher.grammar_from_lark,
         "json_lark": LLMatcher.grammar_from_lark,
     }
     try:
-        source = makers[grammar.kind](grammar.text)
+        source = converters[grammar.kind](grammar.text)
         reason = LLMatcher.validate_grammar(source, None, limits=LLParserLimits(**GRAMMAR_LIMITS))
     except ValueError as error:
         reason = str(error)

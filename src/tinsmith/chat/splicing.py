@@ -18,45 +18,45 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
-from tinsmith.chat.choices import TextPiece
-from tinsmith.chat.texts import Message, Text, channels_of
+from tinsmith.chat.choices import CompletionDelta
+from tinsmith.chat.tokenizer import Message, ModelTokenizer, find_channels
 from tinsmith.errors import RequestError
 from tinsmith.types import I32
 
-Recorded = Callable[[Sequence[str]], tuple[int, I32, I32] | None]
+FindRecording = Callable[[Sequence[str]], tuple[int, I32, I32] | None]
 """Maps digests of chats, the longest first, to the index of the first recorded one, its prompt and its completion."""
 
-MAX_TRIED = 256
+MAX_LOOKUPS = 256
 """Most completions of a chat to look up, counted from the last."""
 
 
 def digest_of(tools: Sequence[Message] | None, variables: Mapping[str, object]) -> str:
     """Return the digest of a chat without messages."""
-    return _chained("", {"tools": tools, "variables": dict(variables)})
+    return _chain_digest("", {"tools": tools, "variables": dict(variables)})
 
 
-def digests_of(start: str, messages: Sequence[Message]) -> list[str]:
+def digests_of(digest: str, messages: Sequence[Message]) -> list[str]:
     """Return the digest of the chat after each message."""
-    found: list[str] = []
+    digests: list[str] = []
     for message in messages:
-        calls = [(each["function"]["name"], each["function"]["arguments"]) for each in _calls(message)]
-        start = _turn(start, str(message["role"]), message["content"], calls)
-        found.append(start)
-    return found
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in _calls(message)]
+        digest = _digest_turn(digest, str(message["role"]), message["content"], calls)
+        digests.append(digest)
+    return digests
 
 
-def answered(conversation: str, piece: TextPiece) -> str:
+def digest_answer(conversation: str, completion: CompletionDelta) -> str:
     """Return the digest of a chat after its completion."""
-    calls = [(call.name, orjson.loads(call.arguments)) for call in piece.calls]
-    return _turn(conversation, "assistant", piece.text, calls)
+    calls = [(call.name, orjson.loads(call.arguments)) for call in completion.calls]
+    return _digest_turn(conversation, "assistant", completion.text, calls)
 
 
 def splice(
-    text: Text,
+    tokenizer: ModelTokenizer,
     messages: Sequence[Message],
     tools: Sequence[Message] | None,
     variables: Mapping[str, object],
-    recorded: Recorded,
+    find_recording: FindRecording,
     *,
     generation_prompt: bool,
 ) -> list[int] | None:
@@ -64,52 +64,56 @@ def splice(
     if the end of a completion cannot be found in the template's text. `messages` have no images.
     """
     digests = digests_of(digest_of(tools, variables), messages)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"][: -MAX_TRIED - 1 : -1]
-    found = recorded([digests[place] for place in places]) if places else None
-    if found is None:
+    answer_indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    answer_indices = answer_indices[: -MAX_LOOKUPS - 1 : -1]
+    recording = find_recording([digests[index] for index in answer_indices]) if answer_indices else None
+    if recording is None:
         return None
-    rest = _after(text, messages, places[found[0]], tools, variables, generation_prompt)
-    if rest is None:
+    suffix = _encode_suffix(tokenizer, messages, answer_indices[recording[0]], tools, variables, generation_prompt)
+    if suffix is None:
         return None
-    sampled = [*found[1].tolist(), *found[2].tolist()]
-    return [*sampled, *(rest[1:] if sampled[-1] in _ends(text) and rest[:1] and rest[0] in _ends(text) else rest)]
+    recorded_tokens = [*recording[1].tolist(), *recording[2].tolist()]
+    end_token_ids = _end_token_ids(tokenizer)
+    if recorded_tokens[-1] in end_token_ids and suffix and suffix[0] in end_token_ids:
+        suffix = suffix[1:]
+    return [*recorded_tokens, *suffix]
 
 
-def _after(
-    text: Text,
+def _encode_suffix(
+    tokenizer: ModelTokenizer,
     messages: Sequence[Message],
-    place: int,
+    answer_index: int,
     tools: Sequence[Message] | None,
     variables: Mapping[str, object],
     generation_prompt: bool,
 ) -> list[int] | None:
-    """Return the tokens after the completion at `place`, whose end is found by a marker in its text."""
-    mark = secrets.token_hex(16)
-    answer = dict(messages[place])
+    """Return the tokens after the message at `answer_index`, whose end is found by a marker in its text."""
+    marker = secrets.token_hex(16)
+    answer = dict(messages[answer_index])
     if calls := _calls(answer):
-        function = {**calls[-1]["function"], "arguments": {"mark": mark}}
+        function = {**calls[-1]["function"], "arguments": {"mark": marker}}
         answer["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
     else:
-        answer["content"] = mark
-    marked = [*messages[:place], answer, *messages[place + 1 :]]
+        answer["content"] = marker
+    marked_messages = [*messages[:answer_index], answer, *messages[answer_index + 1 :]]
     try:
-        rendered = text.template.render(marked, tools, variables, generation_prompt=generation_prompt)
+        rendered = tokenizer.template.render(marked_messages, tools, variables, generation_prompt=generation_prompt)
     except RequestError:
         return None
-    _, found, after = rendered.partition(mark)
-    if not found or mark in after:
+    _, separator, after = rendered.partition(marker)
+    if not separator or marker in after:
         return None
-    tokens = text.encode(after, special=False)
-    end = next((place for place, token_id in enumerate(tokens) if token_id in _ends(text)), None)
+    tokens = tokenizer.encode(after, special=False)
+    end = next((index for index, token_id in enumerate(tokens) if token_id in _end_token_ids(tokenizer)), None)
     if end is None:
         return None if calls else tokens
     return tokens[end:]
 
 
-def _ends(text: Text) -> frozenset[int]:
+def _end_token_ids(tokenizer: ModelTokenizer) -> frozenset[int]:
     """Return the tokens that end a completion, both sampled ones and those of the template."""
-    channels = channels_of(text)
-    return text.end_token_ids | ({channels.end_id} if channels else set())
+    channels = find_channels(tokenizer)
+    return tokenizer.end_token_ids | ({channels.end_id} if channels else set())
 
 
 def _calls(message: Message) -> list[dict[str, dict[str, object]]]:
@@ -117,11 +121,13 @@ def _calls(message: Message) -> list[dict[str, dict[str, object]]]:
     return calls if isinstance(calls, list) else []
 
 
-def _turn(before: str, role: str, content: object, calls: Sequence[tuple[object, object]]) -> str:
-    given = content.strip() if isinstance(content, str) and role == "assistant" else content
-    return _chained(before, {"role": role, "content": given, "calls": [list(each) for each in calls]})
+def _digest_turn(previous_digest: str, role: str, content: object, calls: Sequence[tuple[object, object]]) -> str:
+    stripped_content = content.strip() if isinstance(content, str) and role == "assistant" else content
+    return _chain_digest(
+        previous_digest, {"role": role, "content": stripped_content, "calls": [list(call) for call in calls]}
+    )
 
 
-def _chained(before: str, value: object) -> str:
-    written = orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
-    return hashlib.sha256(before.encode() + written).hexdigest()
+def _chain_digest(previous_digest: str, value: object) -> str:
+    encoded = orjson.dumps(value, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
+    return hashlib.sha256(previous_digest.encode() + encoded).hexdigest()

@@ -16,7 +16,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import LOWEST_LOGPROB
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, SamplingFields
 from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage
-from tinsmith.chat.texts import Text
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire import fields
@@ -35,7 +35,7 @@ from tinsmith.wire.fields import (
 JsonObject = dict[str, object]
 Model = Annotated[fields.Text | None, Field(description="required if the server has several base models")]
 
-OF_CHAT = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+CHAT_FIELDS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class TokenizeRequest(ClosedBody):
@@ -58,17 +58,17 @@ class TokenizeRequest(ClosedBody):
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("prompt", "send either prompt or messages")
-        for name in OF_CHAT:
+        for name in CHAT_FIELDS:
             if self.prompt is not None and getattr(self, name):
                 raise RequestError(name, f"{name} cannot be combined with prompt; send messages")
         return self
 
-    def token_ids(self, text: Text, ignored: IgnoredFields | None = None) -> Sequence[int]:
-        """Raises RequestError."""
+    def token_ids(self, tokenizer: ModelTokenizer, ignored: IgnoredFields | None = None) -> Sequence[int]:
+        """Return the token ids of the text or the chat. Raises RequestError."""
         if self.prompt is not None:
-            return text.encode(self.prompt, special=self.add_special_tokens is not False)
-        given = {name: getattr(self, name) for name in (*OF_CHAT, "add_special_tokens")}
-        return validate(ChatRequest, {"model": "", **given}, ignored).plan(text).prompts[0]
+            return tokenizer.encode(self.prompt, special=self.add_special_tokens is not False)
+        chat_fields = {name: getattr(self, name) for name in (*CHAT_FIELDS, "add_special_tokens")}
+        return validate(ChatRequest, {"model": "", **chat_fields}, ignored).plan(tokenizer).prompts[0]
 
 
 class DetokenizeRequest(ClosedBody):
@@ -102,29 +102,29 @@ class GenerateRequest(ClosedBody):
     cache_salt: Annotated[Ignored, NO_EFFECT] = None
     priority: Annotated[Ignored, NO_EFFECT] = None
 
-    def plan(self, text: Text) -> GenerationPlan:
-        """Raises RequestError."""
-        asked = self.sampling_params
-        if asked.include_stop_str_in_output:
+    def plan(self, tokenizer: ModelTokenizer) -> GenerationPlan:
+        """Plan the sampling and the response. Raises RequestError."""
+        params = self.sampling_params
+        if params.include_stop_str_in_output:
             raise not_supported("sampling_params.include_stop_str_in_output", "the response has no text")
         return GenerationPlan(
             name=self.model or "",
-            prompts=(asked.kept(self.token_ids),),
-            num_choices=asked.n,
-            params=asked.params(text, asked.max_tokens, asked.structure),
-            top_logprobs=asked.logprobs,
-            prompt_logprobs=asked.prompt_logprobs,
+            prompts=(params.truncate_prompt(self.token_ids),),
+            num_choices=params.n,
+            params=params.params(tokenizer, params.max_tokens, params.structure),
+            top_logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             token_ids=True,
             prompt_field="token_ids",
             answer_id=self.request_id,
         )
 
 
-def generated(plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObject:
+def build_generate_response(plan: GenerationPlan, tokenizer: ModelTokenizer, result: SampleResult) -> JsonObject:
     """Make the response to a GenerateRequest: token ids, each with its logprob."""
-    of_prompt = None
+    prompt_rows = None
     if plan.prompt_logprobs is not None:
-        of_prompt = prompt_logprobs(text, plan.prompts[0], result, plan.prompt_logprobs)
+        prompt_rows = prompt_logprobs(tokenizer, plan.prompts[0], result, plan.prompt_logprobs)
     choices = [
         {
             "index": index,
@@ -138,7 +138,7 @@ def generated(plan: GenerationPlan, text: Text, result: SampleResult) -> JsonObj
         "request_id": plan.answer_id or secrets.token_hex(16),
         "prompt_token_ids": list(plan.prompts[0]),
         "choices": choices,
-        "prompt_logprobs": of_prompt,
+        "prompt_logprobs": prompt_rows,
         "usage": usage(plan, [result]),
     }
 

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, WrapValidator
 from tinsmith.chat.calls import CallAssembler, read_json
 from tinsmith.chat.dialects import PARSERS
 from tinsmith.chat.dialects.hermes import CLOSE, OPEN
-from tinsmith.chat.schemas import hold_schema
+from tinsmith.chat.schemas import normalize_schema
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import JSON_FORM, Grammar
 from tinsmith.wire.fields import (
@@ -56,57 +56,59 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request; `choice` is auto, required or a tool's name. `answer` is the grammar of a completion
-    that calls no tool.
+    """The tools of a request; `choice` is auto, required or a tool's name. `answer_grammar` is the grammar of a
+    completion that calls no tool.
     """
 
     tools: tuple[Tool, ...]
     choice: str
-    named: bool
+    is_named: bool
     parallel: bool
-    form: str  # hermes | function_xml | llama | harmony
-    marked: bool = True  # whether OPEN and CLOSE are single tokens
-    answer: Grammar | None = None
+    dialect: str  # hermes | function_xml | llama | harmony
+    has_tag_tokens: bool = True  # whether OPEN and CLOSE are single tokens
+    answer_grammar: Grammar | None = None
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
-        if self.choice == "auto" and self.answer is None:
+        if self.choice == "auto" and self.answer_grammar is None:
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
-        if self.form == "function_xml":
+        if self.dialect == "function_xml":
             if self.choice == "auto":
                 raise not_supported("response_format", "together with tools in this model's form of calls")
             raise not_supported("tool_choice", "with this model's form of calls, other than 'auto' and 'none'")
-        wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
+        callable_tools = [tool for tool in self.tools if not self.is_named or tool.name == self.choice]
         kind, start = "json_lark", "start: calls"
-        if self.choice == "auto" and self.answer is not None:
-            kind = "json_lark" if self.answer.kind == "json_schema" else "lark"
-            head = '<|channel|> "final" <|message|> ' if self.form == "harmony" else ""
-            start = f"start: calls | {head}answer\nanswer: {_embed(self.answer)}"
-        if self.form == "llama" and self.choice == "auto":
-            return Grammar(kind, _llama_union(wanted, self.answer))
-        if self.form == "llama":
-            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun("parameters")))
-        if self.form == "harmony":
-            return Grammar(kind, _rules(f"{start}\ncalls: call", wanted, _begun_in_harmony, end=""))
+        if self.choice == "auto" and self.answer_grammar is not None:
+            kind = "json_lark" if self.answer_grammar.kind == "json_schema" else "lark"
+            head = '<|channel|> "final" <|message|> ' if self.dialect == "harmony" else ""
+            start = f"start: calls | {head}answer\nanswer: {_embed_grammar(self.answer_grammar)}"
+        if self.dialect == "llama" and self.choice == "auto":
+            return Grammar(kind, _llama_union(callable_tools, self.answer_grammar))
+        if self.dialect == "llama":
+            return Grammar(kind, _rules(f"{start}\ncalls: call", callable_tools, _open_json_call("parameters")))
+        if self.dialect == "harmony":
+            return Grammar(kind, _rules(f"{start}\ncalls: call", callable_tools, _open_harmony_call, closing=""))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
-        several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
-        return Grammar(kind, _rules(f"{start}\ncalls: one{several}\none: {call}", wanted, _begun("arguments")))
+        repetition = "" if self.is_named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
+        return Grammar(
+            kind, _rules(f"{start}\ncalls: one{repetition}\none: {call}", callable_tools, _open_json_call("arguments"))
+        )
 
     def _strict_grammar(self) -> Grammar:
-        if self.form != "hermes":
-            unless = "" if self.form == "function_xml" else " unless tool_choice requires a call"
-            raise not_supported("tools[].function.strict", f"with this model{unless}")
-        again = "*" if self.parallel else "?"
-        begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quote(OPEN)}"
+        if self.dialect != "hermes":
+            exception = "" if self.dialect == "function_xml" else " unless tool_choice requires a call"
+            raise not_supported("tools[].function.strict", f"with this model{exception}")
+        repetition = "*" if self.parallel else "?"
+        begin = f"begin: TEXT {OPEN}" if self.has_tag_tokens else f"begin[lazy]: TEXT {_quote(OPEN)}"
         head = (
-            f"start: tagged{again} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
+            f"start: tagged{repetition} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
             f"tagged: begin {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         )
-        return Grammar("lark", _rules(head, self.tools, _begun("arguments")))
+        return Grammar("lark", _rules(head, self.tools, _open_json_call("arguments")))
 
     def _mark(self, mark: str) -> str:
         """Return a tag as grammars write it: a single token has no quotes."""
-        return mark if self.marked else _quote(mark)
+        return mark if self.has_tag_tokens else _quote(mark)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -116,12 +118,12 @@ class ToolUse:
     @property
     def closings(self) -> tuple[str, ...]:
         """Return the strings that end a call; as stop strings of a request they are part of it."""
-        return (CLOSE,) if self.form in ("hermes", "function_xml") else ()
+        return (CLOSE,) if self.dialect in ("hermes", "function_xml") else ()
 
     def new_assembler(self) -> CallAssembler:
         """Make the assembler of one completion. The harmony format takes the events of its messages."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
-        parser = PARSERS[self.form](schemas) if self.form in PARSERS else None
+        parser = PARSERS[self.dialect](schemas) if self.dialect in PARSERS else None
         return CallAssembler(schemas, parser)
 
 
@@ -156,11 +158,11 @@ def drop_other_tool(item: object, kinds: Sequence[str]) -> None:
         )
 
 
-def _tool(item: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
-    drop_other_tool(item, ("function",))
-    function = read(item).function
+def _read_tool(definition: dict[str, Any], read: Callable[[object], ToolBody]) -> Tool:
+    drop_other_tool(definition, ("function",))
+    function = read(definition).function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
-    return Tool(function.name, parameters, item, bool(function.strict))
+    return Tool(function.name, parameters, definition, bool(function.strict))
 
 
 class NamedFunction(ClosedBody):
@@ -182,23 +184,23 @@ class AllowedTools(ClosedBody):
     allowed_tools: ListedTools
 
 
-GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
-ChosenTool = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, "allowed_tools": AllowedTools})]
-ToolChoice = Annotated[str | ChosenTool, StrOr(("none", "auto", "required"))]
+ToolField = Annotated[ToolBody, WrapValidator(_read_tool)]
+ToolChoiceObject = Annotated[NamedTool | AllowedTools, ByType({"function": NamedTool, "allowed_tools": AllowedTools})]
+ToolChoice = Annotated[str | ToolChoiceObject, StrOr(("none", "auto", "required"))]
 
 
 def select_tools(
     tools: Sequence[ToolBody], choice: NamedTool | AllowedTools | str | None
 ) -> tuple[NamedTool | str | None, Sequence[Tool]]:
     """Return the tool choice and the tools that it allows. Raises RequestError."""
-    listed = cast("Sequence[Tool]", tools)
+    all_tools = cast("Sequence[Tool]", tools)
     if not isinstance(choice, AllowedTools):
-        return choice, listed
-    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
-    for name in allowed:
-        if name not in {tool.name for tool in listed}:
+        return choice, all_tools
+    allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
+    for name in allowed_names:
+        if name not in {tool.name for tool in all_tools}:
             raise RequestError("tool_choice", f"tool_choice allows {show(name)}, which is not one of the tools")
-    return choice.allowed_tools.mode, [tool for tool in listed if tool.name in allowed]
+    return choice.allowed_tools.mode, [tool for tool in all_tools if tool.name in allowed_names]
 
 
 def read_tools(
@@ -206,29 +208,29 @@ def read_tools(
     tool_choice: NamedTool | str | None,
     parallel: bool,
     template: str,
-    marked: bool,
-    answer: Grammar | None = None,
+    has_tag_tokens: bool,
+    answer_grammar: Grammar | None = None,
 ) -> ToolUse | None:
-    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer` is the grammar
-    of a completion without a call.
+    """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer_grammar`
+    is the grammar of a completion without a call.
     """
-    named = isinstance(tool_choice, NamedTool)
+    is_named = isinstance(tool_choice, NamedTool)
     choice = tool_choice.function.name if isinstance(tool_choice, NamedTool) else tool_choice or "auto"
     if not tools:
-        if named or choice == "required":
+        if is_named or choice == "required":
             raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but tools is missing; send tools")
         return None
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError("tools", "two tools have the same name; use each name once")
-    if choice == "none" and not named:
+    if choice == "none" and not is_named:
         return None
-    if named and choice not in names:
+    if is_named and choice not in names:
         raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
-    return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked, answer)
+    return ToolUse(tuple(tools), choice, is_named, parallel, _detect_dialect(template), has_tag_tokens, answer_grammar)
 
 
-def _form(template: str) -> str:
+def _detect_dialect(template: str) -> str:
     if "tools" not in template:
         raise not_supported("tools", "this model's chat template does not support tools")
     if OPEN in template:
@@ -242,33 +244,33 @@ def _form(template: str) -> str:
     )
 
 
-def _begun(arguments: str) -> Callable[[str], str]:
+def _open_json_call(arguments: str) -> Callable[[str], str]:
     return lambda name: _quote(f'{{"name": {json.dumps(name)}, "{arguments}": ')
 
 
-def _begun_in_harmony(name: str) -> str:
-    """A message to the tool on the channel "commentary"."""
+def _open_harmony_call(name: str) -> str:
+    """Return the grammar of a message's opening to the tool on the channel "commentary"."""
     return f'<|channel|> {_quote(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
 
 
-def _rules(head: str, tools: Sequence[Tool], begun: Callable[[str], str], end: str = ' "}"') -> str:
-    """Return the rules of a call of one of the tools: what `begun` writes for its name, its arguments, and `end`."""
+def _rules(header: str, tools: Sequence[Tool], write_opening: Callable[[str], str], closing: str = ' "}"') -> str:
+    """Return the rules of a call of one of the tools: `write_opening` of its name, its arguments, and `closing`."""
     calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    lines = ["%llguidance {}", head, f"call: {calls}"]
+    lines = ["%llguidance {}", header, f"call: {calls}"]
     for index, tool in enumerate(tools):
         lines += [
-            f"call_{index}: {begun(tool.name)} arguments_{index}{end}",
+            f"call_{index}: {write_opening(tool.name)} arguments_{index}{closing}",
             f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
         ]
     return "\n".join(lines) + "\n"
 
 
 def _arguments_schema(tool: Tool) -> dict[str, object]:
-    schema = hold_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
+    schema = normalize_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
     return {**schema, "x-guidance": dict(JSON_FORM)}
 
 
-def _embed(grammar: Grammar) -> str:
+def _embed_grammar(grammar: Grammar) -> str:
     """Return a grammar as a part of a rule. Raises RequestError for a schema that is not JSON."""
     if grammar.kind == "regex":
         return f"/{_SLASH.sub(lambda match: match[1] or REGEX_ESCAPES[match[0]], grammar.text)}/"
@@ -280,7 +282,7 @@ def _embed(grammar: Grammar) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': dict(JSON_FORM)})}"
 
 
-def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
+def _llama_union(tools: Sequence[Tool], answer_grammar: Grammar | None) -> str:
     """Return the rules of a call of one of the tools or an answer. Both may be JSON objects, and the library decides at
     the first character between the beginnings of two rules, so objects become alternatives of one schema.
     """
@@ -288,19 +290,19 @@ def _llama_union(tools: Sequence[Tool], answer: Grammar | None) -> str:
     for index, tool in enumerate(tools):
         arguments = _rebase(_arguments_schema(tool), f"#/anyOf/{index}/properties/parameters")
         properties = {"name": {"const": tool.name}, "parameters": arguments}
-        closed = {"required": list(properties), "additionalProperties": False}
-        options.append({"type": "object", "properties": properties, **closed})
+        object_limits = {"required": list(properties), "additionalProperties": False}
+        options.append({"type": "object", "properties": properties, **object_limits})
     rule = ""
-    if answer is not None and answer.kind == "json_schema":
-        options.append(_rebase(_read_object(answer.text), f"#/anyOf/{len(tools)}"))
-    elif answer is not None:
-        rule = f" | answer\nanswer: {_embed(answer)}"
+    if answer_grammar is not None and answer_grammar.kind == "json_schema":
+        options.append(_rebase(_read_object(answer_grammar.text), f"#/anyOf/{len(tools)}"))
+    elif answer_grammar is not None:
+        rule = f" | answer\nanswer: {_embed_grammar(answer_grammar)}"
     schema = {"anyOf": options, "x-guidance": dict(JSON_FORM)}
     return f"%llguidance {{}}\nstart: calls{rule}\ncalls: %json {json.dumps(schema)}\n"
 
 
 def _rebase(schema: object, path: str) -> object:
-    """Return a schema whose references are right at `path` of another one."""
+    """Return a schema whose references resolve when it is placed at `path` of another schema."""
     if isinstance(schema, list):
         return [_rebase(inner, path) for inner in schema]
     if not isinstance(schema, dict):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from tinsmith.chat.texts import ChatTemplate, Message
+from tinsmith.chat.tokenizer import ChatTemplate, Message
 from tinsmith.errors import RequestError
 
-SYSTEM = ("system", "developer")
-_MARKS = ("probe-alpha", "probe-beta", "probe-gamma")
-_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+SYSTEM_ROLES = ("system", "developer")
+_PROBE_TEXTS = ("probe-alpha", "probe-beta", "probe-gamma")
+_PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,21 @@ class TurnRules:
 
 def fit_turns(template: ChatTemplate, messages: Sequence[Message], *, tools: bool) -> list[Message]:
     """Return the messages, changed only where the template would refuse or drop some of them."""
-    system = next((str(message["role"]) for message in messages if message["role"] in SYSTEM), SYSTEM[0])
-    systems = [message["role"] in SYSTEM for message in messages]
+    system = next((str(message["role"]) for message in messages if message["role"] in SYSTEM_ROLES), SYSTEM_ROLES[0])
+    systems = [message["role"] in SYSTEM_ROLES for message in messages]
     if True not in systems[1:] and not _has_repeated_user(messages):
         return list(messages)
-    rules = _rules_of(template, system, tools)
+    rules = _probe_rules(template, system, tools)
     fitted: list[Message] = []
-    begins = True  # no turn so far
+    is_before_first_turn = True  # no turn so far
     for message in messages:
-        is_system = message["role"] in SYSTEM
-        if is_system and begins and fitted and not rules.several_systems:
+        is_system = message["role"] in SYSTEM_ROLES
+        if is_system and is_before_first_turn and fitted and not rules.several_systems:
             fitted[-1] = _join(fitted[-1], message)
             continue
-        if is_system and not begins and not rules.later_system:
+        if is_system and not is_before_first_turn and not rules.later_system:
             message = {"role": "user", "content": message["content"]}
-        begins = begins and is_system
+        is_before_first_turn = is_before_first_turn and is_system
         if message["role"] == "user" and fitted and fitted[-1]["role"] == "user" and not rules.repeated_user:
             fitted[-1] = _join(fitted[-1], message)
         else:
@@ -61,20 +61,20 @@ def _has_repeated_user(messages: Sequence[Message]) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _rules_of(template: ChatTemplate, system: str, tools: bool) -> TurnRules:
+def _probe_rules(template: ChatTemplate, system: str, tools: bool) -> TurnRules:
     return TurnRules(
-        several_systems=_writes(template, (system, system, "user"), tools),
-        later_system=_writes(template, (system, "user", system), tools),
-        repeated_user=_writes(template, ("user", "user"), tools),
+        several_systems=_keeps_texts(template, (system, system, "user"), tools),
+        later_system=_keeps_texts(template, (system, "user", system), tools),
+        repeated_user=_keeps_texts(template, ("user", "user"), tools),
     )
 
 
-def _writes(template: ChatTemplate, roles: Sequence[str], tools: bool) -> bool:
+def _keeps_texts(template: ChatTemplate, roles: Sequence[str], tools: bool) -> bool:
     """Whether the template writes the text of a message of each of these roles, in order."""
-    marks = _MARKS[: len(roles)]
+    marks = _PROBE_TEXTS[: len(roles)]
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     try:
-        rendered = template.render(messages, [_TOOL] if tools else None, {})
+        rendered = template.render(messages, [_PROBE_TOOL] if tools else None, {})
     except RequestError:
         return False
     offsets = [rendered.find(mark) for mark in marks]

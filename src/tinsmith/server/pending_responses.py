@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.api.openai.responses import complete, keep_samples
+from tinsmith.api.openai.responses import complete_response, keep_samples_alive
 from tinsmith.api.operation import Services
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.store.responses import UnansweredResponse
@@ -64,7 +64,7 @@ class PendingResponses:
         """Keep the pending samples alive and complete the responses whose samples have settled."""
         unanswered = self._services.responses.list_unanswered()
         for response in unanswered:  # before any is completed, which may take longer
-            keep_samples(self._services, response.tenant_id, response.pending)
+            keep_samples_alive(self._services, response.tenant_id, response.pending)
         self._not_before = {
             response.response_id: self._not_before[response.response_id]
             for response in unanswered
@@ -82,6 +82,6 @@ class PendingResponses:
             return  # deleted a moment ago
         try:
             if stored.answer is None:
-                complete(self._services, stored)
+                complete_response(self._services, stored)
         except TinsmithError as error:
             log.warning("a response cannot be completed now", response_id=response.response_id, error=str(error))

@@ -44,7 +44,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
-from tinsmith.chat.texts import Texts
+from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
@@ -379,7 +379,7 @@ def _services(
         files=files,
         openai_batches=batches,
         batch_reconciler=Reconciler(settings, parts),
-        texts=Texts(),
+        tokenizers=ModelTokenizers(),
         partials=Partials(),
         implicit_sessions=ImplicitSessions(sessions, samplers, settings.session_timeout_s),
         curves=Curves(database),

@@ -23,7 +23,7 @@ from tinsmith.store.overview import Row
 from tinsmith.wire.fields import show
 
 RATE_S = 60.0
-MINUTES = 10.0
+DEFAULT_MINUTES = 10.0
 MAX_MINUTES = 120.0
 MAX_REQUESTS = 2000
 
@@ -114,7 +114,7 @@ def machine(call: Call) -> JsonObject:
 def timeline(call: Call) -> JsonObject:
     """Return the caller's requests and snapshots by run or sampler, and other tenants' tokens and sampling times."""
     read_at = now()
-    since = read_at - 60.0 * _minutes(call.query.get("minutes", str(MINUTES)))
+    since = read_at - 60.0 * _minutes(call.query.get("minutes", str(DEFAULT_MINUTES)))
     settled = call.services.overview.list_settled(call.tenant_id, since, MAX_REQUESTS)
     steps = [
         {
@@ -141,8 +141,8 @@ def timeline(call: Call) -> JsonObject:
             for model_id in snapshot.shares.get(call.tenant_id, {})
         ],
         "others_sampling": [
-            {"began": began, "ended": ended}
-            for began, ended in call.services.overview.sampling_of_others(call.tenant_id, since, MAX_REQUESTS)
+            {"began": began_at, "ended": ended_at}
+            for began_at, ended_at in call.services.overview.sampling_of_others(call.tenant_id, since, MAX_REQUESTS)
         ],
     }
 
@@ -157,15 +157,15 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def why(call: Call, row: Row, waiting: Sequence[Row], seats: Sequence[Row]) -> str:
+def explain_wait(call: Call, row: Row, waiting: Sequence[Row], seats: Sequence[Row]) -> str:
     """Explain in a sentence why the requests of a row of `Overview.waiting` are waiting."""
     base_model = row["base_model"]
     state, reason = call.services.queue_state(base_model)
     if state != "active":
         return f"The engine accepts no work: {reason or state.replace('_', ' ')}."
-    of_base = [seat for seat in seats if seat["base_model"] == base_model]
-    if of_base and not any(seat["state"] == "ready" for seat in of_base):
-        states = ", ".join(f"{seat['name']} is {seat['state']}" for seat in of_base)
+    base_seats = [seat for seat in seats if seat["base_model"] == base_model]
+    if base_seats and not any(seat["state"] == "ready" for seat in base_seats):
+        states = ", ".join(f"{seat['name']} is {seat['state']}" for seat in base_seats)
         return f"No engine of {base_model} is ready: {states}."
     earlier = [
         request for request in waiting if request["lane"] == row["lane"] and request["oldest_at"] < row["oldest_at"]

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith import __version__
-from tinsmith.api.dashboard.machine import why
+from tinsmith.api.dashboard.machine import explain_wait
 from tinsmith.api.openapi import ANYTHING, FLAG, LIST, PAGE, TEXT, fields, listing, one_of, ref
 from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
@@ -106,11 +106,11 @@ ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, me
 
 MAX_SEARCH = 200
 MAX_LINKS = 100
-OUTLINED = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
+OUTLINE_METRICS = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
 """Candidates, in order, for the one metric in the list of runs."""
 OUTLINE_VALUES = 32
-SHOWN_STEPS = 50
-COUNTED = {
+MAX_STEPS = 50
+COUNT_BY_QUOTA = {
     "queued_requests": "waiting_requests",
     "queued_bytes": "waiting_bytes",
     "models": "loaded_runs",
@@ -173,7 +173,7 @@ def runs(call: Call) -> JsonObject:
     newest = call.services.curves.newest(model_ids)
     outlines: dict[str, Outline] = {}
     if call.query.get("outlines") == "true":
-        outlines = call.services.curves.outlines(model_ids, OUTLINED, OUTLINE_VALUES)
+        outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
     return {
         "runs": [_run(row, newest.get(row["model_id"])) | {"outline": outlines.get(row["model_id"])} for row in rows],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -257,7 +257,8 @@ def queue(call: Call) -> JsonObject:
     return {
         "now": iso(time.time()),
         "waiting": [
-            row | {"oldest_at": iso(row["oldest_at"]), "why": why(call, row, waiting, seats)} for row in waiting
+            row | {"oldest_at": iso(row["oldest_at"]), "why": explain_wait(call, row, waiting, seats)}
+            for row in waiting
         ],
         "engines": [engine | {"steps": _steps(call, str(engine["base_model"]))} for engine in _engines(call)],
         "step_token_budget": call.services.settings.step_token_budget,
@@ -265,7 +266,7 @@ def queue(call: Call) -> JsonObject:
 
 
 def _steps(call: Call, base_model: str) -> list[JsonObject]:
-    newest = call.services.recent_steps.newest(base_model, SHOWN_STEPS)
+    newest = call.services.recent_steps.newest(base_model, MAX_STEPS)
     return [_step(call.tenant_id, position, step) for position, step in newest]
 
 
@@ -302,7 +303,11 @@ def tenant(call: Call) -> JsonObject:
             for key in services.tenants.keys_of(call.tenant_id)
         ],
         "quotas": [
-            {"name": name, "limit": getattr(limits, name), "used": counts[COUNTED[name]] if name in COUNTED else None}
+            {
+                "name": name,
+                "limit": getattr(limits, name),
+                "used": counts[COUNT_BY_QUOTA[name]] if name in COUNT_BY_QUOTA else None,
+            }
             for name in QUOTAS
         ],
     }

@@ -17,7 +17,7 @@ from pydantic import Field
 from tinsmith.api.dashboard.routes import MAX_SEARCH, search_of
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, integer, listing, one_of, ref
 from tinsmith.api.operation import Access, Call, JsonObject, operation
-from tinsmith.chat.texts import Text as ModelText
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
 from tinsmith.store.history import AnswerNotes, KeptSample, KeptSequence, SampleContent
 from tinsmith.wire.fields import ClosedBody, Number, iso, show
@@ -40,7 +40,8 @@ def samples(call: Call) -> JsonObject:
     rows, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
     return {
         "samples": [
-            _sample_fields(sample) | _preview(_text(call, sample.base_model), content) for sample, content in rows
+            _sample_fields(sample) | _preview(_find_tokenizer(call, sample.base_model), content)
+            for sample, content in rows
         ],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
         "kept": call.services.settings.kept_samples,
@@ -56,15 +57,15 @@ def samples(call: Call) -> JsonObject:
 def sample(call: Call) -> JsonObject:
     store = call.services.kept_samples
     row, content = store.get(call.tenant_id, call.path["request_id"])
-    text = _text(call, row.base_model)
+    tokenizer = _find_tokenizer(call, row.base_model)
     notes = store.notes(call.tenant_id, [row.request_id])
     return _sample_fields(row) | {
-        "prompt": _tokens(text, content.prompt),
+        "prompt": _tokens(tokenizer, content.prompt),
         "prompt_cut": content.prompt_cut,
         "params": content.params,
         "images": content.images,
         "sequences": [
-            _tokens(text, sequence.tokens)
+            _tokens(tokenizer, sequence.tokens)
             | {"logprobs": sequence.logprobs, "stop_reason": sequence.stop_reason}
             | _training(sequence, notes.get((row.request_id, index)))
             for index, sequence in enumerate(content.sequences)
@@ -117,12 +118,12 @@ def rewards(call: Call, request: AnswerRewardsRequest) -> JsonObject:
 class _Answer:
     sample: KeptSample
     content: SampleContent
-    number: int
+    sequence_index: int
     notes: AnswerNotes | None
 
     @property
     def sequence(self) -> KeptSequence:
-        return self.content.sequences[self.number]
+        return self.content.sequences[self.sequence_index]
 
     @property
     def length(self) -> int:
@@ -218,7 +219,7 @@ def _filter(call: Call) -> Callable[[_Answer], bool]:
             return False
         if upper is not None and (reward is None or reward > upper):
             return False
-        return not text or text in _whole(call, answer).lower()
+        return not text or text in _full_text(call, answer).lower()
 
     return passes
 
@@ -236,17 +237,17 @@ def _number(call: Call, name: str) -> float | None:
     return value
 
 
-def _whole(call: Call, answer: _Answer) -> str:
+def _full_text(call: Call, answer: _Answer) -> str:
     """Return prompt and answer as text, for the search."""
     tokens = [*answer.content.prompt, *answer.sequence.tokens]
-    return _words(_text(call, answer.sample.base_model), tokens) or " ".join(map(str, tokens))
+    return _decode(_find_tokenizer(call, answer.sample.base_model), tokens) or " ".join(map(str, tokens))
 
 
 def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
     first = answers[0]
-    text = _text(call, first.sample.base_model)
+    tokenizer = _find_tokenizer(call, first.sample.base_model)
     return {
-        "prompt_ends": _words(text, first.content.prompt[-4 * PREVIEW_TOKENS :]),
+        "prompt_ends": _decode(tokenizer, first.content.prompt[-4 * PREVIEW_TOKENS :]),
         "prompt_tokens": first.sample.prompt_tokens,
         "weights": first.sample.weights,
         "base_model": first.sample.base_model,
@@ -254,8 +255,8 @@ def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
         "answers": [
             {
                 "request_id": answer.sample.request_id,
-                "number": answer.number,
-                "begins": _words(text, answer.sequence.tokens[: 2 * PREVIEW_TOKENS]),
+                "number": answer.sequence_index,
+                "begins": _decode(tokenizer, answer.sequence.tokens[: 2 * PREVIEW_TOKENS]),
                 "tokens": answer.length,
                 "stop_reason": answer.sequence.stop_reason,
                 "logprob": _mean(answer.sequence.logprobs),
@@ -276,31 +277,35 @@ def _sample_fields(sample: KeptSample) -> JsonObject:
     return fields
 
 
-def _preview(text: ModelText | None, content: SampleContent) -> JsonObject:
+def _preview(tokenizer: ModelTokenizer | None, content: SampleContent) -> JsonObject:
     """Return the end of the prompt and the beginning of the first answer."""
     answer = content.sequences[0].tokens if content.sequences else ()
     return {
-        "prompt_ends": _words(text, content.prompt[-PREVIEW_TOKENS:]),
-        "answer_begins": _words(text, answer[:PREVIEW_TOKENS]),
+        "prompt_ends": _decode(tokenizer, content.prompt[-PREVIEW_TOKENS:]),
+        "answer_begins": _decode(tokenizer, answer[:PREVIEW_TOKENS]),
     }
 
 
-def _words(text: ModelText | None, tokens: Sequence[int]) -> str | None:
-    return None if text is None else text.decode(tokens)
+def _decode(tokenizer: ModelTokenizer | None, tokens: Sequence[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(tokens)
 
 
-def _text(call: Call, base_model: str) -> ModelText | None:
-    """Return the ModelText of a base model, or None if the model is not served or has no tokenizer."""
+def _find_tokenizer(call: Call, base_model: str) -> ModelTokenizer | None:
+    """Return the tokenizer of a base model, or None if the model is not served or has no tokenizer."""
     try:
-        text = call.services.texts.of(call.services.bases.get(base_model))
-        _ = text.tokenizer
+        tokenizer = call.services.tokenizers.get(call.services.bases.get(base_model))
+        _ = tokenizer.backend_tokenizer
     except (NotFoundError, NotSupportedError):
         return None
-    return text
+    return tokenizer
 
 
-def _tokens(text: ModelText | None, tokens: Sequence[int]) -> JsonObject:
-    if text is None:
+def _tokens(tokenizer: ModelTokenizer | None, tokens: Sequence[int]) -> JsonObject:
+    if tokenizer is None:
         return {"tokens": tokens, "pieces": None, "text": None}
-    texts = [text.token_bytes(token).decode(errors="replace") for token in tokens]
-    return {"tokens": tokens, "pieces": texts, "text": text.tokenizer.decode(list(tokens), skip_special_tokens=False)}
+    texts = [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+    return {
+        "tokens": tokens,
+        "pieces": texts,
+        "text": tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False),
+    }

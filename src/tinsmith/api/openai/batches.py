@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from tinsmith.api.openai.files import Expiry, page, page_limit
-from tinsmith.api.openai.generation import answer
+from tinsmith.api.openai.generation import serve_request
 from tinsmith.api.openapi import FLAG, TEXT, fields, for_openai, integer, ref
 from tinsmith.api.operation import Access, Call, JsonObject, Services
 from tinsmith.batch.coordinator.model_gateway import RowRequest
@@ -24,8 +24,8 @@ from tinsmith.store.files import BATCH
 from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, Supported, Text, show, validation_error
 
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
-MAX_LISTED, LISTED = 100, 20
-WAIT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
+BUSY_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 RETRY_S = 1.0
 BATCHES = fields({"data": {"type": "array", "items": ref("Batch")}, "has_more": FLAG})
 MAX_RETRIES = 3
@@ -65,8 +65,8 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
     services = call.services
     file = services.files.find(call.tenant_id, request.input_file_id)
     if file.purpose != BATCH:
-        words = f"file {file.file_id!r} has the purpose {file.purpose!r}; a batch needs a file of purpose 'batch'"
-        raise RequestError("input_file_id", words)
+        message = f"file {file.file_id!r} has the purpose {file.purpose!r}; a batch needs a file of purpose 'batch'"
+        raise RequestError("input_file_id", message)
     new = NewBatch(
         endpoint=request.endpoint,
         input_file_id=file.file_id,
@@ -74,9 +74,9 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
         labels=request.metadata,
         output_expires_s=request.output_expires_after and request.output_expires_after.seconds,
     )
-    made = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
+    batch = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
     services.batch_reconciler.wake()
-    return shown(made)
+    return batch_body(batch)
 
 
 async def answer_request(services: Services, request: RowRequest) -> dict[str, object]:
@@ -86,8 +86,8 @@ async def answer_request(services: Services, request: RowRequest) -> dict[str, o
         raise UserError("the line must have a url, and a body that is an object")
     tries = 0
     while True:
-        status, answered = await answer(services, request.tenant_id, url, body)
-        if status in WAIT:
+        status, response_body = await serve_request(services, request.tenant_id, url, body)
+        if status in BUSY_STATUSES:
             await asyncio.sleep(RETRY_S)
         elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and tries < MAX_RETRIES:
             tries += 1
@@ -95,12 +95,12 @@ async def answer_request(services: Services, request: RowRequest) -> dict[str, o
         else:
             name = f"{request.job_id}:{request.row_idx}".encode()
             request_id = f"req_{hashlib.sha256(name).hexdigest()[:32]}"
-            return {"status_code": status, "request_id": request_id, "body": answered}
+            return {"status_code": status, "request_id": request_id, "body": response_body}
 
 
 @for_openai("GET", "/batches/{batch_id}", "Get a batch", answer=ref("Batch"))
 def batch(call: Call) -> JsonObject:
-    return shown(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
+    return batch_body(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
 
 @for_openai(
@@ -110,31 +110,31 @@ def batch(call: Call) -> JsonObject:
     answer=BATCHES,
     errors=(404,),
     access=Access.LISTING,
-    query={"limit": integer(1, MAX_LISTED), "after": TEXT},
+    query={"limit": integer(1, MAX_LIMIT), "after": TEXT},
     filters=("?after={batch_id}",),
 )
 def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LISTED, LISTED)
-    found, more = call.services.openai_batches.page(call.tenant_id, limit, call.query.get("after"))
-    return page([shown(each) for each in found], more)
+    limit = page_limit(call, 1, MAX_LIMIT, DEFAULT_LIMIT)
+    batches, has_more = call.services.openai_batches.page(call.tenant_id, limit, call.query.get("after"))
+    return page([batch_body(batch) for batch in batches], has_more)
 
 
 @for_openai("POST", "/batches/{batch_id}/cancel", "Cancel a batch", answer=ref("Batch"))
 def cancel(call: Call) -> JsonObject:
-    found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
+    batch = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
     call.services.batch_reconciler.wake()
-    return shown(found)
+    return batch_body(batch)
 
 
-def shown(batch: Batch) -> JsonObject:
+def batch_body(batch: Batch) -> JsonObject:
     status = "finalizing" if batch.status == "expiring" else batch.status
-    moments = {
+    times = {
         "created_at": batch.created_at,
         "expires_at": batch.expires_at,
         "in_progress_at": batch.in_progress_at,
         "finalizing_at": batch.finalizing_at,
         "cancelling_at": batch.cancelling_at,
-        **{f"{ended}_at": batch.ended_at if status == ended else None for ended in _ENDED},
+        **{f"{end_status}_at": batch.ended_at if status == end_status else None for end_status in _END_STATUSES},
     }
     return {
         "id": batch.batch_id,
@@ -147,11 +147,11 @@ def shown(batch: Batch) -> JsonObject:
         "status": status,
         "output_file_id": batch.output_file_id,
         "error_file_id": batch.error_file_id,
-        **{name: None if moment is None else int(moment) for name, moment in moments.items()},
+        **{name: None if time_s is None else int(time_s) for name, time_s in times.items()},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "usage": batch.usage,
         "metadata": batch.labels,
     }
 
 
-_ENDED = ("completed", "failed", "expired", "cancelled")
+_END_STATUSES = ("completed", "failed", "expired", "cancelled")

@@ -10,20 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.openai.generation import (
-    named_or_only,
-    read,
+    find_weights,
+    read_request,
+    resolve_model_name,
     sample_all,
-    weights_of,
 )
 from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
 from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
-from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
+from tinsmith.api.operation import Access, Call, JsonObject, json_response, operation, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
 from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest
 from tinsmith.chat.results import ChatAnswer, CompletionAnswer
-from tinsmith.chat.texts import Text
-from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, generated
+from tinsmith.chat.tokenizer import ModelTokenizer
+from tinsmith.chat.tokens import DetokenizeRequest, GenerateRequest, TokenizeRequest, build_generate_response
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import ModelShape
 
@@ -40,8 +40,8 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
     errors=GENERATION,
 )
 async def chat_completions(request: Request) -> Response:
-    prepared = await read(request, ChatRequest)
-    return await respond(request, prepared, ChatAnswer(prepared.plan, prepared.text))
+    prepared = await read_request(request, ChatRequest)
+    return await respond(request, prepared, ChatAnswer(prepared.plan, prepared.tokenizer))
 
 
 @for_openai(
@@ -54,8 +54,8 @@ async def chat_completions(request: Request) -> Response:
     errors=GENERATION,
 )
 async def completions(request: Request) -> Response:
-    prepared = await read(request, CompletionRequest)
-    return await respond(request, prepared, CompletionAnswer(prepared.plan, prepared.text))
+    prepared = await read_request(request, CompletionRequest)
+    return await respond(request, prepared, CompletionAnswer(prepared.plan, prepared.tokenizer))
 
 
 # Anthropic's messages.
@@ -73,8 +73,8 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
 )
 async def messages(request: Request) -> Response:
-    prepared = await read(request, MessageRequest)
-    return await respond(request, prepared, MessageAnswer(prepared.plan, prepared.text))
+    prepared = await read_request(request, MessageRequest)
+    return await respond(request, prepared, MessageAnswer(prepared.plan, prepared.tokenizer))
 
 
 @for_anthropic(
@@ -86,8 +86,8 @@ async def messages(request: Request) -> Response:
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
 )
 async def count_tokens(request: Request) -> Response:
-    prepared = await read(request, CountRequest)
-    return answer({"input_tokens": len(prepared.plan.prompts[0])}, headers=prepared.headers)
+    prepared = await read_request(request, CountRequest)
+    return json_response({"input_tokens": len(prepared.plan.prompts[0])}, headers=prepared.headers)
 
 
 @for_openai(
@@ -117,13 +117,15 @@ TOKEN_IDS = {"type": "array", "items": COUNT}
     prefixes=("",),
 )
 def tokenize(call: Call, request: TokenizeRequest) -> JsonObject:
-    shape, text = _model(call, request.model)
-    token_ids = request.token_ids(text, call.ignored)
+    shape, tokenizer = _model(call, request.model)
+    token_ids = request.token_ids(tokenizer, call.ignored)
     return {
         "count": len(token_ids),
         "max_model_len": shape.max_context_length,
         "tokens": list(token_ids),
-        "token_strs": [text.tokenizer.id_to_token(each) for each in token_ids] if request.return_token_strs else None,
+        "token_strs": [tokenizer.backend_tokenizer.id_to_token(token_id) for token_id in token_ids]
+        if request.return_token_strs
+        else None,
     }
 
 
@@ -137,16 +139,16 @@ def tokenize(call: Call, request: TokenizeRequest) -> JsonObject:
     prefixes=("",),
 )
 def detokenize(call: Call, request: DetokenizeRequest) -> JsonObject:
-    shape, text = _model(call, request.model)
+    shape, tokenizer = _model(call, request.model)
     if (largest := max(request.tokens, default=0)) >= shape.vocab_size:
         raise RequestError("tokens", f"tokens has {largest}; ids of this model lie below {shape.vocab_size}")
-    return {"prompt": text.decode(request.tokens, special=True)}
+    return {"prompt": tokenizer.decode(request.tokens, special=True)}
 
 
-def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
-    target = ModelTarget.of(named_or_only(call.services, name))
-    shape, _ = weights_of(call.services, call.tenant_id, target)
-    return shape, call.services.texts.of(shape)
+def _model(call: Call, name: str | None) -> tuple[ModelShape, ModelTokenizer]:
+    target = ModelTarget.of(resolve_model_name(call.services, name))
+    shape, _ = find_weights(call.services, call.tenant_id, target)
+    return shape, call.services.tokenizers.get(shape)
 
 
 @operation(
@@ -160,7 +162,7 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, Text]:
     prefixes=("",),
 )
 async def generate(request: Request) -> Response:
-    prepared = await read(request, GenerateRequest)
+    prepared = await read_request(request, GenerateRequest)
     results = await cancel_on_disconnect(request.receive, sample_all(prepared))
-    content = await run(generated, prepared.plan, prepared.text, results[0])
-    return answer(content, headers=prepared.headers)
+    content = await run(build_generate_response, prepared.plan, prepared.tokenizer, results[0])
+    return json_response(content, headers=prepared.headers)

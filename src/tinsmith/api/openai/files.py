@@ -37,18 +37,21 @@ from tinsmith.wire.fields import Body, ClosedBody, OneOf, Schema, show, validate
 JSONL_TYPE = "application/jsonl"
 CHUNK_BYTES = 1 << 20
 MAX_NAME = 512
-MAX_LISTED = 10_000
+MAX_LIMIT = 10_000
 DAY_S = 86400
 RETENTION_S = 30 * DAY_S
-MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * DAY_S
-ENDINGS = (".jsonl",)
+MIN_RETENTION_S, MAX_RETENTION_S = 3600, 30 * DAY_S
+EXTENSIONS = (".jsonl",)
 UPLOAD = fields(
     {"file": {"type": "string", "format": "binary"}, "purpose": one_of(BATCH)},
-    {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": integer(MIN_KEPT_S, MAX_KEPT_S)},
+    {
+        "expires_after[anchor]": one_of("created_at"),
+        "expires_after[seconds]": integer(MIN_RETENTION_S, MAX_RETENTION_S),
+    },
 )
 FILES = fields({"data": {"type": "array", "items": ref("File")}, "has_more": FLAG})
 FILES_QUERY: Mapping[str, Schema] = {
-    "limit": integer(1, MAX_LISTED),
+    "limit": integer(1, MAX_LIMIT),
     "after": TEXT,
     "order": one_of("asc", "desc"),
     "purpose": one_of(BATCH, BATCH_OUTPUT),
@@ -57,7 +60,7 @@ FILES_QUERY: Mapping[str, Schema] = {
 
 class Expiry(ClosedBody):
     anchor: Annotated[str, OneOf(("created_at",))]
-    seconds: Annotated[int, Field(ge=MIN_KEPT_S, le=MAX_KEPT_S)]
+    seconds: Annotated[int, Field(ge=MIN_RETENTION_S, le=MAX_RETENTION_S)]
 
 
 class UploadForm(Body):
@@ -89,16 +92,16 @@ async def upload(request: Request) -> Response:
 
 
 def _store(services: Services, tenant_id: str, form: FormData, reservation: Reservation) -> bytes:
-    file, expires_after_s = _checked(form)
+    file, expires_after_s = _read_upload(form)
     size_bytes = file.size or 0
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
     reservation.cover(size_bytes)
-    stored = services.files.store(new_id(), _pieces(file))
-    return orjson.dumps(shown(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
+    stored = services.files.store(new_id(), _read_chunks(file))
+    return orjson.dumps(file_body(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
 
 
-def _checked(form: FormData) -> tuple[UploadFile, int]:
+def _read_upload(form: FormData) -> tuple[UploadFile, int]:
     if unknown := sorted(set(form) - set(cast("Mapping[str, Schema]", UPLOAD["properties"]))):
         raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}, which is unknown; remove it")
     file = form.get("file")
@@ -107,20 +110,20 @@ def _checked(form: FormData) -> tuple[UploadFile, int]:
     name = file.filename or ""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise RequestError("file", f"the filename is {show(name)}; it must have 1 to {MAX_NAME} printable characters")
-    if not name.lower().endswith(ENDINGS):
+    if not name.lower().endswith(EXTENSIONS):
         raise RequestError("file", f"the filename is {show(name)}; a batch's file is JSON Lines and ends with .jsonl")
     seconds = form.get("expires_after[seconds]")
     if isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10:
         seconds = int(seconds)
     expiry = {"anchor": form.get("expires_after[anchor]"), "seconds": seconds}
-    wanted = None if expiry == dict.fromkeys(expiry) else expiry
-    given = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": wanted})
-    return file, given.expires_after.seconds if given.expires_after else RETENTION_S
+    expires_after = None if expiry == dict.fromkeys(expiry) else expiry
+    upload_form = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": expires_after})
+    return file, upload_form.expires_after.seconds if upload_form.expires_after else RETENTION_S
 
 
-def _pieces(file: UploadFile) -> Iterator[bytes]:
-    while piece := file.file.read(CHUNK_BYTES):
-        yield piece
+def _read_chunks(file: UploadFile) -> Iterator[bytes]:
+    while chunk := file.file.read(CHUNK_BYTES):
+        yield chunk
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:
@@ -140,16 +143,16 @@ def _too_large(limit_bytes: int) -> TooLargeError:
     filters=("?after={file_id}",),
 )
 def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LISTED, MAX_LISTED)
+    limit = page_limit(call, 1, MAX_LIMIT, MAX_LIMIT)
     order, purpose = call.query.get("order", "desc"), call.query.get("purpose")
     if order not in ("asc", "desc"):
         raise RequestError("order", f"order is {show(order)}; it must be 'asc' or 'desc'")
     if purpose not in (None, BATCH, BATCH_OUTPUT):
         raise RequestError("purpose", f"purpose is {show(purpose)}; it must be {BATCH!r} or {BATCH_OUTPUT!r}")
-    found, more = call.services.files.page(
+    files, has_more = call.services.files.page(
         call.tenant_id, limit, after=call.query.get("after"), ascending=order == "asc", purpose=purpose
     )
-    return page([shown(file) for file in found], more)
+    return page([file_body(file) for file in files], has_more)
 
 
 def page_limit(call: Call, low: int, high: int, default: int) -> int:
@@ -159,14 +162,14 @@ def page_limit(call: Call, low: int, high: int, default: int) -> int:
     return int(text)
 
 
-def page(data: list[JsonObject], more: bool) -> JsonObject:
-    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
+def page(data: list[JsonObject], has_more: bool) -> JsonObject:
+    end_ids = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": end_ids[0], "last_id": end_ids[1], "has_more": has_more}
 
 
 @for_openai("GET", "/files/{file_id}", "Get a file", answer=ref("File"))
 def file(call: Call) -> JsonObject:
-    return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
+    return file_body(call.services.files.find(call.tenant_id, call.path["file_id"]))
 
 
 @for_openai("DELETE", "/files/{file_id}", "Delete a file", answer=fields({"id": TEXT, "deleted": FLAG}))
@@ -183,19 +186,19 @@ async def content(request: Request) -> Response:
     call = call_of(request, services, tenant_id, b"")
 
     def work() -> Response:
-        found = services.files.find(tenant_id, call.path["file_id"])
-        files, file_id = services.files, found.file_id
-        headers = {"etag": f'"{found.sha256}"'}  # the bytes never change
-        stored = StoredFile(files.path(file_id), found.size_bytes, lambda: files.open(file_id))
+        file = services.files.find(tenant_id, call.path["file_id"])
+        store, file_id = services.files, file.file_id
+        headers = {"etag": f'"{file.sha256}"'}  # the bytes never change
+        stored = StoredFile(store.path(file_id), file.size_bytes, lambda: store.open(file_id))
         try:
-            return file_response(request, stored, JSONL_TYPE, headers, found.filename)
+            return file_response(request, stored, JSONL_TYPE, headers, file.filename)
         except FileNotFoundError:
             raise NotFoundError(f"file {file_id!r} was deleted during this request") from None
 
     return await run(work, on=services.threads.transfers)
 
 
-def shown(file: File) -> JsonObject:
+def file_body(file: File) -> JsonObject:
     return {
         "id": file.file_id,
         "object": "file",

@@ -2,8 +2,8 @@
 response.
 
 Such a request takes the same path as asample: admission, quotas, durable futures, usage. Every coroutine of this module
-may be cancelled at any point, and then cancels its samples. `answer` serves one non-streaming request without HTTP; the
-routes use the same functions.
+may be cancelled at any point, and then cancels its samples. `serve_request` serves one non-streaming request without
+HTTP; the routes use the same functions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tinsmith.api.operation import (
     report_ignored,
     run,
 )
-from tinsmith.api.routes.futures import outcome_of
-from tinsmith.api.routes.sampling import most_tokens
+from tinsmith.api.routes.futures import read_outcome
+from tinsmith.api.routes.sampling import count_max_tokens
 from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
@@ -43,8 +43,8 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest, anthropic_error
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, refuse_in_batch
 from tinsmith.chat.results import ChatAnswer, ClientAnswer, CompletionAnswer, openai_error, read_sequence
-from tinsmith.chat.splicing import answered
-from tinsmith.chat.texts import Text
+from tinsmith.chat.splicing import digest_answer
+from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tokens import GenerateRequest
 from tinsmith.errors import (
     EngineFailedError,
@@ -69,13 +69,15 @@ BATCH_AGENT = "tinsmith batch"
 """The user agent of lines of batch files."""
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-Kind = type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
-KINDS: Mapping[str, tuple[Kind, type[ClientAnswer]]] = {
+RequestType = (
+    type[ChatRequest] | type[CompletionRequest] | type[MessageRequest] | type[CountRequest] | type[GenerateRequest]
+)
+REQUEST_TYPES: Mapping[str, tuple[RequestType, type[ClientAnswer]]] = {
     CHAT: (ChatRequest, ChatAnswer),
     COMPLETIONS: (CompletionRequest, CompletionAnswer),
     MESSAGES: (MessageRequest, MessageAnswer),
 }
-Begin = Callable[[list[SampleId]], None] | None
+OnSubmitted = Callable[[list[SampleId]], None] | None
 """Called on a worker thread with the samples of a request, before it waits for their results."""
 
 
@@ -89,7 +91,7 @@ class Prepared:
     tenant_id: str
     shape: ModelShape
     model_path: str | None
-    text: Text
+    tokenizer: ModelTokenizer
     plan: GenerationPlan
     capture: str | None = None
     ignored: tuple[str, ...] = ()
@@ -99,27 +101,29 @@ class Prepared:
         return build_header(self.ignored)
 
 
-async def answer(
+async def serve_request(
     services: Services, tenant_id: str, endpoint: str, body: Mapping[str, object]
 ) -> tuple[int, JsonObject]:
-    """Serve one request as the route `endpoint`, one of KINDS or RESPONSES, would. Returns its status and JSON body.
+    """Serve a request as the route `endpoint`, one of REQUEST_TYPES or RESPONSES, does. Returns status and JSON body.
 
     An invalid request does not raise. It returns OpenAI's error body, {"error": {message, type, param, code}}, or that
     of Anthropic's messages. 429 means that a quota is exhausted, 5xx that the request may be retried. Cancelling the
     call cancels the samples. `stream` is refused.
     """
     try:
-        if endpoint not in (*KINDS, RESPONSES):
-            raise NotFoundError(f"endpoint is {endpoint!r}; use one of {', '.join(map(repr, (*KINDS, RESPONSES)))}")
+        if endpoint not in (*REQUEST_TYPES, RESPONSES):
+            raise NotFoundError(
+                f"endpoint is {endpoint!r}; use one of {', '.join(map(repr, (*REQUEST_TYPES, RESPONSES)))}"
+            )
         if body.get("stream"):
             raise not_supported("stream", "a line of a file has one response; leave it out")
         if endpoint == RESPONSES:
-            return 200, await _response(services, tenant_id, body)
-        kind, answer_kind = KINDS[endpoint]
+            return 200, await _serve_response(services, tenant_id, body)
+        kind, answer_kind = REQUEST_TYPES[endpoint]
         prepared = await run(prepare, services, tenant_id, body, kind, new_ignored(services))
         report_ignored(services, tenant_id, BATCH_AGENT, prepared.ignored)
         results = await sample_all(prepared)
-        return 200, await run(answer_kind(prepared.plan, prepared.text).whole, results)
+        return 200, await run(answer_kind(prepared.plan, prepared.tokenizer).build_response, results)
     except TinsmithError as error:
         status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
         if endpoint == MESSAGES:
@@ -127,8 +131,8 @@ async def answer(
         return status, {"error": openai_error(str(error), status, error)}
 
 
-async def _response(services: Services, tenant_id: str, body: Mapping[str, object]) -> JsonObject:
-    """A response that is not stored."""
+async def _serve_response(services: Services, tenant_id: str, body: Mapping[str, object]) -> JsonObject:
+    """Serve a response that is not stored."""
     ignored = new_ignored(services)
     request = validate(ResponseRequest, body, ignored)
     refuse_in_batch(request)
@@ -136,19 +140,19 @@ async def _response(services: Services, tenant_id: str, body: Mapping[str, objec
     prepared = await run(prepare_plan, services, tenant_id, request.model, request.plan, ignored)
     report_ignored(services, tenant_id, BATCH_AGENT, prepared.ignored)
     results = await sample_all(prepared)
-    return await run(ResponseAnswer(request, prepared.plan, prepared.text).whole, results)
+    return await run(ResponseAnswer(request, prepared.plan, prepared.tokenizer).build_response, results)
 
 
-async def read(request: Request, kind: Kind) -> Prepared:
+async def read_request(request: Request, kind: RequestType) -> Prepared:
     """Authenticate and validate a request."""
 
     def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> Prepared:
         return prepare(services, tenant_id, values, kind, ignored, capture_session(request))
 
-    return await read_as(request, make)
+    return await read_and_prepare(request, make)
 
 
-async def read_as(request: Request, make: Callable[[Services, str, JsonObject, IgnoredFields], T]) -> T:
+async def read_and_prepare(request: Request, make: Callable[[Services, str, JsonObject, IgnoredFields], T]) -> T:
     """Authenticate a request and call `make` with its body on a worker thread. Reports the fields that it ignored."""
     services, tenant_id = await authenticate(request)
     body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
@@ -166,35 +170,35 @@ def prepare(
     services: Services,
     tenant_id: str,
     values: Mapping[str, object],
-    kind: Kind,
+    kind: RequestType,
     ignored: IgnoredFields,
     capture: str | None = None,
 ) -> Prepared:
     """Validate a request, on a worker thread: reads the database and runs the tokenizer. Raises UserError."""
     request = validate(kind, values, ignored)
-    plan: Callable[[Text], GenerationPlan] = request.plan
+    make_plan: Callable[[ModelTokenizer], GenerationPlan] = request.plan
     if capture is not None and isinstance(request, ChatRequest | CountRequest):
-        plan = partial(request.plan, recorded=partial(services.exchanges.find_answered, tenant_id, capture))
-    return prepare_plan(services, tenant_id, request.model, plan, ignored, capture)
+        make_plan = partial(request.plan, find_recording=partial(services.exchanges.find_answered, tenant_id, capture))
+    return prepare_plan(services, tenant_id, request.model, make_plan, ignored, capture)
 
 
 def prepare_plan(
     services: Services,
     tenant_id: str,
     model: str | None,
-    plan: Callable[[Text], GenerationPlan],
+    make_plan: Callable[[ModelTokenizer], GenerationPlan],
     ignored: IgnoredFields,
     capture: str | None = None,
 ) -> Prepared:
-    """Like `prepare`, for a request that is already validated."""
-    shape, model_path = weights_of(services, tenant_id, ModelTarget.of(named_or_only(services, model)))
-    text = services.texts.of(shape)
-    planned = plan(text)
-    ignored.advise(planned.ignored)
-    return Prepared(services, tenant_id, shape, model_path, text, planned, capture, ignored.names)
+    """Plan a request that is already validated, on a worker thread. Raises UserError."""
+    shape, model_path = find_weights(services, tenant_id, ModelTarget.of(resolve_model_name(services, model)))
+    tokenizer = services.tokenizers.get(shape)
+    generation_plan = make_plan(tokenizer)
+    ignored.advise(generation_plan.ignored)
+    return Prepared(services, tenant_id, shape, model_path, tokenizer, generation_plan, capture, ignored.names)
 
 
-def named_or_only(services: Services, model: str | None) -> str:
+def resolve_model_name(services: Services, model: str | None) -> str:
     """Return the model that a request names, or the server's only base model."""
     names = [shape.name for shape in services.bases]
     if model is None and len(names) != 1:
@@ -202,7 +206,7 @@ def named_or_only(services: Services, model: str | None) -> str:
     return names[0] if model is None else model
 
 
-def weights_of(services: Services, tenant_id: str, target: ModelTarget) -> tuple[ModelShape, str | None]:
+def find_weights(services: Services, tenant_id: str, target: ModelTarget) -> tuple[ModelShape, str | None]:
     base_model = target.base_model
     try:
         if target.model_path is not None:
@@ -224,12 +228,12 @@ class ModelNotFoundError(RequestError, NotFoundError):
 # Samples.
 
 
-async def sample_all(prepared: Prepared, begin: Begin = None) -> list[SampleResult]:
+async def sample_all(prepared: Prepared, on_submitted: OnSubmitted = None) -> list[SampleResult]:
     """Sample for every prompt, and wait for all results."""
-    async with submitted_samples(prepared) as seats:
-        if begin is not None:
-            await run(begin, seats)
-        results = [await settled(prepared.services, seat) for seat in seats]
+    async with submit_samples(prepared) as sample_ids:
+        if on_submitted is not None:
+            await run(on_submitted, sample_ids)
+        results = [await wait_for_sample(prepared.services, sample_id) for sample_id in sample_ids]
         await record(prepared, results)
         return results
 
@@ -246,85 +250,86 @@ def _record(prepared: Prepared, session: str, results: Sequence[SampleResult]) -
     if plan.conversation is not None:
         digests = []
         for sequence in results[0].sequences:
-            choice = new_choice(plan, prepared.text, len(digests))
+            choice = new_choice(plan, prepared.tokenizer, len(digests))
             read_sequence(choice, sequence)
-            digests.append(answered(plan.conversation, choice.piece()))
+            digests.append(digest_answer(plan.conversation, choice.take_delta()))
     exchanges = prepared.services.exchanges
     exchanges.record(prepared.tenant_id, session, version, plan.prompts, results, digests)
 
 
 @asynccontextmanager
-async def submitted_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
+async def submit_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
     """Submit a plan's samples. An exception inside the block cancels the pending ones."""
-    services, seats = prepared.services, list[SampleId]()
+    services, sample_ids = prepared.services, list[SampleId]()
     try:
-        submission = asyncio.create_task(run(submit_all, prepared, seats))
+        submission = asyncio.create_task(run(submit_all, prepared, sample_ids))
         try:
             await asyncio.shield(submission)
         finally:
-            await asyncio.wait({submission})  # `seats` must name every submitted sample, so that it can be cancelled
-        yield seats
+            # `sample_ids` must name every submitted sample, so that it can be cancelled.
+            await asyncio.wait({submission})
+        yield sample_ids
     except BaseException:
-        await asyncio.shield(run(cancel_samples, services, seats))
+        await asyncio.shield(run(cancel_samples, services, sample_ids))
         raise
     finally:
-        services.partials.forget(seat.request_id for seat in seats)
-        for seat in seats:
-            services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
+        services.partials.forget(sample_id.request_id for sample_id in sample_ids)
+        for sample_id in sample_ids:
+            services.sampling_sessions.acknowledge(sample_id.sampling_session_id, [sample_id.request_id])
 
 
-def submit_all(prepared: Prepared, seats: list[SampleId]) -> None:
+def submit_all(prepared: Prepared, sample_ids: list[SampleId]) -> None:
     for prompt in prepared.plan.prompts:
-        _submit(prepared, prompt, seats)
+        _submit(prepared, prompt, sample_ids)
 
 
-def _submit(prepared: Prepared, prompt: Sequence[int], seats: list[SampleId]) -> None:
+def _submit(prepared: Prepared, prompt: Sequence[int], sample_ids: list[SampleId]) -> None:
     services, tenant_id, plan, shape = prepared.services, prepared.tenant_id, prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
         # With a fixed seed, an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
-    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=plan.stream, images=plan.images)
+    body = sample_body(prompt, plan.num_choices, params, _logprob_fields(plan), stream=plan.stream, images=plan.images)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
-    _check(sample, shape, plan)
-    seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
-    body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}
+    _check_sample(sample, shape, plan)
+    sample_id = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
+    body |= {"sampling_session_id": sample_id.sampling_session_id, "seq_id": sample_id.seq_id}
     new = NewFuture(
-        request_id=seat.request_id,
+        request_id=sample_id.request_id,
         tenant_id=tenant_id,
-        session_id=seat.session_id,
+        session_id=sample_id.session_id,
         base_model=shape.name,
         kind="sample",
         body=orjson.dumps(body),
-        num_tokens=most_tokens(sample, shape),
-        sampling_session_id=seat.sampling_session_id,
-        seq_id=seat.seq_id,
+        num_tokens=count_max_tokens(sample, shape),
+        sampling_session_id=sample_id.sampling_session_id,
+        seq_id=sample_id.seq_id,
     )
     services.quotas.admit(new)
-    seats.append(seat)
+    sample_ids.append(sample_id)
     if plan.stream:
-        services.partials.expect(seat.request_id)
+        services.partials.expect(sample_id.request_id)
     services.futures.submit(services.dispatch.assign(new, sample))
 
 
-def _shown(plan: GenerationPlan) -> Mapping[str, object]:
+def _logprob_fields(plan: GenerationPlan) -> Mapping[str, object]:
     """Return the fields of an asample that request the logprobs of the response."""
-    top = plan.top_logprobs
+    num_top = plan.top_logprobs
     # An echo alone draws no token that is returned, so its prompt may fill the context, as scored prompts may.
-    echoed = 0 if plan.echo_only and top is None else top
-    counts = [count for count in (echoed if plan.echo else None, plan.prompt_logprobs) if count is not None]
-    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": max(counts)} if counts else {}
-    return of_prompt if top is None else {"topk_sample_logprobs": top} | of_prompt
+    num_top_echo = 0 if plan.echo_only and num_top is None else num_top
+    counts = [count for count in (num_top_echo if plan.echo else None, plan.prompt_logprobs) if count is not None]
+    prompt_fields = {"prompt_logprobs": True, "topk_prompt_logprobs": max(counts)} if counts else {}
+    return prompt_fields if num_top is None else {"topk_sample_logprobs": num_top} | prompt_fields
 
 
-def _check(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
-    prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
+def _check_sample(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
+    num_prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
     if (max_tokens or 1) > sample.max_answer_tokens(shape.max_context_length):
-        raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
+        raise ContextLengthError(plan.prompt_field, num_prompt, max_tokens, shape.max_context_length)
     if adjustments := sample.params.adjustments:
-        biased = max((token_id for token_id, _ in adjustments.logit_bias), default=0)
+        max_biased_id = max((token_id for token_id, _ in adjustments.logit_bias), default=0)
         for name, token_id in (
-            ("logit_bias", biased),
+            ("logit_bias", max_biased_id),
             ("allowed_token_ids", max(adjustments.allowed_token_ids or (0,))),
         ):
             if token_id >= shape.vocab_size:
@@ -332,28 +337,30 @@ def _check(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> None:
     check_sample(sample, shape)
 
 
-def cancel_samples(services: Services, seats: Sequence[SampleId]) -> None:
+def cancel_samples(services: Services, sample_ids: Sequence[SampleId]) -> None:
     """Cancel the pending samples."""
-    for seat in seats:
+    for sample_id in sample_ids:
         with contextlib.suppress(NotFoundError):
-            services.futures.cancel(seat.tenant_id, seat.request_id, "its client disconnected")
+            services.futures.cancel(sample_id.tenant_id, sample_id.request_id, "its client disconnected")
 
 
-async def settled(services: Services, seat: SampleId) -> SampleResult:
+async def wait_for_sample(services: Services, sample_id: SampleId) -> SampleResult:
     """Wait for the result of a sample. Raises its error."""
-    with services.waiters.watch(seat.request_id) as woken:
-        while (outcome := await outcome_of(services, seat.tenant_id, seat.request_id)) is None:
+    with services.waiters.watch(sample_id.request_id) as wake_event:
+        while (outcome := await read_outcome(services, sample_id.tenant_id, sample_id.request_id)) is None:
             if services.waiters.closed:
                 raise StoppingError
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
-                    await woken.wait()
-            woken.clear()
-            base_model = await run(services.futures.base_model_of, seat.request_id, on=services.threads.quick)
-            if why := await run(services.cannot_start, base_model or "", on=services.threads.quick):
-                raise EngineFailedError(why)
-            await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
-    return _result_of(outcome, seat.request_id)
+                    await wake_event.wait()
+            wake_event.clear()
+            base_model = await run(services.futures.base_model_of, sample_id.request_id, on=services.threads.quick)
+            if reason := await run(services.cannot_start, base_model or "", on=services.threads.quick):
+                raise EngineFailedError(reason)
+            await run(
+                services.implicit_sessions.keep, sample_id.tenant_id, sample_id.session_id, on=services.threads.quick
+            )
+    return _result_of(outcome, sample_id.request_id)
 
 
 def sample_outcome(services: Services, tenant_id: str, request_id: str) -> SampleResult | None:

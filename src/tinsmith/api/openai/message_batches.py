@@ -28,12 +28,18 @@ from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import ClosedBody, iso, validation_error
 
-MAX_LISTED, LISTED = 1000, 20
+MAX_LIMIT, DEFAULT_LIMIT = 1000, 20
 JSONL_TYPE = "application/x-jsonl"
 RESULTS = "/v1/messages/batches/{}/results"
 ENDED = "ended"
-STATUSES = {"cancelling": "canceling", "completed": ENDED, "failed": ENDED, "cancelled": ENDED, "expired": ENDED}
-NOT_DONE = {"batch_cancelled": "canceled", "batch_expired": "expired"}
+PROCESSING_STATUSES = {
+    "cancelling": "canceling",
+    "completed": ENDED,
+    "failed": ENDED,
+    "cancelled": ENDED,
+    "expired": ENDED,
+}
+UNFINISHED_RESULT_TYPES = {"batch_cancelled": "canceled", "batch_expired": "expired"}
 """The result type of a request that never ran, by the code of its line in the error file."""
 
 MESSAGE_BATCH = fields(
@@ -61,19 +67,17 @@ class CreateMessageBatchRequest(ClosedBody):
 
     @model_validator(mode="after")
     def _check_names(self) -> CreateMessageBatchRequest:
-        seen: set[str] = set()
-        for index, each in enumerate(self.requests):
-            if each.custom_id in seen:
-                raise validation_error(
-                    f"repeats the custom_id {each.custom_id!r} in requests[{index}]; use each one once"
-                )
-            seen.add(each.custom_id)
+        custom_ids: set[str] = set()
+        for index, request in enumerate(self.requests):
+            if request.custom_id in custom_ids:
+                raise validation_error(f"repeats the custom_id {request.custom_id!r} in requests[{index}]; use each one once")
+            custom_ids.add(request.custom_id)
         return self
 
     def lines(self) -> Iterator[bytes]:
-        for each in self.requests:
-            request = {"custom_id": each.custom_id, "method": "POST", "url": MESSAGES, "body": each.params}
-            yield write_json_line(request) + b"\n"
+        for request in self.requests:
+            line = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES, "body": request.params}
+            yield write_json_line(line) + b"\n"
 
 
 @for_anthropic(
@@ -93,14 +97,14 @@ def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
         stored = services.files.store(new_id(), lines)
         file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
     new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))
-    made = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
+    batch = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
     services.batch_reconciler.wake()
-    return _shown(call, made)
+    return _batch_body(call, batch)
 
 
 @for_anthropic("GET", "/messages/batches/{message_batch_id}", "Get a batch", answer=MESSAGE_BATCH)
 def retrieve(call: Call) -> JsonObject:
-    return _shown(call, _found(call))
+    return _batch_body(call, _find_batch(call))
 
 
 @for_anthropic(
@@ -110,25 +114,25 @@ def retrieve(call: Call) -> JsonObject:
     answer=fields({"data": {"type": "array", "items": MESSAGE_BATCH}, "has_more": FLAG}),
     errors=(404,),
     access=Access.LISTING,
-    query={"limit": integer(1, MAX_LISTED), "after_id": TEXT, "before_id": TEXT},
+    query={"limit": integer(1, MAX_LIMIT), "after_id": TEXT, "before_id": TEXT},
     filters=("?after_id={message_batch_id}", "?before_id={message_batch_id}"),
 )
 def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LISTED, LISTED)
+    limit = page_limit(call, 1, MAX_LIMIT, DEFAULT_LIMIT)
     after, before = call.query.get("after_id"), call.query.get("before_id")
     if after is not None and before is not None:
         raise RequestError("after_id", "after_id and before_id are both given; send one of them")
-    found, more = call.services.openai_batches.page(call.tenant_id, limit, after, before, messages=True)
-    ends = (found[0].batch_id, found[-1].batch_id) if found else (None, None)
-    data = [_shown(call, each) for each in found]
-    return {"data": data, "has_more": more, "first_id": ends[0], "last_id": ends[1]}
+    batches, has_more = call.services.openai_batches.page(call.tenant_id, limit, after, before, messages=True)
+    end_ids = (batches[0].batch_id, batches[-1].batch_id) if batches else (None, None)
+    data = [_batch_body(call, batch) for batch in batches]
+    return {"data": data, "has_more": has_more, "first_id": end_ids[0], "last_id": end_ids[1]}
 
 
 @for_anthropic("POST", "/messages/batches/{message_batch_id}/cancel", "Cancel a batch", answer=MESSAGE_BATCH)
 def cancel(call: Call) -> JsonObject:
     cancelled = call.services.openai_batches.cancel(call.tenant_id, call.path["message_batch_id"], messages=True)
     call.services.batch_reconciler.wake()
-    return _shown(call, cancelled)
+    return _batch_body(call, cancelled)
 
 
 @for_anthropic(
@@ -138,7 +142,7 @@ def cancel(call: Call) -> JsonObject:
     answer=fields({"id": TEXT, "type": one_of("message_batch_deleted")}),
 )
 def delete(call: Call) -> JsonObject:
-    batch = _ended(_found(call), "deleted")
+    batch = _require_ended(_find_batch(call), "deleted")
     call.services.openai_batches.delete(batch)
     for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
         if file_id is not None:
@@ -155,25 +159,25 @@ async def results(request: Request) -> Response:
     call = call_of(request, services, tenant_id, b"")
 
     def work() -> Response:
-        batch = _ended(_found(call), "read")
-        files = [each for each in (batch.output_file_id, batch.error_file_id) if each is not None]
-        if not files:
-            why = "; ".join(str(each["message"]) for each in batch.errors or ()) or f"it is {batch.status}"
-            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {why}")
-        for file_id in files:
+        batch = _require_ended(_find_batch(call), "read")
+        file_ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+        if not file_ids:
+            reason = "; ".join(str(error["message"]) for error in batch.errors or ()) or f"it is {batch.status}"
+            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {reason}")
+        for file_id in file_ids:
             services.files.find(tenant_id, file_id)
-        return StreamingResponse(_results(services, files), media_type=JSONL_TYPE)
+        return StreamingResponse(_results(services, file_ids), media_type=JSONL_TYPE)
 
     return await run(work, on=services.threads.transfers)
 
 
-def _found(call: Call) -> Batch:
+def _find_batch(call: Call) -> Batch:
     return call.services.openai_batches.find(call.tenant_id, call.path["message_batch_id"], messages=True)
 
 
-def _ended(batch: Batch, done: str) -> Batch:
+def _require_ended(batch: Batch, action: str) -> Batch:
     if batch.ended_at is None:
-        raise UserError(f"batch {batch.batch_id!a} is {_status(batch)}; it can be {done} when it has ended")
+        raise UserError(f"batch {batch.batch_id!a} is {_status(batch)}; it can be {action} when it has ended")
     return batch
 
 
@@ -191,19 +195,19 @@ def _result(line: dict[str, Any]) -> JsonObject:
         result: JsonObject = {"type": "succeeded", "message": response["body"]}
     elif response is not None:
         result = {"type": "errored", "error": response["body"]}
-    elif error["code"] in NOT_DONE:
-        result = {"type": NOT_DONE[error["code"]]}
+    elif error["code"] in UNFINISHED_RESULT_TYPES:
+        result = {"type": UNFINISHED_RESULT_TYPES[error["code"]]}
     else:
         result = {"type": "errored", "error": anthropic_error(error["message"], 500)}
     return {"custom_id": line["custom_id"], "result": result}
 
 
 def _status(batch: Batch) -> str:
-    return STATUSES.get(batch.status, "in_progress")
+    return PROCESSING_STATUSES.get(batch.status, "in_progress")
 
 
-def _shown(call: Call, batch: Batch) -> JsonObject:
-    ended = batch.ended_at is not None
+def _batch_body(call: Call, batch: Batch) -> JsonObject:
+    has_ended = batch.ended_at is not None
     base = base_url(call.services.settings, call.scheme, call.headers)
     return {
         "id": batch.batch_id,
@@ -212,14 +216,14 @@ def _shown(call: Call, batch: Batch) -> JsonObject:
         "request_counts": _counts(call.services, batch),
         "created_at": iso(batch.created_at),
         "expires_at": iso(batch.expires_at),
-        "ended_at": _moment(batch.ended_at),
-        "cancel_initiated_at": _moment(batch.cancelling_at),
+        "ended_at": _iso_or_none(batch.ended_at),
+        "cancel_initiated_at": _iso_or_none(batch.cancelling_at),
         "archived_at": None,
-        "results_url": base + RESULTS.format(batch.batch_id) if ended else None,
+        "results_url": base + RESULTS.format(batch.batch_id) if has_ended else None,
     }
 
 
-def _moment(time_s: float | None) -> str | None:
+def _iso_or_none(time_s: float | None) -> str | None:
     return None if time_s is None else iso(time_s)
 
 
@@ -228,9 +232,9 @@ def _counts(services: Services, batch: Batch) -> dict[str, int]:
     counts: dict[str, int] = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
     if batch.ended_at is None:
         return counts | {"processing": batch.total}
-    not_done = {"cancelled": "canceled", "expired": "expired"}.get(batch.status)
-    if not_done is not None and batch.error_file_id is not None:
+    unfinished_type = {"cancelled": "canceled", "expired": "expired"}.get(batch.status)
+    if unfinished_type is not None and batch.error_file_id is not None:
         with contextlib.suppress(FileNotFoundError), services.files.open(batch.error_file_id) as file:
-            counts[not_done] = sum(orjson.loads(line)["response"] is None for line in file)
-    errored = batch.total - batch.completed - sum(counts.values())
-    return counts | {"succeeded": batch.completed, "errored": errored}
+            counts[unfinished_type] = sum(orjson.loads(line)["response"] is None for line in file)
+    num_errored = batch.total - batch.completed - sum(counts.values())
+    return counts | {"succeeded": batch.completed, "errored": num_errored}

@@ -19,16 +19,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openai.generation import (
-    Begin,
+    OnSubmitted,
     Prepared,
     cancel_samples,
     record,
     sample_all,
-    settled,
-    submitted_samples,
+    submit_samples,
+    wait_for_sample,
 )
 from tinsmith.api.operation import run
-from tinsmith.chat.choices import Choice, TextPiece
+from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError, TinsmithError
@@ -44,103 +44,114 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """A chunk of one choice; the last one has a `reason`. Without a piece it is a keep-alive."""
+class StreamDelta:
+    """The next part of one choice; the last one has a `reason`. Without `delta` it is a keep-alive."""
 
     choice: Choice | None = None
-    piece: TextPiece | None = None
+    delta: CompletionDelta | None = None
     reason: str | None = None
 
 
-async def follow(prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]) -> AsyncIterator[News]:
-    """Yield the chunks of all choices in order of arrival. At the end `results` has the result of every prompt."""
-    number = prepared.plan.num_choices
-    choices = [new_choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
-    of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
-    found: dict[str, SampleResult] = {}
-    with prepared.services.partials.listen(list(of_seat)) as queue:
-        ends = {asyncio.create_task(settled(prepared.services, seat)) for seat in seats}
-        coming: asyncio.Task[Partial] = asyncio.create_task(queue.get())
+async def stream_deltas(
+    prepared: Prepared, sample_ids: Sequence[SampleId], results: list[SampleResult]
+) -> AsyncIterator[StreamDelta]:
+    """Yield the deltas of all choices in order of arrival. At the end `results` has the result of every prompt."""
+    num_choices = prepared.plan.num_choices
+    choices = [new_choice(prepared.plan, prepared.tokenizer, index) for index in range(len(sample_ids) * num_choices)]
+    choices_by_request = {
+        sample_id.request_id: choices[position * num_choices : (position + 1) * num_choices]
+        for position, sample_id in enumerate(sample_ids)
+    }
+    results_by_request: dict[str, SampleResult] = {}
+    with prepared.services.partials.listen(list(choices_by_request)) as queue:
+        pending_results = {
+            asyncio.create_task(wait_for_sample(prepared.services, sample_id)) for sample_id in sample_ids
+        }
+        next_partial: asyncio.Task[Partial] = asyncio.create_task(queue.get())
         try:
-            while ends:
-                done, _ = await asyncio.wait({*ends, coming}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    yield News()
-                if coming in done:
-                    partial = coming.result()
-                    coming = asyncio.create_task(queue.get())
-                    if partial.request_id not in found:
-                        news = _of_partial(of_seat[partial.request_id], partial)
-                        if news:
-                            yield news
-                for end in ends & done:
-                    result = end.result()
-                    found[result.request_id] = result
-                    for choice, sequence in zip(of_seat[result.request_id], result.sequences, strict=True):
-                        yield _of_end(prepared, choice, sequence)
-                ends -= done
+            while pending_results:
+                finished, _ = await asyncio.wait(
+                    {*pending_results, next_partial}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not finished:
+                    yield StreamDelta()
+                if next_partial in finished:
+                    partial = next_partial.result()
+                    next_partial = asyncio.create_task(queue.get())
+                    if partial.request_id not in results_by_request:
+                        delta = _delta_of_partial(choices_by_request[partial.request_id], partial)
+                        if delta:
+                            yield delta
+                for result_task in pending_results & finished:
+                    result = result_task.result()
+                    results_by_request[result.request_id] = result
+                    for choice, sequence in zip(choices_by_request[result.request_id], result.sequences, strict=True):
+                        yield _final_delta(prepared, choice, sequence)
+                pending_results -= finished
         finally:
-            for task in (*ends, coming):
+            for task in (*pending_results, next_partial):
                 task.cancel()
-    results += [found[seat.request_id] for seat in seats]
+    results += [results_by_request[sample_id.request_id] for sample_id in sample_ids]
     await record(prepared, results)
 
 
-def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
+def _delta_of_partial(choices: Sequence[Choice], partial: Partial) -> StreamDelta | None:
     choice = choices[partial.index]
     if partial.start != len(choice.token_ids):
         return None  # earlier tokens were lost; the result has them
     tops = partial.topk or [((), ())] * len(partial.tokens)
     for token_id, logprob, top in zip(partial.tokens, partial.logprobs, tops, strict=True):
         choice.push(token_id, logprob, top)
-    piece = choice.piece()
-    return News(choice, piece) if piece else None
+    delta = choice.take_delta()
+    return StreamDelta(choice, delta) if delta else None
 
 
-def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> News:
-    sent = len(choice.token_ids)
-    if sequence.tokens_T[:sent].tolist() != choice.token_ids:
+def _final_delta(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> StreamDelta:
+    num_sent = len(choice.token_ids)
+    if sequence.tokens_T[:num_sent].tolist() != choice.token_ids:
         raise EngineFailedError("the engine was replaced during the response, and its tokens differ; send it again")
-    read_sequence(choice, sequence, sent)
-    piece = choice.piece()
-    return News(choice, piece, finish_reason(prepared.plan, choice.num_calls, sequence.stop_reason))
+    read_sequence(choice, sequence, num_sent)
+    delta = choice.take_delta()
+    return StreamDelta(choice, delta, finish_reason(prepared.plan, choice.num_calls, sequence.stop_reason))
 
 
-async def respond(request: Request, prepared: Prepared, answer: ClientAnswer, begin: Begin = None) -> Response:
+async def respond(
+    request: Request, prepared: Prepared, answer: ClientAnswer, on_submitted: OnSubmitted = None
+) -> Response:
     """Sample, and send the answer whole or as events."""
     if prepared.plan.stream:  # refuse invalid requests before the stream begins, while a status can still be sent
         async with AsyncExitStack() as stack:
-            seats = await stack.enter_async_context(submitted_samples(prepared))
-            if begin is not None:
-                await run(begin, seats)
-            return Events(_events(prepared, seats, answer), stack.pop_all(), prepared.headers)
-    results = await cancel_on_disconnect(request.receive, sample_all(prepared, begin))
-    content = await run(lambda: orjson.dumps(answer.whole(results)))
+            sample_ids = await stack.enter_async_context(submit_samples(prepared))
+            if on_submitted is not None:
+                await run(on_submitted, sample_ids)
+            return EventStreamResponse(_events(prepared, sample_ids, answer), stack.pop_all(), prepared.headers)
+    results = await cancel_on_disconnect(request.receive, sample_all(prepared, on_submitted))
+    content = await run(lambda: orjson.dumps(answer.build_response(results)))
     return Response(content, headers=prepared.headers, media_type=JSON_TYPE)
 
 
-async def _events(prepared: Prepared, seats: list[SampleId], answer: ClientAnswer) -> AsyncGenerator[bytes, None]:
+async def _events(prepared: Prepared, sample_ids: list[SampleId], answer: ClientAnswer) -> AsyncGenerator[bytes, None]:
     results: list[SampleResult] = []
     try:
-        for event in answer.begun():
-            yield _written(event)
-        async for news in follow(prepared, seats, results):
-            if news.choice is None or news.piece is None:
-                yield _written(answer.keep_alive) if answer.keep_alive else STILL_THERE
+        for event in answer.start_events():
+            yield _encode_event(event)
+        async for stream_delta in stream_deltas(prepared, sample_ids, results):
+            if stream_delta.choice is None or stream_delta.delta is None:
+                yield _encode_event(answer.keep_alive) if answer.keep_alive else KEEP_ALIVE_COMMENT
                 continue
-            for event in answer.added(news.choice, news.piece, news.reason):
-                yield _written(event)
-        for event in await run(list, answer.ended(results)):
-            yield _written(event)
-        if answer.ends_with_mark:
+            for event in answer.delta_events(stream_delta.choice, stream_delta.delta, stream_delta.reason):
+                yield _encode_event(event)
+        for event in await run(list, answer.end_events(results)):
+            yield _encode_event(event)
+        if answer.ends_with_done:
             yield DONE
     except TinsmithError as error:
-        await run(cancel_samples, prepared.services, seats)
-        for event in await run(list, answer.failed(error)):
-            yield _written(event)
+        await run(cancel_samples, prepared.services, sample_ids)
+        for event in await run(list, answer.error_events(error)):
+            yield _encode_event(event)
 
 
-class Events(StreamingResponse):
+class EventStreamResponse(StreamingResponse):
     """Server-sent events. If the client disconnects, the source is closed."""
 
     def __init__(
@@ -157,31 +168,31 @@ class Events(StreamingResponse):
                 await cancel_on_disconnect(receive, self.stream_response(send))
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """Return the value of `work`. If the client disconnects, cancel `work` and raise ClientDisconnect."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(receive))
+async def cancel_on_disconnect(receive: Receive, coroutine: Coroutine[object, object, T]) -> T:
+    """Return the value of `coroutine`. If the client disconnects, cancel it and raise ClientDisconnect."""
+    response_task = asyncio.create_task(coroutine)
+    disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({response_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not response_task.done():
             raise ClientDisconnect
-        return working.result()
+        return response_task.result()
     finally:
-        for task in (working, watching):
+        for task in (response_task, disconnect_task):
             task.cancel()
-        await asyncio.wait({working, watching})
+        await asyncio.wait({response_task, disconnect_task})
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":  # the body was read earlier
         pass
 
 
-def _written(event: Event) -> bytes:
+def _encode_event(event: Event) -> bytes:
     name, content = event
-    head = f"event: {name}\n".encode() if name else b""
-    return head + b"data: " + write_json_line(content) + b"\n\n"
+    name_line = f"event: {name}\n".encode() if name else b""
+    return name_line + b"data: " + write_json_line(content) + b"\n\n"
 
 
-STILL_THERE = b": still there\n\n"
+KEEP_ALIVE_COMMENT = b": still there\n\n"
 DONE = b"data: [DONE]\n\n"

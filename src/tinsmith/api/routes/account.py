@@ -78,15 +78,15 @@ def usage_events(call: Call) -> JsonObject:
 
 
 def _window(call: Call) -> tuple[float, float]:
-    moments: list[float] = []
+    hours: list[float] = []
     for name in ("starting_on", "ending_before"):
         if name not in call.query:
             raise UserError(f"the query's {name} is missing; give the hour, like 2026-07-13T00:00:00Z")
-        moment = parse_time(f"the query's {name}", call.query[name])
-        if moment % HOUR_S:
+        hour = parse_time(f"the query's {name}", call.query[name])
+        if hour % HOUR_S:
             raise UserError(f"the query's {name} is {call.query[name][:40]!a}; it must be a full hour")
-        moments.append(moment)
-    start, end = moments
+        hours.append(hour)
+    start, end = hours
     if start > time.time():
         raise UserError("the query's starting_on is in the future; use a past hour")
     if not 0 < end - start <= MAX_WINDOW_S:
@@ -96,24 +96,24 @@ def _window(call: Call) -> tuple[float, float]:
 
 def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
     """`session` is None for a copy into a project, whose run has no session."""
-    info: JsonObject
+    event_info: JsonObject
     if row.type == "checkpoint":
-        info = {"type": "checkpoint", "count": row.quantity}
+        event_info = {"type": "checkpoint", "count": row.quantity}
     elif row.type == "sampling_cached":
-        info = {"type": "sampling_prefill", "cached": True, "token_count": row.quantity}
+        event_info = {"type": "sampling_prefill", "cached": True, "token_count": row.quantity}
     elif row.type == "sampling_prefill":
-        info = {"type": "sampling_prefill", "cached": False, "token_count": row.quantity}
+        event_info = {"type": "sampling_prefill", "cached": False, "token_count": row.quantity}
     else:
-        info = {"type": row.type, "token_count": row.quantity}
-    of_session = {} if session is None else {"session_id": session.session_id, "project_id": session.project_id}
-    whose = {"base_model": row.base_model} | _user(call) | of_session
-    return _bucket(row.bucket_start) | whose | {"event_info": info}
+        event_info = {"type": row.type, "token_count": row.quantity}
+    session_fields = {} if session is None else {"session_id": session.session_id, "project_id": session.project_id}
+    owner_fields = {"base_model": row.base_model} | _user(call) | session_fields
+    return _bucket(row.bucket_start) | owner_fields | {"event_info": event_info}
 
 
 def _storage_event(call: Call, row: StorageRow) -> JsonObject:
-    info = {"type": "storage", "free": False, "gigabyte_hours": row.byte_seconds / HOUR_S / GIGABYTE}
-    whose = _user(call) | {"project_id": row.project_id}
-    return _bucket(row.bucket_start) | {"base_model": row.base_model} | whose | {"event_info": info}
+    event_info = {"type": "storage", "free": False, "gigabyte_hours": row.byte_seconds / HOUR_S / GIGABYTE}
+    owner_fields = _user(call) | {"project_id": row.project_id}
+    return _bucket(row.bucket_start) | {"base_model": row.base_model} | owner_fields | {"event_info": event_info}
 
 
 def _user(call: Call) -> JsonObject:
@@ -127,9 +127,9 @@ def _bucket(start: float) -> JsonObject:
 @listing("/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=PROJECT)
 def stored_checkpoints(call: Call) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
-    for one in call.services.usage.list_stored(call.tenant_id, call.query.get("project_id")):
-        count, size_bytes = totals.get(one.project_id, (0, 0))
-        totals[one.project_id] = (count + 1, size_bytes + one.size_bytes)
+    for stored in call.services.usage.list_stored(call.tenant_id, call.query.get("project_id")):
+        count, size_bytes = totals.get(stored.project_id, (0, 0))
+        totals[stored.project_id] = (count + 1, size_bytes + stored.size_bytes)
     return {
         "data": [
             {
@@ -162,8 +162,8 @@ def get_audit(call: Call) -> JsonObject:
         raise UserError(f"the query's event_type is {show(event_type)}; it must be one of {', '.join(PREFIXES)}")
     day = datetime.combine(_day(call.query.get("day")), datetime.min.time(), UTC)
     start, end = day.timestamp(), (day + timedelta(days=1)).timestamp()
-    found = call.services.audit.entries(call.tenant_id, event_type, start, end)
-    return {"entries": [_entry(entry) for entry in found]}
+    entries = call.services.audit.entries(call.tenant_id, event_type, start, end)
+    return {"entries": [_entry(entry) for entry in entries]}
 
 
 def _day(text: str | None) -> date:
@@ -178,7 +178,7 @@ def _day(text: str | None) -> date:
 
 
 def _entry(entry: AuditEntry) -> JsonObject:
-    written: JsonObject = {"timestamp": iso(entry.created_at), "event": entry.event, "event_details": entry.details}
+    body: JsonObject = {"timestamp": iso(entry.created_at), "event": entry.event, "event_details": entry.details}
     if entry.event.startswith("checkpoint_"):
-        written |= {name: entry.details[name] for name in CHECKPOINT_FIELDS if name in entry.details}
-    return written
+        body |= {name: entry.details[name] for name in CHECKPOINT_FIELDS if name in entry.details}
+    return body

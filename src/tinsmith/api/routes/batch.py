@@ -40,7 +40,7 @@ MAX_SHOWN_ROW = 16_384
 """The most bytes of a failed row in a status, as JSON; `/errors` has the whole row."""
 MAX_SHOWN_VALUE = 200
 MAX_SHOWN_COLUMNS = 64
-AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
+AFTER_QUERY: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
 
 
 @operation(
@@ -75,34 +75,34 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
 @listing("/batch/jobs", "List bulk jobs, newest first", answer=fields({"jobs": LIST, "total_count": COUNT}), query=PAGE)
 def jobs(call: Call) -> JsonObject:
     limit, offset = call.page(100)
-    found, count = call.services.batch_jobs.page(call.tenant_id, limit, offset)
-    return {"jobs": [_shown(job) for job in found], "total_count": count}
+    job_records, count = call.services.batch_jobs.page(call.tenant_id, limit, offset)
+    return {"jobs": [_summarize(job) for job in job_records], "total_count": count}
 
 
 @operation("GET", "/batch/jobs/{job_id}", "Read a bulk job", answer=ANYTHING)
 def job(call: Call) -> JsonObject:
-    return _whole(call.services, _job(call))
+    return _describe(call.services, _job(call))
 
 
 @operation("GET", "/batch/jobs/{job_id}/batches", "List a job's batches", answer=fields({"batches": LIST}), query=PAGE)
 def batches(call: Call) -> JsonObject:
-    found = _job(call)
+    job_record = _job(call)
     limit, offset = call.page(MAX_PAGE)
-    return {"batches": call.services.batch_jobs.get_batch_states(found.job_id, limit, offset)}
+    return {"batches": call.services.batch_jobs.get_batch_states(job_record.job_id, limit, offset)}
 
 
 @operation("POST", "/batch/jobs/{job_id}/cancel", "Cancel a bulk job", answer=ANYTHING)
 def cancel(call: Call) -> JsonObject:
-    found = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
-    call.services.coordinator.wake(found.job_id)
-    return _whole(call.services, found)
+    job_record = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
+    call.services.coordinator.wake(job_record.job_id)
+    return _describe(call.services, job_record)
 
 
 @operation("POST", "/batch/jobs/{job_id}/purge", "Delete the parts of a failed job", answer=ANYTHING)
 def purge(call: Call) -> JsonObject:
-    found = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
+    job_record = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
     call.services.coordinator.sweep_soon()
-    return _whole(call.services, found)
+    return _describe(call.services, job_record)
 
 
 class ResumeRequest(ClosedBody):
@@ -122,23 +122,25 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     """Create a job like the old one, optionally with other outputs, that reuses its committed parts. For a different
     function, submit a job with `resume_from` instead.
     """
-    old = _job(call)
+    old_job = _job(call)
     outputs = draft.read().batch_output_formats
-    spec = replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id, roots=None)
+    spec = replace(call.services.batch_jobs.spec(old_job.job_id), resume_from=old_job.job_id, roots=None)
     if outputs is not None:
-        formats = [each.model_dump() for each in outputs]
+        formats = [output_format.model_dump() for output_format in outputs]
         check_paths(spec.batch_input_format, formats, spec.batch_error_format)
         spec = replace(spec, batch_output_formats=formats)
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
 @operation(
-    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=AFTER
+    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=AFTER_QUERY
 )
 def errors(call: Call) -> JsonObject:
-    found = _job(call)
+    job_record = _job(call)
     after, limit = _after(call)
-    return {"errors": [error_row(error) for error in call.services.batch_jobs.row_errors(found.job_id, limit, after)]}
+    return {
+        "errors": [error_row(error) for error in call.services.batch_jobs.row_errors(job_record.job_id, limit, after)]
+    }
 
 
 @operation(
@@ -146,13 +148,13 @@ def errors(call: Call) -> JsonObject:
     "/batch/jobs/{job_id}/partial",
     "List a job's committed parts",
     answer=fields({"outputs": LIST, "batches": LIST}),
-    query=AFTER,
+    query=AFTER_QUERY,
 )
 def partial(call: Call) -> JsonObject:
     """Return the parts of the committed batches in row order. They are in the same storage as the outputs."""
-    found = _job(call)
+    job_record = _job(call)
     after, limit = _after(call)
-    spec = call.services.batch_jobs.spec(found.job_id)
+    spec = call.services.batch_jobs.spec(job_record.job_id)
     return {
         "outputs": spec.batch_output_formats,
         "part_formats": spec.part_formats,
@@ -160,7 +162,7 @@ def partial(call: Call) -> JsonObject:
         "input_version": spec.input_version,
         "batches": [
             {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
-            for span, parts in call.services.batch_jobs.list_committed_batches(found.job_id, after, limit)
+            for span, parts in call.services.batch_jobs.list_committed_batches(job_record.job_id, after, limit)
         ],
     }
 
@@ -174,13 +176,13 @@ def partial(call: Call) -> JsonObject:
 )
 def logs(call: Call) -> JsonObject:
     """Return the workers with output, and the lines of one worker. Only its own server has the output."""
-    found = _job(call)
-    written = call.services.coordinator.logs
+    job_record = _job(call)
+    worker_logs = call.services.coordinator.logs
     after = _after(call)[0]
     lines: list[JsonObject] = []
     if worker_id := call.query.get("worker"):
-        lines, after = written.read(found.job_id, worker_id, max(after, 0))
-    workers = [{"worker_id": worker_id, "bytes": size} for worker_id, size in written.workers(found.job_id)]
+        lines, after = worker_logs.read(job_record.job_id, worker_id, max(after, 0))
+    workers = [{"worker_id": worker_id, "bytes": size} for worker_id, size in worker_logs.workers(job_record.job_id)]
     return {"workers": workers, "lines": lines, "after": max(after, 0)}
 
 
@@ -195,19 +197,19 @@ async def events(request: Request) -> Response:
 
 
 async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
-    sent: JobRecord | None = None
+    sent_record: JobRecord | None = None
     sent_at = time.monotonic()
     with services.waiters.watch_job(job_id) as changed:
         while not services.waiters.closed:
             changed.clear()
-            found = await run(services.batch_jobs.find, tenant_id, job_id)
-            if sent is None or replace(found, updated_at=sent.updated_at) != sent:
-                sent, sent_at = found, time.monotonic()
-                yield b"event: status\ndata: " + write_json_line(await run(_whole, services, found)) + b"\n\n"
+            job_record = await run(services.batch_jobs.find, tenant_id, job_id)
+            if sent_record is None or replace(job_record, updated_at=sent_record.updated_at) != sent_record:
+                sent_record, sent_at = job_record, time.monotonic()
+                yield b"event: status\ndata: " + write_json_line(await run(_describe, services, job_record)) + b"\n\n"
             elif time.monotonic() - sent_at >= KEEP_ALIVE_S:
                 sent_at = time.monotonic()
                 yield b": still there\n\n"
-            if sent.status in TERMINAL:
+            if sent_record.status in TERMINAL:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAFETY_POLL_S):
@@ -264,36 +266,36 @@ def _after(call: Call) -> tuple[int, int]:
     return int(after), call.page(MAX_PAGE)[0]
 
 
-def _shown(job: JobRecord) -> JsonObject:
+def _summarize(job: JobRecord) -> JsonObject:
     names = (
         "job_id name pool priority weight status total_rows rows_ok rows_failed tokens_in tokens_out max_failed_rows "
         "worker_seconds resume_from error created_at started_at ended_at"
     )
-    shown: JsonObject = {name: getattr(job, name) for name in names.split()}
-    return {**shown, "batch_total_batches": job.total_batches, "batch_completed_batches": job.completed_batches}
+    fields: JsonObject = {name: getattr(job, name) for name in names.split()}
+    return {**fields, "batch_total_batches": job.total_batches, "batch_completed_batches": job.completed_batches}
 
 
-def _whole(services: Services, job: JobRecord) -> JsonObject:
+def _describe(services: Services, job: JobRecord) -> JsonObject:
     outputs = services.batch_jobs.outputs(job.job_id)
     names = ("path", "rows", "bytes", "sha256", "etag")
     workers = services.batch_jobs.workers(job.job_id)
-    at_work = services.batch_jobs.work_by_worker(job.job_id) if workers else {}
-    failed = services.batch_jobs.row_errors(job.job_id, 1) if job.rows_failed else []
+    work_by_worker = services.batch_jobs.work_by_worker(job.job_id) if workers else {}
+    first_errors = services.batch_jobs.row_errors(job.job_id, 1) if job.rows_failed else []
     return {
-        **_shown(job),
+        **_summarize(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
         "machines_set_aside": job.machines_set_aside or [],
-        "first_error": _short_error(error_row(failed[0])) if failed else None,
+        "first_error": _short_error(error_row(first_errors[0])) if first_errors else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
-            | (at_work.get(worker["worker_id"]) or dict.fromkeys(WORK_FIELDS, 0))
+            | (work_by_worker.get(worker["worker_id"]) or dict.fromkeys(WORK_FIELDS, 0))
             for worker in workers
         ],
     }
 
 
 def _short_error(error: JsonObject) -> JsonObject:
-    """A failed row for a status, which is sent often: the values of a large row are cut."""
+    """Return a failed row for a status, which is sent often: the values of a large row are cut."""
     row = error["row"]
     if not isinstance(row, dict) or len(orjson.dumps(row)) <= MAX_SHOWN_ROW:
         return error

@@ -62,8 +62,8 @@ def get_training_run(call: Call) -> JsonObject:
 @operation("GET", RUN + "/checkpoints", "List a run's checkpoints", answer=fields({"checkpoints": CHECKPOINTS}))
 def list_run_checkpoints(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
-    found = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
-    return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]}
+    checkpoints = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
+    return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints]}
 
 
 @listing(
@@ -74,9 +74,9 @@ def list_run_checkpoints(call: Call) -> JsonObject:
 )
 def list_checkpoints(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=100)
-    found, total = call.services.checkpoints.page(call.tenant_id, limit, offset, call.query.get("project_id"))
+    checkpoints, total = call.services.checkpoints.page(call.tenant_id, limit, offset, call.query.get("project_id"))
     return {
-        "checkpoints": [_checkpoint(checkpoint) for checkpoint in found],
+        "checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
@@ -113,10 +113,10 @@ class SearchCheckpointsRequest(ClosedBody):
     filters=({"user_metadata": {}},),
 )
 def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObject:
-    known = set(call.services.sessions.projects(call.tenant_id)) if request.project_ids else set()
-    if unknown := [each for each in request.project_ids or () if each not in known]:
+    project_ids = set(call.services.sessions.projects(call.tenant_id)) if request.project_ids else set()
+    if unknown := [project_id for project_id in request.project_ids or () if project_id not in project_ids]:
         raise NotFoundError(f"project_ids has {show(unknown[0])}, which is not one of your projects")
-    kinds = [kind for kind, shown in CHECKPOINT_TYPES.items() if request.checkpoint_type in (None, shown)]
+    kinds = [kind for kind, sdk_type in CHECKPOINT_TYPES.items() if request.checkpoint_type in (None, sdk_type)]
     search = CheckpointSearch(
         kinds=kinds,
         base_models=request.base_models,
@@ -127,10 +127,10 @@ def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObj
     )
     if not includes_caller(request.owner, call.tenant_id):
         return {"checkpoints": [], "next_cursor": None}
-    found, more = call.services.checkpoints.search(call.tenant_id, search)
-    last = found[-1] if more else None
+    checkpoints, has_more = call.services.checkpoints.search(call.tenant_id, search)
+    last = checkpoints[-1] if has_more else None
     cursor = last and {"last_created_at": iso(last.created_at), "last_checkpoint_uuid": str(uuid.UUID(last.directory))}
-    return {"checkpoints": [_checkpoint(each) for each in found], "next_cursor": cursor}
+    return {"checkpoints": [_checkpoint(project_id) for project_id in checkpoints], "next_cursor": cursor}
 
 
 def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str] | None:
@@ -143,8 +143,8 @@ def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str
     try:
         directory = uuid.UUID(cursor.last_checkpoint_uuid).hex
     except ValueError:
-        given = show(cursor.last_checkpoint_uuid)
-        raise UserError(f"cursor.last_checkpoint_uuid is {given}; send the next_cursor of a page") from None
+        uuid_text = show(cursor.last_checkpoint_uuid)
+        raise UserError(f"cursor.last_checkpoint_uuid is {uuid_text}; send the next_cursor of a page") from None
     exact = call.services.checkpoints.creation_time(call.tenant_id, directory)
     return (created_at if exact is None else exact), directory
 
@@ -162,16 +162,16 @@ class WeightsInfoRequest(Body):
     errors=(404, 410),
 )
 def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
-    found = call.services.checkpoints.get(call.tenant_id, parse_path(request.tinker_path, "tinker_path"))
+    checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(request.tinker_path, "tinker_path"))
     return {
-        "base_model": found.base_model,
-        "is_lora": found.lora_rank > 0,
-        "optimizer_config": optimizer_config(found.optimizer_type),
-        "lora_rank": found.lora_rank or None,
-        "lora_alpha": found.lora_alpha if found.lora_rank else None,
-        "train_unembed": found.train_unembed,
-        "train_mlp": found.train_mlp,
-        "train_attn": found.train_attn,
+        "base_model": checkpoint.base_model,
+        "is_lora": checkpoint.lora_rank > 0,
+        "optimizer_config": optimizer_config(checkpoint.optimizer_type),
+        "lora_rank": checkpoint.lora_rank or None,
+        "lora_alpha": checkpoint.lora_alpha if checkpoint.lora_rank else None,
+        "train_unembed": checkpoint.train_unembed,
+        "train_mlp": checkpoint.train_mlp,
+        "train_attn": checkpoint.train_attn,
     }
 
 
@@ -293,16 +293,16 @@ class CopyWeightsRequest(Body):
 )
 def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
     services, ttl_s = call.services, request.ttl_seconds
-    path = parse_path(request.source_path, "source_path")
+    source_ref = parse_path(request.source_path, "source_path")
     destination = _destination(call, request)
-    reason = f"copied from {path.path}"
-    copied = CheckpointRef(destination.model_id, path.kind, path.name)
+    reason = f"copied from {source_ref.path}"
+    copy_ref = CheckpointRef(destination.model_id, source_ref.kind, source_ref.name)
     if not already_exists(services.models.find(destination.model_id), reason):
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
-        source = services.checkpoints.get(call.tenant_id, path, granted_by=granted_by)
+        source = services.checkpoints.get(call.tenant_id, source_ref, granted_by=granted_by)
         new = NewCheckpoint(
-            ref=copied,
+            ref=copy_ref,
             tenant_id=call.tenant_id,
             base_model=source.base_model,
             lora=source.lora,
@@ -311,19 +311,19 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
             ttl_s=ttl_s,
         )
         # Its run has the source run's metadata (such as its renderer) if that run is readable.
-        readable = source.tenant_id in (call.tenant_id, granted_by)
-        origin = services.models.find(source.training_run_id) if readable else None
-        metadata = None if origin is None else origin.user_metadata
+        is_readable = source.tenant_id in (call.tenant_id, granted_by)
+        source_run = services.models.find(source.training_run_id) if is_readable else None
+        metadata = None if source_run is None else source_run.user_metadata
         run = replace(new.run(destination.session_id), user_metadata=metadata)
         effects = [
             *usage_increments(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
-            entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
+            entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copy_ref.path, "source_path": source_ref.path}),
         ]
-        added_run = copy_insertion(run, destination.project_id, reason)
+        new_run = copy_insertion(run, destination.project_id, reason)
         with services.quotas.reserve_checkpoint(call.tenant_id, source.size_bytes or 0):
-            if not services.checkpoints.copy(source, new, added_run, *effects):
+            if not services.checkpoints.copy(source, new, new_run, *effects):
                 already_exists(services.models.find(destination.model_id), reason)
-    return {"tinker_path": copied.path}
+    return {"tinker_path": copy_ref.path}
 
 
 def _destination(call: Call, request: CopyWeightsRequest) -> Destination:

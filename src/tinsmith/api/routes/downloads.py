@@ -34,11 +34,11 @@ _RANGE = re.compile(r"bytes=(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """`path` is None for a file in a bucket. `opened` opens the file for reading in either place."""
+    """`path` is None for a file in a bucket. `open` opens the file for reading in either place."""
 
     path: Path | None
     size_bytes: int
-    opened: Callable[[], IO[bytes]]
+    open: Callable[[], IO[bytes]]
 
 
 def file_response(
@@ -51,35 +51,35 @@ def file_response(
     if file.path is not None:
         _drop_broken_range(request)
         return FileResponse(file.path, 200, headers, media_type, filename=filename, stat_result=file.path.stat())
-    given = {"accept-ranges": "bytes", **(headers or {})}
+    response_headers = {"accept-ranges": "bytes", **(headers or {})}
     if filename is not None:
-        given["content-disposition"] = f'attachment; filename="{email.utils.quote(filename)}"'
-    wanted = _range_of(request, file.size_bytes, given.get("etag"))
-    if wanted is None:
+        response_headers["content-disposition"] = f'attachment; filename="{email.utils.quote(filename)}"'
+    byte_range = _range_of(request, file.size_bytes, response_headers.get("etag"))
+    if byte_range is None:
         start, end, status = 0, file.size_bytes, HTTPStatus.OK
     else:
-        start, end = wanted
+        start, end = byte_range
         if start >= end:
             return Response(None, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, _content_range("*", file.size_bytes))
         status = HTTPStatus.PARTIAL_CONTENT
-        given |= _content_range(f"{start}-{end - 1}", file.size_bytes)
-    given["content-length"] = str(end - start)
-    content = iter(()) if request.method == "HEAD" else _pieces(file.opened(), start, end)
-    return StreamingResponse(content, status, given, media_type)
+        response_headers |= _content_range(f"{start}-{end - 1}", file.size_bytes)
+    response_headers["content-length"] = str(end - start)
+    content = iter(()) if request.method == "HEAD" else _read_chunks(file.open(), start, end)
+    return StreamingResponse(content, status, response_headers, media_type)
 
 
-def _content_range(what: str, size_bytes: int) -> dict[str, str]:
-    return {"content-range": f"bytes {what}/{size_bytes}"}
+def _content_range(range_text: str, size_bytes: int) -> dict[str, str]:
+    return {"content-range": f"bytes {range_text}/{size_bytes}"}
 
 
 def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int, int] | None:
     """Return start and end of the requested range. Returns None (the whole file) for several ranges, a malformed range,
     or a range of another version of the file.
     """
-    found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", "").lower())
-    if found is None or request.headers.get("if-range", etag) != etag:
+    match = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", "").lower())
+    if match is None or request.headers.get("if-range", etag) != etag:
         return None
-    first, last = found["first"], found["last"]
+    first, last = match["first"], match["last"]
     if not first:
         return (max(0, size_bytes - int(last)), size_bytes) if last else None
     end = min(int(last) + 1, size_bytes) if last else size_bytes
@@ -88,12 +88,12 @@ def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int,
 
 def _drop_broken_range(request: Request) -> None:
     """Ignore a malformed Range (RFC 9110, section 14.2), which FileResponse would refuse."""
-    given = request.headers.get("range")
-    if given is None:
+    range_header = request.headers.get("range")
+    if range_header is None:
         return
-    unit, _, ranges = given.replace(" ", "").lower().partition("=")
-    found = [_RANGE.fullmatch(f"{unit}={each}") for each in ranges.split(",")]
-    if not all(one and _is_forward(one["first"], one["last"]) for one in found):
+    unit, _, ranges = range_header.replace(" ", "").lower().partition("=")
+    matches = [_RANGE.fullmatch(f"{unit}={range_text}") for range_text in ranges.split(",")]
+    if not all(match and _is_forward(match["first"], match["last"]) for match in matches):
         request.scope["headers"] = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
 
 
@@ -101,12 +101,12 @@ def _is_forward(first: str, last: str) -> bool:
     return int(first) <= int(last) if first and last else bool(first or last)
 
 
-def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
+def _read_chunks(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
     with file:
         file.seek(start)
-        while start < end and (piece := file.read(min(CHUNK_BYTES, end - start))):
-            start += len(piece)
-            yield piece
+        while start < end and (chunk := file.read(min(CHUNK_BYTES, end - start))):
+            start += len(chunk)
+            yield chunk
 
 
 PURPOSE = "download"
@@ -124,7 +124,7 @@ CHUNK_BYTES = 1 << 20
     errors=(404, 410),
 )
 def external_weights_urls(call: Call) -> JsonObject:
-    checkpoint = _readable(call)
+    checkpoint = _find_readable(call)
     if checkpoint.kind != "external_weights":
         raise UserError(
             f"{checkpoint.ref.path!r} is not an export; only 'external_weights' checkpoints have links to their files "
@@ -157,7 +157,7 @@ def record_link(call: Call, ref: CheckpointRef, purpose: str) -> None:
 
 
 def _link_to_archive(call: Call) -> SignedLink:
-    checkpoint = _readable(call)
+    checkpoint = _find_readable(call)
     link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
     record_link(call, checkpoint.ref, "archive")
     return link
@@ -182,13 +182,13 @@ async def download_file(request: Request) -> Response:
     file = request.path_params["file"]
 
     def work() -> Response:
-        files, directory = _opened(request)
+        files, directory = _open_linked(request)
         if file not in (sizes := files.files(directory)):
             raise NotFoundError(f"the checkpoint has no file {file!r}")
         stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
         return file_response(request, stored, FILE_TYPE, filename=file)
 
-    return await run(work, on=transfers_of(request))
+    return await run(work, on=transfer_threads(request))
 
 
 @linked("GET", DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
@@ -196,25 +196,25 @@ async def download_archive(request: Request) -> Response:
     """Send a tar that is built while it is sent."""
 
     def work() -> Response:
-        files, directory = _opened(request)
+        files, directory = _open_linked(request)
         sizes = files.files(directory)
         name = "{run_id}_{kind}_{name}.tar".format(**request.path_params).replace(":", "_")
         headers = {
-            "content-length": str(sum(_padded(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
+            "content-length": str(sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
             "content-disposition": f'attachment; filename="{name}"',
         }
-        content = () if request.method == "HEAD" else tar_of(files, directory, sizes)
+        content = () if request.method == "HEAD" else stream_tar(files, directory, sizes)
         return StreamingResponse(content, headers=headers, media_type=TAR_TYPE)
 
-    return await run(work, on=transfers_of(request))
+    return await run(work, on=transfer_threads(request))
 
 
-def transfers_of(request: Request) -> Executor:
+def transfer_threads(request: Request) -> Executor:
     services: Services = request.app.state.services
     return services.threads.transfers
 
 
-def _readable(call: Call) -> Checkpoint:
+def _find_readable(call: Call) -> Checkpoint:
     checkpoint = call.services.checkpoints.get(call.tenant_id, ref_of(call))
     call.services.checkpoints.files.check_sizes(checkpoint.directory or "")
     return checkpoint
@@ -225,7 +225,7 @@ def _path(checkpoint: Checkpoint) -> str:
     return f"/downloads/{checkpoint.directory}/{ref.training_run_id}/{ref.kind}/{ref.name}"
 
 
-def _opened(request: Request) -> tuple[Directories, str]:
+def _open_linked(request: Request) -> tuple[Directories, str]:
     """Return the store and the directory that a link names. Raises GoneError."""
     services = follow_link(request, PURPOSE)
     ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
@@ -237,25 +237,25 @@ def _opened(request: Request) -> tuple[Directories, str]:
     return services.checkpoints.files, directory
 
 
-def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
+def stream_tar(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
     """Yield the archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete,
     because all files are open; an archive from a bucket ends before its announced length.
     """
-    opened = {file: files.open(directory, file) for file in sizes}
+    open_files = {file: files.open(directory, file) for file in sizes}
 
     def chunks() -> Iterator[bytes]:
         for file, size in sizes.items():
             member = tarfile.TarInfo(file)
             member.size = size
             yield member.tobuf(tarfile.GNU_FORMAT)
-            with opened[file]:
-                while chunk := opened[file].read(CHUNK_BYTES):
+            with open_files[file]:
+                while chunk := open_files[file].read(CHUNK_BYTES):
                     yield chunk
-            yield bytes(_padded(size) - size)
+            yield bytes(_pad_size(size) - size)
         yield bytes(2 * BLOCK_BYTES)
 
     return chunks()
 
 
-def _padded(size: int) -> int:
+def _pad_size(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES

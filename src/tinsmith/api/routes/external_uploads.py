@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, TEXT, fields, linked
-from tinsmith.api.operation import Access, Call, JsonObject, answer, operation, run
+from tinsmith.api.operation import Access, Call, JsonObject, json_response, operation, run
 from tinsmith.api.routes.checkpoints import already_exists
 from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
 from tinsmith.api.routes.sessions import ProjectId
@@ -74,11 +74,13 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
         project_id=request.destination_project_id,
     )
     call.services.quotas.admit_checkpoint(call.tenant_id)
-    call.services.files.begin_upload(call.tenant_id, [_key(upload.number, name) for name in FILES], upload.expires_s)
-    written = base64.urlsafe_b64encode(orjson.dumps(upload.model_dump())).decode().rstrip("=")
+    call.services.files.begin_upload(
+        call.tenant_id, [_file_key(upload.number, name) for name in FILES], upload.expires_s
+    )
+    encoded = base64.urlsafe_b64encode(orjson.dumps(upload.model_dump())).decode().rstrip("=")
     links = {name: sign_link(call, PURPOSE, f"/external_weights_uploads/{upload.number}/{name}") for name in FILES}
     return {
-        "upload_id": f"{written}.{call.services.signer.sign(ID_PURPOSE, written.encode())}",
+        "upload_id": f"{encoded}.{call.services.signer.sign(ID_PURPOSE, encoded.encode())}",
         "urls": {name: link.url for name, link in links.items()},
         "expires": iso(upload.expires_s),
     }
@@ -100,13 +102,13 @@ async def put(request: Request) -> Response:
         check_length(request.headers.get("content-length"), limit_bytes)
     except TooLargeError:
         raise _too_large(limit_bytes) from None
-    key = _key(request.path_params["number"], request.path_params["file"])
+    key = _file_key(request.path_params["number"], request.path_params["file"])
     uploader = await run(services.files.uploader, key)
     if uploader is None:
         raise GoneError("this upload has ended or expired; start another one")
     tenant_id, earlier_bytes = uploader
     reservation = await run(services.quotas.reserve_checkpoint, tenant_id)
-    with reservation, tempfile.TemporaryFile() as spooled:
+    with reservation, tempfile.TemporaryFile() as spool:
         # A repeated PUT replaces bytes that are counted already.
         reservation.cover(int(request.headers.get("content-length") or 0) - earlier_bytes)
         size_bytes = 0
@@ -115,12 +117,12 @@ async def put(request: Request) -> Response:
             if size_bytes > limit_bytes:
                 raise _too_large(limit_bytes)
             reservation.cover(size_bytes - earlier_bytes)
-            await run(spooled.write, chunk, on=services.threads.transfers)
-        spooled.seek(0)
-        stored = await run(services.files.store, key, _pieces(spooled), on=services.threads.transfers)
+            await run(spool.write, chunk, on=services.threads.transfers)
+        spool.seek(0)
+        stored = await run(services.files.store, key, _read_chunks(spool), on=services.threads.transfers)
         if not await run(services.files.record_upload, stored):
             raise GoneError("this upload has ended or expired; start another one")
-    return answer({})
+    return json_response({})
 
 
 class FinishUploadRequest(ClosedBody):
@@ -145,32 +147,32 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
             raise GoneError("this upload has expired; start another one")
         for name in FILES:
             try:
-                files.open(_key(upload.number, name)).close()
+                files.open(_file_key(upload.number, name)).close()
             except FileNotFoundError:
                 raise UserError(f"{name} was not uploaded; PUT it to its link before you finish the upload") from None
-    opened = {name: (lambda name=name: files.open(_key(upload.number, name))) for name in FILES}
-    asked = UploadRequest(base_model=upload.base_model, name=NAME, project_id=upload.project_id)
-    stored = store_adapter(call, asked, session_id, opened, upload.lora_config)
-    files.end_upload([_key(upload.number, name) for name in FILES])
-    return {"tinker_path": stored.ref.path}
+    openers = {name: (lambda name=name: files.open(_file_key(upload.number, name))) for name in FILES}
+    upload_request = UploadRequest(base_model=upload.base_model, name=NAME, project_id=upload.project_id)
+    checkpoint = store_adapter(call, upload_request, session_id, openers, upload.lora_config)
+    files.end_upload([_file_key(upload.number, name) for name in FILES])
+    return {"tinker_path": checkpoint.ref.path}
 
 
 def _read(call: Call, upload_id: str) -> ExternalUpload:
-    written, _, signature = upload_id.partition(".")
-    if call.services.signer.verify(ID_PURPOSE, written.encode(), signature):
-        upload = ExternalUpload.model_validate_json(base64.urlsafe_b64decode(written + "=" * (-len(written) % 4)))
+    encoded, _, signature = upload_id.partition(".")
+    if call.services.signer.verify(ID_PURPOSE, encoded.encode(), signature):
+        upload = ExternalUpload.model_validate_json(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
         if upload.tenant_id == call.tenant_id:
             return upload
     raise NotFoundError("this upload_id does not exist; external_weights_upload_start makes one")
 
 
-def _key(number: str, file: str) -> str:
-    return f"upload-{number}-{file.partition('.')[0]}"  # at most 64 characters
+def _file_key(upload_number: str, file: str) -> str:
+    return f"upload-{upload_number}-{file.partition('.')[0]}"  # at most 64 characters
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(CHUNK_BYTES):
-        yield piece
+def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

@@ -23,12 +23,12 @@ from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
 from tinsmith.api.operation import (
-    SHORT_BYTES,
+    INLINE_BODY_BYTES,
     Call,
     JsonObject,
     Services,
-    answer,
     authenticate,
+    json_response,
     operation,
     read_json,
     request_span,
@@ -46,22 +46,22 @@ T = TypeVar("T")
 
 RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
 
-INLINE_BYTES = 256 * 1024
+UNANNOUNCED_BYTES = 256 * 1024
 """Results up to this size are never announced first, because a second request costs more."""
 
-UNWATCHED_S = 0.5
-"""How long a poll is held before its connection is watched, which costs 0.1 ms."""
+DISCONNECT_WATCH_DELAY_S = 0.5
+"""Seconds before a long poll watches its connection for a disconnect. Most polls end earlier."""
 
 MAX_ACKNOWLEDGED = 1_000_000
 
-ON_LOOP_BYTES = 1 << 20
-"""Larger results are read by a thread: 60 MB would block the event loop for 0.1 s."""
+EVENT_LOOP_READ_BYTES = 1 << 20
+"""Larger results are read by a thread, so that they do not block the event loop."""
 
-PIECE_BYTES = 1 << 18
-"""A large result is sent in pieces of this size. Other connections are served between pieces."""
+CHUNK_BYTES = 1 << 18
+"""A large result is sent in chunks of this size. Other connections are served between chunks."""
 
 SLOW_S = 10.0
-"""After this time a large result no longer occupies one of the MOST_LARGE slots."""
+"""After this time a large result no longer occupies one of the MAX_LARGE_RESULTS slots."""
 
 
 class RetrieveFutureRequest(Body):
@@ -81,20 +81,20 @@ async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     poll = await read_json(request, RetrieveFutureRequest)
     request_id = poll.request_id
-    inline_bytes = INLINE_BYTES if poll.allow_metadata_only else UNBOUNDED
+    inline_bytes = UNANNOUNCED_BYTES if poll.allow_metadata_only else UNBOUNDED
     await note_poll(services, tenant_id, request_id)
     with request_span(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
-        outcome = await held(
+        outcome = await long_poll(
             request,
             services.waiters.watch(request_id),
-            lambda: outcome_of(services, tenant_id, request_id, min(inline_bytes, ON_LOOP_BYTES)),
+            lambda: read_outcome(services, tenant_id, request_id, min(inline_bytes, EVENT_LOOP_READ_BYTES)),
             services.settings.hold_s,
         )
     if outcome is None:
-        return await _try_again(services, request_id)
+        return await _respond_pending(services, request_id)
     hit("poll.answering")
     if outcome.error is not None:
-        return answer({"error": outcome.error, "category": outcome.category})
+        return json_response({"error": outcome.error, "category": outcome.category})
     assert outcome.result_type is not None and outcome.body_bytes is not None
     media_type = RESULT_TYPES[outcome.result_type]
     is_converted = media_type == PROTO_TYPE and _prefers_json(request)
@@ -102,13 +102,13 @@ async def retrieve_future(request: Request) -> Response:
         return Response(outcome.body, media_type=media_type)
     if outcome.body is None and outcome.body_bytes > inline_bytes:
         size = outcome.body_bytes * (JSON_GROWTH if is_converted else 1)
-        return answer({"status": "complete_metadata", "response_payload_size": size})
+        return json_response({"status": "complete_metadata", "response_payload_size": size})
     if not is_converted:
-        return await _large(services, tenant_id, request_id, media_type)
-    convert = CONVERSIONS[await read(services, services.futures.kind_of, tenant_id, request_id) or ""]
-    if outcome.body is not None and len(outcome.body) <= SHORT_BYTES:
+        return await _respond_large(services, tenant_id, request_id, media_type)
+    convert = CONVERSIONS[await run_query(services, services.futures.kind_of, tenant_id, request_id) or ""]
+    if outcome.body is not None and len(outcome.body) <= INLINE_BODY_BYTES:
         return Response(dump(convert(outcome.body)), media_type=JSON_TYPE)
-    return await _large(services, tenant_id, request_id, JSON_TYPE, lambda body: dump(convert(body)))
+    return await _respond_large(services, tenant_id, request_id, JSON_TYPE, lambda body: dump(convert(body)))
 
 
 def _prefers_json(request: Request) -> bool:
@@ -116,19 +116,19 @@ def _prefers_json(request: Request) -> bool:
     return choose_type(accept, (PROTO_TYPE, JSON_TYPE)) == JSON_TYPE
 
 
-async def outcome_of(
+async def read_outcome(
     services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
 ) -> FutureOutcome | None:
-    """Like `Futures.outcome`, but reads a large body on a thread."""
-    small_bytes = min(inline_bytes, ON_LOOP_BYTES)
-    found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
-    if found is None or found.error is not None or found.body is not None or inline_bytes <= small_bytes:
-        return found
-    lane = services.threads.results
-    return await run(services.futures.outcome, tenant_id, request_id, inline_bytes, on=lane)
+    """Read a future's outcome, a large body on a thread. Returns None while the future is pending."""
+    small_bytes = min(inline_bytes, EVENT_LOOP_READ_BYTES)
+    outcome = await run_query(services, services.futures.outcome, tenant_id, request_id, small_bytes)
+    if outcome is None or outcome.error is not None or outcome.body is not None or inline_bytes <= small_bytes:
+        return outcome
+    executor = services.threads.results
+    return await run(services.futures.outcome, tenant_id, request_id, inline_bytes, on=executor)
 
 
-async def _large(
+async def _respond_large(
     services: Services,
     tenant_id: str,
     request_id: str,
@@ -138,7 +138,7 @@ async def _large(
     slot = _Slot(services.large_results)
     await slot.take()
     try:
-        outcome = await outcome_of(services, tenant_id, request_id)
+        outcome = await read_outcome(services, tenant_id, request_id)
         assert outcome is not None and outcome.body is not None
         body = outcome.body
         if convert is not None:
@@ -146,11 +146,11 @@ async def _large(
     except BaseException:
         slot.give_back()
         raise
-    return _LargeResult(body, media_type, slot)
+    return _ChunkedResponse(body, media_type, slot)
 
 
 class _Slot:
-    """One slot for a large result in memory. It is released once, after `SLOW_S` at the latest."""
+    """A slot for a large result in memory. It is released once, after `SLOW_S` at the latest."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
@@ -167,8 +167,8 @@ class _Slot:
             self._slots.release()
 
 
-class _LargeResult(Response):
-    """A body that is sent in pieces. Each piece is sent after the previous one has left the buffer."""
+class _ChunkedResponse(Response):
+    """A body that is sent in chunks. Each chunk is sent after the previous one has left the buffer."""
 
     def __init__(self, content: bytes, media_type: str, slot: _Slot) -> None:
         super().__init__(content, media_type=media_type)
@@ -178,11 +178,11 @@ class _LargeResult(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             body = memoryview(self.body)
-            for start in range(0, len(body), PIECE_BYTES):
-                piece = bytes(body[start : start + PIECE_BYTES])
-                more = start + PIECE_BYTES < len(body)
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
-                await asyncio.sleep(0)  # with free buffer space, the next piece would follow at once
+            for start in range(0, len(body), CHUNK_BYTES):
+                chunk = bytes(body[start : start + CHUNK_BYTES])
+                has_more = start + CHUNK_BYTES < len(body)
+                await send({"type": "http.response.body", "body": chunk, "more_body": has_more})
+                await asyncio.sleep(0)  # with free buffer space, the next chunk would follow at once
         finally:
             self._slot.give_back()
 
@@ -217,29 +217,33 @@ async def retrieve_futures(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     poll = await read_json(request, RetrieveFuturesRequest)
     sampling_session_id, samplers = poll.target.sampling_session_id, services.sampling_sessions
-    await read(services, samplers.get, tenant_id, sampling_session_id)
+    await run_query(services, samplers.get, tenant_id, sampling_session_id)
     samplers.acknowledge(sampling_session_id, poll.retrieved_request_ids)
     await note_poll(services, tenant_id, sampling_session_id)
 
-    async def look() -> list[Completion] | None:
+    async def read_completions() -> list[Completion] | None:
         clone = poll.target.cloned_sampler_id
-        return await read(services, samplers.completions, sampling_session_id, clone, poll.prev_cursor) or None
+        return await run_query(services, samplers.completions, sampling_session_id, clone, poll.prev_cursor) or None
 
     hold_s = services.settings.hold_s if poll.timeout is None else min(poll.timeout, services.settings.hold_s)
-    found = await held(request, services.waiters.watch_session(sampling_session_id), look, hold_s) or []
-    if not found and (failed := await run(_cannot_run, services, tenant_id, poll.target, on=services.threads.quick)):
-        return answer({"completions": failed, "cursor": poll.prev_cursor})
-    cursor = found[-1].settle_order if found else poll.prev_cursor
-    return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+    completions = (
+        await long_poll(request, services.waiters.watch_session(sampling_session_id), read_completions, hold_s) or []
+    )
+    if not completions and (
+        failures := await run(_list_unservable, services, tenant_id, poll.target, on=services.threads.quick)
+    ):
+        return json_response({"completions": failures, "cursor": poll.prev_cursor})
+    cursor = completions[-1].settle_order if completions else poll.prev_cursor
+    return json_response({"completions": [_completion(completion) for completion in completions], "cursor": cursor})
 
 
-def _cannot_run(services: Services, tenant_id: str, target: SamplingSessionTargetBody) -> list[JsonObject]:
+def _list_unservable(services: Services, tenant_id: str, target: SamplingSessionTargetBody) -> list[JsonObject]:
     """Return the pending samples of a session as failed, if no engine of its base model can be started."""
     name = target.sampling_session_id
     if not services.cannot_start(services.sampling_sessions.get(tenant_id, name).base_model):
         return []
-    waiting = services.sampling_sessions.pending(name, target.cloned_sampler_id)
-    return [{"state": "failed", "request_id": request_id} for request_id in waiting]
+    pending_ids = services.sampling_sessions.pending(name, target.cloned_sampler_id)
+    return [{"state": "failed", "request_id": request_id} for request_id in pending_ids]
 
 
 class CancelFutureRequest(Body):
@@ -263,58 +267,58 @@ def _completion(completion: Completion) -> JsonObject:
     }
 
 
-async def held(
+async def long_poll(
     request: Request,
-    watch: AbstractContextManager[asyncio.Event],
-    look: Callable[[], Awaitable[T | None]],
+    watched: AbstractContextManager[asyncio.Event],
+    read_result: Callable[[], Awaitable[T | None]],
     hold_s: float,
 ) -> T | None:
-    """Hold a poll. Return the result of `look`, or None if it finds nothing within `hold_s`. A wake-up is only a hint
-    to look again. Raises ClientDisconnect.
+    """Return the result of `read_result`, or None if there is none within `hold_s`. A wake-up of `watched` is only a
+    hint to read again. Raises ClientDisconnect.
     """
     services: Services = request.app.state.services
     loop = asyncio.get_running_loop()
     deadline = loop.time() + hold_s
-    with watch as woken:
-        found = await look()
-        if found is not None or services.waiters.closed or hold_s <= 0:
-            return found
-        with _end_of_client(request, woken) as client_is_gone:
+    with watched as wake_event:
+        result = await read_result()
+        if result is not None or services.waiters.closed or hold_s <= 0:
+            return result
+        with _watch_disconnect(request, wake_event) as client_is_gone:
             try:
                 async with asyncio.timeout_at(deadline):
                     while True:
-                        await woken.wait()
-                        woken.clear()
+                        await wake_event.wait()
+                        wake_event.clear()
                         if client_is_gone():
                             raise ClientDisconnect
-                        found = await look()
-                        if found is not None or services.waiters.closed:
-                            return found
+                        result = await read_result()
+                        if result is not None or services.waiters.closed:
+                            return result
             except TimeoutError:
                 return None
 
 
 @contextmanager
-def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether the client has disconnected; a disconnect also sets `woken`. The watch starts
-    after UNWATCHED_S, since most polls end earlier.
+def _watch_disconnect(request: Request, wake_event: asyncio.Event) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether the client has disconnected; a disconnect also sets `wake_event`. The watch
+    starts after DISCONNECT_WATCH_DELAY_S, since most polls end earlier.
     """
-    watching: list[asyncio.Task[None]] = []
+    disconnect_tasks: list[asyncio.Task[None]] = []
 
     async def wait() -> None:
         while (await request.receive())["type"] != "http.disconnect":  # the body was read earlier
             pass
 
     def watch() -> None:
-        watching.append(asyncio.create_task(wait()))
-        watching[0].add_done_callback(lambda _: woken.set())
+        disconnect_tasks.append(asyncio.create_task(wait()))
+        disconnect_tasks[0].add_done_callback(lambda _: wake_event.set())
 
-    timer = asyncio.get_running_loop().call_later(UNWATCHED_S, watch)
+    timer = asyncio.get_running_loop().call_later(DISCONNECT_WATCH_DELAY_S, watch)
     try:
-        yield lambda: any(task.done() for task in watching)
+        yield lambda: any(task.done() for task in disconnect_tasks)
     finally:
         timer.cancel()
-        for task in watching:
+        for task in disconnect_tasks:
             task.cancel()
 
 
@@ -325,18 +329,18 @@ async def note_poll(services: Services, tenant_id: str, name: str) -> None:
         await run(services.sessions.record_poll, tenant_id, session_id, on=services.threads.quick)
 
 
-async def read(services: Services, read: Callable[..., T], *args: object) -> T:
-    """Call `read`. With SQLite it runs on the event loop, where it never waits and costs less than a thread switch."""
+async def run_query(services: Services, query: Callable[..., T], *args: object) -> T:
+    """Call `query`. With SQLite it runs on the event loop, where it never waits and costs less than a thread switch."""
     if services.reads_wait:
-        return await run(read, *args, on=services.threads.quick)
-    return read(*args)
+        return await run(query, *args, on=services.threads.quick)
+    return query(*args)
 
 
-async def _try_again(services: Services, request_id: str) -> Response:
+async def _respond_pending(services: Services, request_id: str) -> Response:
     quick = services.threads.quick
     base_model = await run(services.futures.base_model_of, request_id, on=quick)
-    if why := await run(services.cannot_start, base_model or "", on=quick):
-        return answer({"error": why, "category": EngineFailedError.category})
-    state, reason = await run(services.queue_state, base_model or "", on=quick)
+    if failure_reason := await run(services.cannot_start, base_model or "", on=quick):
+        return json_response({"error": failure_reason, "category": EngineFailedError.category})
+    state, queue_reason = await run(services.queue_state, base_model or "", on=quick)
     pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
-    return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
+    return json_response(pending if queue_reason is None else pending | {"queue_state_reason": queue_reason}, 408)

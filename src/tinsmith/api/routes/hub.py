@@ -50,21 +50,25 @@ def whoami(call: Call) -> JsonObject:
 @_hub("GET", MODELS + "/tree/{revision}/{directory:path}", "List the files of a directory", answer=LIST)
 def tree(call: Call) -> list[JsonObject]:
     """Return the files of a repository, or of one of its directories."""
-    found = _repository(call)
-    found.check_revision(call.path["revision"])
-    inside = call.path.get("directory", "").strip("/")
-    within = {name: file for name, file in found.files.items() if not inside or name.startswith(f"{inside}/")}
-    if inside and not within:
-        raise MissingEntryError(f"{found.repo_id!r} has no directory {show(inside)}", found.commit)
-    skipped = len(inside) + 1 if inside else 0
-    deep = call.query.get("recursive", "").lower() in ("true", "1")
-    listed = [_listed(name, file) for name, file in within.items() if deep or "/" not in name[skipped:]]
-    if deep:
-        return listed
-    directories = {name[:skipped] + name[skipped:].partition("/")[0] for name in within if "/" in name[skipped:]}
+    repository = _repository(call)
+    repository.check_revision(call.path["revision"])
+    directory = call.path.get("directory", "").strip("/")
+    files = {name: file for name, file in repository.files.items() if not directory or name.startswith(f"{directory}/")}
+    if directory and not files:
+        raise MissingEntryError(f"{repository.repo_id!r} has no directory {show(directory)}", repository.commit)
+    prefix_length = len(directory) + 1 if directory else 0
+    is_recursive = call.query.get("recursive", "").lower() in ("true", "1")
+    entries = [
+        _file_entry(name, file) for name, file in files.items() if is_recursive or "/" not in name[prefix_length:]
+    ]
+    if is_recursive:
+        return entries
+    directories = {
+        name[:prefix_length] + name[prefix_length:].partition("/")[0] for name in files if "/" in name[prefix_length:]
+    }
     return [
-        {"type": "directory", "path": name, "size": 0, "oid": found.commit} for name in sorted(directories)
-    ] + listed
+        {"type": "directory", "path": name, "size": 0, "oid": repository.commit} for name in sorted(directories)
+    ] + entries
 
 
 # These follow the longer paths, since a repository's name may contain slashes.
@@ -72,34 +76,34 @@ def tree(call: Call) -> list[JsonObject]:
 @_hub("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY)
 def model(call: Call) -> JsonObject:
     """Return a repository's metadata and, with the query `blobs`, the sizes and digests of its files."""
-    found = _repository(call)
+    repository = _repository(call)
     if "revision" in call.path:
-        found.check_revision(call.path["revision"])
+        repository.check_revision(call.path["revision"])
     blobs = call.query.get("blobs", "").lower() in ("true", "1")
     return {
-        "_id": found.commit[:24],
-        "id": found.repo_id,
-        "modelId": found.repo_id,
-        "author": found.repo_id.rpartition("/")[0],
-        "sha": found.commit,
-        "lastModified": datetime.fromtimestamp(found.modified_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z"),
+        "_id": repository.commit[:24],
+        "id": repository.repo_id,
+        "modelId": repository.repo_id,
+        "author": repository.repo_id.rpartition("/")[0],
+        "sha": repository.commit,
+        "lastModified": datetime.fromtimestamp(repository.modified_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z"),
         "private": False,
         "gated": False,
         "disabled": False,
-        "tags": [found.library],
-        "library_name": found.library,
+        "tags": [repository.library],
+        "library_name": repository.library,
         "siblings": [
             {"rfilename": name, **({"size": file.size_bytes, "blobId": file.etag[:40]} if blobs else {})}
-            for name, file in found.files.items()
+            for name, file in repository.files.items()
         ],
     }
 
 
-def _listed(name: str, file: HubFile) -> JsonObject:
-    facts: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
+def _file_entry(name: str, file: HubFile) -> JsonObject:
+    entry: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
     if file.is_full_hash:
-        facts["lfs"] = {"oid": file.etag, "size": file.size_bytes, "pointerSize": 0}
-    return facts
+        entry["lfs"] = {"oid": file.etag, "size": file.size_bytes, "pointerSize": 0}
+    return entry
 
 
 @_hub("GET", "/{repo:path}/resolve/{revision}/{file:path}", "Download a file, whole or by range", answer=FILE_TYPE)
@@ -109,15 +113,15 @@ async def resolve(request: Request) -> Response:
     call = call_of(request, services, tenant_id, b"")
 
     def work() -> Response:
-        found, name = _repository(call), call.path["file"]
-        found.check_revision(call.path["revision"])
-        if name in found.hidden:
+        repository, name = _repository(call), call.path["file"]
+        repository.check_revision(call.path["revision"])
+        if name in repository.hidden:
             raise ForbiddenError(
-                f"{show(name)} of {found.repo_id!r} is not available: this server does not serve the weights of base "
-                "models; its operator can allow it with the setting hub_base_weights"
+                f"{show(name)} of {repository.repo_id!r} is not available: this server does not serve the weights of "
+                "base models; its operator can allow it with the setting hub_base_weights"
             )
-        file = found.file(name)
-        headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
+        file = repository.file(name)
+        headers = {"etag": f'"{file.etag}"', "x-repo-commit": repository.commit}
         return file_response(request, StoredFile(file.path, file.size_bytes, file.open), FILE_TYPE, headers)
 
     return await run(work, on=services.threads.transfers)

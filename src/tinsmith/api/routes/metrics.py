@@ -19,25 +19,25 @@ from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.errors import RequestError, UserError
 from tinsmith.wire.fields import ClosedBody, ListOr, Number, Text, show, validation_error
 
-MAX_NAME_LETTERS = 64
-MAX_AT_A_TIME = 64
+MAX_NAME_LENGTH = 64
+MAX_NAMES = 64
 """Most names of one point."""
-MAX_BATCHED = 256
+MAX_POINTS = 256
 """Most points of one request."""
-MAX_NUMBERS = 16_384
+MAX_LIST_LENGTH = 16_384
 """Most numbers of one list."""
 MAX_STEP = 2**53 - 1
 """The largest integer that JavaScript represents exactly."""
 QUANTILES = {":min": 0.0, ":p10": 0.1, ":p50": 0.5, ":p90": 0.9, ":max": 1.0}
 
-Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MAX_NUMBERS)], ListOr()]
+Values = Annotated[Number | Annotated[list[Number], Field(min_length=1, max_length=MAX_LIST_LENGTH)], ListOr()]
 
 
 def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | list[float]]:
-    if not 0 < len(metrics) <= MAX_AT_A_TIME:
-        raise validation_error(f"has {len(metrics)} names; log 1 to {MAX_AT_A_TIME} at a time")
+    if not 0 < len(metrics) <= MAX_NAMES:
+        raise validation_error(f"has {len(metrics)} names; log 1 to {MAX_NAMES} at a time")
     for name, value in metrics.items():
-        longest = MAX_NAME_LETTERS - (4 if isinstance(value, list) else 0)
+        longest = MAX_NAME_LENGTH - (4 if isinstance(value, list) else 0)
         if not 0 < len(name) <= longest or not name.isprintable():
             raise validation_error(f"has the name {show(name)}; a name has 1 to {longest} printable characters")
     return metrics
@@ -46,12 +46,12 @@ def _check_names(metrics: dict[str, float | list[float]]) -> dict[str, float | l
 Metrics = Annotated[
     dict[str, Values],
     AfterValidator(_check_names),
-    Field(description=f"1 to {MAX_AT_A_TIME} finite numbers, or lists of them, by name"),
+    Field(description=f"1 to {MAX_NAMES} finite numbers, or lists of them, by name"),
 ]
 
 
 def _as_integer(value: object) -> object:
-    """JSON has one type of number: a logger that counts in floats writes step 3 as 3.0."""
+    """Accept an integer as a float: a logger that counts in floats writes step 3 as 3.0."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -69,7 +69,7 @@ class LogMetricsRequest(ClosedBody):
     model_id: Text
     metrics: Metrics | None = None
     step: Step | None = None
-    points: Annotated[list[PointBody], Field(min_length=1, max_length=MAX_BATCHED)] | None = None
+    points: Annotated[list[PointBody], Field(min_length=1, max_length=MAX_POINTS)] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LogMetricsRequest:
@@ -90,23 +90,25 @@ class LogMetricsRequest(ClosedBody):
 )
 def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
     model = call.services.models.get(call.tenant_id, request.model_id)
-    given = [(one.step, one.metrics) for one in request.points or ()] or [(request.step, request.metrics or {})]
-    points = [(step, summarize(metrics)) for step, metrics in given]
+    points_by_step = [(point.step, point.metrics) for point in request.points or ()] or [
+        (request.step, request.metrics or {})
+    ]
+    points = [(step, summarize(metrics)) for step, metrics in points_by_step]
     step = call.services.curves.log_points(model.model_id, points)
     return {"model_id": model.model_id, "step": step}
 
 
 def summarize(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
     """Replace each list by its mean and its quantiles (linear interpolation)."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(value, Sequence):
-            found[name] = value
+            values[name] = value
             continue
-        found[name] = math.fsum(value) / len(value)
+        values[name] = math.fsum(value) / len(value)
         levels = np.quantile(np.array(value, np.float64), list(QUANTILES.values()))
-        found |= {name + suffix: float(level) for suffix, level in zip(QUANTILES, levels, strict=True)}
-    return found
+        values |= {name + suffix: float(level) for suffix, level in zip(QUANTILES, levels, strict=True)}
+    return values
 
 
 @operation(
@@ -120,20 +122,21 @@ def metrics(call: Call) -> JsonObject:
     """Return all points, or those since a cursor. Points near the cursor may be repeated."""
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     after = _cursor(call.query.get("after", "0"))
-    found = call.services.curves.points(model.model_id, after)
+    points = call.services.curves.points(model.model_id, after)
     return {
         "points": [
-            {"source": one.source, "step": one.step, "time": one.recorded_at, "metrics": one.metrics} for one in found
+            {"source": point.source, "step": point.step, "time": point.recorded_at, "metrics": point.metrics}
+            for point in points
         ],
-        "cursor": max([after, *(one.recorded_at for one in found)]),
+        "cursor": max([after, *(point.recorded_at for point in points)]),
     }
 
 
 def _cursor(text: str) -> float:
     try:
-        moment = float(text)
+        cursor = float(text)
     except ValueError:
-        moment = math.nan
-    if not 0 <= moment < 1e12:
+        cursor = math.nan
+    if not 0 <= cursor < 1e12:
         raise UserError(f"the query's after is {show(text)}; it must be the cursor of an earlier answer, or left out")
-    return moment
+    return cursor

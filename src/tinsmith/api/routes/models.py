@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tinsmith.api.openapi import ANYTHING, TEXT, fields
-from tinsmith.api.operation import B, Call, Draft, JsonObject, operation, owned_model, stored
-from tinsmith.api.routes.weights import exchange_token, load_into_model, loadable
+from tinsmith.api.operation import B, Call, Draft, JsonObject, get_trainable_model, operation, store_submission
+from tinsmith.api.routes.weights import exchange_token, find_loadable_checkpoint, load_into_model
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
@@ -43,7 +43,7 @@ def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
             session_id=session_id,
             tenant_id=call.tenant_id,
             base_model=request.base_model,
-            lora=_trained_part(call, request.lora),
+            lora=_lora_of_backend(call, request.lora),
             optimizer_type=request.optimizer_config.type,
             user_metadata=text_values(request.user_metadata),
         )
@@ -51,7 +51,7 @@ def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
     return _submit_creation(call, draft, "create_model", plan)
 
 
-def _trained_part(call: Call, request: LoraSpec) -> LoraSpec:
+def _lora_of_backend(call: Call, request: LoraSpec) -> LoraSpec:
     """Return the requested adapter. Rank is 0 if the backend trains all weights, since there is no adapter."""
     if call.services.settings.backend != "full":
         return request
@@ -73,17 +73,17 @@ def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
     """Create a model from a checkpoint if the body names a session; load into a model if it names a model."""
     call, draft, wrong_token = exchange_token(call, draft)
     if draft.values.get("model_id") is not None:
-        submitted = load_into_model(call, draft, wrong_token)
-        answer = stored(call.services, submitted)  # a refused load also uses up its seq_id
-        if isinstance(submitted.refusal, LateLoadError):
-            raise submitted.refusal
+        submission = load_into_model(call, draft, wrong_token)
+        answer = store_submission(call.services, submission)  # a refused load also uses up its seq_id
+        if isinstance(submission.refusal, LateLoadError):
+            raise submission.refusal
         return answer
 
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:
             raise wrong_token
         request = draft.read()
-        checkpoint = loadable(call, request)
+        checkpoint = find_loadable_checkpoint(call, request)
         return NewModel(
             model_id=model_id,
             session_id=session_id,
@@ -113,21 +113,21 @@ def _base_for(call: Call, checkpoint: Checkpoint, request: str | None) -> str:
     """Return the base model of a run that starts from a checkpoint, which may be another name of the same weights."""
     if request in (None, checkpoint.base_model):
         return call.services.bases.get(checkpoint.base_model).name
-    other = call.services.bases.get(request)
-    own = next((shape for shape in call.services.bases if shape.name == checkpoint.base_model), None)
-    if own is None or own.path != other.path:
+    requested_base = call.services.bases.get(request)
+    trained_base = next((shape for shape in call.services.bases if shape.name == checkpoint.base_model), None)
+    if trained_base is None or trained_base.path != requested_base.path:
         raise UserError(
             f"base_model is {request!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; use "
             "that name, or another name that this server serves from the same directory"
         )
-    return other.name
+    return requested_base.name
 
 
 def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
-    services, named = call.services, draft.part(CreationRequest)
-    session = services.sessions.require_active(call.tenant_id, named.session_id)
-    number = named.model_seq_id
-    model_id = f"{session.session_id}:train:{number}"
+    services, ids = call.services, draft.read_required(CreationRequest)
+    session = services.sessions.require_active(call.tenant_id, ids.session_id)
+    model_seq_id = ids.model_seq_id
+    model_id = f"{session.session_id}:train:{model_seq_id}"
     new = NewFuture(
         request_id=f"{model_id}:0",
         tenant_id=call.tenant_id,
@@ -145,7 +145,9 @@ def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str
         services.quotas.admit(new)
         model = services.models.create(planned, services.quotas.admission_of_models(call.tenant_id))
         if model.state == "copied":
-            raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
+            raise UserError(
+                f"model_seq_id {model_seq_id} is taken by a copied checkpoint ({model.reason}); use another one"
+            )
         new = replace(new, base_model=model.base_model, engine_id=model.engine_id)
     except TooManyRequestsError:
         raise
@@ -195,6 +197,6 @@ class UnloadModelRequest(Body):
 
 @operation("POST", "/unload_model", "Unload a model", body=UnloadModelRequest)
 def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
-    model = owned_model(call, request.model_id)
+    model = get_trainable_model(call, request.model_id)
     new = unload_request(model, call.body)
     return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}

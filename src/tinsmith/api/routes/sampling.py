@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.contextvars import bind_contextvars
 
-from tinsmith.api.admission import check_sample, most_tokens
+from tinsmith.api.admission import check_sample, count_max_tokens
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import Call, Draft, JsonObject, Submission, operation
 from tinsmith.errors import UserError
@@ -37,10 +37,10 @@ class NewSample(Body):
     late=True,
 )
 def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
-    services, named = call.services, draft.part(NewSample)
-    sampling_session = services.sampling_sessions.get(call.tenant_id, named.sampling_session_id)
+    services, ids = call.services, draft.read_required(NewSample)
+    sampling_session = services.sampling_sessions.get(call.tenant_id, ids.sampling_session_id)
     services.sessions.require_active(call.tenant_id, sampling_session.session_id)
-    seq_id = named.seq_id
+    seq_id = ids.seq_id
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
     bind_contextvars(request_id=request_id)
     num_tokens, sequence_ids, sample, refusal = 0, [], None, None
@@ -48,7 +48,7 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
         shape = services.bases.get(sampling_session.base_model)
         sample = sample_of(draft.read(), request_id, sampling_session.version_id, shape.vision)
         check_sample(sample, shape)
-        num_tokens = most_tokens(sample, shape)
+        num_tokens = count_max_tokens(sample, shape)
         sequence_ids = [f"{request_id}:{index}" for index in range(sample.num_samples)]
     except UserError as error:
         refusal = error
@@ -90,14 +90,14 @@ class CreateSamplingSessionRequest(Body):
 def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -> JsonObject:
     services, model_path, base_model = call.services, request.model_path, request.base_model
     session = services.sessions.require_active(call.tenant_id, request.session_id)
-    number = request.sampling_session_seq_id
+    sampler_seq_id = request.sampling_session_seq_id
     if model_path is not None:
         base_model = _base_of_checkpoint(call, model_path, base_model)
     elif base_model is None:
         raise UserError("base_model and model_path are both missing; send one of them")
     services.bases.get(base_model)
     new = NewSamplingSession(
-        sampling_session_id=f"{session.session_id}:sample:{number}",
+        sampling_session_id=f"{session.session_id}:sample:{sampler_seq_id}",
         session_id=session.session_id,
         tenant_id=call.tenant_id,
         base_model=base_model,
@@ -117,8 +117,12 @@ def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> 
 
 @operation("GET", "/samplers/{sampling_session_id}", "Describe a sampling session", answer=fields({"base_model": TEXT}))
 def get_sampler(call: Call) -> JsonObject:
-    found = call.services.sampling_sessions.get(call.tenant_id, call.path["sampling_session_id"])
-    return {"sampler_id": found.sampling_session_id, "base_model": found.base_model, "model_path": found.model_path}
+    sampling_session = call.services.sampling_sessions.get(call.tenant_id, call.path["sampling_session_id"])
+    return {
+        "sampler_id": sampling_session.sampling_session_id,
+        "base_model": sampling_session.base_model,
+        "model_path": sampling_session.model_path,
+    }
 
 
 class JoinSamplingSessionRequest(Body):
@@ -134,5 +138,5 @@ class JoinSamplingSessionRequest(Body):
     errors=(404, 410, 501),
 )
 def join_sampling_session(call: Call, request: JoinSamplingSessionRequest) -> JsonObject:
-    joined = call.services.sampling_sessions.join(call.tenant_id, request.sampling_session_id)
-    return {"type": "join_sampling_session", "client_counter": joined}
+    client_counter = call.services.sampling_sessions.join(call.tenant_id, request.sampling_session_id)
+    return {"type": "join_sampling_session", "client_counter": client_counter}

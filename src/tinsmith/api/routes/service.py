@@ -33,8 +33,8 @@ from tinsmith.api.operation import (
     Call,
     JsonObject,
     Services,
-    answer,
     authenticate,
+    json_response,
     operation,
     read_body,
     run,
@@ -45,7 +45,7 @@ from tinsmith.wire import bodies
 from tinsmith.wire.fields import Schema, read_object
 
 # The SDK's defaults (types/client_config_response.py), with two exceptions: bodies from other machines are compressed,
-# and the client uses its plain httpx transport, which takes a fifth less CPU per call and does not time out before the
+# and the client uses its plain httpx transport, which takes less CPU per call and does not time out before the
 # response to a held poll. A flag is on only if this server supports it.
 CLIENT_FLAGS: JsonObject = {
     "pjwt_auth_enabled": True,
@@ -54,7 +54,7 @@ CLIENT_FLAGS: JsonObject = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
 }
-FORWARDED = ("x-forwarded-for", "forwarded", "via")
+PROXY_HEADERS = ("x-forwarded-for", "forwarded", "via")
 """Headers with which a proxy names the client of a forwarded request."""
 
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
@@ -71,9 +71,9 @@ DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled
 )
 async def healthz(request: Request) -> Response:
     services: Services = request.app.state.services
-    if why := services.failing():
-        return answer({"status": "failing", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
-    return answer({"status": "ok"})
+    if reason := services.failing():
+        return json_response({"status": "failing", "reason": reason}, HTTPStatus.SERVICE_UNAVAILABLE)
+    return json_response({"status": "ok"})
 
 
 @operation(
@@ -94,9 +94,9 @@ def operator_health(call: Call) -> JsonObject:
 async def readyz(request: Request) -> Response:
     """Whether the engines of a process that serves no clients are ready: a rolling update waits for it."""
     services: Services = request.app.state.services
-    if why := services.failing() or await asyncio.to_thread(services.loading):
-        return answer({"status": "loading", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
-    return answer({"status": "ok"})
+    if reason := services.failing() or await asyncio.to_thread(services.loading):
+        return json_response({"status": "loading", "reason": reason}, HTTPStatus.SERVICE_UNAVAILABLE)
+    return json_response({"status": "ok"})
 
 
 _about_server = partial(operation, access=Access.NOTHING, quick=True)
@@ -108,15 +108,15 @@ _about_server = partial(operation, access=Access.NOTHING, quick=True)
 def client_config(call: Call) -> JsonObject:
     settings = call.services.settings
     return CLIENT_FLAGS | {
-        "proto_compress_fwdbwd": settings.tunnelled or not _is_here(call),
+        "proto_compress_fwdbwd": settings.tunnelled or not _is_local_client(call),
         "sample_use_retrieve_futures": settings.session_polls,
     }
 
 
-def _is_here(call: Call) -> bool:
+def _is_local_client(call: Call) -> bool:
     """Whether the client connects from this machine, without a proxy."""
     try:
-        return ipaddress.ip_address(call.peer).is_loopback and not any(name in call.headers for name in FORWARDED)
+        return ipaddress.ip_address(call.peer).is_loopback and not any(name in call.headers for name in PROXY_HEADERS)
     except ValueError:
         return False
 
@@ -162,11 +162,11 @@ async def metrics(request: Request) -> Response:
 
 
 async def _admit(request: Request, services: Services) -> None:
-    """Raises NotAuthenticatedError."""
-    wanted = services.settings.metrics_token.get_secret_value()
-    if wanted:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), wanted.encode()):
+    """Check the bearer token of the metrics. Raises NotAuthenticatedError."""
+    metrics_token = services.settings.metrics_token.get_secret_value()
+    if metrics_token:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), metrics_token.encode()):
             return
         raise NotAuthenticatedError("send the server's metrics_token: `Authorization: Bearer TOKEN`")
     if not await run(services.tenants.accepts_anyone, on=services.threads.quick):
@@ -198,20 +198,20 @@ async def telemetry(request: Request) -> Response:
     await authenticate(request)
     body = await read_body(request, bodies.JSON_TYPE, MAX_BODY_BYTES)
     await run(_count, body, request.headers.get("content-encoding"))
-    return answer({"status": "accepted"})
+    return json_response({"status": "accepted"})
 
 
 def _count(body: bytes, encoding: str | None) -> None:
     events = read_object(bodies.decode(body, encoding, MAX_BODY_BYTES)).get("events")
     if not isinstance(events, list):
         return
-    found = [event for event in events if isinstance(event, dict)]
-    kinds = Counter(_known(event.get("event"), KINDS) for event in found)
-    severities = Counter(_known(event.get("severity"), SEVERITIES) for event in found)
+    event_objects = [event for event in events if isinstance(event, dict)]
+    kinds = Counter(_classify(event.get("event"), KINDS) for event in event_objects)
+    severities = Counter(_classify(event.get("severity"), SEVERITIES) for event in event_objects)
     log.debug("telemetry", kinds=dict(kinds), severities=dict(severities))
 
 
-def _known(word: object, words: frozenset[str]) -> str:
+def _classify(word: object, words: frozenset[str]) -> str:
     return word if isinstance(word, str) and word in words else OTHER
 
 

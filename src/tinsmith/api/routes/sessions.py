@@ -141,8 +141,8 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
 def list_sessions(call: Call) -> JsonObject:
     check_scope(call)
     limit, offset = call.page(default_limit=20)
-    found = call.services.sessions.list_ids(call.tenant_id, limit, offset, call.query.get("project_id"))
-    return {"sessions": found}
+    session_ids = call.services.sessions.list_ids(call.tenant_id, limit, offset, call.query.get("project_id"))
+    return {"sessions": session_ids}
 
 
 @operation(
@@ -227,11 +227,11 @@ def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
     def has_metadata(session: Session) -> bool:
         return metadata.items() <= (text_values(session.user_metadata) or {}).items()
 
-    found, more = call.services.sessions.search(call.tenant_id, filters, has_metadata)
-    stored = call.services.usage.sum_stored_by_session([session.session_id for session in found])
-    last = found[-1] if more else None
+    sessions, has_more = call.services.sessions.search(call.tenant_id, filters, has_metadata)
+    storage_by_session = call.services.usage.sum_stored_by_session([session.session_id for session in sessions])
+    last = sessions[-1] if has_more else None
     return {
-        "sessions": [_summary(session, *stored.get(session.session_id, (0, 0))) for session in found],
+        "sessions": [_summary(session, *storage_by_session.get(session.session_id, (0, 0))) for session in sessions],
         "next_cursor": last and {"last_created_at": iso(last.created_at), "last_session_id": last.session_id},
     }
 
@@ -251,7 +251,7 @@ def _summary(session: Session, checkpoints_count: int, checkpoint_storage_bytes:
 
 
 def _status(session: Session) -> JsonObject | None:
-    """None for an expired session, which is neither active nor finished."""
+    """Return the status; None for an expired session, which is neither active nor finished."""
     if session.state == "active":
         return {"type": "active"}
     if session.state == "finished" and session.finish_type is not None:
@@ -285,13 +285,13 @@ def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | 
     return (created_at if last is None or last.tenant_id != call.tenant_id else last.created_at), session_id
 
 
-def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | None, list[str]]:
+def _statuses(statuses: Sequence[StatusQueryBody] | None) -> tuple[list[str] | None, list[str]]:
     """Return the states and finish types of statuses. `cancelled` and `failed` match no session of this server."""
-    if listed is None:
+    if statuses is None:
         return None, []
-    states = {"active" for status in listed if status.type == "active"}
+    states = {"active" for status in statuses if status.type == "active"}
     finish_types: set[str] = set()
-    for status in listed:
+    for status in statuses:
         if status.type == "client_finished":
             finish_types.update(status.reasons or FINISH_TYPES)
     return sorted(states), sorted(finish_types)

@@ -90,19 +90,19 @@ def _json_forward(call: Call) -> Submission:
 
 def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
     fields = call.fields()
-    named = validate(ModelRequest, fields)
+    ids = validate(ModelRequest, fields)
     try:
         message = pass_message(fields, forward_only=forward_only)
     except UserError as error:
-        return _refuse(call, "forward" if forward_only else "forward_backward", named, error)
-    return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, named.seq_id)
+        return _refuse(call, "forward" if forward_only else "forward_backward", ids, error)
+    return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, ids.seq_id)
 
 
-def _refuse(call: Call, kind: str, named: ModelRequest, error: UserError) -> Submission:
+def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> Submission:
     def check(_model: Model, _request_id: str) -> int:
         raise error
 
-    return submit_operation(call, kind, named.model_id, named.seq_id, check)
+    return submit_operation(call, kind, ids.model_id, ids.seq_id, check)
 
 
 @operation(
@@ -170,10 +170,10 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
 )
 def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> JsonObject:
     """Store a traced loss. No engine takes part, so the future is stored as completed or failed."""
-    services, named = call.services, draft.part(NewCustomLossRequest)
-    session = services.sessions.require_active(call.tenant_id, named.session_id)
-    number = named.custom_loss_seq_id
-    loss_id = f"{session.session_id}:loss:{number}"
+    services, ids = call.services, draft.read_required(NewCustomLossRequest)
+    session = services.sessions.require_active(call.tenant_id, ids.session_id)
+    loss_seq_id = ids.custom_loss_seq_id
+    loss_id = f"{session.session_id}:loss:{loss_seq_id}"
     new = NewFuture(
         request_id=loss_id,
         tenant_id=call.tenant_id,
@@ -183,8 +183,10 @@ def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> Jso
         body=call.body,
     )
     try:
-        if number >= MAX_LOSSES:
-            raise UserError(f"custom_loss_seq_id is {number}; a session may create at most {MAX_LOSSES} custom losses")
+        if loss_seq_id >= MAX_LOSSES:
+            raise UserError(
+                f"custom_loss_seq_id is {loss_seq_id}; a session may create at most {MAX_LOSSES} custom losses"
+            )
         request = create_custom_loss_of(draft.values)
         if len(request.definition) > MAX_DEFINITION_BYTES:
             raise UserError(f"graph and inputs are {len(request.definition)} bytes; at most {MAX_DEFINITION_BYTES}")
@@ -197,7 +199,7 @@ def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> Jso
     with suppress(NotFoundError):  # a refused loss had this number; its future has the reason
         if services.custom_losses.get(session.session_id, loss_id) != request.definition:
             raise SeqIdTakenError(
-                f"custom_loss_seq_id {number} belongs to another loss; only the identical loss may repeat a number, so "
-                "use the next one"
+                f"custom_loss_seq_id {loss_seq_id} belongs to another loss; only the identical loss may repeat a "
+                "number, so use the next one"
             )
     return {"request_id": request_id}

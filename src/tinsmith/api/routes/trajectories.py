@@ -17,7 +17,7 @@ from tinsmith.errors import UserError
 from tinsmith.store.exchanges import Trajectory
 from tinsmith.wire.fields import ClosedBody, Number, Text, iso
 
-MAX_SESSIONS, SESSIONS = 100, 20
+MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 TRAJECTORY = fields(
     {"trajectory_id": TEXT, "session": TEXT, "tokens": LIST, "sampled": LIST, "logprobs": LIST, "datum": ANYTHING},
     {"reward": NUMBER},
@@ -28,7 +28,7 @@ TRAJECTORY = fields(
     "/trajectories",
     "List captured trajectories of one session or a page of sessions",
     answer=fields({"trajectories": {"type": "array", "items": TRAJECTORY}, "has_more": FLAG}, {"next_after": TEXT}),
-    query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_SESSIONS)},
+    query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_LIMIT)},
     filters=("?session={capture}", "?after={capture}"),
 )
 def trajectories(call: Call) -> JsonObject:
@@ -36,17 +36,21 @@ def trajectories(call: Call) -> JsonObject:
     if (session := call.query.get("session")) is not None:
         if "after" in call.query:
             raise UserError("the query has both session and after; send one of them")
-        found = exchanges.trajectories(call.tenant_id, session)
-        return {"trajectories": [shown(trajectory) for trajectory in found], "has_more": False, "next_after": None}
-    limit = call.page(SESSIONS)[0]
-    if not 1 <= limit <= MAX_SESSIONS:
-        raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_SESSIONS}")
+        captured = exchanges.trajectories(call.tenant_id, session)
+        return {
+            "trajectories": [trajectory_body(trajectory) for trajectory in captured],
+            "has_more": False,
+            "next_after": None,
+        }
+    limit = call.page(DEFAULT_LIMIT)[0]
+    if not 1 <= limit <= MAX_LIMIT:
+        raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_LIMIT}")
     page, next_after = exchanges.page(call.tenant_id, limit, call.query.get("after", ""))
-    listed = [shown(trajectory) for trajectory in page]
+    listed = [trajectory_body(trajectory) for trajectory in page]
     return {"trajectories": listed, "has_more": next_after is not None, "next_after": next_after}
 
 
-def shown(trajectory: Trajectory) -> JsonObject:
+def trajectory_body(trajectory: Trajectory) -> JsonObject:
     return {
         "trajectory_id": trajectory.trajectory_id,
         "session": trajectory.session,
@@ -99,11 +103,11 @@ class RewardsRequest(ClosedBody):
 )
 def rewards(call: Call, request: RewardsRequest) -> JsonObject:
     """Set all rewards or, on an error, none."""
-    given = {each.trajectory_id: each.reward for each in request.rewards}
-    if len(given) < len(request.rewards):
+    reward_by_id = {reward.trajectory_id: reward.reward for reward in request.rewards}
+    if len(reward_by_id) < len(request.rewards):
         raise UserError("rewards names a trajectory twice")
-    call.services.exchanges.set_rewards(call.tenant_id, given)
-    return {"updated": len(given)}
+    call.services.exchanges.set_rewards(call.tenant_id, reward_by_id)
+    return {"updated": len(reward_by_id)}
 
 
 @operation(

@@ -80,7 +80,7 @@ async def read_form(
     if reservation is not None:
         reservation.cover(int(request.headers.get("content-length") or 0) - overhead_bytes)
 
-    async def limited() -> AsyncGenerator[bytes, None]:
+    async def limit_stream() -> AsyncGenerator[bytes, None]:
         size_bytes = 0
         async for chunk in request.stream():
             size_bytes += len(chunk)
@@ -91,7 +91,7 @@ async def read_form(
             yield chunk
 
     parser = MultiPartParser(
-        request.headers, limited(), max_files=max_files, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
+        request.headers, limit_stream(), max_files=max_files, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
     )
     try:
         return await parser.parse()
@@ -153,14 +153,14 @@ async def upload(request: Request) -> Response:
 def _store_form(call: Call, form: FormData, reservation: Reservation) -> bytes:
     request, files = _read(form)
     reservation.cover(sum(file.size or 0 for file in files.values()))
-    opened = {name: (lambda file=file: nullcontext(file.file)) for name, file in files.items()}
-    stored = store_adapter(call, request, idempotent_session(call, UPLOAD_IDS), opened)
+    openers = {name: (lambda file=file: nullcontext(file.file)) for name, file in files.items()}
+    checkpoint = store_adapter(call, request, idempotent_session(call, UPLOAD_IDS), openers)
     return orjson.dumps(
         {
-            "tinker_path": stored.ref.path,
-            "base_model": stored.base_model,
-            "lora_rank": stored.lora_rank,
-            "size_bytes": stored.size_bytes,
+            "tinker_path": checkpoint.ref.path,
+            "base_model": checkpoint.base_model,
+            "lora_rank": checkpoint.lora_rank,
+            "size_bytes": checkpoint.size_bytes,
         }
     )
 
@@ -170,50 +170,55 @@ def store_adapter(
     request: UploadRequest,
     session_id: str,
     files: Mapping[str, Opener],
-    wanted: LoraConfigBody | None = None,
+    lora_config: LoraConfigBody | None = None,
 ) -> Checkpoint:
     """Store an adapter, whose bytes are reserved, as the checkpoint of a new run. The same `session_id` returns the
-    same checkpoint. Raises UserError if the files are not an adapter of the base model, or not the `wanted` one.
+    same checkpoint. Raises UserError if the files are not an adapter of the base model, or not that of `lora_config`.
     """
     services = call.services
     shape = services.bases.get(request.base_model)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", request.name)
     reason = f"uploaded as {request.name}"
     if not already_exists(services.models.find(ref.training_run_id), reason):
-        directory, size_bytes, facts, optimizer_type = _written(call, files, shape, wanted)
-        facts_of_save = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
-        new = NewCheckpoint(ref, call.tenant_id, shape.name, facts.spec, *facts_of_save)
+        directory, size_bytes, adapter, optimizer_type = _write_adapter(call, files, shape, lora_config)
+        save_fields = optimizer_type or "adamw", request.user_metadata, request.ttl_seconds
+        new = NewCheckpoint(ref, call.tenant_id, shape.name, adapter.spec, *save_fields)
         effects = [
             *usage_increments(call.tenant_id, session_id, shape.name, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
         ]
-        added_run = copy_insertion(new.run(session_id), request.project_id, reason)
-        if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
+        new_run = copy_insertion(new.run(session_id), request.project_id, reason)
+        if not services.checkpoints.add(new, directory, size_bytes, new_run, *effects):
             already_exists(services.models.find(ref.training_run_id), reason)
     return services.checkpoints.get(call.tenant_id, ref)
 
 
-def _written(
-    call: Call, files: Mapping[str, Opener], shape: ModelShape, wanted: LoraConfigBody | None
+def _write_adapter(
+    call: Call, files: Mapping[str, Opener], shape: ModelShape, lora_config: LoraConfigBody | None
 ) -> tuple[str, int, AdapterInfo, str | None]:
     """Validate and write the files. Returns name, size, adapter and optimizer type. Raises UserError."""
-    found: list[tuple[AdapterInfo, str | None]] = []
+    adapters_read: list[tuple[AdapterInfo, str | None]] = []
 
     def fill(directory: Path) -> None:
         for name, opener in files.items():
             with (directory / name).open("xb") as target, opener() as source:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
-        facts = adapters.read(directory, plain=True)
-        if wanted is not None and (asked := replace(wanted.spec(facts.alpha), seed=None)) != facts.spec:
-            raise UserError(f"lora_config is {_trained(asked)}, but the files hold {_trained(facts.spec)}")
-        adapters.check_fits(facts, Path(shape.path))
-        found.append((facts, adapters.optimizer_type(directory)))
+        adapter = adapters.read(directory, plain=True)
+        if (
+            lora_config is not None
+            and (requested_spec := replace(lora_config.spec(adapter.alpha), seed=None)) != adapter.spec
+        ):
+            raise UserError(
+                f"lora_config is {_describe_lora(requested_spec)}, but the files hold {_describe_lora(adapter.spec)}"
+            )
+        adapters.check_fits(adapter, Path(shape.path))
+        adapters_read.append((adapter, adapters.optimizer_type(directory)))
 
     directory, size_bytes = call.services.checkpoints.files.write(fill)
-    return directory, size_bytes, *found[0]
+    return directory, size_bytes, *adapters_read[0]
 
 
-def _trained(spec: LoraSpec) -> str:
+def _describe_lora(spec: LoraSpec) -> str:
     groups = [name for name in ("attn", "mlp", "unembed") if getattr(spec, f"train_{name}")]
     alpha = "" if spec.alpha == LORA_ALPHA else f" with alpha {spec.alpha:g}"
     return f"rank {spec.rank} of {', '.join(groups)}{alpha}"
@@ -221,9 +226,9 @@ def _trained(spec: LoraSpec) -> str:
 
 def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
     """Return the fields and files of the form. Raises UserError, which names the missing, unknown or wrong part."""
-    known = {*PARTS, *UploadRequest.model_fields}
-    if unknown := sorted(set(form) - known):
-        raise UserError(f"the form has an unknown field {show(unknown[0])}; use {', '.join(sorted(known))}")
+    names = {*PARTS, *UploadRequest.model_fields}
+    if unknown := sorted(set(form) - names):
+        raise UserError(f"the form has an unknown field {show(unknown[0])}; use {', '.join(sorted(names))}")
     texts: dict[str, object] = {}
     files: dict[str, UploadFile] = {}
     for name, value in form.multi_items():
@@ -247,9 +252,9 @@ def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
             texts["user_metadata"] = read_object(str(metadata).encode(errors="replace"))
         except UserError as error:
             raise UserError(f"user_metadata: {error}") from None
-    given = validate(UploadRequest, texts)
-    check_name(given.name)
-    return given, files
+    request = validate(UploadRequest, texts)
+    check_name(request.name)
+    return request, files
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

@@ -32,11 +32,11 @@ def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
 
 
 def _check_save(_model: Model, request: SaveRequest) -> None:
-    _check_named(request)
+    _check_has_name(request)
     _refuse_recipients(request)
 
 
-def _check_named(request: SaveRequest) -> None:
+def _check_has_name(request: SaveRequest) -> None:
     if request.path is None:
         raise UserError("path is missing; send the checkpoint's name")
     check_name(request.path)
@@ -56,7 +56,7 @@ def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Subm
 
 
 def _check_export(_model: Model, request: SaveRequest) -> None:
-    _check_named(request)
+    _check_has_name(request)
     read_recipients(request.age_encryption_recipients)
 
 
@@ -78,7 +78,7 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
     """Load into a new model, whose adapter must have the checkpoint's shape."""
 
     def check(model: Model, request: LoadWeights) -> None:
-        checkpoint = loadable(call, request)
+        checkpoint = find_loadable_checkpoint(call, request)
         _check_first(call, model, request)
         if request.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
@@ -106,10 +106,10 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
 
 def _check_first(call: Call, model: Model, request: LoadWeights) -> None:
     """Raise LateLoadError unless this is the model's first request. Clients match on the start of the message."""
-    number = request.seq_id or call.services.futures.next_seq_id(model.model_id)
-    if number > 1:
+    seq_id = request.seq_id or call.services.futures.next_seq_id(model.model_id)
+    if seq_id > 1:
         raise LateLoadError(
-            f"LoadWeights is not permitted with seq_id {number}: it must be a model's first request, and this one has "
+            f"LoadWeights is not permitted with seq_id {seq_id}: it must be a model's first request, and this one has "
             "others. Nothing was loaded. Create a new model from the checkpoint "
             "(ServiceClient.create_training_client_from_state)"
         )
@@ -121,13 +121,13 @@ def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[L
     """
     values = dict(draft.values)
     values.pop(GRANTED_BY, None)
-    token, wrong = values.pop(TOKEN, None), None
+    token, token_error = values.pop(TOKEN, None), None
     if token is not None:
         try:
             values[GRANTED_BY] = granting_tenant(call, token)
         except UserError as error:
-            wrong = error
-    return replace(call, body=orjson.dumps(values)), replace(draft, values=values), wrong
+            token_error = error
+    return replace(call, body=orjson.dumps(values)), replace(draft, values=values), token_error
 
 
 def granting_tenant(call: Call, token: object) -> str:
@@ -141,7 +141,7 @@ def granting_tenant(call: Call, token: object) -> str:
         ) from None
 
 
-def loadable(call: Call, request: LoadWeights) -> Checkpoint:
+def find_loadable_checkpoint(call: Call, request: LoadWeights) -> Checkpoint:
     """Return the readable checkpoint that a load names. Raises UserError if it does not fit the load."""
     ref = parse_path(request.path)
     checkpoint = call.services.checkpoints.get(call.tenant_id, ref, granted_by=request.granted_by)

@@ -24,7 +24,7 @@ from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import Text
+    from tinsmith.chat.tokenizer import ModelTokenizer
 
 
 Check = Callable[[str, object], None]
@@ -64,7 +64,7 @@ class RowService(Protocol):
         """`request` has the fields of /asample without its session and number. Counted in the job's tokens."""
         ...
 
-    async def text(self, model: str) -> Text:
+    async def text(self, model: str) -> ModelTokenizer:
         """The tokenizer and chat template of a model's base."""
         ...
 

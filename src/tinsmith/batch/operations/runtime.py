@@ -19,7 +19,7 @@ from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import Text
+    from tinsmith.chat.tokenizer import ModelTokenizer
     from tinsmith.types import ModelShape, TopK
 
 Message = dict[str, Any]
@@ -38,7 +38,7 @@ class Channel:
         self._closed = False
         self._outgoing: list[Message] = []
         self._shapes: dict[str, ModelShape] = {}
-        self._texts: dict[str, Text] = {}
+        self._texts: dict[str, ModelTokenizer] = {}
         self._load_lock = threading.Lock()
 
     async def ask(self, assignment: Assignment, request: Message) -> Message:
@@ -90,19 +90,19 @@ class Channel:
             self._shapes[model] = ModelShape(**shape_fields)
         return self._shapes[model]
 
-    async def text(self, assignment: Assignment, model: str) -> Text:
+    async def text(self, assignment: Assignment, model: str) -> ModelTokenizer:
         """The tokenizer and chat template of a model's base, loaded once."""
         shape = await self.shape(assignment, model)
         return self._texts.get(shape.name) or await asyncio.to_thread(self._load_text, shape)
 
-    def _load_text(self, shape: ModelShape) -> Text:
-        from tinsmith.chat.texts import Text
+    def _load_text(self, shape: ModelShape) -> ModelTokenizer:
+        from tinsmith.chat.tokenizer import ModelTokenizer
 
         with self._load_lock:
             if shape.name not in self._texts:
-                text = Text(shape)
+                text = ModelTokenizer(shape)
                 with contextlib.suppress(NotSupportedError):  # raised again where it is needed
-                    text.tokenizer.get_vocab_size()
+                    text.backend_tokenizer.get_vocab_size()
                 self._texts[shape.name] = text
             return self._texts[shape.name]
 
@@ -136,7 +136,7 @@ class ChannelRowService:
         self.count(num_prompt_tokens, sum(len(sequence.tokens) for sequence in response.sequences))
         return response
 
-    async def text(self, model: str) -> Text:
+    async def text(self, model: str) -> ModelTokenizer:
         return await self._channel.text(self._assignment, model)
 
     async def context(self, model: str) -> int:

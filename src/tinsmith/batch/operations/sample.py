@@ -43,7 +43,7 @@ from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from tinsmith.chat.texts import Text
+    from tinsmith.chat.tokenizer import ModelTokenizer
     from tinsmith.types import Image
 
 
@@ -175,23 +175,23 @@ class Sample(RowOperation):
             columns["topk_prompt_logprobs"] = sampled.topk_prompt_logprobs
         return {**row, **columns}
 
-    def _prompt(self, row: Row, text: Text) -> tuple[list[int], tuple[Image, ...]]:
+    def _prompt(self, row: Row, text: ModelTokenizer) -> tuple[list[int], tuple[Image, ...]]:
         if self.tokens_column is not None:
             return token_ids_of(column_of(row, self.tokens_column), self.tokens_column), ()
         if self.messages is not None:
-            from tinsmith.chat.images import prompt_of
+            from tinsmith.chat.images import encode_conversation
 
             messages = messages_of(column_of(row, self.messages), self.messages)
             if self.image is not None:
                 messages = with_images(messages, column_of(row, self.image), self.image)
-            return prompt_of(text, messages)
+            return encode_conversation(text, messages)
         assert self.prompt is not None
         prompt_text = column_of(row, self.prompt)
         if not isinstance(prompt_text, str):
             raise ValueError(f"column {self.prompt!r} holds a {type(prompt_text).__name__}; it must hold a string")
         return text.encode(prompt_text, special=True), ()
 
-    def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:
+    def _columns(self, answer: Answer, text: ModelTokenizer) -> dict[str, Any]:
         columns: dict[str, Any] = {
             self.into: text.decode(answer.tokens),
             f"{self.into}_stop_reason": answer.stop_reason,

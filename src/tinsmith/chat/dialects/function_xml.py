@@ -22,7 +22,7 @@ from tinsmith.chat.dialects.marked import MarkedParser, ReadCall, follows
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^<>\n]*")
-_WRITTEN = {"true": "true", "false": "false", "none": "null", "null": "null"}
+_PYTHON_LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 """Python's spellings of JSON's literals, without case."""
 
 Schema = Mapping[str, Any]
@@ -38,7 +38,7 @@ class FunctionReader:
         self._schemas = schemas
         self._name: str | None = None
         self._key: str | None = None  # of the value that begins at `_at`
-        self._searched = 0  # where the search for the end of the value goes on
+        self._search_start = 0  # where the search for the end of the value goes on
         self._values: dict[str, str] = {}
         self._is_complete = False
 
@@ -60,14 +60,14 @@ class FunctionReader:
             return self._name is not None
         if self._key is not None:
             return self._read_value(text)
-        if (is_end := _follows(text, self._at, END_FUNCTION)) is None:
+        if (is_end := _can_follow(text, self._at, END_FUNCTION)) is None:
             return False
         if is_end:
             self._at = text.index(END_FUNCTION, self._at) + len(END_FUNCTION)
             self._is_complete = True
             return True
         self._key = self._read_tag(text, PARAMETER)
-        self._searched = self._at
+        self._search_start = self._at
         if self._key in self._values:
             raise NotACallError(self._at)
         return self._key is not None
@@ -87,25 +87,25 @@ class FunctionReader:
         return text[start:end].strip()
 
     def _read_value(self, text: str) -> bool:
-        end = text.find(END_PARAMETER, self._searched)
+        end = text.find(END_PARAMETER, self._search_start)
         if end < 0:
-            self._searched = max(self._at, len(text) - len(END_PARAMETER) + 1)
+            self._search_start = max(self._at, len(text) - len(END_PARAMETER) + 1)
             return False
-        after = end + len(END_PARAMETER)
-        following = [_follows(text, after, tag) for tag in (PARAMETER, END_FUNCTION)]
-        if True not in following:
-            if None in following:
+        value_end = end + len(END_PARAMETER)
+        next_matches = [_can_follow(text, value_end, tag) for tag in (PARAMETER, END_FUNCTION)]
+        if True not in next_matches:
+            if None in next_matches:
                 return False
-            self._searched = after
+            self._search_start = value_end
             return True
         value = text[self._at : end]
         self._values[self._key or ""] = value.removeprefix("\n").removesuffix("\n")
-        self._at, self._key = after, None
+        self._at, self._key = value_end, None
         return True
 
 
-def _follows(text: str, start: int, word: str) -> bool | None:
-    """As `follows`, but False if the word cannot follow."""
+def _can_follow(text: str, start: int, word: str) -> bool | None:
+    """Return what `follows` does, and False if the word cannot follow."""
     try:
         return follows(text, start, word)
     except NotACallError:
@@ -115,13 +115,13 @@ def _follows(text: str, start: int, word: str) -> bool | None:
 def read_value(value: str, schema: Schema, key: str) -> object:
     """Return a parameter's value in the type of its schema."""
     properties = schema.get("properties")
-    described = properties.get(key) if isinstance(properties, Mapping) else None
-    types = set(_types_of(described, schema, 0))
+    property_schema = properties.get(key) if isinstance(properties, Mapping) else None
+    types = set(_types_of(property_schema, schema, 0))
     if not types or "string" in types:
         return value
     text = value.strip()
     try:
-        parsed = read_json(_WRITTEN.get(text.lower(), text))
+        parsed = read_json(_PYTHON_LITERALS.get(text.lower(), text))
     except (ValueError, RecursionError):
         return value
     return parsed if _type_of(parsed) & types else value
@@ -160,7 +160,7 @@ def _types_of(schema: object, root: Schema, depth: int) -> Iterator[str]:
         for alternative in schema.get(name) or ():
             yield from _types_of(alternative, root, depth + 1)
     if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        target: object = root
-        for step in reference.removeprefix("#/").split("/"):
-            target = target.get(step) if isinstance(target, Mapping) else None
-        yield from _types_of(target, root, depth + 1)
+        definition: object = root
+        for segment in reference.removeprefix("#/").split("/"):
+            definition = definition.get(segment) if isinstance(definition, Mapping) else None
+        yield from _types_of(definition, root, depth + 1)

@@ -23,8 +23,8 @@ const QUOTAS = {
 const KEYS = [
   { label: "Key", number: true, cell: (row) => String(row.key_id) },
   { label: "Name", cell: (row) => row.name || "-" },
-  { label: "Made", number: true, cell: (row) => when(row.created_at) },
-  { label: "State", cell: (row) => state(row.revoked_at ? "revoked" : row.current ? "in use here" : "active") },
+  { label: "Created", number: true, cell: (row) => when(row.created_at) },
+  { label: "State", cell: (row) => state(row.revoked_at ? "revoked" : row.current ? "current" : "active") },
 ];
 
 const sized = (name, value) => (name.endsWith("_bytes") ? bytes(value) : count(value));

@@ -71,7 +71,7 @@ export function curves(title, note, signal, view = {}) {
   const latest = h("output", { class: "latest" });
   const place = h("div", { class: "plot", role: "img" });
   const numbers = h("div");
-  const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${title})`)), numbers);
+  const details = h("details", {}, h("summary", {}, "View as table", h("span", { class: "hidden" }, ` (${title})`)), numbers);
   const names = h("div", { class: "legend" });
   const figure = h(
     "figure",
@@ -292,11 +292,11 @@ function drawnBars(title, kinds, bars) {
   });
   const picture = svg("svg", { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": title }, drawn);
   const columns = [
-    { label: "When", cell: (bar) => bar.label },
+    { label: "Period", cell: (bar) => bar.label },
     ...used.map((kind) => ({ label: kinds[kind].name, number: true, cell: (bar) => number(bar.parts[kind]) })),
   ];
   const numbers = h("div");
-  const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${title})`)), numbers);
+  const details = h("details", {}, h("summary", {}, "View as table", h("span", { class: "hidden" }, ` (${title})`)), numbers);
   details.addEventListener("toggle", () => put(numbers, table(title, columns, bars)));
   const ends = bars.length > 1 ? [bars[0].label, bars[bars.length - 1].label] : bars.map((bar) => bar.label);
   return h(

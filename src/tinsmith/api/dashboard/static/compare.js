@@ -31,7 +31,7 @@ function differences(runs) {
     { label: "Setting", cell: (row) => row.name },
     ...runs.map((run, index) => ({ label: nameOf(run), cell: (row) => row.values[index] })),
   ];
-  return table("What differs", columns, different, { none: "These runs have the same settings." });
+  return table("Differences", columns, different, { none: "These runs have the same settings." });
 }
 
 export async function showComparison(main, ids, signal) {
@@ -51,7 +51,7 @@ export async function showComparison(main, ids, signal) {
   };
   const { view, controls } = viewOf(h, drawCurves);
   const links = h("ul", { class: "chosen" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
-  page(main, `${count(runs.length)} runs side by side`, links, section("What differs", settings), controls, groups);
+  page(main, `Comparison of ${count(runs.length)} runs`, links, section("Differences", settings), controls, groups);
   keep(settings)(runs, () => differences(runs));
   await poll(signal, 3, async () => {
     const news = await Promise.all(points.map((one) => one.look()));

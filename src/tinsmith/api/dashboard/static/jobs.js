@@ -70,7 +70,7 @@ function describe(job) {
     ["Pool", job.pool],
     ["Weight", job.weight === 1 ? null : count(job.weight)],
     ["Submitted", moment(job.created_at)],
-    ["Took", took === null ? null : seconds(took)],
+    ["Duration", took === null ? null : seconds(took)],
     ["Speed", speed(job, took)],
     ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
     ["Error", job.error ? h("pre", { class: "trace" }, job.error.trim()) : null],
@@ -81,7 +81,7 @@ const ERRORS = [
   { label: "Row", number: true, cell: (row) => count(row.idx) },
   { label: "Error", cell: (row) => row.error_type },
   { label: "Message", cell: (row) => row.message },
-  { label: "Tries", number: true, cell: (row) => count(row.attempts) },
+  { label: "Attempts", number: true, cell: (row) => count(row.attempts) },
 ];
 
 function firstError(error) {
@@ -103,8 +103,8 @@ const WORKERS = [
   { label: "Worker", kind: "mono", cell: (row) => row.worker_id },
   { label: "Kind", cell: (row) => row.kind },
   { label: "State", cell: (row) => state(row.state) },
-  { label: "Works on", cell: (row) => (row.batches ? `${counted(row.rows, "row", "rows")} from ${count(row.first_row)}` : "-") },
-  { label: "Tried again", number: true, cell: (row) => some(row.retried) },
+  { label: "Current batch", cell: (row) => (row.batches ? `${counted(row.rows, "row", "rows")} from ${count(row.first_row)}` : "-") },
+  { label: "Retries", number: true, cell: (row) => some(row.retried) },
 ];
 
 async function cancel(job) {

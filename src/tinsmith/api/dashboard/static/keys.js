@@ -9,14 +9,14 @@ const OTHERS = [
   ["/", "Search on this page"],
   ["Arrows", "Read tokens one by one, or move the timeline"],
   ["+ and -", "Zoom the timeline; 0 shows all of it"],
-  ["?", "This list"],
+  ["?", "Show this list"],
 ];
 
 const row = (keys, text) => h("div", {}, h("dt", {}, keys), h("dd", {}, text));
 
 function help(titles) {
   const pages = Object.entries(PAGES).map(([letter, name]) => row(`g ${letter}`, titles[name] || name));
-  return question("Keys", h("dl", { class: "facts keys" }, pages, OTHERS.map(([keys, text]) => row(keys, text))), "Close");
+  return question("Keyboard shortcuts", h("dl", { class: "facts keys" }, pages, OTHERS.map(([keys, text]) => row(keys, text))), "Close");
 }
 
 // `titles` are the pages' titles by name.

@@ -59,6 +59,6 @@ export function lineage(id, links) {
     "figure",
     { class: "lineage" },
     h("div", { class: "across", tabindex: "0", role: "group", "aria-label": "Checkpoints between runs" }, svg("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, lines, boxes)),
-    h("details", {}, h("summary", {}, "As a table"), table("Checkpoints between runs", columns, links)),
+    h("details", {}, h("summary", {}, "View as table"), table("Checkpoints between runs", columns, links)),
   );
 }

@@ -85,7 +85,7 @@ async function begin() {
     const me = await get("/auth/apikey/me");
     hasKey = true;
     document.getElementById("tenant").textContent = me.details?.org_details?.name || me.name || "";
-    document.getElementById("forget").hidden = me.key_id === 0;
+    document.getElementById("sign-out").hidden = me.key_id === 0;
     followMachine(true);
     await route({ focus: false });
   } catch (error) {
@@ -101,7 +101,7 @@ function askForKey(reason) {
   followMachine(false);
   const ended = hasKey && key.get();
   hasKey = false;
-  document.getElementById("forget").hidden = true;
+  document.getElementById("sign-out").hidden = true;
   document.getElementById("tenant").textContent = "";
   put(document.getElementById("nav"));
   const input = h("input", {
@@ -128,15 +128,15 @@ function askForKey(reason) {
     h("label", { for: "key" }, "API key"),
     input,
     h("p", { id: "keyhelp", class: "quiet" }, "The key is stored in this tab until the tab is closed. The server's operator creates keys: tinsmith keys create TENANT."),
-    h("button", { class: "primary" }, "Open the dashboard"),
+    h("button", { class: "primary" }, "Sign in"),
   );
   const refused = ended ? "The server accepted this key before and rejects it now. It may have expired or been revoked" : "The server rejected the key";
-  page(main, ended ? "The key is no longer valid" : "Enter a key", key.get() ? h("p", { class: "warning", role: "alert" }, `${refused}: ${reason}`) : null, form);
+  page(main, ended ? "The key is no longer valid" : "Sign in", key.get() ? h("p", { class: "warning", role: "alert" }, `${refused}: ${reason}`) : null, form);
   input.focus();
 }
 
 function drawTheme() {
-  const names = { system: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+  const names = { system: "Theme: system", light: "Theme: light", dark: "Theme: dark" };
   const next = { system: "light", light: "dark", dark: "system" };
   const at = document.getElementById("theme");
   at.textContent = names[window.tinsmithTheme.get()];
@@ -152,7 +152,7 @@ addEventListener("unhandledrejection", (event) => {
   if (event.reason?.name === "AbortError") return;
   tell(event.reason?.message || "Something went wrong", "error");
 });
-document.getElementById("forget").addEventListener("click", () => {
+document.getElementById("sign-out").addEventListener("click", () => {
   key.set(null);
   askForKey("");
 });

@@ -93,7 +93,7 @@ const NEWEST = [
 // The section shown while the server has no runs.
 function firstRun() {
   const lines = `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=...\npython first.py   # of the README; or any loop of the tinker SDK`;
-  return section("The first run", h("div", { class: "empty" }, h("p", {}, "No training runs yet. In a terminal:"), h("pre", {}, lines)));
+  return section("First run", h("div", { class: "empty" }, h("p", {}, "No training runs yet. In a terminal:"), h("pre", {}, lines)));
 }
 
 export default {

@@ -17,12 +17,12 @@ const WAITING = [
   { label: "Requests", number: true, cell: (row) => count(row.requests) },
   { label: "Tokens", number: true, cell: (row) => count(row.tokens) },
   { label: "Oldest", number: true, cell: (row) => ago(row.oldest_at) },
-  { label: "Why it waits", cell: (row) => row.why || "-" },
+  { label: "Reason", cell: (row) => row.why || "-" },
 ];
 
 const STEPS = [
   { label: "Ended", number: true, cell: (row) => clock(row.ended_at) },
-  { label: "Took", number: true, cell: (row) => seconds(row.duration_s) },
+  { label: "Duration", number: true, cell: (row) => seconds(row.duration_s) },
   { label: "Passes", number: true, cell: (row) => some(row.num_passes) },
   { label: "Optimizer steps", number: true, cell: (row) => some(row.num_optim_steps) },
   { label: "Other operations", number: true, cell: (row) => some(row.num_singles) },
@@ -70,7 +70,7 @@ export default {
     const drawWaiting = keep(waiting);
     const drawEngines = keep(engines);
     const times = timeline(signal);
-    page(main, "Queue and packing", section("Waiting requests", waiting), section("The last minutes", times.figure), engines);
+    page(main, "Queue and packing", section("Waiting requests", waiting), section("Timeline", times.figure), engines);
     const lookAtTimes = poll(signal, 5, times.look);
     await poll(signal, 2, async () => {
       const found = await get("/dashboard/queue", signal);

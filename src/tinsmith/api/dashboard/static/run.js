@@ -79,7 +79,7 @@ export async function showRun(main, id, signal) {
     button("JSON", () => download(`${name}.json`, "application/json", JSON.stringify(points.all(), null, 1)), { class: "plain", "aria-label": "Download all metrics as JSON" }),
   ];
   controls.append(h("span", {}, "Download", files), h("a", { href: `#/samples?${new URLSearchParams({ run: id })}` }, "Samples of this run"));
-  const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Where it comes from", related));
+  const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Lineage", related));
   await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints), poll(signal, 30, lookAtLinks)]);
 }
 

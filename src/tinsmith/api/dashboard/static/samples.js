@@ -14,7 +14,7 @@ const weightsOf = (row) => row.weights || row.base_model || "-";
 
 const oneLine = (text) => text.replaceAll(/\s+/g, " ").trim();
 
-const SORTS = { newest: "Newest", reward: "Reward", spread: "Spread of rewards", advantage: "Advantage", length: "Length", step: "Step" };
+const SORTS = { newest: "Newest", reward: "Reward", spread: "Reward spread", advantage: "Advantage", length: "Length", step: "Step" };
 
 const toned = (value) => (isNumber(value) ? h("span", { class: value > 0 ? "good" : value < 0 ? "bad" : null }, signed(value)) : "-");
 
@@ -23,7 +23,7 @@ const ANSWERS = [
   { label: "Reward", number: true, cell: (row) => number(row.reward) },
   { label: "Advantage", number: true, cell: (row) => toned(row.advantage) },
   { label: "Tokens", number: true, cell: (row) => count(row.tokens) },
-  { label: "Ended by", cell: (row) => row.stop_reason || "-" },
+  { label: "Stop reason", cell: (row) => row.stop_reason || "-" },
   { label: "Mean logprob", number: true, cell: (row) => (isNumber(row.logprob) ? row.logprob.toFixed(3) : "-") },
   { label: "Step", number: true, cell: (row) => (row.run ? h("a", { href: `#${path`/runs/${row.run}`}`, title: row.run }, count(row.step)) : "-") },
 ];

@@ -74,7 +74,7 @@ export function timeline(signal) {
   const place = h("div");
   const words = h("span", { class: "quiet" });
   const numbers = h("div");
-  const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, " (timeline)")), numbers);
+  const details = h("details", {}, h("summary", {}, "View as table", h("span", { class: "hidden" }, " (timeline)")), numbers);
   const legend = h("span", { class: "legend" });
   const whole = { from: 0, to: 1 };
   let view = null; // null follows the present
@@ -105,9 +105,9 @@ export function timeline(signal) {
   const list = () => {
     const columns = [
       { label: "Run or sampler", kind: "mono", cell: (row) => shortId(row.lane) },
-      { label: "What", cell: (row) => KINDS[row.kind].name },
-      { label: "Began", number: true, cell: (row) => `${seconds(whole.to - row.from)} ago` },
-      { label: "About", cell: (row) => row.title },
+      { label: "Activity", cell: (row) => KINDS[row.kind].name },
+      { label: "Started", number: true, cell: (row) => `${seconds(whole.to - row.from)} ago` },
+      { label: "Details", cell: (row) => row.title },
     ];
     put(numbers, table("Requests of the last minutes", columns, bars.slice(0, 200)));
   };

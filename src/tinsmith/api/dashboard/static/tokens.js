@@ -41,7 +41,7 @@ function inWords(token) {
   if (gapOf(token) !== null) parts.push(`in training ${token.trained.toFixed(3)} (${signed(gapOf(token))})`);
   if (isNumber(token.advantage)) parts.push(`advantage ${signed(token.advantage)}`);
   if (token.others?.length) {
-    parts.push(`likeliest: ${token.others.map((one) => `"${spelled(one.text)}" ${percent(Math.exp(one.logprob))}`).join(", ")}`);
+    parts.push(`most likely: ${token.others.map((one) => `"${spelled(one.text)}" ${percent(Math.exp(one.logprob))}`).join(", ")}`);
   }
   return parts.join("  ");
 }
@@ -93,11 +93,11 @@ function asTable(name, list) {
     { label: "Probability", number: true, cell: (row) => (isNumber(row.logprob) ? percent(Math.exp(row.logprob)) : "-") },
     { label: "In training", number: true, cell: (row) => (isNumber(row.trained) ? row.trained.toFixed(4) : "-") },
     { label: "Difference", number: true, cell: (row) => signed(gapOf(row)) },
-    { label: "Likeliest", cell: (row) => (row.others || []).map((one) => `${spelled(one.text)} ${percent(Math.exp(one.logprob))}`).join(", ") || "-" },
+    { label: "Most likely", cell: (row) => (row.others || []).map((one) => `${spelled(one.text)} ${percent(Math.exp(one.logprob))}`).join(", ") || "-" },
   ];
   const trained = list.some((token) => isNumber(token.trained));
   const shown = columns.filter(({ label }) => trained || !["In training", "Difference"].includes(label));
-  const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${name})`)), numbers);
+  const details = h("details", {}, h("summary", {}, "View as table", h("span", { class: "hidden" }, ` (${name})`)), numbers);
   details.addEventListener("toggle", () => {
     if (details.open) put(numbers, table(`Tokens of ${name}`, shown, list.map((token, index) => ({ ...token, index }))));
   });

@@ -1,7 +1,7 @@
 """Tokenizers and chat templates of base models, read from their directories without torch.
 
-`Texts` reads each model's files once, on first use. All functions may be called from several threads, and a tokenizer
-can be shared between threads. Requests that need a missing tokenizer or template are refused by name.
+`ModelTokenizers` reads each model's files once, on first use. All functions may be called from several threads, and a
+tokenizer can be shared between threads. Requests that need a missing tokenizer or template are refused by name.
 
 A chat template is a Jinja program of the model that renders a conversation as text. It runs in a sandbox. The
 environment has the filters, functions and white-space rules of transformers 5 (utils/chat_template_utils.py), so that
@@ -48,10 +48,10 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_as_it_is"), [], [], body).set_lineno(line)
+        return CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
 
     @staticmethod
-    def _as_it_is(caller: jinja2.runtime.Macro) -> str:
+    def _render_body(caller: jinja2.runtime.Macro) -> str:
         return caller()
 
 
@@ -77,12 +77,12 @@ class ChatTemplate:
         generation_prompt: bool = True,
     ) -> str:
         """Render the conversation, with `generation_prompt` up to the model's turn. Raises RequestError."""
-        given = {"messages": list(messages), "tools": tools, "documents": None}
-        given["add_generation_prompt"] = generation_prompt
+        reserved_variables = {"messages": list(messages), "tools": tools, "documents": None}
+        reserved_variables["add_generation_prompt"] = generation_prompt
         try:
             parts: list[str] = []
             size = 0
-            for part in self._template.generate(**(self._special_tokens | dict(variables) | given)):
+            for part in self._template.generate(**(self._special_tokens | dict(variables) | reserved_variables)):
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
@@ -111,11 +111,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-UNFINISHED = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
-class Text:
-    """One model's."""
+class ModelTokenizer:
+    """The tokenizer and the chat template of one base model, read from its directory on first use."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
@@ -127,7 +127,7 @@ class Text:
         return self._shape.vision
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def backend_tokenizer(self) -> Tokenizer:
         from tokenizers import Tokenizer
 
         path = self._directory / "tokenizer.json"
@@ -152,16 +152,20 @@ class Text:
         path = self._directory / "chat_template.jinja"
         if path.is_file():
             return path.read_text()
-        found = json_object(self._directory / "tokenizer_config.json").get("chat_template")
-        if isinstance(found, list):  # several, by name
-            named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, dict)}
-            found = named.get("default")
-        return found if isinstance(found, str) else None
+        template = json_object(self._directory / "tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):  # several, by name
+            templates_by_name = {
+                str(named_template.get("name")): named_template.get("template")
+                for named_template in template
+                if isinstance(named_template, dict)
+            }
+            template = templates_by_name.get("default")
+        return template if isinstance(template, str) else None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. `special` adds the tokenizer's special tokens, such as the beginning of the text."""
         _check_text(text)
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=special).ids
 
     def chat(
         self,
@@ -179,7 +183,7 @@ class Text:
         `images` the prompt has one image token per image.
         """
         if continues:
-            rendered = self._unfinished(messages, tools, variables or {})
+            rendered = self._render_unfinished(messages, tools, variables or {})
         else:
             rendered = self.template.render(messages, tools, variables or {}, generation_prompt=generation_prompt)
         return self.encode(self._with_image_tokens(rendered) if images else rendered, special=special)
@@ -191,39 +195,39 @@ class Text:
         if vision is None or vision.begin_token_id is None or vision.end_token_id is None:
             return rendered
         ids = (vision.begin_token_id, vision.image_token_id, vision.end_token_id)
-        begin, image, end = (self.tokenizer.id_to_token(token_id) or "" for token_id in ids)
+        begin, image, end = (self.backend_tokenizer.id_to_token(token_id) or "" for token_id in ids)
         return rendered.replace(begin, f"\n\n{begin}{image}{end}\n\n") if begin else rendered
 
-    def _unfinished(
+    def _render_unfinished(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, variables: Mapping[str, object]
     ) -> str:
         """End the text inside the last message. As in transformers, a marker with a space shows where the message ends
         and whether the template trims spaces.
         """
-        mark = secrets.token_hex(16)
-        *before, last = messages
-        marked = {**last, "content": f"{last['content']}{mark} "}
-        rendered = self.template.render([*before, marked], tools, variables, generation_prompt=False)
-        text, found, after = rendered.rpartition(mark)
-        if not found:
+        marker = secrets.token_hex(16)
+        *earlier_messages, last = messages
+        marked_message = {**last, "content": f"{last['content']}{marker} "}
+        rendered = self.template.render([*earlier_messages, marked_message], tools, variables, generation_prompt=False)
+        prompt, separator, after = rendered.rpartition(marker)
+        if not separator:
             raise RequestError(
                 "continue_final_message", "continue_final_message is set, but the chat template drops the last message"
             )
-        return text if after.startswith(" ") else text.rstrip()
+        return prompt if after.startswith(" ") else prompt.rstrip()
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """Decode tokens. `special` keeps special tokens in the text."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        return self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=not special)
 
     def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words, each at the start of a text and after a space."""
         texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
-        found = (tuple(self.encode(text, special=False)) for text in texts)
-        return tuple(dict.fromkeys(ids for ids in found if ids))
+        sequences = (tuple(self.encode(text, special=False)) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
     def token_id(self, text: str) -> int | None:
         """Return the id of a text that is a single token."""
-        return self.tokenizer.token_to_id(text)
+        return self.backend_tokenizer.token_to_id(text)
 
     def has_token(self, text: str) -> bool:
         return self.token_id(text) is not None
@@ -232,11 +236,11 @@ class Text:
         """Return the bytes of a token, which may be a part of a character; without `special`, none of special tokens,
         as `decode` does.
         """
-        token = self.tokenizer.id_to_token(token_id)
+        token = self.backend_tokenizer.id_to_token(token_id)
         if token is None:
             return b""  # the model has more logits than the tokenizer has tokens
-        if token_id in self._added:
-            return b"" if self._added[token_id] and not special else token.encode()
+        if token_id in self._is_special_by_added_id:
+            return b"" if self._is_special_by_added_id[token_id] and not special else token.encode()
         if self._is_byte_level:
             return bytes(_BYTES[letter] for letter in token if letter in _BYTES)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -244,13 +248,15 @@ class Text:
         return token.replace("\u2581", " ").encode()
 
     @cached_property
-    def _added(self) -> dict[int, bool]:
+    def _is_special_by_added_id(self) -> dict[int, bool]:
         """Whether each added token is special."""
-        return {token_id: token.special for token_id, token in self.tokenizer.get_added_tokens_decoder().items()}
+        return {
+            token_id: token.special for token_id, token in self.backend_tokenizer.get_added_tokens_decoder().items()
+        }
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        return "ByteLevel" in json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
+        return "ByteLevel" in json.dumps(json.loads(self.backend_tokenizer.to_str()).get("decoder"))
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -258,26 +264,27 @@ class Text:
         ids: set[int] = set()
         config = json_object(self._directory / "config.json")
         text_config = config.get("text_config")
-        for one in (
+        for source in (
             json_object(self._directory / "generation_config.json"),
             cast("dict[str, object]", text_config) if isinstance(text_config, dict) else config,
         ):
-            found = one.get("eos_token_id")
-            ids.update(each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
+            eos_token_id = source.get("eos_token_id")
+            eos_token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+            ids.update(token_id for token_id in eos_token_ids if isinstance(token_id, int))
         eos = named_tokens(self._shape).get("eos_token")
-        if eos is not None and (token_id := self.tokenizer.token_to_id(eos)) is not None:
-            ids.add(token_id)
+        if eos is not None and (eos_id := self.backend_tokenizer.token_to_id(eos)) is not None:
+            ids.add(eos_id)
         return frozenset(ids)
 
 
-class Texts:
+class ModelTokenizers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: dict[str, Text] = {}
+        self._by_model: dict[str, ModelTokenizer] = {}
 
-    def of(self, shape: ModelShape) -> Text:
+    def get(self, shape: ModelShape) -> ModelTokenizer:
         with self._lock:
-            return self._of.setdefault(shape.name, Text(shape))
+            return self._by_model.setdefault(shape.name, ModelTokenizer(shape))
 
 
 def _check_text(text: str) -> None:
@@ -290,8 +297,8 @@ def _check_text(text: str) -> None:
 def _byte_alphabet() -> dict[str, int]:
     """Return the alphabet of byte-level tokenizers: printable bytes are themselves, others are letters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
 _BYTES = _byte_alphabet()
@@ -312,30 +319,31 @@ MAX_SPACE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """The tag tokens of reasoning. `begun`: the prompt ends inside the reasoning."""
+class ReasoningTags:
+    """The tag tokens of reasoning. `in_reasoning`: the prompt ends inside the reasoning."""
 
     open_id: int
     close_id: int
-    begun: bool = False
+    in_reasoning: bool = False
 
 
-def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+def find_reasoning_tags(tokenizer: ModelTokenizer, prompt: Sequence[int] = ()) -> ReasoningTags | None:
     """Return the tags of a model that reasons, or None."""
-    return _tags(text, prompt, [tags for tags in TAGS if tags[1] in text.template.source])
+    return _tags(tokenizer, prompt, [tags for tags in TAGS if tags[1] in tokenizer.template.source])
 
 
-def tags_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+def find_any_tags(tokenizer: ModelTokenizer, prompt: Sequence[int] = ()) -> ReasoningTags | None:
     """Return the tags of any model that has them as tokens, whatever its template."""
-    return _tags(text, prompt, TAGS)
+    return _tags(tokenizer, prompt, TAGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Channels:
     """The tokens of the harmony format (gpt-oss), in which a turn is a sequence of messages with a header each.
 
-    `header` has the tokens of the header at the end of the prompt; with `begun` it is complete, and the completion
-    continues with the message. `thoughts` selects how the channel "analysis" is returned: apart, hidden, or as text.
+    `header` has the tokens of the header at the end of the prompt; with `in_message` it is complete, and the completion
+    continues with the message. `reasoning_mode` selects how the channel "analysis" is returned: apart, hidden, or as
+    text.
     """
 
     start_id: int
@@ -343,44 +351,46 @@ class Channels:
     message_id: int
     end_id: int
     header: tuple[int, ...] = ()
-    begun: bool = False
-    thoughts: str = "apart"
+    in_message: bool = False
+    reasoning_mode: str = "apart"
 
 
 CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
-def channels_of(text: Text, prompt: Sequence[int] = ()) -> Channels | None:
+def find_channels(tokenizer: ModelTokenizer, prompt: Sequence[int] = ()) -> Channels | None:
     """Return the channels of a model whose chat template writes them, or None."""
-    start_id, channel_id, message_id, end_id = (text.token_id(each) for each in CHANNEL_TOKENS)
-    if CHANNEL_TOKENS[1] not in text.template.source or start_id is None or channel_id is None:
+    start_id, channel_id, message_id, end_id = (tokenizer.token_id(token) for token in CHANNEL_TOKENS)
+    if CHANNEL_TOKENS[1] not in tokenizer.template.source or start_id is None or channel_id is None:
         return None
     if message_id is None or end_id is None:
         return None
-    found = Channels(start_id, channel_id, message_id, end_id)
+    channels = Channels(start_id, channel_id, message_id, end_id)
     tokens = list(prompt)
-    if found.start_id not in tokens:
-        return found
-    last = tokens[len(tokens) - tokens[::-1].index(found.start_id) :]
-    if found.end_id in last:
-        return found
-    begun = found.message_id in last
-    header = last[: last.index(found.message_id)] if begun else last
-    return replace(found, header=tuple(header), begun=begun)
+    if channels.start_id not in tokens:
+        return channels
+    last_message = tokens[len(tokens) - tokens[::-1].index(channels.start_id) :]
+    if channels.end_id in last_message:
+        return channels
+    in_message = channels.message_id in last_message
+    header = last_message[: last_message.index(channels.message_id)] if in_message else last_message
+    return replace(channels, header=tuple(header), in_message=in_message)
 
 
-def _tags(text: Text, prompt: Sequence[int], among: Sequence[tuple[str, str]]) -> Thinking | None:
-    for opening, closing in among:
-        open_id, close_id = text.token_id(opening), text.token_id(closing)
+def _tags(
+    tokenizer: ModelTokenizer, prompt: Sequence[int], tag_pairs: Sequence[tuple[str, str]]
+) -> ReasoningTags | None:
+    for opening, closing in tag_pairs:
+        open_id, close_id = tokenizer.token_id(opening), tokenizer.token_id(closing)
         if open_id is not None and close_id is not None:
-            return Thinking(open_id, close_id, _is_begun(text, prompt, open_id))
+            return ReasoningTags(open_id, close_id, _ends_in_reasoning(tokenizer, prompt, open_id))
     return None
 
 
-def _is_begun(text: Text, prompt: Sequence[int], open_id: int) -> bool:
+def _ends_in_reasoning(tokenizer: ModelTokenizer, prompt: Sequence[int], open_id: int) -> bool:
     for token_id in reversed(prompt[-MAX_SPACE - 1 :]):
         if token_id == open_id:
             return True
-        if text.token_bytes(token_id).strip():
+        if tokenizer.token_bytes(token_id).strip():
             return False
     return False
