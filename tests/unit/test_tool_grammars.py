@@ -18,7 +18,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
 from tinsmith.chat.texts import Text
-from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.grammar import GrammarCache
 from tinsmith.wire.fields import validate
 
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
@@ -54,8 +54,8 @@ def accepted(plan: GenerationPlan, text: Text, *completions: str) -> list[bool]:
     adjustments = plan.params.adjustments
     assert adjustments and adjustments.grammar
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer)
-    grammars = Grammars(tokenizer, text.tokenizer.get_vocab_size(), text.end_token_ids)
-    matcher = grammars.compiled(adjustments.grammar)
+    grammars = GrammarCache(tokenizer, text.tokenizer.get_vocab_size(), text.end_token_ids)
+    matcher = grammars.compile(adjustments.grammar)
     found: list[bool] = []
     for each in completions:
         copied, tokens = matcher.deep_copy(), text.encode(each, special=False)
