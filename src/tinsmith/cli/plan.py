@@ -26,8 +26,8 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit, gib
-from tinsmith.plan.measured import MEASURED_ROWS, measure_matmul
-from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
+from tinsmith.plan.measured import TRAINING_ROWS, measure_matmul
+from tinsmith.plan.memory import DTYPE_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
     LINK_SHARE,
@@ -134,7 +134,7 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
             )
             devices = math.prod(degree or 1 for degree in degrees)
             memory_bytes = memory_bytes if request.memory is not None else machine[1] // max(1, devices)
-    dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored)
+    dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored_dtype)
     context = request.context or 0
     longest = f"it must be from 1 to the model's own {model.context:,}"
     for name, value, good, hint in (
@@ -143,7 +143,7 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
         ("--adapters", request.adapters, request.adapters >= 1, "it must be at least 1"),
         ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
         ("--machines", request.machines, request.machines != 0, "it must be at least 1"),
-        ("--dtype", dtype, dtype in NUMBER_BYTES, "choose bfloat16 or float32"),
+        ("--dtype", dtype, dtype in DTYPE_BYTES, "choose bfloat16 or float32"),
         ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
     ):
         if not good:
@@ -358,11 +358,11 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             return
         operations_s, bytes_s = (measure or measure_matmul)(workload.dtype, plan.model.hidden, active)
         trained = operations_s / ((4 if plan.mode == "kept" else OPERATIONS) * active)
-        sampled = bytes_s / (active * NUMBER_BYTES[workload.dtype])
+        sampled = bytes_s / (active * DTYPE_BYTES[workload.dtype])
         yield (
             f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
             "for one sequence, more for a batch (estimated from packed matrix products measured here: "
-            f"{operations_s / 1e9:,.0f} GFLOP/s with {MEASURED_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
+            f"{operations_s / 1e9:,.0f} GFLOP/s with {TRAINING_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
             "with one; attention and adapters are not counted)"
         )
         return
@@ -447,7 +447,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             ),
             **{f"total_{mode.replace(' ', '_')}": plan.needs.total(mode) for mode in MODES},
         },
-        "words": list(plan.words),
+        "words": list(plan.reasons),
     }
 
 
