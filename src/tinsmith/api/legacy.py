@@ -43,7 +43,7 @@ from tinsmith.api.operation import (
 )
 from tinsmith.api.routes import models, sampling, sessions
 from tinsmith.api.routes.futures import held, note_poll, outcome_of
-from tinsmith.base_models import tokenizer_facts
+from tinsmith.base_models import tokenizer_info
 from tinsmith.errors import UserError
 from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
@@ -330,7 +330,7 @@ def get_tokenizer(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.query["model_id"])
     shape = call.services.bases.get(model.base_model)
     facts: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
-    return facts | tokenizer_facts(shape)
+    return facts | tokenizer_info(shape)
 
 
 # Sampling.

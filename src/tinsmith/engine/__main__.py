@@ -185,7 +185,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if not plan.fits:
         plan = choose(model, replace(wanted, rank=LEAST_RANK, context=LEAST_CONTEXT))
     layout = describe_degrees(plan.degrees)
-    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
+    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.reasons))
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
 
@@ -286,7 +286,7 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
 
 def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Workload:
     wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
-    dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored)
+    dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored_dtype)
     wanted = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
     return replace(wanted, machines=settings.machines)
 
@@ -327,11 +327,11 @@ def open_version_holder(settings: Settings, shape: ModelShape, place: str, optio
     _check_full(settings)
     if not settings.samples_elsewhere:
         return open_backend(settings, shape, place, options)
-    from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
+    from tinsmith.backends.with_remote_sampler import VersionFiles, open_remote_sampler
 
     engine = _inference_server(settings, place)
     files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{place}-versions")
-    return only_sampling(files, settings.sampler, engine, shape, eos_token_ids(shape))
+    return open_remote_sampler(files, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
 def _check_full(settings: Settings) -> None:
@@ -343,7 +343,7 @@ def _check_full(settings: Settings) -> None:
 
 
 def _inference_server(settings: Settings, place: str) -> RemoteEngine:
-    from tinsmith.backends.with_remote_sampler import options_of
+    from tinsmith.backends.with_remote_sampler import split_options
     from tinsmith.samplers.remote.client import RemoteEngine
     from tinsmith.samplers.remote.connection import EngineAccess
 
@@ -367,9 +367,9 @@ def _inference_server(settings: Settings, place: str) -> RemoteEngine:
         log_path=logs / f"sampler-{place}.log",
         url=settings.sampler_url.rstrip("/"),
         python=settings.sampler_python or sys.executable,
-        options=options_of(settings.sampler_options),
+        options=split_options(settings.sampler_options),
         shares_device=settings.sampler_shares_device,
-        most_adapters=settings.sampler_loaded_adapters,
+        max_adapters=settings.sampler_loaded_adapters,
     )
 
 
