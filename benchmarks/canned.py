@@ -71,8 +71,8 @@ class Connection(asyncio.Protocol):
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             head, start = self._received[:end].lower(), end + 4
-            _, found, behind = head.partition(b"\r\ncontent-length:")
-            stop = start + (int(behind.partition(b"\r\n")[0]) if found else 0)
+            _, length_header, behind = head.partition(b"\r\ncontent-length:")
+            stop = start + (int(behind.partition(b"\r\n")[0]) if length_header else 0)
             if len(self._received) < stop:
                 return
             path = head.split(b" ", 2)[1].decode()
@@ -92,7 +92,7 @@ async def serve(port: int) -> None:
 
 
 @contextlib.contextmanager
-def canned_server() -> Iterator[str]:
+def run_canned_server() -> Iterator[str]:
     """The address of one in a process of its own, until the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

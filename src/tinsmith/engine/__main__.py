@@ -78,11 +78,11 @@ from tinsmith.plan.degrees import (
     choose,
     describe_degrees,
     evaluate,
+    find_machine_problem,
+    find_problem,
     gib,
-    machines_problem,
-    problem_of,
 )
-from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
+from tinsmith.plan.memory import DTYPE_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
@@ -242,7 +242,7 @@ def check_machines(settings: Settings, kind: str) -> None:
         "a dedicated sampler runs on one machine": kind == SAMPLER,
         "several machines are for one engine with one base model": settings.num_engines * len(settings.models) > 1,
         f"backend {settings.backend!r} runs on one machine": settings.resolved_backend != "sharded",
-        machines_problem(_given_degrees(settings), settings.machines): True,
+        find_machine_problem(_given_degrees(settings), settings.machines): True,
     }
     if reason := next((reason for reason, holds in refused.items() if holds and reason), None):
         raise SettingsError(f"machines is {settings.machines}: {reason}")
@@ -263,7 +263,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     except SettingsError as error:
         log.debug("the plan does not support this model", base_model=shape.name, reason=str(error))
         return
-    if problem := problem_of(model, degrees, quantize=settings.quantize):
+    if problem := find_problem(model, degrees, quantize=settings.quantize):
         raise SettingsError(f"{shape.name}: {problem}")
     plan = _plan(model, settings, degrees)
     if plan.fits:
@@ -285,7 +285,7 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
 
 
 def _wanted(model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool) -> Workload:
-    wanted_dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
+    wanted_dtype = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
     dtype = choose_dtype(wanted_dtype, cuda=cuda, stored=model.stored_dtype)
     wanted = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
     return replace(wanted, machines=settings.machines)
