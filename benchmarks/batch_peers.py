@@ -37,7 +37,7 @@ def longer(rows: Rows) -> Rows:
 
 
 def _columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """The same for columns in place of rows."""
+    """Apply the function to a batch of columns in place of rows."""
     return {"text": [text.upper() for text in batch["text"]], "length": [len(text) for text in batch["text"]]}
 
 

@@ -81,13 +81,13 @@ def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
 
 
 class _Worker:
-    """In place of a worker's process: it holds a group for a while and reports all of it."""
+    """A stand-in for a worker's process, which holds a group of batches for a while and then reports all of them."""
 
     unusable = False
     infra_failures = 0
     hold_s = 0.0
     busy_s = 0.0
-    """Of all workers together, the seconds in which they had a group."""
+    """The seconds in which workers had a group, as a sum over all workers."""
 
     def __init__(self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object):
         self.worker_id, self.started, self.slot = worker_id, started, slot

@@ -31,7 +31,7 @@ PASS = write_pass_result(PassResult((np.full(LENGTH, -9.0, np.float32),), {"loss
 INFO = {"model_data": {"model_name": MODEL, "arch": "canned"}, "model_id": "m", "is_lora": True, "lora_rank": 32}
 PREFIX = "/api/v1/"
 SUBMITTED = {"create_model": "create", "forward_backward": "pass", "optim_step": "step"}
-"""What has a result, and the beginning of its request_id."""
+"""The routes that have a result, and the prefix of their request_ids."""
 
 ANSWERS: dict[str, object] = {
     "client/config": {"use_pyqwest_transport": False, "pjwt_auth_enabled": False},

@@ -21,7 +21,7 @@ from measured import machine, write_json
 
 SIZE, ROWS = 2048, 64
 NUM_WEIGHTS = 32
-"""Of one product each: 512 MiB in float32, which is more than caches hold."""
+"""The number of weights, each for one product: 512 MiB in float32, which is more than caches hold."""
 ARRAY_BYTES = 256 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Product = Callable[[torch.Tensor], object]

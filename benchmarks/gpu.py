@@ -80,7 +80,7 @@ Run = Callable[[], object]
 
 @dataclass(slots=True)
 class Contestant:
-    """`tokens` of one run; seconds of each run that counts; `failed` is why it left, or empty."""
+    """`tokens` of one run; seconds of each run that counts; `failed` is the reason of a failure, or empty."""
 
     name: str
     run: Run
@@ -106,7 +106,7 @@ class Contestant:
 
 
 def driver() -> str:
-    """Of NVIDIA's devices, where its tool is installed."""
+    """The driver's version, where NVIDIA's tool is installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -183,7 +183,7 @@ class Device:
 
 
 def ceilings(device: Device, size: int) -> dict[str, float]:
-    """What the device does with a large product, and with a copy that no cache holds."""
+    """The rates of a large product and of a copy that no cache holds."""
     a = torch.randn(size, size, device=device.device, dtype=torch.bfloat16)
     store = torch.empty(size * size * 8, device=device.device, dtype=torch.bfloat16)
     product_s = min(device.time_run(lambda: a @ a) for _ in range(8))
@@ -317,7 +317,7 @@ def generate_run(model: torch.nn.Module, at_once: int) -> Run:
 
 
 def publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> float:
-    """Of weights that an optimizer step changed, with the first token of what was published."""
+    """Milliseconds to publish weights that an optimizer step changed and to draw the first token from them."""
 
     def once() -> None:
         backend.publish("m0", "v0")
@@ -441,7 +441,7 @@ class Bench:
             self.device.free()
 
     def sampling(self, backend: TorchBackend, base: torch.nn.Module, counts: list[int], *, first: bool = False) -> None:
-        """With `first` also what needs a sampler and is not about its speed alone."""
+        """With `first`, also the agreement with training, publishing, and a step of reinforcement learning."""
         sampler = LocalSampler(backend.base, backend._versions)
         if first:
             self.figures[AGREEMENT] = agreement(backend, sampler)

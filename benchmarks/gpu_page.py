@@ -13,7 +13,7 @@ from typing import Any
 from tinsmith.plan.speed import DEVICES
 
 Figures = dict[str, Any]
-"""What is measured by row: the figures of each contestant, or one number."""
+"""The figures of each contestant by row, or one number."""
 
 MAX_DISTANCE = 0.05
 """Mean distance between sampled and trained logprobs beyond which speed is no merit."""
@@ -26,7 +26,7 @@ AGREEMENT = "sampled logprobs from trained ones, mean"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a dense model whose linears all carry adapters."""
+    """The sizes of a dense model whose linears all carry adapters."""
 
     hidden: int
     inner: int
@@ -148,7 +148,7 @@ ANCHORS = (
     Anchor("nano-vllm, Qwen3-0.6B, 256 sequences, A800", 10009, "qwen3-0.6b", sampling(256, 0)),
 )
 LORA_SHARE = "62 to 66 %"
-"""Of its throughput without adapters, what vLLM keeps with them, as published."""
+"""The published share of its throughput that vLLM keeps with adapters."""
 
 
 def table(figures: Figures) -> list[str]:
@@ -198,7 +198,7 @@ def anchors(models: Mapping[str, Figures]) -> list[str]:
 
 
 def page(device: str, models: Mapping[str, Figures], skipped: Sequence[str]) -> str:
-    """In markdown."""
+    """The page of all figures, in Markdown."""
     parts = ["# On a GPU", "", "Made by `make bench-gpu` (`benchmarks/gpu.py`), which says what is compared and how."]
     parts += ["", device]
     for name, figures in models.items():

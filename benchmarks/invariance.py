@@ -277,7 +277,7 @@ def price_rows(
 
 
 def figures_of(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[str, list[dict[str, object]]]:
-    """Of one model in one dtype, shown as they come."""
+    """The figures of one model in one dtype, which are also printed as they come."""
     options = {"device": "cpu", "dtype": str(labels["dtype"])}
     backends = {mode: TorchBackend(shape, **options, deterministic=mode) for mode in ("off", "on")}
     training = [row for mode in backends for row in training_rows(backends[mode], {**labels, "deterministic": mode})]

@@ -91,7 +91,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
             sampler.sample(prompt, 1, one_token).result()
 
         def sample_two() -> None:
-            """Of a prompt that no cache knows."""
+            """Sample from a prompt that no cache holds."""
             sampler.sample(
                 random_datum(LENGTH, next(seeds)).model_input, 1, types.SamplingParams(max_tokens=2)
             ).result()
@@ -121,7 +121,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
 
 
 def new_shapes(client: tinker.TrainingClient) -> Figures:
-    """What the first batch of a shape takes, the least that the same takes afterwards, and what it took more."""
+    """Times of the first batch of each shape, the least time of the same batch afterwards, and the differences."""
     first, again = [], []
     for lengths in SHAPES:
         data = [random_datum(length) for length in lengths]
@@ -185,7 +185,7 @@ def flood(url: str, model: str, runs: int) -> dict[str, float]:
 
 
 def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> Figures:
-    """Of `tinsmith serve` with this model, from its start to its end."""
+    """The figures of a `tinsmith serve` that is started with this model."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         name, model, arguments = "tinsmith/nano", None, ()
         if size == "fake":

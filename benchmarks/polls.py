@@ -71,7 +71,7 @@ def length_of(head: bytes) -> int:
 
 
 class Client:
-    """What the benchmark asks of the server beside the polls."""
+    """The benchmark's other requests to the server."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=120)
@@ -182,7 +182,7 @@ def main() -> None:
     args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # What the futures wait for is to come at the end, and nobody sends heartbeats meanwhile.
+    # The futures wait until the end of the benchmark, and no client sends heartbeats meanwhile.
     os.environ |= {"TINSMITH_SEQ_GAP_S": "3600", "TINSMITH_SESSION_TIMEOUT_S": "-1"}
     with own_server("fake") as (url, pid):
         figures = asyncio.run(measure(url, pid, args.polls, args.seconds))

@@ -50,7 +50,7 @@ TENANTS = 4
 RANK = 16
 STEPS = 10
 EPS = 1e-6
-"""Of Adam: with less, a number whose gradient is nothing but rounding moves as far as any other, either way."""
+"""Adam's epsilon: with a smaller one, a parameter whose gradient is only rounding moves as far as any other."""
 
 TIMED = (256, 16, 128, 64, 200, 32, 90, 240)
 """Lengths of the step that is timed, for each of two tenants."""
@@ -95,7 +95,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def agreement(single: Either, sharded: Either, shape: ModelShape) -> dict[str, float]:
-    """Of ten steps of all tenants: the largest differences."""
+    """The largest differences over ten steps of all tenants."""
     rng = np.random.default_rng(0)
     logprob = gradient = 0.0
     steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, eps=EPS, grad_clip_norm=1.0)) for i in range(TENANTS)]

@@ -67,7 +67,7 @@ LOADS = {"short": Load(), "prompts": Load(prompt=1024), "groups": Load(group=8)}
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
-    """Of adapters that were just published after a step each; of the base model, if there are none."""
+    """Samplers of adapters, each published after one step; without adapters, of the base model."""
     if not adapters:
         return [service.create_sampling_client(base_model=model).result()]
     return [
@@ -106,7 +106,7 @@ def time_publish(client: tinker.TrainingClient) -> float:
 
 
 def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
-    """In a child, the engine's sampler and nothing beside it; and what a publish takes."""
+    """Serve a child that runs only the engine's sampler, and measures its publishing."""
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.base_models import read_shape
     from tinsmith.types import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
@@ -160,7 +160,7 @@ class Table:
         write_json(self._path, self.figures)
 
     def add(self, size: str, at_once: int, load: str, seconds_by_name: dict[str, list[float]]) -> None:
-        """What ran in turns: rates, and how each of ours compares with all others of the same work."""
+        """Add the rates of runs in turns, and the ratios of each of ours to all others with the same load."""
         for contestant, seconds in seconds_by_name.items():
             rates = spread([at_once * LOADS[load].group * LOADS[load].new / second for second in seconds])
             row: Row = {
@@ -249,7 +249,7 @@ def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack
 
 
 def peers(table: Table, directory: Path, adapter: Path, args: argparse.Namespace, stack: ExitStack) -> dict[str, Child]:
-    """Those that are there and could be started; with an engine's environment, or as much of it as others understand:
+    """The peers that are installed and could be started, with an engine's environment or the part of it that they read:
     threads that sleep while they wait suffer less from what else a machine does.
     """
     from tinsmith.settings import engine_environment

@@ -214,7 +214,7 @@ def open_files(pid: int) -> int:
 
 
 def slope_per_hour(rows: list[dict[str, float]], name: str) -> float:
-    """Of a line through the last two thirds."""
+    """The slope of a line through the last two thirds of the rows."""
     last_rows = rows[len(rows) // 3 :]
     if len(last_rows) < 3:
         return 0.0

@@ -40,7 +40,7 @@ from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spre
 RANK = 32
 PROMPTS, GROUP, PROMPT, NEW = 8, 4, 32, 32
 VOCAB = 400
-"""Of the prompts: every model has as many tokens."""
+"""Upper bound of the prompts' token ids, which every vocabulary contains."""
 PHASES = ("publish", "sample", "forward_backward", "optim_step")
 LOSS, ADAM = "importance_sampling", types.AdamParams(learning_rate=1e-4)
 OURS, OVERLAPPED = "tinsmith", "tinsmith, overlapped"
@@ -57,7 +57,7 @@ class Client:
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*PHASES, "step")})
     sampled: int = 0
     data: list[types.Datum] = field(default_factory=list)
-    """What the step before sampled."""
+    """The data that the step before sampled."""
 
     def step(self) -> None:
         marks = [time.perf_counter()]
@@ -101,7 +101,7 @@ class Client:
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
-    """What a prompt and its answer teach; only the answer has advantages."""
+    """The datum of a prompt and its answer; only the answer has advantages."""
     tokens = np.array([*prompt, *sequence.tokens])
     answer = len(sequence.tokens)
     logprobs, advantages = np.zeros(len(tokens) - 1, np.float32), np.zeros(len(tokens) - 1, np.float32)

@@ -24,15 +24,15 @@ STALL_MS = 100.0
 """Compiling a shape takes seconds; a shorter delay is a first use of memory and kernels."""
 
 USUAL_RUNS = 5
-"""Fewer are noted beside a result."""
+"""A result of fewer runs names their number."""
 
 BEGIN, END = "<!-- targets.py writes from here -->", "<!-- to here -->"
-"""Around the table in a page of prose."""
+"""The lines before and after the table in a page of prose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is in a directory: latency by size and row, the rows of training and sampling, and steps by client."""
+    """The figures in a directory: latency by size and row, the rows of training and sampling, and steps by client."""
 
     latency: dict[str, dict[str, Row]] = field(default_factory=dict)
     training: list[Row] = field(default_factory=list)
@@ -136,7 +136,7 @@ def spike(size: str, row_name: str, figures: Figures) -> Iterator[TargetFigure]:
 
 
 def training_ratio(size: str, work_name: str, dtype: str, other: str, figures: Figures) -> Iterator[TargetFigure]:
-    """Of the service to `other`: `PEFT float32`, `products` or `step alone` (of the same dtype)."""
+    """The ratio of the service to `other`: `PEFT float32`, `products` or `step alone` (of the same dtype)."""
     for part, rows in _works(size, work_name, figures):
         if row := rows.get(f"service {dtype}"):
             key = {"products": "of_products", "step alone": "of_step_alone"}.get(other)
@@ -147,7 +147,7 @@ def training_ratio(size: str, work_name: str, dtype: str, other: str, figures: F
 
 
 def memory_ratio(size: str, work_name: str, dtype: str, other: str, figures: Figures) -> Iterator[TargetFigure]:
-    """Of the engine to PEFT."""
+    """The ratio of the engine's memory to PEFT's."""
     for part, rows in _works(size, work_name, figures):
         row = rows.get(f"service {dtype}", {})
         if other in row.get("memory_of_peft", {}):
@@ -181,7 +181,7 @@ def _exactly(value: float) -> dict[str, float]:
 def sampling_ratio(
     at_once: int, other: str, figures: Figures, ours: str = "bfloat16, 1 LoRA", size: str = "m50", load: str = "short"
 ) -> Iterator[TargetFigure]:
-    """Of a row of the service to another of the same turns."""
+    """The ratio of a row of the service to another row of the same turns."""
     ours, row_key = f"service {ours}", (size, at_once, load)
     rows = {(row["part"], row["what"]): row for row in figures.sampling
             if (row["size"], row.get("at_once"), row.get("load")) == row_key}  # fmt: skip
@@ -191,7 +191,7 @@ def sampling_ratio(
 
 
 def step_ratio(size: str, peer: str, figures: Figures) -> Iterator[TargetFigure]:
-    """How many times as long as ours a step of a peer takes. `peer`: its name in `steps.py --beside`."""
+    """The ratio of a peer's step time to ours. `peer`: its name in `steps.py --beside`."""
     ours, theirs = (figures.steps.get(f"{size}, {name}", {}) for name in ("tinsmith", peer))
     if "times_ours" in theirs:
         yield TargetFigure(theirs["times_ours"], "steps", ours["step_ms"], theirs["step_ms"])
@@ -299,7 +299,7 @@ TARGETS = (
 
 
 def find_missed(figures: Figures) -> list[Target]:
-    """Those with a figure that is not good enough."""
+    """The targets with a figure that does not meet the limit."""
     return [t for t in TARGETS if any(not t.is_met(row.value["median"]) for row in t.find(figures))]
 
 

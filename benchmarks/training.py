@@ -52,13 +52,13 @@ RANK = 32
 VOCAB = 8000
 LEARNING_RATE = 1e-4
 ROWS_AT_ONCE = 512
-"""Of a product alone, so that a large vocabulary's outputs take little memory."""
+"""Rows of one product, so that a large vocabulary's outputs take little memory."""
 RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What each of `clients` sends: one sequence of each length. `rank` is that of their adapters."""
+    """Each of `clients` sends one sequence of each length; `rank` is that of their adapters."""
 
     name: str
     clients: int

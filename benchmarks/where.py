@@ -64,7 +64,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a process says that it did, in seconds since the epoch."""
+    """A span of a process's trace, in seconds since the epoch."""
 
     process: str
     name: str
@@ -230,7 +230,7 @@ def show_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out:
 
 @dataclass(slots=True)
 class Costs:
-    """Of steps: seconds, processor seconds and page faults of each."""
+    """Seconds, processor seconds and page faults of each step."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -310,7 +310,7 @@ def prompts(args: argparse.Namespace, directory: Path) -> Call:
 
 
 def inside(args: argparse.Namespace) -> None:
-    """In a process with an engine's environment."""
+    """Profile steps in this process, which has an engine's environment."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -346,7 +346,7 @@ def show_operators(events: Sequence) -> None:
 
 
 def show_functions(stats: pstats.Stats) -> None:
-    """Those of Python's own code; what is built in has the operators' time in it."""
+    """Print the functions of Python code; built-in ones include the operators' time."""
     functions = [(path, line, name, row) for (path, line, name), row in stats.stats.items() if path != "~"]  # type: ignore[attr-defined]
     print(f"\n{'ms':>8s} {'calls':>7s}   Python functions of a step, by the time in them alone")
     for path, line, name, (_, count, self_time, *_) in sorted(functions, key=lambda function: -function[3][2])[:TOP]:

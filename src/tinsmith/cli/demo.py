@@ -77,7 +77,7 @@ class TrainingOutcome:
 def run_demo(
     output: Console, data_dir: Path | None, *, stay: bool, on_done: Callable[[object], None] | None = None
 ) -> None:
-    """Serve, train with SFT and RL, show the results and pass them to `done`. With `stay`, serve on until Ctrl-C."""
+    """Serve, train with SFT and RL, show the results and pass them to `on_done`. With `stay`, serve on until Ctrl-C."""
     # By default, SIGTERM would end this process without stopping the server that it started.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
