@@ -320,7 +320,7 @@ def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
     commands["Ray"] = " ".join(
         [*assignments, f"tinsmith up --ray {HEAD}:6379 --model {request.model} --engines 1", reserved, *machine_flags]
     )
-    if (device := next(_alike(plan.workload), None)) is not None:
+    if (device := next(_find_similar_devices(plan.workload), None)) is not None:
         name = SKYPILOT_NAMES.get(device.name, device.name)
         models = shlex.quote(json.dumps([request.model]))
         nodes = [f"--num-nodes {machines}"] if machines > 1 else []
@@ -330,19 +330,19 @@ def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
     return commands
 
 
-NEAR = 0.12
-"""Largest relative difference between a listed device's memory and the wanted memory."""
+MEMORY_TOLERANCE = 0.12
+"""Largest relative difference between a listed device's memory and the workload's."""
 
 
-def _alike(workload: Workload) -> Iterator[Device]:
-    """The listed devices with about the wanted memory."""
+def _find_similar_devices(workload: Workload) -> Iterator[Device]:
+    """The listed devices with about the workload's memory."""
     for device in DEVICES if workload.cuda else ():
-        if abs(device.memory_bytes - workload.memory_bytes) <= NEAR * device.memory_bytes:
+        if abs(device.memory_bytes - workload.memory_bytes) <= MEMORY_TOLERANCE * device.memory_bytes:
             yield device
 
 
 def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
-    """Yield speed estimates of a plan that fits, one line each: for devices with about the wanted memory, or for this
+    """Yield speed estimates of a plan that fits, one line each: for devices with about the workload's memory, or for this
     CPU with the result of `measure` (`measure_matmul`).
 
     Training costs 4 operations per token and active weight: the forward pass, and the backward pass through the frozen
@@ -366,7 +366,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             "with one; attention and adapters are not counted)"
         )
         return
-    for device in _alike(workload):
+    for device in _find_similar_devices(workload):
         share = StepShare(max(memory.MICRO_BATCH[True], workload.context_of(plan.model)) // plan.degrees.context)
         step = step_time(plan, device, share)
         trained = share.rows * plan.degrees.groups / step.total

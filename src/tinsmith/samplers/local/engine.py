@@ -413,7 +413,7 @@ class LocalSampler:
     def _forward(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
         """Final hidden states of the rows to sample from or to score, and each span with its number of such rows."""
         # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are kept.
+        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are reused.
         num_rows: Counter[int] = Counter()
         for span in spans:
             num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
