@@ -342,8 +342,8 @@ def _find_similar_devices(workload: Workload) -> Iterator[Device]:
 
 
 def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
-    """Yield speed estimates of a plan that fits, one line each: for devices with about the workload's memory, or for this
-    CPU with the result of `measure` (`measure_matmul`).
+    """Yield speed estimates of a plan that fits, one line each: for devices with about the workload's memory, or for
+    this CPU with the result of `measure` (`measure_matmul`).
 
     Training costs 4 operations per token and active weight: the forward pass, and the backward pass through the frozen
     base without the gradients of its weights. With activation checkpointing, and in the estimates for GPUs, it costs 6.

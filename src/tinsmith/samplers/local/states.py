@@ -58,8 +58,8 @@ MAX_SNAPSHOTS = 1024
 
 
 class StateBudget(NamedTuple):
-    """How many sequences may run, how many snapshots may be stored, and the bytes of both. During a step a sequence holds
-    the state before it, the state after it, and the state at its answer's last block.
+    """How many sequences may run, how many snapshots may be stored, and the bytes of both. During a step a sequence
+    holds the state before it, the state after it, and the state at its answer's last block.
     """
 
     max_sequences: int
