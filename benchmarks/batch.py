@@ -84,8 +84,8 @@ def ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[
     source = directory / f"ray-{rows}.jsonl"
     source.write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(rows)))
     command = [python, "-c", RAY, str(rows), str(source), f"{source}.out", str(batch_size)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    start_s, run_s = done.stdout.split()[-2:]
+    completed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    start_s, run_s = completed.stdout.split()[-2:]
     return float(start_s), float(run_s)
 
 
@@ -193,21 +193,21 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     jobs.acquire_batch_coordinator(job_id, "t", "here", 60)
     other_id = jobs.create("b", spec)
     waits: list[float] = []
-    ended = threading.Event()
+    stop = threading.Event()
 
     def write_beside() -> None:
-        while not ended.wait(0.005):
+        while not stop.wait(0.005):
             began = time.perf_counter()
             jobs.cancel("b", other_id)
             waits.append(time.perf_counter() - began)
 
-    beside = threading.Thread(target=write_beside)
-    beside.start()
+    writer = threading.Thread(target=write_beside)
+    writer.start()
     began, cpu_before = time.perf_counter(), time.process_time()
     jobs.save_batch_states(job_id, "t", range(batches), batches)
     inserted, cpu = time.perf_counter() - began, time.process_time() - cpu_before
-    ended.set()
-    beside.join()
+    stop.set()
+    writer.join()
     claims = jobs.settle_and_claim(job_id, "t", [], {"w": 1}, 60).claims["w"]
     turns = 200
     began = time.perf_counter()
@@ -218,9 +218,9 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     turned = (time.perf_counter() - began) / turns
     began = time.perf_counter()
     jobs.find("a", job_id)
-    found = time.perf_counter() - began
+    progress_s = time.perf_counter() - began
     db.close()
-    return {"insert": inserted, "cpu": cpu, "wait": max(waits, default=0.0), "turn": turned, "progress": found}
+    return {"insert": inserted, "cpu": cpu, "wait": max(waits, default=0.0), "turn": turned, "progress": progress_s}
 
 
 def main() -> None:
@@ -231,9 +231,9 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="whole jobs beside Ray Data, datasets and a pool")
     parser.add_argument("--sizes", nargs="+", type=int, choices=batch_peers.ROWS, default=list(batch_peers.ROWS))
     parser.add_argument("--runs", type=int, default=5)
-    given = parser.parse_args()
-    if given.peers:
-        print_table(beside_peers(given.sizes, given.runs))
+    args = parser.parse_args()
+    if args.peers:
+        print_table(beside_peers(args.sizes, args.runs))
         return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -243,32 +243,32 @@ def main() -> None:
             cold = run(client, directory, "cold", 12, 2)
             small = run(client, directory, "small", 12, 2)
             short = run(client, directory, "short", 10, 1)
-            one = run(client, directory, "one", given.batches, 1)
+            long = run(client, directory, "one", args.batches, 1)
             prompt = promptness(server, client, directory)
             client.close()
-        rows = bookkeeping(directory, given.rows_in_database)
+        rows = bookkeeping(directory, args.rows_in_database)
         at_random = random_batches(directory, 1_000_000)
         published_s, published_bytes = publishing(directory)
-        beside = "not run: no --ray", "not run: no --ray"
-        if given.ray:
-            start_s, few_s = ray_data(given.ray, directory, 12, 2)
+        ray_cells = "not run: no --ray", "not run: no --ray"
+        if args.ray:
+            start_s, few_s = ray_data(args.ray, directory, 12, 2)
             # Its own start of a job varies by more than some hundred batches take.
-            less_s, more_s = (ray_data(given.ray, directory, times * given.batches, 1)[1] for times in (2, 10))
-            ray_each = (more_s - less_s) / (8 * given.batches)
-            beside = f"{1000 * ray_each:.1f} ms", f"{start_s + few_s:.1f} s ({few_s:.1f} s without its start)"
+            less_s, more_s = (ray_data(args.ray, directory, times * args.batches, 1)[1] for times in (2, 10))
+            ray_batch_s = (more_s - less_s) / (8 * args.batches)
+            ray_cells = f"{1000 * ray_batch_s:.1f} ms", f"{start_s + few_s:.1f} s ({few_s:.1f} s without its start)"
     # The difference of two lengths, so that what a job costs once is in neither.
-    each = (one["running"] - short["running"]) / (one["batches"] - short["batches"])
+    batch_s = (long["running"] - short["running"]) / (long["batches"] - short["batches"])
     table = [
         ("", "Sky Batch 0.14.1", "Ray Data, here", "Tinsmith"),
-        ("per batch, one worker, trivial mapper", "5.02 s", beside[0], f"{1000 * each:.1f} ms"),
-        ("batches a second and worker", "0.2", "-", f"{1 / each:.0f}"),
+        ("per batch, one worker, trivial mapper", "5.02 s", ray_cells[0], f"{1000 * batch_s:.1f} ms"),
+        ("batches a second and worker", "0.2", "-", f"{1 / batch_s:.0f}"),
         ("submit to first batch committed, first job", "17.5 s", "-", f"{cold['first']:.2f} s"),
         ("submit to first batch committed, later job", "17.5 s", "-", f"{small['first']:.2f} s"),
-        ("12 rows in 6 batches, end to end", "55.6 s", beside[1], f"{small['total']:.2f} s"),
+        ("12 rows in 6 batches, end to end", "55.6 s", ray_cells[1], f"{small['total']:.2f} s"),
         ("a worker more, until it is ready", "10 s", "-", f"{prompt['added']:.2f} s"),
         ("a worker killed, until another is ready", "60 s", "-", f"{prompt['replaced']:.2f} s"),
         ("cancelled, until the job has ended", "5 s", "-", f"{prompt['cancelled']:.2f} s"),
-        (f"rows of {given.rows_in_database:,} batches", "-", "-", f"{rows['insert']:.1f} s ({rows['cpu']:.1f} s CPU)"),
+        (f"rows of {args.rows_in_database:,} batches", "-", "-", f"{rows['insert']:.1f} s ({rows['cpu']:.1f} s CPU)"),
         ("longest wait of another writer meanwhile", "-", "-", f"{1000 * rows['wait']:.0f} ms"),
         ("commit a batch and claim the next, in the database", "-", "-", f"{1000 * rows['turn']:.2f} ms"),
         ("progress of that job", "-", "-", f"{1000 * rows['progress']:.1f} ms"),

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turns import Child, Run, in_turns, in_words, questions, spread, times_as_fast
+from turns import Child, Run, compute_speedup, format_spread, run_in_turns, serve_requests, spread
 
 ROWS = {1: 4_000, 32: 64_000, 1000: 400_000}
 """Rows of a run by batch size, so that most of it is batches and not the start of a job."""
@@ -37,7 +37,7 @@ def longer(rows: Rows) -> Rows:
 
 
 def _columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """The same for columns in place of rows."""
+    """Apply the function to a batch of columns in place of rows."""
     return {"text": [text.upper() for text in batch["text"]], "length": [len(text) for text in batch["text"]]}
 
 
@@ -48,11 +48,11 @@ def _with_ray(source: str, target: str, batch_size: int) -> None:
         ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
         ray.data.DataContext.get_current().enable_progress_bars = False
 
-    def mapped(batch: Any) -> Any:  # noqa: ANN401  columns of numpy arrays
+    def map_batch(batch: Any) -> Any:  # noqa: ANN401  columns of numpy arrays
         return _columns({"text": list(batch["text"])})
 
     data = ray.data.read_json(source, lines=True, override_num_blocks=WORKERS)
-    data.map_batches(mapped, batch_size=batch_size, concurrency=WORKERS).write_json(target)
+    data.map_batches(map_batch, batch_size=batch_size, concurrency=WORKERS).write_json(target)
 
 
 def _with_datasets(source: str, target: str, batch_size: int) -> None:
@@ -61,8 +61,8 @@ def _with_datasets(source: str, target: str, batch_size: int) -> None:
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory() as cache:
         data = datasets.Dataset.from_json(source, cache_dir=cache)
-        made = data.map(_columns, batched=True, batch_size=batch_size, num_proc=WORKERS, load_from_cache_file=False)
-        made.to_json(target)
+        mapped = data.map(_columns, batched=True, batch_size=batch_size, num_proc=WORKERS, load_from_cache_file=False)
+        mapped.to_json(target)
 
 
 def _with_pool(source: str, target: str, batch_size: int) -> None:
@@ -78,21 +78,21 @@ def _with_pool(source: str, target: str, batch_size: int) -> None:
             yield rows
 
     with multiprocessing.get_context("spawn").Pool(WORKERS) as pool, open(target, "w") as out:
-        for done in pool.imap(longer, batches(), chunksize=max(1, 1000 // batch_size)):
-            out.writelines(json.dumps(row) + "\n" for row in done)
+        for results in pool.imap(longer, batches(), chunksize=max(1, 1000 // batch_size)):
+            out.writelines(json.dumps(row) + "\n" for row in results)
 
 
 def child(name: str) -> None:
     """Serve `Child`: return the seconds of one run per request."""
     run: Callable[[str, str, int], None] = {"ray": _with_ray, "datasets": _with_datasets, "pool": _with_pool}[name]
-    for asked, answer in questions():
+    for request, answer in serve_requests():
         began = time.perf_counter()
-        run(asked["source"], asked["target"], asked["batch_size"])
+        run(request["source"], request["target"], request["batch_size"])
         seconds = time.perf_counter() - began
-        target = Path(asked["target"])
+        target = Path(request["target"])
         files = sorted(target.rglob("*.json")) if target.is_dir() else [target]
         rows = sum(file.read_bytes().count(b"\n") for file in files)
-        assert rows == asked["rows"], f"{name} wrote {rows} rows of {asked['rows']}"
+        assert rows == request["rows"], f"{name} wrote {rows} rows of {request['rows']}"
         answer({"seconds": seconds})
 
 
@@ -101,23 +101,25 @@ def write_rows(path: Path, rows: int) -> Path:
     return path
 
 
-def _emptied(out: Path) -> Path:
+def _empty_directory(out: Path) -> Path:
     """Return the path of the output in an empty directory."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     return out / "rows.jsonl"
 
 
-def _ours(own: Callable[[Path, Path, int], float], source: Path, out: Path, batch_size: int) -> float:
-    return own(source, _emptied(out), batch_size)
+def _ours(run_job: Callable[[Path, Path, int], float], source: Path, out: Path, batch_size: int) -> float:
+    return run_job(source, _empty_directory(out), batch_size)
 
 
 def _theirs(peer: Child, source: Path, out: Path, batch_size: int, rows: int) -> float:
-    return peer.ask(source=str(source), target=str(_emptied(out)), batch_size=batch_size, rows=rows)["seconds"]
+    return peer.ask(source=str(source), target=str(_empty_directory(out)), batch_size=batch_size, rows=rows)["seconds"]
 
 
-def compare(sizes: list[int], runs: int, own: Callable[[Path, Path, int], float]) -> list[list[str]]:
-    """A table of rows a second. `own` runs one job of ours: from a file, to a file, with a batch size; its seconds."""
+def compare(sizes: list[int], runs: int, run_job: Callable[[Path, Path, int], float]) -> list[list[str]]:
+    """A table of rows a second. `run_job` runs one job of ours, from a file to a file
+    with a batch size, and returns its seconds.
+    """
     table = [["batch size", "rows", "Tinsmith, rows/s", *(f"{name}, rows/s; ours over theirs" for name in PEERS)]]
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-bench-")))
@@ -125,17 +127,19 @@ def compare(sizes: list[int], runs: int, own: Callable[[Path, Path, int], float]
         for size in sizes:
             rows, out = ROWS[size], directory / "out"
             source = write_rows(directory / f"{size}.jsonl", rows)
-            contestants: dict[str, Run] = {"Tinsmith": partial(_ours, own, source, out, size)}
-            contestants |= {name: partial(_theirs, each, source, out, size, rows) for name, each in children.items()}
-            found = in_turns(contestants, runs, lambda name, why: print(f"{name}: {why}", file=sys.stderr))
-            own_s = found["Tinsmith"]
-            line = [str(size), f"{rows:,}", in_words(spread([rows / seconds for seconds in own_s]))]
+            contestants: dict[str, Run] = {"Tinsmith": partial(_ours, run_job, source, out, size)}
+            contestants |= {name: partial(_theirs, child, source, out, size, rows) for name, child in children.items()}
+            seconds_by_name = run_in_turns(
+                contestants, runs, lambda name, reason: print(f"{name}: {reason}", file=sys.stderr)
+            )
+            our_seconds = seconds_by_name["Tinsmith"]
+            line = [str(size), f"{rows:,}", format_spread(spread([rows / seconds for seconds in our_seconds]))]
             for name in PEERS:
-                if name not in found:
+                if name not in seconds_by_name:
                     line.append("failed")
                     continue
-                rate = in_words(spread([rows / seconds for seconds in found[name]]))
-                line.append(f"{rate}; {in_words(times_as_fast(own_s, found[name]), '.2f')}")
+                rate = format_spread(spread([rows / seconds for seconds in seconds_by_name[name]]))
+                line.append(f"{rate}; {format_spread(compute_speedup(our_seconds, seconds_by_name[name]), '.2f')}")
             table.append(line)
     return table
 

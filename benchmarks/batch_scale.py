@@ -68,9 +68,9 @@ def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
             settled = [(claim, outcome(claim.batch_idx, claim.attempt_id)) for claim in claims]
             claims = jobs.settle_and_claim(job_id, "t", settled, {"w": group}, 60).claims["w"]
         turn_ms = 1000 * (time.perf_counter() - began) / TURNS
-        what = "a batch" if group == 1 else f"{group} batches"
+        batches_text = "a batch" if group == 1 else f"{group} batches"
         table.append(
-            [f"commit {what} and claim as many", f"{turn_ms:.2f} ms ({1000 * group / turn_ms:,.0f} batches/s)"]
+            [f"commit {batches_text} and claim as many", f"{turn_ms:.2f} ms ({1000 * group / turn_ms:,.0f} batches/s)"]
         )
     began = time.perf_counter()
     jobs.find(TENANT, job_id)
@@ -81,13 +81,13 @@ def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
 
 
 class _Worker:
-    """In place of a worker's process: it holds a group for a while and reports all of it."""
+    """A stand-in for a worker's process, which holds a group of batches for a while and then reports all of them."""
 
     unusable = False
     infra_failures = 0
     hold_s = 0.0
     busy_s = 0.0
-    """Of all workers together, the seconds in which they had a group."""
+    """The seconds in which workers had a group, as a sum over all workers."""
 
     def __init__(self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object):
         self.worker_id, self.handle, self.slot = worker_id, started, slot
@@ -100,13 +100,13 @@ class _Worker:
             began = time.perf_counter()
             await asyncio.sleep(_Worker.hold_s)
             _Worker.busy_s += time.perf_counter() - began
-        keys = [(each["batch_idx"], each["attempt_id"]) for each in assignments]
+        keys = [(assignment["batch_idx"], assignment["attempt_id"]) for assignment in assignments]
         yield [(key, outcome(*key)) for key in keys]
 
     async def close(self) -> None: ...
 
 
-async def _started(_pool: LocalPool, worker_id: str, _slot: int | None, _job: object = None) -> SimpleNamespace:
+async def _start_worker(_pool: LocalPool, worker_id: str, _slot: int | None, _job: object = None) -> SimpleNamespace:
     return SimpleNamespace(address="nowhere", process_name="nowhere", has_ended=False)
 
 
@@ -123,12 +123,12 @@ async def with_workers(jobs: BatchJobs, directory: Path, batches: int, workers: 
         while time.perf_counter() - began < seconds and not jobs.find(TENANT, job_id).done:
             await asyncio.sleep(0.2)
         elapsed, cpu = time.perf_counter() - began, time.process_time() - cpu
-        done = jobs.find(TENANT, job_id).completed_batches - before
+        num_completed = jobs.find(TENANT, job_id).completed_batches - before
     finally:
         jobs.cancel(TENANT, job_id)
         await coordinator.stop()
     busy = _Worker.busy_s / elapsed / workers
-    return [f"{workers:,}", f"{done / elapsed:,.0f}", f"{busy:.0%}", f"{cpu / elapsed:.0%}"]
+    return [f"{workers:,}", f"{num_completed / elapsed:,.0f}", f"{busy:.0%}", f"{cpu / elapsed:.0%}"]
 
 
 def print_table(table: list[list[str]]) -> None:
@@ -145,19 +145,19 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a worker takes for a batch")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long each pool is watched")
     parser.add_argument("--postgres", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     worker_sets.RemoteWorker = _Worker  # type: ignore[assignment,misc]
-    LocalPool.start = _started  # type: ignore[assignment,method-assign]
+    LocalPool.start = _start_worker  # type: ignore[assignment,method-assign]
     local.MAX_SPARES = 0
-    _Worker.hold_s = given.hold
+    _Worker.hold_s = args.hold
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as name, contextlib.ExitStack() as stack:
-        kind = databases.POSTGRES if given.postgres else databases.SQLITE
+        kind = databases.POSTGRES if args.postgres else databases.SQLITE
         jobs = BatchJobs(stack.enter_context(contextlib.closing(Database(databases.fresh_url(Path(name), kind)))))
         print(f"{kind}, load average {os.getloadavg()[0]:.1f}")
-        print_table(in_the_database(jobs, given.batches))
+        print_table(in_the_database(jobs, args.batches))
         table = [["workers", "batches/s", "time with a batch", "CPU of the coordinator"]]
-        for workers in given.workers:
-            table.append(asyncio.run(with_workers(jobs, Path(name), given.batches, workers, given.seconds)))
+        for workers in args.workers:
+            table.append(asyncio.run(with_workers(jobs, Path(name), args.batches, workers, args.seconds)))
         print_table(table)
 
 

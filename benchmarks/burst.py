@@ -88,9 +88,9 @@ def measure(url: str, pid: int, size: int, runs: int) -> dict[str, dict[str, flo
                 server_s[kind] += processor_seconds(pid) - server_before
                 client_s[kind] += own_seconds() - client_before
     return {
-        kind: summary(some)
+        kind: summary(burst_times)
         | {"server_ms": 1000 * server_s[kind] / runs / size, "client_ms": 1000 * client_s[kind] / runs / size}
-        for kind, some in times.items()
+        for kind, burst_times in times.items()
     }
 
 
@@ -105,9 +105,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64, help="samples of a burst")
     parser.add_argument("--runs", type=int, default=20, help="bursts of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
-    with own_server(given.backend) as (url, pid):
-        figures = measure(url, pid, given.size, given.runs)
+    args = parser.parse_args()
+    with own_server(args.backend) as (url, pid):
+        figures = measure(url, pid, args.size, args.runs)
     print("| burst | runs | min ms | p50 ms | p95 ms | server, ms a sample | client, ms a sample |")
     print("|---|---|---|---|---|---|---|")
     for kind, row in figures.items():
@@ -115,8 +115,8 @@ def main() -> None:
             f"| {kind} | {row['runs']} | {row['min_ms']:.0f} | {row['p50_ms']:.0f} | {row['p95_ms']:.0f} "
             f"| {row['server_ms']:.2f} | {row['client_ms']:.2f} |"
         )
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ PASS = write_pass_result(PassResult((np.full(LENGTH, -9.0, np.float32),), {"loss
 INFO = {"model_data": {"model_name": MODEL, "arch": "canned"}, "model_id": "m", "is_lora": True, "lora_rank": 32}
 PREFIX = "/api/v1/"
 SUBMITTED = {"create_model": "create", "forward_backward": "pass", "optim_step": "step"}
-"""What has a result, and the beginning of its request_id."""
+"""The routes that have a result, and the prefix of their request_ids."""
 
 ANSWERS: dict[str, object] = {
     "client/config": {"use_pyqwest_transport": False, "pjwt_auth_enabled": False},
@@ -71,8 +71,8 @@ class Connection(asyncio.Protocol):
         self._received += data
         while (end := self._received.find(b"\r\n\r\n")) >= 0:
             head, start = self._received[:end].lower(), end + 4
-            _, found, behind = head.partition(b"\r\ncontent-length:")
-            stop = start + (int(behind.partition(b"\r\n")[0]) if found else 0)
+            _, length_header, behind = head.partition(b"\r\ncontent-length:")
+            stop = start + (int(behind.partition(b"\r\n")[0]) if length_header else 0)
             if len(self._received) < stop:
                 return
             path = head.split(b" ", 2)[1].decode()
@@ -92,7 +92,7 @@ async def serve(port: int) -> None:
 
 
 @contextlib.contextmanager
-def canned_server() -> Iterator[str]:
+def run_canned_server() -> Iterator[str]:
     """The address of one in a process of its own, until the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -21,7 +21,7 @@ from measured import machine, write_json
 
 SIZE, ROWS = 2048, 64
 NUM_WEIGHTS = 32
-"""Of one product each: 512 MiB in float32, which is more than caches hold."""
+"""The number of weights, each for one product: 512 MiB in float32, which is more than caches hold."""
 ARRAY_BYTES = 256 << 20
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Product = Callable[[torch.Tensor], object]
@@ -47,8 +47,8 @@ def packed(weight: torch.Tensor) -> Product | None:
         return None
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    kept = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, kept, None, "none", [], "")
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed_weight, None, "none", [], "")
 
 
 def pass_through(layers: list[Product], x: torch.Tensor) -> None:
@@ -58,18 +58,18 @@ def pass_through(layers: list[Product], x: torch.Tensor) -> None:
 
 @torch.no_grad()
 def products(runs: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name, dtype in DTYPES.items():
         weights = [torch.randn(SIZE, SIZE).to(dtype) for _ in range(NUM_WEIGHTS)]
-        many, one = torch.randn(ROWS, SIZE).to(dtype), torch.randn(1, SIZE).to(dtype)
+        rows, row = torch.randn(ROWS, SIZE).to(dtype), torch.randn(1, SIZE).to(dtype)
         for form, make in (("plain", plain), ("packed", packed)):
             layers = [layer for layer in map(make, weights) if layer]
             if layers:
-                seconds = best_s(partial(pass_through, layers[:1] * 8, many), runs) / 8
-                found[f"{name}, {form}, {ROWS} rows, GFLOP/s"] = 2e-9 * ROWS * SIZE * SIZE / seconds
-                seconds = best_s(partial(pass_through, layers, one), runs)
-                found[f"{name}, {form}, 1 row, GB/s"] = 1e-9 * sum(w.nbytes for w in weights) / seconds
-    return found
+                seconds = best_s(partial(pass_through, layers[:1] * 8, rows), runs) / 8
+                rates[f"{name}, {form}, {ROWS} rows, GFLOP/s"] = 2e-9 * ROWS * SIZE * SIZE / seconds
+                seconds = best_s(partial(pass_through, layers, row), runs)
+                rates[f"{name}, {form}, 1 row, GB/s"] = 1e-9 * sum(w.nbytes for w in weights) / seconds
+    return rates
 
 
 def memory(runs: int) -> dict[str, float]:
@@ -86,12 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {machine()}")
-    found = products(given.runs) | memory(given.runs)
-    for what, value in found.items():
-        print(f"{what:44s} {value:9,.1f}")
-    write_json(given.json, found)
+    rates = products(args.runs) | memory(args.runs)
+    for name, value in rates.items():
+        print(f"{name:44s} {value:9,.1f}")
+    write_json(args.json, rates)
 
 
 if __name__ == "__main__":

@@ -40,57 +40,59 @@ class Figures:
     engines: tuple[str, str]  # before and after
 
 
-def owner(kept: Service, model_id: str) -> tuple[str, int, str]:
+def owner(processes: Service, model_id: str) -> tuple[str, int, str]:
     """The engine that has a run, its process, and where its supervisor works."""
     query = (
         "SELECT engines.engine_id, engines.pid, engines.holder FROM models JOIN engines "
         f"ON engines.engine_id = models.engine_id WHERE model_id = '{model_id}'"
     )
-    ((engine_id, pid, holder),) = kept.rows(query)
+    ((engine_id, pid, holder),) = processes.rows(query)
     return engine_id, pid, holder
 
 
-def train(url: str, kept: Service, steps: int, victims: dict[str, int] | None, kill_at: int) -> tuple[list, list, list]:
+def train(
+    url: str, processes: Service, steps: int, victims: dict[str, int] | None, kill_at: int
+) -> tuple[list, list, list]:
     """Losses, seconds of each step, and the engines that had the run at the ends."""
     losses: list[float] = []
-    took: list[float] = []
+    step_seconds: list[float] = []
     adam = types.AdamParams(learning_rate=1e-3)
     with tinker.ServiceClient(base_url=url, api_key="tml-bench") as client:
         model = client.create_lora_training_client(MODEL, rank=16, seed=7).result()
-        had = [owner(kept, model.model_id)]
+        owners = [owner(processes, model.model_id)]
         for step in range(steps):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             data = [random_datum(LENGTH, seed=step % 4), random_datum(LENGTH, seed=step % 3)]
             passed = model.forward_backward(data, "cross_entropy")
             stepped = model.optim_step(adam)
             if victims is not None and step == kill_at:
-                _, pid, holder = had[0]
+                _, pid, holder = owners[0]
                 for victim in (victims.get(Path(holder.partition(":")[2]).name), pid):
                     if victim:
                         os.kill(victim, signal.SIGKILL)
             losses.append(passed.result().metrics["loss:sum"])
             stepped.result()
-            took.append(time.perf_counter() - begun)
-        had.append(owner(kept, model.model_id))
-    return losses, took, [engine_id for engine_id, _, _ in had]
+            step_seconds.append(time.perf_counter() - start)
+        owners.append(owner(processes, model.model_id))
+    return losses, step_seconds, [engine_id for engine_id, _, _ in owners]
 
 
 def measure(steps: int, lose: str, lease_s: float, backend: str) -> Figures:
     with tempfile.TemporaryDirectory(prefix="tinsmith-failover-") as directory, contextlib.ExitStack() as stack:
-        kept = service(Path(directory))
+        processes = service(Path(directory))
         settings = {"ENGINE_LEASE_S": str(lease_s), "ENGINE_THREADS": "1", "BACKEND": backend}
-        _, url = stack.enter_context(kept.process("server", "--role", "server", settings=settings))
+        _, url = stack.enter_context(processes.process("server", "--role", "server", settings=settings))
         hosts = {
-            name: stack.enter_context(kept.process(name, "--role", "engine", settings=settings))[0].pid
+            name: stack.enter_context(processes.process(name, "--role", "engine", settings=settings))[0].pid
             for name in ("one", "two")
         }
-        kept.await_engines(2)
-        expected, _, _ = train(url, kept, steps, None, 0)
+        processes.await_engines(2)
+        expected, _, _ = train(url, processes, steps, None, 0)
         victims = hosts if lose == "machine" else {}
-        losses, took, engines = train(url, kept, steps, victims, steps // 2)
-        differences = [abs(one - other) for one, other in zip(losses, expected, strict=True)]
-        usual_s = statistics.median(took)
-        return Figures(steps, 1000 * usual_s, max(took) - usual_s, max(differences), (engines[0], engines[1]))
+        losses, step_seconds, engines = train(url, processes, steps, victims, steps // 2)
+        differences = [abs(loss - expected_loss) for loss, expected_loss in zip(losses, expected, strict=True)]
+        usual_s = statistics.median(step_seconds)
+        return Figures(steps, 1000 * usual_s, max(step_seconds) - usual_s, max(differences), (engines[0], engines[1]))
 
 
 def main() -> None:
@@ -100,20 +102,20 @@ def main() -> None:
     parser.add_argument("--lease", type=float, default=5.0, help="seconds; it counts only where a machine is lost")
     parser.add_argument("--backend", default="torch")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
-    print(f"{MODEL}, {given.steps} steps of 2 x {LENGTH} tokens, lease of {given.lease:g} s", flush=True)
-    found: dict[str, object] = {}
-    for lose in given.lose:
-        figures = measure(given.steps, lose, given.lease, given.backend)
-        found[lose] = asdict(figures)
+    args = parser.parse_args()
+    print(f"{MODEL}, {args.steps} steps of 2 x {LENGTH} tokens, lease of {args.lease:g} s", flush=True)
+    figures_by_loss: dict[str, object] = {}
+    for lose in args.lose:
+        figures = measure(args.steps, lose, args.lease, args.backend)
+        figures_by_loss[lose] = asdict(figures)
         print(
-            f"{lose} lost at step {given.steps // 2}: {figures.engines[0]} -> {figures.engines[1]}; a step takes "
+            f"{lose} lost at step {args.steps // 2}: {figures.engines[0]} -> {figures.engines[1]}; a step takes "
             f"{figures.usual_ms:.0f} ms, the gap was {figures.gap_s:.1f} s, losses differ by at most "
             f"{figures.largest_difference:g}",
             flush=True,
         )
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(figures_by_loss, indent=1))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ SHORT_ANSWER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnServer:
     """A server of the benchmark's own, with a key for each tenant."""
 
     url: str
@@ -66,60 +66,60 @@ def tokens_of(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(0, 400, length + 1)
 
 
-def latencies(own: Own, least_s: float, runs: int) -> list[float]:
+def latencies(server: OwnServer, least_s: float, runs: int) -> list[float]:
     """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
     datum = random_datum(SMALL, SMALL)
     times: list[float] = []
-    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()
         for _ in range(3):
             client.forward_backward([datum], "cross_entropy").result()
         started = time.perf_counter()
         while len(times) < runs and (len(times) < 20 or time.perf_counter() - started < least_s):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             client.forward_backward([datum], "cross_entropy").result()
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
     return times
 
 
-def training_steps(own: Own, deadline: float) -> list[float]:
+def training_steps(server: OwnServer, deadline: float) -> list[float]:
     """Seconds of one small training step after the other, until `deadline` by time.perf_counter()."""
     datum = random_datum(SMALL, SMALL)
     times: list[float] = []
-    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()
         while time.perf_counter() < deadline or not times:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             passed = client.forward_backward([datum], "cross_entropy")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-4))
             passed.result()
             stepped.result()
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
     return times[1:] or times
 
 
-def short_samples(own: Own, deadline: float) -> list[float]:
+def short_samples(server: OwnServer, deadline: float) -> list[float]:
     """Seconds of one sample of 8 tokens after the other, until `deadline`."""
     prompt = types.ModelInput.from_ints(tokens_of(SMALL).tolist())
     params = types.SamplingParams(max_tokens=SHORT_ANSWER, stop=[])
     times: list[float] = []
-    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["asker"]) as service:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys["asker"]) as service:
         client = service.create_sampling_client(base_model=MODEL).result()
         while time.perf_counter() < deadline:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             client.sample(prompt, 1, params).result()
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
             time.sleep(0.2)
     return times[1:] or times
 
 
 @contextlib.contextmanager
-def flood_of_samples(own: Own) -> Iterator[None]:
+def flood_of_samples(server: OwnServer) -> Iterator[None]:
     """Many long samples of the loud tenant, all submitted before the body runs."""
-    headers = {"X-API-Key": own.keys["loud"]}
-    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["loud"]) as service:
+    headers = {"X-API-Key": server.keys["loud"]}
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys["loud"]) as service:
         session = service.create_sampling_client(base_model=MODEL).result()._sampling_session_id
-        with httpx.Client(base_url=own.url, headers=headers, timeout=120) as http:
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
 
             def ask(seq_id: int) -> None:
                 body = {
@@ -136,30 +136,33 @@ def flood_of_samples(own: Own) -> Iterator[None]:
         yield
 
 
-def neighbours(own: Own, seconds: float) -> dict[str, list[float]]:
+def neighbours(server: OwnServer, seconds: float) -> dict[str, list[float]]:
     """Run both neighbours at the same time for some seconds."""
     deadline = time.perf_counter() + seconds
     with ThreadPoolExecutor(2) as pool:
-        steps, samples = pool.submit(training_steps, own, deadline), pool.submit(short_samples, own, deadline)
+        steps, samples = pool.submit(training_steps, server, deadline), pool.submit(short_samples, server, deadline)
         return {"training step": steps.result(), f"sample of {SHORT_ANSWER}": samples.result()}
 
 
-def mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+def measure_mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
     """Alone and under the flood, in turns; all rounds' latencies together."""
-    found: dict[str, list[float]] = {}
-    for number in range(rounds):
-        with own_server(None) as own:
-            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}", flush=True)
-            for name, times in neighbours(own, seconds / 2).items():
-                found.setdefault(f"{name} alone", []).extend(times)
-        with own_server(None) as own, flood(own, 200, LARGE, LARGE_DATUMS) as model_id, flood_of_samples(own):
+    times_by_name: dict[str, list[float]] = {}
+    for round_index in range(rounds):
+        with own_server(None) as server:
+            print(f"round {round_index + 1}: load {os.getloadavg()[0]:.1f}", flush=True)
+            for name, times in neighbours(server, seconds / 2).items():
+                times_by_name.setdefault(f"{name} alone", []).extend(times)
+        with own_server(None) as server, flood(server, 200, LARGE, LARGE_DATUMS) as model_id, flood_of_samples(server):
             since = time.time()
-            for name, times in neighbours(own, seconds).items():
-                found.setdefault(f"{name} in flood", []).extend(times)
-            _, left = steps_of(own, model_id, since, 1)
-            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}; {left} passes of the flood left", flush=True)
-    for name in sorted(found):
-        times = found[name]
+            for name, times in neighbours(server, seconds).items():
+                times_by_name.setdefault(f"{name} in flood", []).extend(times)
+            _, num_waiting = steps_of(server, model_id, since, 1)
+            print(
+                f"round {round_index + 1}: load {os.getloadavg()[0]:.1f}; {num_waiting} passes of the flood left",
+                flush=True,
+            )
+    for name in sorted(times_by_name):
+        times = times_by_name[name]
         print(
             f"{name:28s} {len(times):5d} runs, p50 {percentile(times, 0.5):7.3f} s, "
             f"p95 {percentile(times, 0.95):7.3f} s, max {max(times):7.3f} s",
@@ -167,7 +170,7 @@ def mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
         )
     return {
         name: {"runs": len(times), **{f"p{p}_s": percentile(times, p / 100) for p in (50, 95, 100)}}
-        for name, times in found.items()
+        for name, times in times_by_name.items()
     }
 
 
@@ -185,12 +188,12 @@ def pass_bytes(model_id: str, seq_id: int, length: int, num_datums: int) -> byte
 
 
 @contextlib.contextmanager
-def flood(own: Own, count: int, length: int, num_datums: int) -> Iterator[str]:
+def flood(server: OwnServer, count: int, length: int, num_datums: int) -> Iterator[str]:
     """`count` passes that all wait before the first may run; then they run. Gives the model they belong to."""
-    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["loud"]) as service:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys["loud"]) as service:
         model_id = service.create_lora_training_client(MODEL, rank=16).result().model_id
-        headers = {"X-API-Key": own.keys["loud"], "Content-Type": "application/x-protobuf"}
-        with httpx.Client(base_url=own.url, headers=headers, timeout=120) as http:
+        headers = {"X-API-Key": server.keys["loud"], "Content-Type": "application/x-protobuf"}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
 
             def send(seq_id: int) -> None:
                 body = pass_bytes(model_id, seq_id, length, num_datums)
@@ -202,9 +205,9 @@ def flood(own: Own, count: int, length: int, num_datums: int) -> Iterator[str]:
         yield model_id
 
 
-def steps_of(own: Own, model_id: str, since: float, full_tokens: float) -> tuple[list[float], int]:
+def steps_of(server: OwnServer, model_id: str, since: float, full_tokens: float) -> tuple[list[float], int]:
     """Seconds that each full step of a model took since then, and how many of its passes still wait."""
-    engine = sa.create_engine(f"sqlite:///{own.data_dir / 'tinsmith.db'}")
+    engine = sa.create_engine(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     query = (
         "SELECT settled_at, sum(num_tokens) AS tokens FROM futures WHERE model_id = :model AND seq_id > 0 "
         "AND settled_at > :since GROUP BY settled_at ORDER BY settled_at"
@@ -212,19 +215,23 @@ def steps_of(own: Own, model_id: str, since: float, full_tokens: float) -> tuple
     waiting = "SELECT count(*) FROM futures WHERE model_id = :model AND state = 'pending'"
     with engine.connect() as connection:
         steps = connection.execute(sa.text(query), {"model": model_id, "since": since}).all()
-        left = connection.scalar(sa.text(waiting), {"model": model_id})
+        num_waiting = connection.scalar(sa.text(waiting), {"model": model_id})
     engine.dispose()
     pairs = itertools.pairwise(steps)
-    return [late.settled_at - early.settled_at for early, late in pairs if late.tokens >= full_tokens], int(left or 0)
+    return [late.settled_at - early.settled_at for early, late in pairs if late.tokens >= full_tokens], int(
+        num_waiting or 0
+    )
 
 
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def report(name: str, times: list[float], steps: list[float], alone: list[float], left: int) -> dict[str, float]:
+def report(
+    name: str, times: list[float], steps: list[float], alone_times: list[float], num_waiting: int
+) -> dict[str, float]:
     step = statistics.median(steps) if steps else 0.0
-    grown = percentile(times, 0.95) - percentile(alone, 0.95)
+    grown = percentile(times, 0.95) - percentile(alone_times, 0.95)
     row = {
         "runs": len(times),
         "p50_ms": 1000 * percentile(times, 0.5),
@@ -234,7 +241,7 @@ def report(name: str, times: list[float], steps: list[float], alone: list[float]
         "step_p95_ms": 1000 * percentile(steps, 0.95) if steps else 0.0,
         "p95_growth_p50_steps": grown / step if step else 0.0,
         "p95_growth_p95_steps": grown / percentile(steps, 0.95) if steps else 0.0,
-        "left_in_queue": left,
+        "left_in_queue": num_waiting,
     }
     values = " ".join(f"{value:10.1f}" for value in row.values())
     print(f"{name:28s} {values}", flush=True)
@@ -242,7 +249,7 @@ def report(name: str, times: list[float], steps: list[float], alone: list[float]
 
 
 @contextlib.contextmanager
-def own_server(step_tokens: int | None) -> Iterator[Own]:
+def own_server(step_tokens: int | None) -> Iterator[OwnServer]:
     """With default settings but for the tokens of a step, if they are given."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -257,8 +264,8 @@ def own_server(step_tokens: int | None) -> Iterator[Own]:
             ).stdout.strip()
             for tenant in TENANTS
         }
-        more = {} if step_tokens is None else {"TINSMITH_STEP_TOKEN_BUDGET": str(step_tokens)}
-        environment = {**os.environ, **more}
+        step_settings = {} if step_tokens is None else {"TINSMITH_STEP_TOKEN_BUDGET": str(step_tokens)}
+        environment = {**os.environ, **step_settings}
         with (Path(directory) / "server.log").open("wb") as log:
             command = [*tinsmith, "serve", "--port", str(port), *data]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -267,19 +274,19 @@ def own_server(step_tokens: int | None) -> Iterator[Own]:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                     break
                 time.sleep(0.05)
-            yield Own(f"http://127.0.0.1:{port}", Path(directory), keys)
+            yield OwnServer(f"http://127.0.0.1:{port}", Path(directory), keys)
         finally:
             threading.Timer(20, process.kill).start()  # what is queued is not worth waiting for
             process.terminate()
             process.wait()
 
 
-def floods(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+def floods(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One tenant's passes of two sizes, and another's latency beside each."""
     figures: dict[str, dict[str, float]] = {}
-    with own_server(given.step_tokens) as own:
+    with own_server(args.step_tokens) as server:
         load = os.getloadavg()[0]
-        print(f"{MODEL}, steps of {given.step_tokens} tokens, {os.cpu_count()} cores, load {load:.1f}")
+        print(f"{MODEL}, steps of {args.step_tokens} tokens, {os.cpu_count()} cores, load {load:.1f}")
         columns = (
             "runs",
             "p50 ms",
@@ -292,18 +299,18 @@ def floods(given: argparse.Namespace) -> dict[str, dict[str, float]]:
             "queue left",
         )
         print(f"{'':28s} " + " ".join(f"{column:>10s}" for column in columns))
-        alone = latencies(own, given.seconds / 4, 200)
-        figures["alone"] = report("alone", alone, [], alone, 0)
+        alone_times = latencies(server, args.seconds / 4, 200)
+        figures["alone"] = report("alone", alone_times, [], alone_times, 0)
     queued = {
-        f"{given.small} passes of {SMALL} tokens": (given.small, SMALL, 1),
-        f"{given.large} of {LARGE_DATUMS * LARGE} tokens": (given.large, LARGE, LARGE_DATUMS),
+        f"{args.small} passes of {SMALL} tokens": (args.small, SMALL, 1),
+        f"{args.large} of {LARGE_DATUMS * LARGE} tokens": (args.large, LARGE, LARGE_DATUMS),
     }
     for name, (count, length, num_datums) in queued.items():
-        with own_server(given.step_tokens) as own, flood(own, count, length, num_datums) as model_id:
+        with own_server(args.step_tokens) as server, flood(server, count, length, num_datums) as model_id:
             since = time.time()
-            times = latencies(own, given.seconds, 400)
-            steps, left = steps_of(own, model_id, since, given.step_tokens / 2)
-            figures[name] = report(name, times, steps, alone, left)
+            times = latencies(server, args.seconds, 400)
+            steps, num_waiting = steps_of(server, model_id, since, args.step_tokens / 2)
+            figures[name] = report(name, times, steps, alone_times, num_waiting)
     return figures
 
 
@@ -316,14 +323,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="how long the quiet tenant is measured each time")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of mixed, each alone and in the flood")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
-    if given.only != "mixed":
-        figures |= floods(given)
-    if given.only != "passes":
-        figures |= mixed(given.seconds, given.rounds)
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.only != "mixed":
+        figures |= floods(args)
+    if args.only != "passes":
+        figures |= measure_mixed(args.seconds, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from gpu_page import AGREEMENT, Budget, Figures, Sizes, page, peak_tflops, sampl
 from measured import machine, write_json
 from models import make
 from peers import NEW, PROMPT, prompt
-from training import LEARNING_RATE, RANK, Work, packed_step, sequences
+from training import LEARNING_RATE, RANK, Workload, packed_step, sequences
 from turns import Child, ChildFailed
 
 from tinsmith.backends import run_to_end
@@ -80,7 +80,7 @@ Run = Callable[[], object]
 
 @dataclass(slots=True)
 class Contestant:
-    """`tokens` of one run; seconds of each run that counts; `failed` is why it left, or empty."""
+    """`tokens` of one run; seconds of each run that counts; `failed` is the reason of a failure, or empty."""
 
     name: str
     run: Run
@@ -106,7 +106,7 @@ class Contestant:
 
 
 def driver() -> str:
-    """Of NVIDIA's devices, where its tool is installed."""
+    """The driver's version, where NVIDIA's tool is installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -138,56 +138,56 @@ class Device:
         if self.is_cuda:
             torch.cuda.empty_cache()
 
-    def described(self) -> str:
-        where = machine()
+    def describe(self) -> str:
+        hardware = machine()
         if self.is_cuda:
-            found = torch.cuda.get_device_properties(self.device)
-            where = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, driver {driver()}"
+            properties = torch.cuda.get_device_properties(self.device)
+            hardware = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {driver()}"
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {date.today()}"
-        return f"{where}; {versions}: `{' '.join(['gpu.py', *sys.argv[1:]])}`."
+        return f"{hardware}; {versions}: `{' '.join(['gpu.py', *sys.argv[1:]])}`."
 
-    def timed(self, run: Run) -> float:
+    def time_run(self, run: Run) -> float:
         self.wait()
         started = time.perf_counter()
         run()
         self.wait()
         return time.perf_counter() - started
 
-    def tried(self, contestant: Contestant) -> float:
+    def try_run(self, contestant: Contestant) -> float:
         """The seconds of a run; one that fails leaves."""
         try:
-            return self.timed(contestant.run)
+            return self.time_run(contestant.run)
         except (RuntimeError, MemoryError, ValueError, AssertionError) as error:
             contestant.failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}".replace("|", "/")
         self.free()
         return 0.0
 
-    def in_turns(self, contestants: list[Contestant], runs: int, budget: Budget) -> None:
+    def run_in_turns(self, contestants: list[Contestant], runs: int, budget: Budget) -> None:
         """Runs that do not count, and up to `runs` that do, as far as there is time."""
         first_s, before = 0.0, 0
         for contestant in contestants:
             for _ in range(contestant.warm_runs):
-                self.tried(contestant)  # takes what memory it needs, compiles, and chooses kernels
+                self.try_run(contestant)  # takes what memory it needs, compiles, and chooses kernels
             if self.is_cuda:
                 before = torch.cuda.memory_allocated(self.device)
                 torch.cuda.reset_peak_memory_stats(self.device)
             if not contestant.failed:
-                contestant.seconds.append(self.tried(contestant))
+                contestant.seconds.append(self.try_run(contestant))
                 first_s += contestant.seconds[-1]
             if self.is_cuda:
                 contestant.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
         for _ in range(budget.runs(runs, first_s) - 1):
             for contestant in contestants:
                 if not contestant.failed:
-                    contestant.seconds.append(self.tried(contestant))
+                    contestant.seconds.append(self.try_run(contestant))
 
 
 def ceilings(device: Device, size: int) -> dict[str, float]:
-    """What the device does with a large product, and with a copy that no cache holds."""
+    """The rates of a large product and of a copy that no cache holds."""
     a = torch.randn(size, size, device=device.device, dtype=torch.bfloat16)
     store = torch.empty(size * size * 8, device=device.device, dtype=torch.bfloat16)
-    product_s = min(device.timed(lambda: a @ a) for _ in range(8))
-    copy_s = min(device.timed(lambda: store.clone()) for _ in range(8))
+    product_s = min(device.time_run(lambda: a @ a) for _ in range(8))
+    copy_s = min(device.time_run(lambda: store.clone()) for _ in range(8))
     return {"product_tflops": 2e-12 * size**3 / product_s, "copy_gb_per_s": 2e-9 * store.nbytes / copy_s}
 
 
@@ -214,15 +214,15 @@ class Peft:
         model.gradient_checkpointing_disable()
         return model
 
-    def step(self, work: Work) -> Run:
-        model, rank = self.model, str(work.rank)
+    def step(self, workload: Workload) -> Run:
+        model, rank = self.model, str(workload.rank)
         if rank not in model.peft_config:
-            model.add_adapter(rank, self._config(work.rank))
+            model.add_adapter(rank, self._config(workload.rank))
         model.set_adapter(rank)
         model.gradient_checkpointing_disable()
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
-        batches = [batch_of(sequences(work, client), model.device) for client in range(work.clients)]
-        rows, recomputes = max(1, self._tokens // max(work.lengths)), False
+        batches = [batch_of(sequences(workload, client), model.device) for client in range(workload.clients)]
+        rows, recomputes = max(1, self._tokens // max(workload.lengths)), False
 
         def run() -> None:
             nonlocal rows, recomputes
@@ -267,44 +267,44 @@ def batch_of(tokens: list[np.ndarray], device: torch.device) -> tuple[torch.Tens
     """Ids, mask and labels, padded on the right."""
     ids = torch.zeros(len(tokens), max(map(len, tokens)) - 1, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
-    for row, own in enumerate(tokens):
-        ids[row, : len(own) - 1] = torch.from_numpy(own[:-1])
-        labels[row, : len(own) - 1] = torch.from_numpy(own[1:])
+    for row, row_tokens in enumerate(tokens):
+        ids[row, : len(row_tokens) - 1] = torch.from_numpy(row_tokens[:-1])
+        labels[row, : len(row_tokens) - 1] = torch.from_numpy(row_tokens[1:])
     return tuple(x.to(device) for x in (ids, (labels != -100).long(), labels))
 
 
-def work_of(count: int, length: int, rank: int, adapters: int) -> Work:
+def work_of(count: int, length: int, rank: int, adapters: int) -> Workload:
     name = training(count, length, rank, adapters)
-    return Work(name, adapters, (length,) * max(1, count // adapters), rank)
+    return Workload(name, adapters, (length,) * max(1, count // adapters), rank)
 
 
 # Sampling.
 
 
-def sampled(sampler: LocalSampler, samples: list[Sample]) -> dict[str, SampleResult]:
-    found: dict[str, SampleResult] = {}
+def draw_samples(sampler: LocalSampler, samples: list[Sample]) -> dict[str, SampleResult]:
+    result_by_request: dict[str, SampleResult] = {}
     for sample in samples:
         sampler.submit(sample)
     while sampler.has_work:
         for request_id, outcome in sampler.step():
             if isinstance(outcome, Exception):
                 raise outcome
-            found[request_id] = outcome
-    return found
+            result_by_request[request_id] = outcome
+    return result_by_request
 
 
-def asked(name: str, version: str | None, num_samples: int = 1, max_tokens: int = NEW) -> Sample:
+def build_sample(name: str, version: str | None, num_samples: int = 1, max_tokens: int = NEW) -> Sample:
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, stop_eos=False)
     return Sample(name, version, np.array(prompt(), np.int32), num_samples, params)
 
 
 def our_samples(sampler: LocalSampler, at_once: int, adapters: int) -> Run:
-    return lambda: sampled(
-        sampler, [asked(f"s{index}", f"v{index % adapters}" if adapters else None) for index in range(at_once)]
+    return lambda: draw_samples(
+        sampler, [build_sample(f"s{index}", f"v{index % adapters}" if adapters else None) for index in range(at_once)]
     )
 
 
-def generated(model: torch.nn.Module, at_once: int) -> Run:
+def generate_run(model: torch.nn.Module, at_once: int) -> Run:
     device = next(model.parameters()).device
     options = {"do_sample": True, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
 
@@ -317,31 +317,31 @@ def generated(model: torch.nn.Module, at_once: int) -> Run:
 
 
 def publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> float:
-    """Of weights that an optimizer step changed, with the first token of what was published."""
+    """Milliseconds to publish weights that an optimizer step changed and to draw the first token from them."""
 
     def once() -> None:
         backend.publish("m0", "v0")
-        sampled(sampler, [asked("first", "v0", max_tokens=1)])
+        draw_samples(sampler, [build_sample("first", "v0", max_tokens=1)])
 
-    found = []
+    milliseconds = []
     for _ in range(runs):
         backend.optim_step([OptimStep("o", "m0", AdamParams(LEARNING_RATE))])
-        found.append(1000 * device.timed(once))
-    return statistics.median(found)
+        milliseconds.append(1000 * device.time_run(once))
+    return statistics.median(milliseconds)
 
 
-def scored(tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
+def build_datum(tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), **inputs})
 
 
 def agreement(backend: TorchBackend, sampler: LocalSampler) -> float:
     """Mean distance of sampled logprobs from those that training computes for the same tokens."""
-    samples = [asked(f"s{i}", f"v{i % 8}") for i in range(16)]
-    answers, errors = sampled(sampler, samples), []
+    samples = [build_sample(f"s{i}", f"v{i % 8}") for i in range(16)]
+    answers, errors = draw_samples(sampler, samples), []
     for index, sample in enumerate(samples):
         answer = answers[sample.request_id].sequences[0]
         tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
-        datum = scored(tokens, {"weights": np.ones(len(tokens) - 1, np.float32)})
+        datum = build_datum(tokens, {"weights": np.ones(len(tokens) - 1, np.float32)})
         (result,) = run_to_end(backend.run_passes([Pass("r", f"m{index % 8}", (datum,), "cross_entropy", {}, True)]))
         assert isinstance(result, PassResult), result
         errors.append(np.abs(result.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))
@@ -352,18 +352,18 @@ def rl_step(backend: TorchBackend, sampler: LocalSampler, prompts: int) -> Run:
     """Samples of a version, a pass of importance sampling over them, an optimizer step, and publishing."""
 
     def run() -> None:
-        samples = [asked(f"p{index}", "v0", num_samples=4) for index in range(prompts)]
-        answers, data = sampled(sampler, samples), []
+        samples = [build_sample(f"p{index}", "v0", num_samples=4) for index in range(prompts)]
+        answers, data = draw_samples(sampler, samples), []
         for sample in samples:
-            for number, answer in enumerate(answers[sample.request_id].sequences):
+            for answer_index, answer in enumerate(answers[sample.request_id].sequences):
                 tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
                 before = np.zeros(len(sample.prompt_T) - 1, np.float32)
-                advantages = np.full(len(answer.tokens_T), number - 1.5, np.float32)
+                advantages = np.full(len(answer.tokens_T), answer_index - 1.5, np.float32)
                 inputs = {
                     "logprobs": np.concatenate([before, np.asarray(answer.logprobs_T, np.float32)]),
                     "advantages": np.concatenate([before, advantages]),
                 }
-                data.append(scored(tokens, inputs))
+                data.append(build_datum(tokens, inputs))
         results = run_to_end(backend.run_passes([Pass("r", "m0", tuple(data), "importance_sampling", {}, False)]))
         results += backend.optim_step([OptimStep("o", "m0", AdamParams(LEARNING_RATE))])
         assert not any(isinstance(result, Exception) for result in results), results
@@ -392,8 +392,8 @@ class Bench:
 
     def row(self, name: str, contestants: list[Contestant], expected_s: float = 0.0) -> None:
         if self.budget.allows(f"{self.shape.name}, {name}", expected_s):
-            self.device.in_turns(contestants, self.runs, self.budget)
-            self.figures[name] = {each.name: each.figures(self.device.peak) for each in contestants}
+            self.device.run_in_turns(contestants, self.runs, self.budget)
+            self.figures[name] = {contestant.name: contestant.figures(self.device.peak) for contestant in contestants}
             print(f"{self.shape.name}: {name}", file=sys.stderr, flush=True)
             self.save()
 
@@ -419,23 +419,29 @@ class Bench:
 
     def train(self, backend: TorchBackend, peft: Peft, works: list[tuple[int, int, int, int]]) -> None:
         for count, length, rank, adapters in works:
-            work = work_of(count, length, rank, adapters)
+            workload = work_of(count, length, rank, adapters)
             operations = self.sizes.step_operations(length, rank)
             # As if both reached a fifth of the peak, with two runs each.
-            expected_s = 4 * work.num_tokens * operations / (0.2 * self.device.peak)
+            expected_s = 4 * workload.num_tokens * operations / (0.2 * self.device.peak)
             # A shape takes cuDNN's attention once it has come with several micro-batches.
-            warm = max(1, (OFTEN + 2) // max(1, work.num_tokens // max(FITTING_TOKENS)))
+            warm = max(1, (OFTEN + 2) // max(1, workload.num_tokens // max(FITTING_TOKENS)))
             contestants = [
-                Contestant("Tinsmith", packed_step(backend, work, f"{work.name}."), work.num_tokens, operations, warm),
-                Contestant("PEFT", peft.step(work), work.num_tokens, operations),
+                Contestant(
+                    "Tinsmith",
+                    packed_step(backend, workload, f"{workload.name}."),
+                    workload.num_tokens,
+                    operations,
+                    warm,
+                ),
+                Contestant("PEFT", peft.step(workload), workload.num_tokens, operations),
             ]
-            self.row(work.name, contestants, expected_s)
-            for index in range(work.clients):
-                backend.unload_model(f"{work.name}.{index}")
+            self.row(workload.name, contestants, expected_s)
+            for index in range(workload.clients):
+                backend.unload_model(f"{workload.name}.{index}")
             self.device.free()
 
     def sampling(self, backend: TorchBackend, base: torch.nn.Module, counts: list[int], *, first: bool = False) -> None:
-        """With `first` also what needs a sampler and is not about its speed alone."""
+        """With `first`, also the agreement with training, publishing, and a step of reinforcement learning."""
         sampler = LocalSampler(backend.base, backend._versions)
         if first:
             self.figures[AGREEMENT] = agreement(backend, sampler)
@@ -446,7 +452,7 @@ class Bench:
             for adapters in ADAPTERS:
                 contestants = [Contestant("Tinsmith", our_samples(sampler, at_once, adapters), at_once * NEW)]
                 if not adapters:
-                    contestants.append(Contestant("generate", generated(base, at_once), at_once * NEW))
+                    contestants.append(Contestant("generate", generate_run(base, at_once), at_once * NEW))
                 started = time.monotonic()
                 self.row(sampling(at_once, adapters), contestants, expected_s)
                 expected_s = max(expected_s, (time.monotonic() - started) / len(contestants))
@@ -477,20 +483,20 @@ class Bench:
 
 
 @contextlib.contextmanager
-def models_of(given: argparse.Namespace, device: Device) -> Iterator[Callable[[str], Path]]:
+def open_models(args: argparse.Namespace, device: Device) -> Iterator[Callable[[str], Path]]:
     """Makes the model of a name, and removes the one before: an 8B's weights are 16 GB."""
-    if given.model:
-        yield lambda name: given.model
+    if args.model:
+        yield lambda name: args.model
         return
     with contextlib.ExitStack() as stack:
 
-        def made(name: str) -> Path:
+        def create_model(name: str) -> Path:
             stack.close()
-            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-bench-"))
-            (Path(place) / name).mkdir()
-            return make(name, Path(place) / name, str(device.device))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-bench-"))
+            (Path(directory) / name).mkdir()
+            return make(name, Path(directory) / name, str(device.device))
 
-        yield made
+        yield create_model
 
 
 def main() -> None:
@@ -504,31 +510,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", type=Path, help="a page of the figures; of a GPU's only")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    device = Device(given.device)
+    args = parser.parse_args()
+    device = Device(args.device)
     if device.is_cuda and not torch.cuda.is_available():
         raise SystemExit(f"torch {torch.__version__} finds no CUDA device here")
-    if given.write and not device.is_cuda:
-        raise SystemExit(f"{given.write} is for figures of a GPU; leave --write out, or --device at cuda")
-    budget = Budget(given.seconds)
-    found: dict[str, Figures] = {"ceilings": dict(ceilings(device, 256 if given.quick else 8192))}
-    device.product_tflops = found["ceilings"]["product_tflops"]
-    names = [given.model.name] if given.model else given.sizes
-    with models_of(given, device) as made:
-        for number, name in enumerate(names):
-            weight, *others = (SIZES.get(each, 1.0) for each in names[number:])
-            budget.give(weight, sum(others))
+    if args.write and not device.is_cuda:
+        raise SystemExit(f"{args.write} is for figures of a GPU; leave --write out, or --device at cuda")
+    budget = Budget(args.seconds)
+    figures: dict[str, Figures] = {"ceilings": dict(ceilings(device, 256 if args.quick else 8192))}
+    device.product_tflops = figures["ceilings"]["product_tflops"]
+    names = [args.model.name] if args.model else args.sizes
+    with open_models(args, device) as create_model:
+        for index, name in enumerate(names):
+            weight, *later_weights = (SIZES.get(later_name, 1.0) for later_name in names[index:])
+            budget.give(weight, sum(later_weights))
             # A model is made, loaded twice and checked before its first row.
-            if budget.allows(f"all of {name}", 0.0 if given.quick else 20.0 * weight):
-                shape = read_shape(name, made(name))
-                bench = Bench(shape, device, budget, given.runs, given.quick, lambda: write_json(given.json, found))
-                found[name] = bench.figures
-                bench.measure(given.vllm)
-    told = page(device.described(), found, budget.skipped)
-    print(told)
-    if given.write:
-        given.write.write_text(told)
-    is_good, line = verdict(found, budget.skipped)
+            if budget.allows(f"all of {name}", 0.0 if args.quick else 20.0 * weight):
+                shape = read_shape(name, create_model(name))
+                bench = Bench(shape, device, budget, args.runs, args.quick, lambda: write_json(args.json, figures))
+                figures[name] = bench.figures
+                bench.measure(args.vllm)
+    page_text = page(device.describe(), figures, budget.skipped)
+    print(page_text)
+    if args.write:
+        args.write.write_text(page_text)
+    is_good, line = verdict(figures, budget.skipped)
     print(line)
     if not is_good:
         raise SystemExit(1)

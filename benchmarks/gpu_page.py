@@ -13,7 +13,7 @@ from typing import Any
 from tinsmith.plan.speed import DEVICES
 
 Figures = dict[str, Any]
-"""What is measured by row: the figures of each contestant, or one number."""
+"""The figures of each contestant by row, or one number."""
 
 MAX_DISTANCE = 0.05
 """Mean distance between sampled and trained logprobs beyond which speed is no merit."""
@@ -26,7 +26,7 @@ AGREEMENT = "sampled logprobs from trained ones, mean"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a dense model whose linears all carry adapters."""
+    """The sizes of a dense model whose linears all carry adapters."""
 
     hidden: int
     inner: int
@@ -75,8 +75,8 @@ def peak_tflops(name: str) -> float | None:
     if re.search("PCIe|NVL|Laptop", name):  # slower than others of the same name
         return None
     for device in DEVICES:
-        own = device.name if device.name.startswith("RTX") else device.name.partition(" ")[0]
-        if re.search(rf"\b{own}\b", name):
+        device_name = device.name if device.name.startswith("RTX") else device.name.partition(" ")[0]
+        if re.search(rf"\b{device_name}\b", name):
             return device.tflops
     return None
 
@@ -103,10 +103,10 @@ class Budget:
     def left_s(self) -> float:
         return self.until - self.clock()
 
-    def give(self, weight: float, others: float) -> None:
-        """Give the next model its share of what is left; `others` is the weight of those that follow."""
-        left = self.began + self.total_s - self.clock()
-        self.until = self.clock() + left * weight / (weight + others)
+    def give(self, weight: float, later_weights: float) -> None:
+        """Give the next model its share of the remaining time; `later_weights` is the weight of those that follow."""
+        remaining_s = self.began + self.total_s - self.clock()
+        self.until = self.clock() + remaining_s * weight / (weight + later_weights)
 
     def allows(self, row: str, expected_s: float) -> bool:
         if expected_s <= self.left_s:
@@ -114,9 +114,9 @@ class Budget:
         self.skipped.append(row)
         return False
 
-    def runs(self, most: int, run_s: float) -> int:
-        """How many runs of `run_s` there is time for, of `most`, and one at least."""
-        return max(1, min(most, int(self.left_s / run_s) if run_s > 0 else most))
+    def runs(self, max_runs: int, run_s: float) -> int:
+        """How many runs of `run_s` there is time for, at least one and at most `max_runs`."""
+        return max(1, min(max_runs, int(self.left_s / run_s) if run_s > 0 else max_runs))
 
 
 # The page.
@@ -126,7 +126,7 @@ class Budget:
 class Anchor:
     """A published figure, in tokens per second, and the row here that is nearest to it."""
 
-    what: str
+    label: str
     tokens_per_s: float
     model: str
     row: str
@@ -148,91 +148,93 @@ ANCHORS = (
     Anchor("nano-vllm, Qwen3-0.6B, 256 sequences, A800", 10009, "qwen3-0.6b", sampling(256, 0)),
 )
 LORA_SHARE = "62 to 66 %"
-"""Of its throughput without adapters, what vLLM keeps with them, as published."""
+"""The published share of its throughput that vLLM keeps with adapters."""
 
 
 def table(figures: Figures) -> list[str]:
     """A row for each measure, with its peers and their ratios in the last column."""
     rows = ["| what | tokens/s | least to most | MFU | peak MiB | beside |", "|---|---|---|---|---|---|"]
     single = []
-    for what, found in figures.items():
-        if not isinstance(found, dict):
-            single.append(f"- {what}: {found:.4g}")
+    for measure, contestants in figures.items():
+        if not isinstance(contestants, dict):
+            single.append(f"- {measure}: {contestants:.4g}")
             continue
-        own, *peers = found.items()
-        row = own[1]
+        ours, *peers = contestants.items()
+        row = ours[1]
         if "failed" in row:
-            rows.append(f"| {what} | {row['failed']} | | | | |")
+            rows.append(f"| {measure} | {row['failed']} | | | | |")
             continue
-        beside = ", ".join(_beside(row["tokens_per_s"], *peer) for peer in peers)
+        peer_cells = ", ".join(_compare_peer(row["tokens_per_s"], *peer) for peer in peers)
         spread = f"{row['least']:,.0f}-{row['most']:,.0f}"
         mfu = f"{row['mfu']:.0%}" if "mfu" in row else ""
-        rows.append(f"| {what} | {row['tokens_per_s']:,.0f} | {spread} | {mfu} | {row['peak_mib']:,.0f} | {beside} |")
+        rows.append(
+            f"| {measure} | {row['tokens_per_s']:,.0f} | {spread} | {mfu} | {row['peak_mib']:,.0f} | {peer_cells} |"
+        )
     if len(rows) == 2:
         return single
     return [*single, "", *rows] if single else rows
 
 
-def _beside(own: float, name: str, row: Mapping[str, Any]) -> str:
+def _compare_peer(our_rate: float, name: str, row: Mapping[str, Any]) -> str:
     if "failed" in row:
         return f"{name}: {row['failed']}"
-    return f"{name} {row['tokens_per_s']:,.0f} ({own / row['tokens_per_s']:.2f})"
+    return f"{name} {row['tokens_per_s']:,.0f} ({our_rate / row['tokens_per_s']:.2f})"
 
 
 def anchors(models: Mapping[str, Figures]) -> list[str]:
     """Published figures beside the nearest rows."""
     lines = ["| published | tokens/s | nearest row here | ratio |", "|---|---|---|---|"]
     for anchor in ANCHORS:
-        own = models.get(anchor.model, {}).get(anchor.row, {}).get("Tinsmith", {})
-        if rate := own.get("tokens_per_s"):
+        our_row = models.get(anchor.model, {}).get(anchor.row, {}).get("Tinsmith", {})
+        if rate := our_row.get("tokens_per_s"):
             row = f"{anchor.model}, {anchor.row} | {rate / anchor.tokens_per_s:.2f}"
-            lines.append(f"| {anchor.what} | {anchor.tokens_per_s:,.0f} | {row} |")
+            lines.append(f"| {anchor.label} | {anchor.tokens_per_s:,.0f} | {row} |")
     for name, figures in models.items():
-        base, adapted = (figures.get(sampling(64, number), {}).get("Tinsmith", {}) for number in (0, 1))
+        base, adapted = (figures.get(sampling(64, adapters), {}).get("Tinsmith", {}) for adapters in (0, 1))
         if "tokens_per_s" in base and "tokens_per_s" in adapted:
             share = adapted["tokens_per_s"] / base["tokens_per_s"]
             lines.append(f"| vLLM keeps {LORA_SHARE} with adapters | | {name}, 64 at once | {share:.0%} |")
     return lines if len(lines) > 2 else []
 
 
-def page(device: str, found: Mapping[str, Figures], skipped: Sequence[str]) -> str:
-    """In markdown."""
+def page(device: str, models: Mapping[str, Figures], skipped: Sequence[str]) -> str:
+    """The page of all figures, in Markdown."""
     parts = ["# On a GPU", "", "Made by `make bench-gpu` (`benchmarks/gpu.py`), which says what is compared and how."]
     parts += ["", device]
-    for name, figures in found.items():
+    for name, figures in models.items():
         parts += ["", f"## {name}", "", *table(figures)]
-    if lines := anchors(found):
+    if lines := anchors(models):
         parts += ["", "## Beside published figures", "", "Of other machines and other software.", "", *lines]
     if skipped:
         parts += ["", f"{len(skipped)} rows did not run: the time was up."]
     return "\n".join(parts) + "\n"
 
 
-def verdict(found: Mapping[str, Figures], skipped: Sequence[str] = ()) -> tuple[bool, str]:
+def verdict(models: Mapping[str, Figures], skipped: Sequence[str] = ()) -> tuple[bool, str]:
     """Whether all that ran ran well, and one line: for each model the least ratio to each peer."""
     parts, is_good = [], True
-    for name, figures in found.items():
+    for name, figures in models.items():
         if name == "ceilings":
             continue
         ratios: dict[str, list[float]] = {}
         failed = []
-        for what, rows in figures.items():
+        for measure, rows in figures.items():
             if not isinstance(rows, dict):
                 continue
-            own = rows["Tinsmith"]
-            if "failed" in own:
-                failed.append(f"{what}: {own['failed']}")
+            ours = rows["Tinsmith"]
+            if "failed" in ours:
+                failed.append(f"{measure}: {ours['failed']}")
                 continue
             for peer, row in rows.items():
                 if peer != "Tinsmith" and "failed" not in row:
-                    ratios.setdefault(peer, []).append(own["tokens_per_s"] / row["tokens_per_s"])
+                    ratios.setdefault(peer, []).append(ours["tokens_per_s"] / row["tokens_per_s"])
         distance = figures.get(AGREEMENT)
         is_good &= not failed and distance is not None and distance <= MAX_DISTANCE
-        told = "logprobs not compared" if distance is None else f"logprobs {distance:.4f} apart"
-        least = "".join(f", at least {min(each):.2f} x {peer}" for peer, each in sorted(ratios.items()))
-        parts.append(f"{name}: {told}{least}{''.join(f', FAILED {each}' for each in failed)}")
+        agreement = "logprobs not compared" if distance is None else f"logprobs {distance:.4f} apart"
+        least = "".join(f", at least {min(peer_ratios):.2f} x {peer}" for peer, peer_ratios in sorted(ratios.items()))
+        parts.append(f"{name}: {agreement}{least}{''.join(f', FAILED {peer_ratios}' for peer_ratios in failed)}")
     if not parts:
         is_good = False
         parts.append("no model was measured")
-    rest = f"; {len(skipped)} rows not run" if skipped else ""
-    return is_good, f"{'passed' if is_good else 'FAILED'}: {'; '.join(parts)}{rest}"
+    skipped_text = f"; {len(skipped)} rows not run" if skipped else ""
+    return is_good, f"{'passed' if is_good else 'FAILED'}: {'; '.join(parts)}{skipped_text}"

@@ -83,7 +83,7 @@ RESIDENT, ADAPTER_BYTES = 40, 9_240_576
 
 def add_history(database: Database, first: int, last: int) -> None:
     """Rows as a life of that length leaves them: for every ten futures one session that ended, with its model."""
-    moment = now()
+    timestamp = now()
     lora = {
         "lora_rank": 8,
         "lora_alpha": 32.0,
@@ -95,48 +95,59 @@ def add_history(database: Database, first: int, last: int) -> None:
     for start in range(first, last, AT_A_TIME):
         rows: dict[sa.Table, list[dict[str, Any]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS)}
         rows |= {FUTURES: [], RESULTS: []}
-        for number in range(start, min(last, start + AT_A_TIME)):
-            if number % 10 == 0:
-                whose = {"session_id": f"old-{number}", "tenant_id": TENANT, "created_at": moment - number}
-                ended = {"state": "finished", "ended_at": moment, "closed_at": moment - 7200, "forgotten_at": moment}
-                rows[SESSIONS].append(whose | ended | {"tags": [], "last_heartbeat_at": moment})
-                model = {"model_id": f"old-{number}:train:0", "state": "unloaded", "applied_seq_id": 7}
-                rows[MODELS].append(whose | lora | model | {"base_model": MODEL, "last_request_at": moment})
-                sampler = {"sampling_session_id": f"old-{number}:sample:0", "base_model": MODEL}
-                rows[SAMPLERS].append(whose | sampler)
-            rows[FUTURES].append(future(number, moment))
+        for index in range(start, min(last, start + AT_A_TIME)):
+            if index % 10 == 0:
+                owner_columns = {"session_id": f"old-{index}", "tenant_id": TENANT, "created_at": timestamp - index}
+                end_columns = {
+                    "state": "finished",
+                    "ended_at": timestamp,
+                    "closed_at": timestamp - 7200,
+                    "forgotten_at": timestamp,
+                }
+                rows[SESSIONS].append(owner_columns | end_columns | {"tags": [], "last_heartbeat_at": timestamp})
+                model = {"model_id": f"old-{index}:train:0", "state": "unloaded", "applied_seq_id": 7}
+                rows[MODELS].append(owner_columns | lora | model | {"base_model": MODEL, "last_request_at": timestamp})
+                sampler = {"sampling_session_id": f"old-{index}:sample:0", "base_model": MODEL}
+                rows[SAMPLERS].append(owner_columns | sampler)
+            rows[FUTURES].append(future(index, timestamp))
             rows[RESULTS].append({"request_id": rows[FUTURES][-1]["request_id"], "body": bytes(400)})
         with database.write() as connection:
-            for table, some in rows.items():
-                connection.execute(table.insert(), some)
+            for table, table_rows in rows.items():
+                connection.execute(table.insert(), table_rows)
 
 
-def future(number: int, moment: float) -> dict[str, object]:
+def future(index: int, timestamp: float) -> dict[str, object]:
     """Half of them samples, half of them operations on one model; one in a hundred refused."""
     row: dict[str, object] = {"tenant_id": TENANT, "session_id": OPEN, "base_model": MODEL, "num_tokens": 32}
-    row |= {"created_at": moment, "settled_at": moment, "body_bytes": 900, "settle_order": None, "result_type": "json"}
-    state = "refused" if number % 100 == 99 else "done"
-    if number % 2:
+    row |= {
+        "created_at": timestamp,
+        "settled_at": timestamp,
+        "body_bytes": 900,
+        "settle_order": None,
+        "result_type": "json",
+    }
+    state = "refused" if index % 100 == 99 else "done"
+    if index % 2:
         sampler = f"{OPEN}:sample:0"
-        row |= {"sampling_session_id": sampler, "seq_id": number, "settle_order": number, "model_id": None}
-        return row | {"request_id": f"{sampler}:{number}", "kind": "sample", "state": state}
+        row |= {"sampling_session_id": sampler, "seq_id": index, "settle_order": index, "model_id": None}
+        return row | {"request_id": f"{sampler}:{index}", "kind": "sample", "state": state}
     model = f"{OPEN}:train:0"
-    row |= {"model_id": model, "seq_id": number, "sampling_session_id": None}
-    return row | {"request_id": f"{model}:{number}", "kind": "forward_backward", "state": state}
+    row |= {"model_id": model, "seq_id": index, "sampling_session_id": None}
+    return row | {"request_id": f"{model}:{index}", "kind": "forward_backward", "state": state}
 
 
 def open_session(database: Database) -> None:
-    moment = now()
-    whose = {"session_id": OPEN, "tenant_id": TENANT, "created_at": moment}
+    timestamp = now()
+    owner_columns = {"session_id": OPEN, "tenant_id": TENANT, "created_at": timestamp}
     with database.write() as connection:
-        active = {"state": "active", "tags": [], "last_heartbeat_at": moment + 86400}
-        connection.execute(SESSIONS.insert(), whose | active)
+        active = {"state": "active", "tags": [], "last_heartbeat_at": timestamp + 86400}
+        connection.execute(SESSIONS.insert(), owner_columns | active)
         sampler = {"sampling_session_id": f"{OPEN}:sample:0", "base_model": MODEL}
-        connection.execute(SAMPLERS.insert(), whose | sampler)
+        connection.execute(SAMPLERS.insert(), owner_columns | sampler)
 
 
 @contextmanager
-def served(directory: str, database_url: str) -> Iterator[tuple[str, float]]:
+def running_server(directory: str, database_url: str) -> Iterator[tuple[str, float]]:
     """A server on this data, and how long it took until its engine was ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -173,17 +184,17 @@ def steps(url: str, runs: int) -> dict[str, list[float]]:
         created = ok("create_model", body)
         ok("retrieve_future", {"request_id": created["request_id"]})
         for seq_id in range(1, runs + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             step = {"model_id": created["model_id"], "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
             request_id = ok("optim_step", step)["request_id"]
             submitted = time.perf_counter()
             ok("retrieve_future", {"request_id": request_id})
-            times["submission"].append(1000 * (submitted - begun))
+            times["submission"].append(1000 * (submitted - start))
             times["until its result"].append(1000 * (time.perf_counter() - submitted))
             if seq_id % 10 == 0:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 http.get("sessions", params={"limit": 20}).raise_for_status()
-                times["first page of sessions"].append(1000 * (time.perf_counter() - begun))
+                times["first page of sessions"].append(1000 * (time.perf_counter() - start))
     return times
 
 
@@ -209,9 +220,9 @@ def sweeps(database: Database, directory: str) -> list[float]:
     janitor = Janitor(services, Engines(database, "benchmark"), *directories)
     times = []
     for _ in range(SWEEPS):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         janitor.sweep()
-        times.append(1000 * (time.perf_counter() - begun))
+        times.append(1000 * (time.perf_counter() - start))
     return times
 
 
@@ -228,11 +239,11 @@ def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[st
             if not database.is_sqlite:
                 with database.write() as connection:  # as the database itself does after some time
                     connection.execute(sa.text("ANALYZE"))
-            with served(directory, database_url) as (url, start_s):
+            with running_server(directory, database_url) as (url, start_s):
                 times = steps(url, runs)
             times["sweep"] = sweeps(database, directory)
             times["start until ready"] = [1000 * start_s]
-            figures[str(size)] = {name: summary(some) for name, some in times.items()}
+            figures[str(size)] = {name: summary(row_times) for name, row_times in times.items()}
         database.close()
     return figures
 
@@ -242,10 +253,10 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
     data, adam = [random_datum(32)], types.AdamParams(learning_rate=1e-4)
 
     def step(client: tinker.TrainingClient) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for future in [client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]:
             future.result()
-        return 1000 * (time.perf_counter() - begun)
+        return 1000 * (time.perf_counter() - start)
 
     settings = {"DTYPE": "float32", "RESIDENT_MODEL_BYTES": str(RESIDENT * ADAPTER_BYTES)}
     with (
@@ -255,7 +266,7 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
         name, clients = model.partition("=")[0], []
         for first in range(0, count, AT_ONCE):
             waiting = [service.create_lora_training_client(name, rank=32) for _ in range(min(AT_ONCE, count - first))]
-            clients += [made.result() for made in waiting]
+            clients += [model_future.result() for model_future in waiting]
             for client in clients[first:]:
                 step(client)
         hot, (engine,) = clients[:HOT], processes(server.pid)["engine"]
@@ -266,19 +277,19 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
 
 
 def show_adapters(counts: list[int], rounds: int) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     print(f"{machine()}; a step of 32 tokens, tiny")
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         model = f"bench/tiny={make('tiny', Path(directory) / 'tiny')}"
         for count in counts:
             times, mib = with_adapters(count, model, rounds)
-            found[str(count)] = row = times | {"engine_mib": mib}
+            figures[str(count)] = row = times | {"engine_mib": mib}
             print(
                 "{:6,} adapters: p50 {p50_ms:.1f}, p95 {p95_ms:.1f} ms; engine {engine_mib:,.0f} MiB".format(
                     count, **row
                 )
             )
-    return found
+    return figures
 
 
 def main() -> None:
@@ -288,11 +299,11 @@ def main() -> None:
     parser.add_argument("--database-url", default="", help="an empty Postgres database instead of SQLite")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--adapters", type=int, nargs="+", metavar="COUNT", help="with so many adapters instead")
-    given = parser.parse_args()
-    if given.adapters:
-        write_json(given.json, show_adapters(given.adapters, max(1, given.runs // HOT)))
+    args = parser.parse_args()
+    if args.adapters:
+        write_json(args.json, show_adapters(args.adapters, max(1, args.runs // HOT)))
         return
-    figures = measure(given.database_url, given.runs, given.sizes)
+    figures = measure(args.database_url, args.runs, args.sizes)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; p50 / p95, milliseconds")
     names = list(next(iter(figures.values())))
     print("| stored futures | " + " | ".join(names) + " |")
@@ -300,7 +311,7 @@ def main() -> None:
     for size, row in figures.items():
         cells = [f"{row[name]['p50_ms']:.1f} / {row[name]['p95_ms']:.1f}" for name in names]
         print(f"| {int(size):,} | " + " | ".join(cells) + " |")
-    write_json(given.json, figures)
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -49,43 +49,43 @@ def shape_of(model: str, directory: Path) -> ModelShape:
 
 def data_of(backend: TorchBackend, tenant: int) -> list[Datum]:
     rng = np.random.default_rng(tenant)
-    found = []
+    data = []
     for length in rng.permutation(LENGTHS):
         tokens = rng.integers(1, backend.base.shape.vocab_size, length + 1)
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
-        found.append(Datum(tokens[:-1].astype(np.int32), inputs))
-    return found
+        data.append(Datum(tokens[:-1].astype(np.int32), inputs))
+    return data
 
 
 def request(model_id: str, data: Sequence[Datum], *, forward_only: bool = False) -> Pass:
     return Pass("r", model_id, tuple(data), "cross_entropy", {}, forward_only)
 
 
-def alone(data: list[Datum], others: list[Pass]) -> Batches:
+def alone(data: list[Datum], other_passes: list[Pass]) -> Batches:
     return [[request("m", data)]]
 
 
-def split(data: list[Datum], others: list[Pass]) -> Batches:
+def split(data: list[Datum], other_passes: list[Pass]) -> Batches:
     return [[request("m", [datum])] for datum in data]
 
 
-def reordered(data: list[Datum], others: list[Pass]) -> Batches:
+def in_reverse(data: list[Datum], other_passes: list[Pass]) -> Batches:
     return [[request("m", data[::-1])]]
 
 
-def in_company(data: list[Datum], others: list[Pass]) -> Batches:
+def in_company(data: list[Datum], other_passes: list[Pass]) -> Batches:
     half = len(data) // 2
-    return [[*others[:3], request("m", data[:half]), request("m", data[half:])]]
+    return [[*other_passes[:3], request("m", data[:half]), request("m", data[half:])]]
 
 
 WAYS: dict[str, Callable[[list[Datum], list[Pass]], Batches]] = {
     "split": split,
-    "reordered": reordered,
+    "reordered": in_reverse,
     "split, in company": in_company,
 }
 
 
-class Trained:
+class TrainingRun:
     """Ten steps in one way: the first step's logprobs by sequence and gradient, the weights before and after."""
 
     def __init__(self, backend: TorchBackend, way: Callable[[list[Datum], list[Pass]], Batches]) -> None:
@@ -96,39 +96,39 @@ class Trained:
         trained = backend._models["m"]
         self.start_P = trained.adapter.flat_P.clone()
         data = data_of(backend, 0)
-        others = [request(f"t{tenant}", data_of(backend, tenant)) for tenant in range(1, TENANTS)]
+        other_passes = [request(f"t{tenant}", data_of(backend, tenant)) for tenant in range(1, TENANTS)]
         for step in range(STEPS):
             logprobs: list[np.ndarray] = []
-            for batch in way(data, others):
-                for given, result in zip(batch, run_to_end(backend.run_passes(batch)), strict=True):
+            for batch in way(data, other_passes):
+                for training_pass, result in zip(batch, run_to_end(backend.run_passes(batch)), strict=True):
                     assert isinstance(result, PassResult), result
-                    if given.model_id == "m":
+                    if training_pass.model_id == "m":
                         logprobs += result.logprobs
             if step == 0:
-                ordered = logprobs[::-1] if way is reordered else logprobs
+                ordered = logprobs[::-1] if way is in_reverse else logprobs
                 self.logprobs = np.concatenate(ordered)
                 self.gradient_P = trained.gradient_or_zeros().clone()
             backend.optim_step([OptimStep("o", "m", ADAM)])
         self.weights_P = trained.adapter.flat_P.clone()
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def training_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
-    expected = Trained(backend, alone)
+    expected = TrainingRun(backend, alone)
     rows = []
     for name, way in WAYS.items():
-        found = Trained(backend, way)
+        actual = TrainingRun(backend, way)
         rows.append(
             {
                 **labels,
                 "way": name,
-                "logprobs": float(np.abs(found.logprobs - expected.logprobs).max()),
-                "gradient": relative(found.gradient_P, expected.gradient_P),
-                "weights": relative(found.weights_P, expected.weights_P),
-                "movement": relative(found.weights_P - expected.start_P, expected.weights_P - expected.start_P),
+                "logprobs": float(np.abs(actual.logprobs - expected.logprobs).max()),
+                "gradient": relative(actual.gradient_P, expected.gradient_P),
+                "weights": relative(actual.weights_P, expected.weights_P),
+                "movement": relative(actual.weights_P - expected.start_P, expected.weights_P - expected.start_P),
             }
         )
     return rows
@@ -150,14 +150,14 @@ def sample_of(name: str, prompt: np.ndarray, version: str, new: int | None = Non
 
 def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Tokens and logprobs of each request."""
-    found = {}
+    answer_by_request = {}
     for sample in samples:
         sampler.submit(sample)
     while sampler.has_work:
         for name, result in sampler.step():
             sequence = result.sequences[0]  # pyright: ignore[reportAttributeAccessIssue]
-            found[name] = sequence.tokens_T, sequence.logprobs_T
-    return found
+            answer_by_request[name] = sequence.tokens_T, sequence.logprobs_T
+    return answer_by_request
 
 
 def fresh_sampler(backend: TorchBackend, options: SamplerOptions | None = None) -> LocalSampler:
@@ -170,44 +170,44 @@ def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict
         backend.publish(f"t{tenant}", f"v{tenant}")
     backend.publish("m", "v")
     prompts = prompts_of(backend, 0, PROMPTS)
-    own = [sample_of(f"own{i}", prompt, "v") for i, prompt in enumerate(prompts)]
-    others = [
+    own_samples = [sample_of(f"own{i}", prompt, "v") for i, prompt in enumerate(prompts)]
+    other_samples = [
         sample_of(f"other{i}", prompt, f"v{i % TENANTS}")
         for i, prompt in enumerate(prompts_of(backend, PROMPTS, OTHERS, PROMPT // 3))
     ]
     expected: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     by_itself = fresh_sampler(backend)
-    for sample in own:
+    for sample in own_samples:
         expected |= answers(by_itself, [sample])
     warm = fresh_sampler(backend)
     longer = [sample_of(f"seed{i}", np.concatenate([p, expected[f"own{i}"][0][:16]]), "v", 1)
               for i, p in enumerate(prompts)]  # fmt: skip
     answers(warm, longer)
     ways = {
-        "in company": (fresh_sampler(backend), [*others[::2], *own, *others[1::2]]),
-        "in small pieces": (fresh_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own),
-        "behind a cached prefix": (warm, own),
+        "in company": (fresh_sampler(backend), [*other_samples[::2], *own_samples, *other_samples[1::2]]),
+        "in small pieces": (fresh_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own_samples),
+        "behind a cached prefix": (warm, own_samples),
     }
     rows: list[dict[str, object]] = []
     for name, (sampler, samples) in ways.items():
-        found = answers(sampler, samples)
+        actual = answers(sampler, samples)
         flipped, worst = 0, 0.0
-        for sample in own:
-            (tokens, logprobs), (ours, theirs) = expected[sample.request_id], found[sample.request_id]
-            same = int(np.argmin(np.append(tokens == ours, False)))
-            flipped += same < len(tokens)
-            worst = max(worst, float(np.abs(logprobs[:same] - theirs[:same]).max(initial=0)))
-        rows.append({**labels, "way": name, "logprobs": worst, "flipped": flipped, "of": len(own)})
+        for sample in own_samples:
+            (tokens, logprobs), (ours, theirs) = expected[sample.request_id], actual[sample.request_id]
+            num_same = int(np.argmin(np.append(tokens == ours, False)))
+            flipped += num_same < len(tokens)
+            worst = max(worst, float(np.abs(logprobs[:num_same] - theirs[:num_same]).max(initial=0)))
+        rows.append({**labels, "way": name, "logprobs": worst, "flipped": flipped, "of": len(own_samples)})
     gaps = np.concatenate([gap_to_training(backend, p, *expected[f"own{i}"]) for i, p in enumerate(prompts)])
     rows.append({**labels, "way": "against training", "logprobs": float(gaps.max()), "mean": float(gaps.mean())})
     return rows
 
 
 def gap_to_training(backend: TorchBackend, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    whole = np.concatenate([prompt, tokens]).astype(np.int64)
-    inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
+    sequence = np.concatenate([prompt, tokens]).astype(np.int64)
+    inputs = {"target_tokens": sequence[1:], "weights": np.ones(len(sequence) - 1, np.float32)}
     (result,) = run_to_end(
-        backend.run_passes([request("m", [Datum(whole[:-1].astype(np.int32), inputs)], forward_only=True)])
+        backend.run_passes([request("m", [Datum(sequence[:-1].astype(np.int32), inputs)], forward_only=True)])
     )
     assert isinstance(result, PassResult)
     return np.abs(result.logprobs[0][len(prompt) - 1 :] - logprobs)
@@ -237,10 +237,10 @@ def sampling_price(backend: TorchBackend, adapters: int, at_once: int) -> tuple[
     for index in range(adapters):
         backend.create_model(f"s{index}", LoraSpec(RANK, seed=index))
         backend.publish(f"s{index}", f"s{index}")
-    numbers = iter(range(10_000, 10**9, at_once))
+    seeds = iter(range(10_000, 10**9, at_once))
 
     def run() -> None:
-        prompts = prompts_of(backend, next(numbers), at_once)
+        prompts = prompts_of(backend, next(seeds), at_once)
         answers(backend.sampler, [sample_of(f"{i}", p, f"s{i % adapters}") for i, p in enumerate(prompts)])  # pyright: ignore[reportArgumentType]
 
     return run, at_once * NEW
@@ -277,7 +277,7 @@ def price_rows(
 
 
 def figures_of(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[str, list[dict[str, object]]]:
-    """Of one model in one dtype, shown as they come."""
+    """The figures of one model in one dtype, which are also printed as they come."""
     options = {"device": "cpu", "dtype": str(labels["dtype"])}
     backends = {mode: TorchBackend(shape, **options, deterministic=mode) for mode in ("off", "on")}
     training = [row for mode in backends for row in training_rows(backends[mode], {**labels, "deterministic": mode})]
@@ -300,7 +300,7 @@ def worst(figures: dict[str, list[dict[str, object]]], model: str, dtypes: Seque
         return max(float(str(row[column])) for row in chosen)
 
     rows: list[dict[str, object]] = []
-    for what, part, column, against in (
+    for measure, part, column, against in (
         ("logprobs in training", "training", "logprobs", False),
         ("gradient of the first step, relative", "training", "gradient", False),
         ("weights after ten steps, relative", "training", "weights", False),
@@ -308,7 +308,7 @@ def worst(figures: dict[str, list[dict[str, object]]], model: str, dtypes: Seque
         ("logprobs of samples against training, worst", "sampling", "logprobs", True),
         ("the same, mean", "sampling", "mean", True),
     ):
-        rows.append({"what": what, **{dtype: largest(part, column, dtype, against=against) for dtype in dtypes}})
+        rows.append({"what": measure, **{dtype: largest(part, column, dtype, against=against) for dtype in dtypes}})
     return rows
 
 
@@ -340,18 +340,20 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--runs", type=int, default=5, help="measurements of each price; 0 leaves the prices out")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     figures: dict[str, list[dict[str, object]]] = {"training": [], "sampling": [], "prices": []}
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        for model in given.models:
-            for dtype in given.dtypes:
-                found = figures_of(shape_of(model, Path(directory)), {"model": model, "dtype": dtype}, given.runs)
-                for name, rows in found.items():
+        for model in args.models:
+            for dtype in args.dtypes:
+                model_figures = figures_of(
+                    shape_of(model, Path(directory)), {"model": model, "dtype": dtype}, args.runs
+                )
+                for name, rows in model_figures.items():
                     figures[name] += rows
-    for model in given.models:
-        show(f"{model}, without --deterministic: the worst of all ways", worst(figures, model, given.dtypes))
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for model in args.models:
+        show(f"{model}, without --deterministic: the worst of all ways", worst(figures, model, args.dtypes))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,20 +28,20 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
 from canned import MODEL as CANNED_MODEL
-from canned import canned_server
+from canned import run_canned_server
 from measured import (
     API_KEY,
     CPU,
     Meet,
     OwnServer,
-    Work,
+    ProcessorTime,
     machine,
     own_server,
     peak_mib,
     random_datum,
+    run_together,
     summary,
-    timed,
-    together,
+    time_runs,
     write_json,
 )
 from models import SIZES, make
@@ -59,11 +59,11 @@ CANNED_ROWS = ("forward", "step", "crowd")
 Figures = dict[str, dict[str, float]]
 
 
-def measured(action: Callable[[], object], runs: int) -> dict[str, float]:
+def measure_action(action: Callable[[], object], runs: int) -> dict[str, float]:
     """Times of the action, and what each process spent on one of them."""
-    timed(action, 0)
-    spent = Work.begin()
-    times = timed(action, runs, warm_up=0)
+    time_runs(action, 0)
+    spent = ProcessorTime.begin()
+    times = time_runs(action, runs, warm_up=0)
     spent.end()
     return summary(times) | spent.of_each(runs)
 
@@ -91,7 +91,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
             sampler.sample(prompt, 1, one_token).result()
 
         def sample_two() -> None:
-            """Of a prompt that no cache knows."""
+            """Sample from a prompt that no cache holds."""
             sampler.sample(
                 random_datum(LENGTH, next(seeds)).model_input, 1, types.SamplingParams(max_tokens=2)
             ).result()
@@ -104,15 +104,15 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
             published.sample(prompt, 1, one_token).result()
 
         if "forward" in rows:
-            figures["forward, one datum"] = measured(forward, runs)
+            figures["forward, one datum"] = measure_action(forward, runs)
         if "step" in rows:
-            figures["forward_backward + optim_step"] = measured(step, runs)
+            figures["forward_backward + optim_step"] = measure_action(step, runs)
         if "sample" in rows:
-            figures["sample, one token"] = measured(sample, runs)
+            figures["sample, one token"] = measure_action(sample, runs)
         if "publish" in rows:
             step()
-            figures["prefill + decode step"] = summary(timed(sample_two, max(5, runs // 4)))
-            figures["publish + first token"] = summary(timed(publish_and_sample, max(5, runs // 4), before=change))
+            figures["prefill + decode step"] = summary(time_runs(sample_two, max(5, runs // 4)))
+            figures["publish + first token"] = summary(time_runs(publish_and_sample, max(5, runs // 4), before=change))
         if "shapes" in rows:
             figures |= new_shapes(client)
     if "crowd" in rows:
@@ -121,7 +121,7 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
 
 
 def new_shapes(client: tinker.TrainingClient) -> Figures:
-    """What the first batch of a shape takes, the least that the same takes afterwards, and what it took more."""
+    """Times of the first batch of each shape, the least time of the same batch afterwards, and the differences."""
     first, again = [], []
     for lengths in SHAPES:
         data = [random_datum(length) for length in lengths]
@@ -129,21 +129,21 @@ def new_shapes(client: tinker.TrainingClient) -> Figures:
         def run(data: list[types.Datum] = data) -> None:
             client.forward_backward(data, "cross_entropy").result()
 
-        times = timed(run, 4, warm_up=0)
+        times = time_runs(run, 4, warm_up=0)
         first.append(times[0])
         again.append(min(times[1:]))
-    more = [max(0.0, one - other) for one, other in zip(first, again, strict=True)]
+    extra = [max(0.0, first_ms - later_ms) for first_ms, later_ms in zip(first, again, strict=True)]
     return {
         "forward_backward, a new shape": summary(first),
         "the same shape again": summary(again),
-        "what a new shape takes more": summary(more),
+        "what a new shape takes more": summary(extra),
     }
 
 
 def crowd(url: str, model: str, runs: int) -> dict[str, float]:
     """Clients with a session and a model each, all at once from the first that counts to the last."""
 
-    def one(meet: Meet) -> list[float]:
+    def run_client(meet: Meet) -> list[float]:
         data = [random_datum(LENGTH)]
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
             client = service.create_lora_training_client(model, rank=RANK).result()
@@ -151,14 +151,14 @@ def crowd(url: str, model: str, runs: int) -> dict[str, float]:
             def forward() -> None:
                 client.forward(data, "cross_entropy").result()
 
-            timed(forward, 0)
+            time_runs(forward, 0)
             meet()
-            times = timed(forward, max(5, runs // 4), warm_up=0)
+            times = time_runs(forward, max(5, runs // 4), warm_up=0)
             meet()
             return times
 
-    found, _, spent = together(AT_ONCE, one)
-    times = [ms for some in found for ms in some]
+    client_times, _, spent = run_together(AT_ONCE, run_client)
+    times = [ms for times_of_client in client_times for ms in times_of_client]
     return summary(times) | spent.of_each(len(times))
 
 
@@ -179,13 +179,13 @@ def flood(url: str, model: str, runs: int) -> dict[str, float]:
                 future.result()
             meet()
 
-    _, seconds, spent = together(FLOOD_CLIENTS, one)
+    _, seconds, spent = run_together(FLOOD_CLIENTS, one)
     count = FLOOD_CLIENTS * runs
     return {"runs": count, "futures_per_s": count / seconds, **spent.of_each(count)}
 
 
 def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> Figures:
-    """Of `tinsmith serve` with this model, from its start to its end."""
+    """The figures of a `tinsmith serve` that is started with this model."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         name, model, arguments = "tinsmith/nano", None, ()
         if size == "fake":
@@ -216,15 +216,15 @@ def until_answered(server: OwnServer, name: str) -> float:
 
 def show(figures: Figures) -> None:
     print(f"{'what':34s} {'runs':>5s} {'min':>8s} {'p50':>8s} {'p95':>8s} {'max':>8s}   ms; processor ms a call")
-    for what, row in figures.items():
+    for name, row in figures.items():
         spent = ", ".join(f"{key.removesuffix(CPU)} {ms:.1f}" for key, ms in row.items() if key.endswith(CPU))
         if "p50_ms" in row:
             values = " ".join(f"{row[key]:8.1f}" for key in ("min_ms", "p50_ms", "p95_ms", "max_ms"))
-            print(f"{what:34s} {row['runs']:5.0f} {values}   {spent}")
+            print(f"{name:34s} {row['runs']:5.0f} {values}   {spent}")
         elif "futures_per_s" in row:
-            print(f"{what:34s} {row['runs']:5.0f} {row['futures_per_s']:8,.0f} a second{'':18s}   {spent}")
+            print(f"{name:34s} {row['runs']:5.0f} {row['futures_per_s']:8,.0f} a second{'':18s}   {spent}")
         else:
-            print(f"{what:34s} " + ", ".join(f"{key.removesuffix('_mib')} {mib:,.0f} MiB" for key, mib in row.items()))
+            print(f"{name:34s} " + ", ".join(f"{key.removesuffix('_mib')} {mib:,.0f} MiB" for key, mib in row.items()))
 
 
 def main() -> None:
@@ -236,23 +236,23 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--starts", type=int, default=1, help="how often a server of each size is started")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
-    if given.url and not given.model:
+    args = parser.parse_args()
+    if args.url and not args.model:
         parser.error("--url needs --model, the name of a base model there")
     print(f"a datum of {LENGTH} tokens, rank {RANK}; {machine()}")
-    found: dict[str, Figures] = {}
-    for size in [given.model] if given.url else given.sizes:
-        rows = tuple(given.rows or (("forward", "publish") if size in ("m50", "m500") else ROWS))
-        if given.url:
-            found[size] = measure(given.url, size, given.runs, rows)
+    figures: dict[str, Figures] = {}
+    for size in [args.model] if args.url else args.sizes:
+        rows = tuple(args.rows or (("forward", "publish") if size in ("m50", "m500") else ROWS))
+        if args.url:
+            figures[size] = measure(args.url, size, args.runs, rows)
         elif size == "canned":
-            with canned_server() as url:
-                found[size] = measure(url, CANNED_MODEL, given.runs, tuple(row for row in CANNED_ROWS if row in rows))
+            with run_canned_server() as url:
+                figures[size] = measure(url, CANNED_MODEL, args.runs, tuple(row for row in CANNED_ROWS if row in rows))
         else:
-            found[size] = of_own_server(size, given.runs, rows, given.starts)
+            figures[size] = of_own_server(size, args.runs, rows, args.starts)
         print(f"\n{size}")
-        show(found[size])
-    write_json(given.json, found)
+        show(figures[size])
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 CPU = "_cpu_ms"
 START_S = 180.0
 PATIENCE_S = 300.0
-"""Of threads that wait for each other."""
+"""Timeout of threads that wait for each other."""
 
 T = TypeVar("T")
 Meet = Callable[[], object]
 
 
-def timed(
+def time_runs(
     action: Callable[[], object], runs: int, warm_up: int = 5, before: Callable[[], object] | None = None
 ) -> list[float]:
     """Milliseconds of each run, after a few that do not count; `before` comes before each and does not count either."""
@@ -63,32 +63,32 @@ def summary(times_ms: Sequence[float]) -> dict[str, float]:
     }
 
 
-def together(count: int, work: Callable[[Meet], T]) -> tuple[list[T], float, Work]:
-    """`work` on as many threads. Each calls what it is given twice, when it is ready and when it is done: the seconds
+def run_together(count: int, action: Callable[[Meet], T]) -> tuple[list[T], float, ProcessorTime]:
+    """Run `action` on `count` threads. Each calls its argument twice, when it is ready and when it is done; the seconds
     and the processor time are those between. If one fails, the others do not wait for it, and its error is raised.
     """
     barrier = threading.Barrier(count + 1)
 
-    def one(_number: int) -> T:
+    def run_thread(_index: int) -> T:
         try:
-            return work(lambda: barrier.wait(PATIENCE_S))
+            return action(lambda: barrier.wait(PATIENCE_S))
         except BaseException:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(count) as pool:
-        waiting = [pool.submit(one, number) for number in range(count)]
-        seconds, spent = 0.0, Work.begin()
+        waiting = [pool.submit(run_thread, index) for index in range(count)]
+        seconds, processor_time = 0.0, ProcessorTime.begin()
         with contextlib.suppress(threading.BrokenBarrierError):
             barrier.wait(PATIENCE_S)
-            spent, started = Work.begin(), time.perf_counter()
+            processor_time, started = ProcessorTime.begin(), time.perf_counter()
             barrier.wait(PATIENCE_S)
             seconds = time.perf_counter() - started
-            spent.end()
+            processor_time.end()
     for error in [future.exception() for future in waiting]:
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
-    return [future.result() for future in waiting], seconds, spent
+    return [future.result() for future in waiting], seconds, processor_time
 
 
 def datum_of(tokens: np.ndarray) -> types.Datum:
@@ -138,10 +138,10 @@ def own_server(model: str | None, *arguments: str, settings: Mapping[str, str] |
         log_path = Path(directory) / "server.log"
         started = time.perf_counter()
         with log_path.open("wb") as log:
-            given = [*command, *(["--model", model] if model else []), *arguments]
+            server_command = [*command, *(["--model", model] if model else []), *arguments]
             environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in (settings or {}).items()}}
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package is compiled
-            process = subprocess.Popen(given, stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(server_command, stdout=log, stderr=log, env=environment)
         try:
             wait_for(port, process, log_path)
             yield OwnServer(f"http://127.0.0.1:{port}", started, process.pid)
@@ -167,7 +167,7 @@ def wait_for(port: int, process: subprocess.Popen[bytes], log_path: Path | None 
 
 def processes(below: int = 0) -> dict[str, list[int]]:
     """The pids of this process or another and of those below it, by what they are: `server`, `engine`."""
-    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    pids_by_role: dict[str, list[int]] = {role: [] for role in ROLES}
     waiting = [below or os.getpid()]
     while waiting:
         pid = waiting.pop()
@@ -177,8 +177,8 @@ def processes(below: int = 0) -> dict[str, list[int]]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             for role, word in ROLES.items():
                 if word in words:
-                    found[role].append(pid)
-    return found
+                    pids_by_role[role].append(pid)
+    return pids_by_role
 
 
 def peak_mib() -> dict[str, float]:
@@ -202,14 +202,14 @@ def peak_mib_of(pid: int) -> float:
 
 
 @dataclass(slots=True)
-class Work:
+class ProcessorTime:
     """Processor time from its beginning to its end, of this process (`client`) and of those below it."""
 
     _before: Mapping[str, float]
     _after: Mapping[str, float]
 
     @classmethod
-    def begin(cls) -> Work:
+    def begin(cls) -> ProcessorTime:
         return cls(_processor_ms(), {})
 
     def end(self) -> None:
@@ -221,11 +221,11 @@ class Work:
 
 
 def _processor_ms() -> dict[str, float]:
-    found = {"client": 1000 * time.process_time()}
+    ms_by_role = {"client": 1000 * time.process_time()}
     for role, pids in processes().items():
         if pids:
-            found[role] = sum(map(_process_ms, pids))
-    return found
+            ms_by_role[role] = sum(map(_process_ms, pids))
+    return ms_by_role
 
 
 def _process_ms(pid: int) -> float:

@@ -86,8 +86,8 @@ def make(size: str, directory: Path, device: str = "cpu") -> Path:
         return directory
     if size in QWEN3:
         return write_random(qwen3(size), directory, device)
-    given = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
-    config = AutoConfig.for_model(str(SIZES[size].get("model_type", "qwen3")), **SIZES[size] | given)
+    overrides = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": size == "m500", "eos_token_id": 0}
+    config = AutoConfig.for_model(str(SIZES[size].get("model_type", "qwen3")), **SIZES[size] | overrides)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     write_tokenizer(config.vocab_size, directory)
@@ -156,8 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=[*SIZES, *QWEN3])
     parser.add_argument("directory", type=Path)
-    given = parser.parse_args()
-    sys.stdout.write(f"{make(given.size, given.directory)}\n")
+    args = parser.parse_args()
+    sys.stdout.write(f"{make(args.size, args.directory)}\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from turns import questions
+from turns import serve_requests
 
 PROMPT, NEW, VOCAB = 64, 64, 8000
 """Tokens of a prompt and new ones, unless a question says otherwise."""
@@ -36,23 +36,23 @@ def prompt(length: int = PROMPT) -> list[int]:
     return np.random.default_rng(next(NUMBERS)).integers(1, VOCAB, length).tolist()
 
 
-def transformers(directory: Path, given: dict[str, Any]) -> Run:
+def transformers(directory: Path, spec: dict[str, Any]) -> Run:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, given["dtype"]))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, spec["dtype"]))
     model.generation_config.eos_token_id = None
 
     def run(at_once: int) -> None:
-        ids = torch.tensor([prompt(given["prompt"]) for _ in range(at_once)])
-        options = {"do_sample": True, "max_new_tokens": given["new"], "pad_token_id": 0, "top_k": 0,
-                   "num_return_sequences": given["group"]}  # fmt: skip
+        ids = torch.tensor([prompt(spec["prompt"]) for _ in range(at_once)])
+        options = {"do_sample": True, "max_new_tokens": spec["new"], "pad_token_id": 0, "top_k": 0,
+                   "num_return_sequences": spec["group"]}  # fmt: skip
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     return run
 
 
-def plain(directory: Path, given: dict[str, Any]) -> Run:
+def plain(directory: Path, spec: dict[str, Any]) -> Run:
     """What the sampler of a service could reach: Qwen3's layers with packed weights and an adapter of random numbers on
     every linear, a KV cache that is allocated once, SDPA, and one draw for all rows.
     """
@@ -63,12 +63,12 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
     config = json.loads((directory / "config.json").read_text())
     theta = (config.get("rope_parameters") or config)["rope_theta"]
     heads, groups, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    dtype, rank, eps = getattr(torch, given["dtype"]), given["rank"], config["rms_norm_eps"]
-    longest = given["prompt"] + given["new"]
+    dtype, rank, eps = getattr(torch, spec["dtype"]), spec["rank"], config["rms_norm_eps"]
+    longest = spec["prompt"] + spec["new"]
     stored = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
     angles = torch.outer(torch.arange(longest), theta ** -(torch.arange(0, dim, 2) / dim)).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    size = (given["most"] * given["group"], groups, longest, dim)
+    size = (spec["most"] * spec["group"], groups, longest, dim)
     caches = [
         (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for _ in range(config["num_hidden_layers"])
     ]
@@ -106,7 +106,7 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
         weight = stored[f"{name}.weight"]
         return functional.rms_norm(x, weight.shape, weight, eps)
 
-    def rotated(x: torch.Tensor, span: slice) -> torch.Tensor:
+    def rotate(x: torch.Tensor, span: slice) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         return x * cos[span] + torch.cat((-second, first), -1) * sin[span]
 
@@ -119,14 +119,14 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
             name = f"model.layers.{index}"
             y = qkv(norm(x, f"{name}.input_layernorm")).view(num, length, heads + 2 * groups, dim).transpose(1, 2)
             q, k, v = y.split([heads, groups, groups], 1)
-            keys[:num, :, span] = rotated(norm(k, f"{name}.self_attn.k_norm"), span)
+            keys[:num, :, span] = rotate(norm(k, f"{name}.self_attn.k_norm"), span)
             values[:num, :, span] = v
-            given = (
-                rotated(norm(q, f"{name}.self_attn.q_norm"), span),
+            attention_inputs = (
+                rotate(norm(q, f"{name}.self_attn.q_norm"), span),
                 keys[:num, :, : span.stop],
                 values[:num, :, : span.stop],
             )
-            y = functional.scaled_dot_product_attention(*given, is_causal=length > 1, enable_gqa=True)
+            y = functional.scaled_dot_product_attention(*attention_inputs, is_causal=length > 1, enable_gqa=True)
             x = x + out(y.transpose(1, 2).reshape(num * length, -1))
             gate, up = gate_up(norm(x, f"{name}.post_attention_layernorm")).chunk(2, -1)
             x = x + down(functional.silu(gate) * up)
@@ -136,17 +136,18 @@ def plain(directory: Path, given: dict[str, Any]) -> Run:
 
     @torch.inference_mode()
     def run(at_once: int) -> None:
-        prompts = torch.tensor([prompt(given["prompt"]) for _ in range(at_once)])
-        newest = step(prompts, 0).repeat_interleave(given["group"])
-        for cache in (each for pair in caches for each in pair if given["group"] > 1):
-            cache[: len(newest)] = cache[:at_once].repeat_interleave(given["group"], 0)
-        for position in range(given["prompt"], longest - 1):
+        prompts = torch.tensor([prompt(spec["prompt"]) for _ in range(at_once)])
+        newest = step(prompts, 0).repeat_interleave(spec["group"])
+        if spec["group"] > 1:
+            for cache in itertools.chain.from_iterable(caches):
+                cache[: len(newest)] = cache[:at_once].repeat_interleave(spec["group"], 0)
+        for position in range(spec["prompt"], longest - 1):
             newest = step(newest[:, None], position)
 
     return run
 
 
-def vllm(directory: Path, given: dict[str, Any]) -> Run:
+def vllm(directory: Path, spec: dict[str, Any]) -> Run:
     """`adapters`: directories in PEFT's format, given to the prompts in turns."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a container's cores are not always its to choose
@@ -154,48 +155,46 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-    adapters = given.get("adapters", [])
-    lora = {"enable_lora": True, "max_lora_rank": given["rank"], "max_loras": len(adapters)} if adapters else {}
+    adapters = spec.get("adapters", [])
+    lora = {"enable_lora": True, "max_lora_rank": spec["rank"], "max_loras": len(adapters)} if adapters else {}
     model = LLM(
         model=str(directory),
-        dtype=given["dtype"],
-        max_model_len=given["prompt"] + given["new"],
-        max_num_seqs=given["most"] * given["group"],
+        dtype=spec["dtype"],
+        max_model_len=spec["prompt"] + spec["new"],
+        max_num_seqs=spec["most"] * spec["group"],
         enable_prefix_caching=False,
         # Its kernels for adapters on a CPU gather the matrices for each row: thousands of rows at once take gigabytes.
-        max_num_batched_tokens=max(512, given["most"]),
-        enforce_eager=given.get("eager", False),
+        max_num_batched_tokens=max(512, spec["most"]),
+        enforce_eager=spec.get("eager", False),
         seed=0,
         **lora,
-        **({"gpu_memory_utilization": given["memory_share"]} if "memory_share" in given else {}),
+        **({"gpu_memory_utilization": spec["memory_share"]} if "memory_share" in spec else {}),
     )
     requests = [LoRARequest(f"adapter-{i}", i + 1, path) for i, path in enumerate(adapters)]
-    params = SamplingParams(
-        n=given["group"], max_tokens=given["new"], temperature=1.0, ignore_eos=True, detokenize=False
-    )
+    params = SamplingParams(n=spec["group"], max_tokens=spec["new"], temperature=1.0, ignore_eos=True, detokenize=False)
 
     def run(at_once: int) -> None:
-        prompts = [{"prompt_token_ids": prompt(given["prompt"])} for _ in range(at_once)]
+        prompts = [{"prompt_token_ids": prompt(spec["prompt"])} for _ in range(at_once)]
         chosen = list(itertools.islice(itertools.cycle(requests), at_once)) if requests else None
         model.generate(prompts, params, lora_request=chosen, use_tqdm=False)
 
     return run
 
 
-def llama(directory: Path, given: dict[str, Any]) -> Run:
+def llama(directory: Path, spec: dict[str, Any]) -> Run:
     import ctypes
 
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
-    path = as_gguf(directory, given["dtype"])
+    path = as_gguf(directory, spec["dtype"])
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    most = given["most"]
+    max_sequences = spec["most"]
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = most * (PROMPT + NEW), most
+    params.n_ctx, params.n_seq_max = max_sequences * (PROMPT + NEW), max_sequences
     params.n_batch = params.n_ubatch = 512
-    params.n_threads = params.n_threads_batch = given["threads"]
+    params.n_threads = params.n_threads_batch = spec["threads"]
     params.kv_unified = False
     context = llama_cpp.llama_init_from_model(model, params)
     batch = llama_cpp.llama_batch_init(512, 0, 1)
@@ -206,14 +205,14 @@ def llama(directory: Path, given: dict[str, Any]) -> Run:
         llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(seed))
         return chain
 
-    samplers = [sampler(index) for index in range(most)]
+    samplers = [sampler(index) for index in range(max_sequences)]
 
     def decode(rows: list[tuple[int, int, int, bool]]) -> None:
         """(token, position, sequence, whether its logits are wanted)"""
         batch.n_tokens = len(rows)
-        for row, (token, position, sequence, wanted) in enumerate(rows):
+        for row, (token, position, sequence, needs_logits) in enumerate(rows):
             batch.token[row], batch.pos[row] = token, position
-            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, sequence, wanted
+            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, sequence, needs_logits
         if code := llama_cpp.llama_decode(context, batch):
             raise SystemExit(f"llama_decode answered {code}")
 
@@ -223,8 +222,8 @@ def llama(directory: Path, given: dict[str, Any]) -> Run:
         for first in range(0, at_once, 512 // PROMPT):
             members = range(first, min(first + 512 // PROMPT, at_once))
             decode([(t, p, s, p == PROMPT - 1) for s in members for p, t in enumerate(prompt())])
-            for place, s in enumerate(members):
-                newest[s] = llama_cpp.llama_sampler_sample(samplers[s], context, PROMPT * (place + 1) - 1)
+            for index, s in enumerate(members):
+                newest[s] = llama_cpp.llama_sampler_sample(samplers[s], context, PROMPT * (index + 1) - 1)
         for position in range(PROMPT, PROMPT + NEW - 1):
             decode([(token, position, s, True) for s, token in enumerate(newest)])
             newest = [llama_cpp.llama_sampler_sample(samplers[s], context, s) for s in range(at_once)]
@@ -257,11 +256,11 @@ def as_gguf(directory: Path, dtype: str) -> Path:
     writer.add_tokenizer_model("none")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, tensor in load_file(directory / "model.safetensors").items():
-        known = names.get_name(name, try_suffixes=(".weight",))
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 1:
-            writer.add_tensor(known, tensor.astype(np.float32))
+            writer.add_tensor(gguf_name, tensor.astype(np.float32))
         else:
-            writer.add_tensor(known, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -270,12 +269,12 @@ def as_gguf(directory: Path, dtype: str) -> Path:
 
 
 def main() -> None:
-    engine, given = sys.argv[1], json.loads(sys.argv[2])
+    engine, spec = sys.argv[1], json.loads(sys.argv[2])
     run: Run | None = None
-    for question, answer in questions():
+    for question, answer in serve_requests():
         if run is None:
             run = {"transformers": transformers, "plain": plain, "vllm": vllm, "llama": llama}[engine](
-                Path(given["directory"]), given
+                Path(spec["directory"]), spec
             )
         started = time.perf_counter()
         if "at_once" in question:

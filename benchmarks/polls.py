@@ -36,7 +36,7 @@ class Poll(asyncio.Protocol):
     """One connection with one poll on it, which is sent again until it has a result."""
 
     def __init__(self, request: bytes, answers: Counter[int]) -> None:
-        self.done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self.finished_at: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._request = request
         self._answers = answers
         self._received = b""
@@ -56,13 +56,13 @@ class Poll(asyncio.Protocol):
         if status == 408:
             self._transport.write(self._request)
         else:
-            self.done.set_result(time.perf_counter())
+            self.finished_at.set_result(time.perf_counter())
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
+        if not self.finished_at.done():
             self._answers[0] += 1
-            self.done.set_result(time.perf_counter())
+            self.finished_at.set_result(time.perf_counter())
 
 
 def length_of(head: bytes) -> int:
@@ -71,7 +71,7 @@ def length_of(head: bytes) -> int:
 
 
 class Client:
-    """What the benchmark asks of the server beside the polls."""
+    """The benchmark's other requests to the server."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx.AsyncClient(base_url=f"{url}/api/v1", headers={"X-API-Key": API_KEY}, timeout=120)
@@ -82,9 +82,9 @@ class Client:
         answer.raise_for_status()
         return answer.json()
 
-    async def model(self, number: int, session_id: str) -> str:
+    async def model(self, seq_id: int, session_id: str) -> str:
         lora = {"rank": 4}
-        body = {"session_id": session_id, "model_seq_id": number, "base_model": MODEL, "lora_config": lora}
+        body = {"session_id": session_id, "model_seq_id": seq_id, "base_model": MODEL, "lora_config": lora}
         created = await self.ok("create_model", body)
         while (await self.http.post("retrieve_future", json={"request_id": created["request_id"]})).status_code == 408:
             pass
@@ -119,7 +119,7 @@ async def probe(client: Client, model_id: str, first: int) -> list[float]:
         await asyncio.sleep(0.02)
         started = time.perf_counter()
         await client.step(model_id, seq_id)
-        times.append(1000 * (await poll.done - started))
+        times.append(1000 * (await poll.finished_at - started))
     return times
 
 
@@ -133,31 +133,31 @@ async def measure(url: str, pid: int, num_polls: int, seconds: float) -> dict[st
     session_id = (await client.ok("create_session", {"tags": [], "sdk_version": "0.38.0"}))["session_id"]
     probed = await client.model(0, session_id)
     before = summary(await probe(client, probed, 1))
-    models = [await client.model(1 + number, session_id) for number in range(-(-num_polls // PER_MODEL))]
+    models = [await client.model(1 + index, session_id) for index in range(-(-num_polls // PER_MODEL))]
     gate = asyncio.Semaphore(SENDERS)
 
-    async def send(number: int) -> str:
+    async def send(index: int) -> str:
         async with gate:
-            return await client.step(models[number // PER_MODEL], 2 + number % PER_MODEL)
+            return await client.step(models[index // PER_MODEL], 2 + index % PER_MODEL)
 
-    request_ids = await asyncio.gather(*(send(number) for number in range(num_polls)))
+    request_ids = await asyncio.gather(*(send(index) for index in range(num_polls)))
     answers: Counter[int] = Counter()
     polls: list[Poll] = []
     empty_kib = resident_kib(pid)
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     for start in range(0, num_polls, CONNECTING):
-        some = request_ids[start : start + CONNECTING]
-        polls += await asyncio.gather(*(client.hold(request_id, answers) for request_id in some))
-    opened_s = time.perf_counter() - begun
+        group = request_ids[start : start + CONNECTING]
+        polls += await asyncio.gather(*(client.hold(request_id, answers) for request_id in group))
+    opened_s = time.perf_counter() - start_s
     await asyncio.sleep(5)
     held_kib = resident_kib(pid)
-    used, begun = processor_seconds(pid), time.perf_counter()
+    used, start_s = processor_seconds(pid), time.perf_counter()
     await asyncio.sleep(seconds)
-    idle_share = (processor_seconds(pid) - used) / (time.perf_counter() - begun)
+    idle_share = (processor_seconds(pid) - used) / (time.perf_counter() - start_s)
     after = summary(await probe(client, probed, 1 + 2 * PROBES))
-    used, begun = processor_seconds(pid), time.perf_counter()
+    used, start_s = processor_seconds(pid), time.perf_counter()
     await asyncio.gather(*(client.step(model, 1) for model in models))
-    ended = await asyncio.gather(*(poll.done for poll in polls))
+    finish_times = await asyncio.gather(*(poll.finished_at for poll in polls))
     server_s = processor_seconds(pid) - used
     await client.http.aclose()
     return {
@@ -167,7 +167,7 @@ async def measure(url: str, pid: int, num_polls: int, seconds: float) -> dict[st
         "idle_processor_share": idle_share,
         "without polls": before,
         "beside polls": after,
-        "all_settled_s": max(ended) - begun,
+        "all_settled_s": max(finish_times) - start_s,
         "all_settled_server_ms_per_poll": 1000 * server_s / num_polls,
         "asked_again": answers[408],
         "failed": sum(answers.values()) - answers[200] - answers[408],
@@ -179,21 +179,21 @@ def main() -> None:
     parser.add_argument("--polls", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long nothing settles")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # What the futures wait for is to come at the end, and nobody sends heartbeats meanwhile.
+    # The futures wait until the end of the benchmark, and no client sends heartbeats meanwhile.
     os.environ |= {"TINSMITH_SEQ_GAP_S": "3600", "TINSMITH_SESSION_TIMEOUT_S": "-1"}
     with own_server("fake") as (url, pid):
-        figures = asyncio.run(measure(url, pid, given.polls, given.seconds))
+        figures = asyncio.run(measure(url, pid, args.polls, args.seconds))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, value in figures.items():
         if isinstance(value, dict):
             print(f"result that comes, {name}: p50 {value['p50_ms']:.1f} ms, p95 {value['p95_ms']:.1f} ms")
         else:
             print(f"{name}: {value:.2f}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -59,9 +59,9 @@ class Service:
     def rows(self, query: str) -> list[tuple]:
         engine = sa.create_engine(self.database_url)
         with engine.connect() as connection:
-            found = [tuple(row) for row in connection.execute(sa.text(query))]
+            result_rows = [tuple(row) for row in connection.execute(sa.text(query))]
         engine.dispose()
-        return found
+        return result_rows
 
     def await_engines(self, count: int) -> None:
         deadline = time.monotonic() + START_S

@@ -53,7 +53,7 @@ def mean_loss(backend: TorchBackend, data: tuple[Datum, ...], *, forward_only: b
     return result.metrics["loss:sum"] / sum(float(np.sum(np.asarray(datum.inputs["weights"]))) for datum in data)
 
 
-def measured(kind: str, steps: int) -> dict[str, object]:
+def measure_kind(kind: str, steps: int) -> dict[str, object]:
     shape = read_shape(nano.MODEL_NAME, nano.path())
     backend = TorchBackend(shape, device="cpu", dtype="float32", quantize=kind)
     backend.create_model("m", LoraSpec(16, seed=0))
@@ -81,14 +81,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows = []
-    for kind in given.kinds:
-        rows.append(measured(kind, given.steps))
+    for kind in args.kinds:
+        rows.append(measure_kind(kind, args.steps))
         print(f"{kind}: {rows[-1]['after']:.4f}", flush=True)
     show("Mean loss of held-out answers, before and after fine-tuning", rows)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ TENANTS = 4
 RANK = 16
 STEPS = 10
 EPS = 1e-6
-"""Of Adam: with less, a number whose gradient is nothing but rounding moves as far as any other, either way."""
+"""Adam's epsilon: with a smaller one, a parameter whose gradient is only rounding moves as far as any other."""
 
 TIMED = (256, 16, 128, 64, 200, 32, 90, 240)
 """Lengths of the step that is timed, for each of two tenants."""
@@ -66,47 +66,57 @@ def sequence(rng: np.random.Generator, vocab_size: int, length: int) -> Datum:
 
 def passes_of(rng: np.random.Generator, vocab_size: int, lengths: Sequence[Sequence[int]]) -> list[Pass]:
     return [
-        Pass(f"r{tenant}", f"m{tenant}", tuple(sequence(rng, vocab_size, n) for n in own), "cross_entropy", {}, False)
-        for tenant, own in enumerate(lengths)
+        Pass(
+            f"r{tenant}",
+            f"m{tenant}",
+            tuple(sequence(rng, vocab_size, n) for n in tenant_lengths),
+            "cross_entropy",
+            {},
+            False,
+        )
+        for tenant, tenant_lengths in enumerate(lengths)
     ]
 
 
-def prepared(backend: Either) -> Either:
+def reset_models(backend: Either) -> Either:
     for tenant in range(TENANTS):
         backend.unload_model(f"m{tenant}")
         backend.create_model(f"m{tenant}", LoraSpec(RANK, seed=tenant))
     return backend
 
 
-def trained(backend: Either, tenant: int):
-    own = backend.own if isinstance(backend, ShardedBackend) else backend
-    return own._models[f"m{tenant}"]
+def model_of(backend: Either, tenant: int):
+    local_backend = backend.own if isinstance(backend, ShardedBackend) else backend
+    return local_backend._models[f"m{tenant}"]
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
-def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
-    """Of ten steps of all tenants: the largest differences."""
+def agreement(single: Either, sharded: Either, shape: ModelShape) -> dict[str, float]:
+    """The largest differences over ten steps of all tenants."""
     rng = np.random.default_rng(0)
     logprob = gradient = 0.0
     steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, eps=EPS, grad_clip_norm=1.0)) for i in range(TENANTS)]
     for _ in range(STEPS):
         lengths = [rng.integers(4, 120, 3 + tenant) for tenant in range(TENANTS)]
-        passes = passes_of(rng, shape.vocab_size, [own.tolist() for own in lengths])
-        for theirs, ours in zip(run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes)), strict=True):
+        passes = passes_of(rng, shape.vocab_size, [tenant_lengths.tolist() for tenant_lengths in lengths])
+        for theirs, ours in zip(
+            run_to_end(single.run_passes(passes)), run_to_end(sharded.run_passes(passes)), strict=True
+        ):
             assert isinstance(theirs, PassResult) and isinstance(ours, PassResult)
             pairs = zip(theirs.logprobs, ours.logprobs, strict=True)
             logprob = max(logprob, *(float(np.abs(a - b).max()) for a, b in pairs))
         for tenant in range(TENANTS):
-            theirs_P, ours_P = trained(one, tenant).gradient_P, trained(many, tenant).gradient_P
+            theirs_P, ours_P = model_of(single, tenant).gradient_P, model_of(sharded, tenant).gradient_P
             assert theirs_P is not None and ours_P is not None
             gradient = max(gradient, relative(ours_P, theirs_P))
-        for backend in (one, many):
+        for backend in (single, sharded):
             backend.optim_step(steps)
     weights = max(
-        relative(trained(many, tenant).adapter.flat_P, trained(one, tenant).adapter.flat_P) for tenant in range(TENANTS)
+        relative(model_of(sharded, tenant).adapter.flat_P, model_of(single, tenant).adapter.flat_P)
+        for tenant in range(TENANTS)
     )
     return {"logprob": logprob, "gradient": gradient, "weights": weights}
 
@@ -115,24 +125,26 @@ def seconds_of(backend: Either, passes: Sequence[Pass], threads: int) -> float:
     torch.set_num_threads(threads)
     started = time.perf_counter()
     run_to_end(backend.run_passes(passes))
-    backend.optim_step([OptimStep("s", each.model_id, AdamParams(1e-4)) for each in passes])
+    backend.optim_step([OptimStep("s", request.model_id, AdamParams(1e-4)) for request in passes])
     return time.perf_counter() - started
 
 
-def speed(one: Either, many: Either, shape: ModelShape, *, world: int, threads: int, runs: int) -> dict[str, float]:
+def speed(
+    single: Either, sharded: Either, shape: ModelShape, *, world: int, threads: int, runs: int
+) -> dict[str, float]:
     """Medians of runs in turns, after one of each that does not count."""
     passes = passes_of(np.random.default_rng(1), shape.vocab_size, [TIMED, TIMED])
-    tokens = sum(each.num_tokens for each in passes)
-    alone, together = [], []
-    for number in range(runs + 1):
-        pair = seconds_of(one, passes, threads), seconds_of(many, passes, max(1, threads // world))
-        if number:
-            alone.append(pair[0])
-            together.append(pair[1])
-    ratios = [a / b for a, b in zip(alone, together, strict=True)]
+    tokens = sum(request.num_tokens for request in passes)
+    single_seconds, sharded_seconds = [], []
+    for round_index in range(runs + 1):
+        pair = seconds_of(single, passes, threads), seconds_of(sharded, passes, max(1, threads // world))
+        if round_index:
+            single_seconds.append(pair[0])
+            sharded_seconds.append(pair[1])
+    ratios = [a / b for a, b in zip(single_seconds, sharded_seconds, strict=True)]
     return {
-        "one_tokens_per_s": tokens / statistics.median(alone),
-        "tokens_per_s": tokens / statistics.median(together),
+        "one_tokens_per_s": tokens / statistics.median(single_seconds),
+        "tokens_per_s": tokens / statistics.median(sharded_seconds),
         "ratio": statistics.median(ratios),
     }
 
@@ -143,24 +155,24 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="m50")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     threads = torch.get_num_threads()
-    found: dict[str, dict[str, float]] = {}
+    figures_by_name: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        shape = read_shape(f"bench/{given.size}", make(given.size, Path(scratch) / given.size))
-        one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=512)
-        whole = one.base.num_bytes
+        shape = read_shape(f"bench/{args.size}", make(args.size, Path(scratch) / args.size))
+        single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=512)
+        base_bytes = single.base.num_bytes
         header = f"{'ranks':<34}{'logprob':>10}{'gradient':>10}{'weights':>10}{'tokens/s':>10}{'x one':>8}{'base':>8}"
-        print(f"{given.size}, {threads} threads in all, {STEPS} steps of {TENANTS} tenants\n{header}", flush=True)
-        for world in given.ranks:
+        print(f"{args.size}, {threads} threads in all, {STEPS} steps of {TENANTS} tenants\n{header}", flush=True)
+        for world in args.ranks:
             group = Group(world, device="cpu", timeout_s=600.0)
             try:
                 for name, degrees in DEGREES[world].items():
-                    many = ShardedBackend(shape, degrees, group, max_tokens_per_microbatch="512")
-                    figures = agreement(prepared(one), prepared(many), shape)
-                    figures |= speed(one, many, shape, world=world, threads=threads, runs=given.runs)
-                    figures["base_share"] = many.own.base.num_bytes / whole
-                    found[name] = figures
+                    sharded = ShardedBackend(shape, degrees, group, max_tokens_per_microbatch="512")
+                    figures = agreement(reset_models(single), reset_models(sharded), shape)
+                    figures |= speed(single, sharded, shape, world=world, threads=threads, runs=args.runs)
+                    figures["base_share"] = sharded.own.base.num_bytes / base_bytes
+                    figures_by_name[name] = figures
                     print(
                         f"{name:<34}{figures['logprob']:>10.1e}{figures['gradient']:>10.1e}{figures['weights']:>10.1e}"
                         f"{figures['tokens_per_s']:>10.0f}{figures['ratio']:>8.2f}{figures['base_share']:>8.2f}",
@@ -168,8 +180,8 @@ def main() -> None:
                     )
             finally:
                 group.close()
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(figures_by_name, indent=2) + "\n")
     sys.stdout.flush()
 
 

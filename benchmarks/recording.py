@@ -51,15 +51,15 @@ class Bench:
         self.futures = Futures(self.db)
         self.ownership = Ownership(self.db, BASE, "engine")
         Models(self.db).create(NewModel(MODEL, SESSION, "alice", BASE, LoraSpec(8)))
-        self.number = 0
+        self.num_requests = 0
 
     def new(self, kind: str) -> Pending:
-        self.number += 1
-        request_id = f"{MODEL}:{self.number}"
-        new = NewFuture(request_id, "alice", SESSION, BASE, kind, b"{}", 0, MODEL, None, self.number)
+        self.num_requests += 1
+        request_id = f"{MODEL}:{self.num_requests}"
+        new = NewFuture(request_id, "alice", SESSION, BASE, kind, b"{}", 0, MODEL, None, self.num_requests)
         self.futures.submit(new)
-        (found,) = self.ownership.fetch_by_ids([request_id])
-        return found.request
+        (assigned,) = self.ownership.fetch_by_ids([request_id])
+        return assigned.request
 
     def settle(self, request: Pending, effects: Callable[[], Sequence[object]]) -> float:
         """Microseconds of settling one request with what it leaves behind."""
@@ -89,40 +89,43 @@ def main() -> None:
         bench = Bench(Path(directory))
         records = Records(bench.db, 200)
         recorder, keeper = Recorder(BASE, records), SampleRecorder(records)
-        asked_pass = Pass("r", MODEL, (), "cross_entropy", {}, forward_only=False)
-        passed = PassResult((np.zeros(1, np.float32),) * 64, METRICS)
+        training_pass = Pass("r", MODEL, (), "cross_entropy", {}, forward_only=False)
+        pass_result = PassResult((np.zeros(1, np.float32),) * 64, METRICS)
         step = OptimStep("r", MODEL, AdamParams())
 
-        def stepped(request: Pending) -> Sequence[object]:
-            recorder.record_pass(request, asked_pass, passed)
+        def record_step(request: Pending) -> Sequence[object]:
+            recorder.record_pass(request, training_pass, pass_result)
             return recorder.record_step(request, step, OUTCOME)
 
         sampler = SamplingSession("s:sample:0", SESSION, "alice", BASE, None, None, None, None, 0.0, 0)
         tokens = np.arange(ANSWER_TOKENS, dtype=np.int32)
         sequence = SampledSequence(tokens, np.full(ANSWER_TOKENS, -0.5, np.float32), "stop")
-        asked = Sample("r", None, np.arange(PROMPT_TOKENS, dtype=np.int32), ANSWERS, SamplingParams())
-        answered = SampleResult("r", (sequence,) * ANSWERS)
+        sample = Sample("r", None, np.arange(PROMPT_TOKENS, dtype=np.int32), ANSWERS, SamplingParams())
+        sample_result = SampleResult("r", (sequence,) * ANSWERS)
 
-        def kept(request: Pending) -> Sequence[object]:
+        def record_sample(request: Pending) -> Sequence[object]:
             keeper._allowances.clear()
-            begun = keeper.begin(request, sampler, asked)
-            return [] if begun is None else keeper.record(begun, answered)
+            recording = keeper.begin(request, sampler, sample)
+            return [] if recording is None else keeper.record(recording, sample_result)
 
-        compare(bench, "optim_step", stepped, 50)
-        found = {}
-        for name, kind, effects in (("optimizer step", "optim_step", stepped), ("kept sample", "sample", kept)):
-            found[name] = compare(bench, kind, effects, arguments.rounds)
-            without, with_it = found[name]
-            print(f"settling, {name}: {without:.0f} us without, {with_it:.0f} us with ({with_it - without:+.0f} us)")
+        compare(bench, "optim_step", record_step, 50)
+        microseconds = {}
+        for name, kind, effects in (
+            ("optimizer step", "optim_step", record_step),
+            ("kept sample", "sample", record_sample),
+        ):
+            microseconds[name] = compare(bench, kind, effects, arguments.rounds)
+            without, recorded = microseconds[name]
+            print(f"settling, {name}: {without:.0f} us without, {recorded:.0f} us with ({recorded - without:+.0f} us)")
         request = bench.new("forward_backward")
         started = time.process_time()
         for _ in range(10_000):
-            recorder.record_pass(request, asked_pass, passed)
-        found["pass"] = (0.0, 1e6 * (time.process_time() - started) / 10_000)
-        print(f"a pass: {found['pass'][1]:.1f} us")
+            recorder.record_pass(request, training_pass, pass_result)
+        microseconds["pass"] = (0.0, 1e6 * (time.process_time() - started) / 10_000)
+        print(f"a pass: {microseconds['pass'][1]:.1f} us")
         bench.db.close()
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(microseconds, indent=2) + "\n")
 
 
 if __name__ == "__main__":

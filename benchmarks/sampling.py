@@ -40,7 +40,18 @@ from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from tinker import types
 from training import RANK
-from turns import Child, ChildFailed, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
+from turns import (
+    Child,
+    ChildFailed,
+    Row,
+    Run,
+    compute_speedup,
+    exit_on_sigterm,
+    format_spread,
+    run_in_turns,
+    serve_requests,
+    spread,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +67,15 @@ LOADS = {"short": Load(), "prompts": Load(prompt=1024), "groups": Load(group=8)}
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
-    """Of adapters that were just published after a step each; of the base model, if there are none."""
+    """Samplers of adapters, each published after one step; without adapters, of the base model."""
     if not adapters:
         return [service.create_sampling_client(base_model=model).result()]
-    return [trained(service, model).save_weights_and_get_sampling_client().result() for _ in range(adapters)]
+    return [
+        create_trained_client(service, model).save_weights_and_get_sampling_client().result() for _ in range(adapters)
+    ]
 
 
-def trained(service: tinker.ServiceClient, model: str) -> tinker.TrainingClient:
+def create_trained_client(service: tinker.ServiceClient, model: str) -> tinker.TrainingClient:
     client = service.create_lora_training_client(model, rank=RANK).result()
     tokens = np.array(prompt())
     inputs = {"target_tokens": tokens[1:], "weights": np.ones(PROMPT - 1, np.float32)}
@@ -78,22 +91,22 @@ def of_service(samplers: list[tinker.SamplingClient], load: Load, at_once: int) 
     inputs = [types.ModelInput.from_ints(prompt(load.prompt)) for _ in range(at_once)]
     chosen = itertools.islice(itertools.cycle(samplers), at_once)
     started = time.perf_counter()
-    for future in [s.sample(given, load.group, params) for s, given in zip(chosen, inputs, strict=True)]:
+    for future in [s.sample(model_input, load.group, params) for s, model_input in zip(chosen, inputs, strict=True)]:
         future.result()
     return time.perf_counter() - started
 
 
-def published(client: tinker.TrainingClient) -> float:
+def time_publish(client: tinker.TrainingClient) -> float:
     """Seconds of a publish and the first token of what it published; of weights that changed since the last."""
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
-    given, params = types.ModelInput.from_ints(prompt()), types.SamplingParams(max_tokens=1, temperature=1.0)
+    model_input, params = types.ModelInput.from_ints(prompt()), types.SamplingParams(max_tokens=1, temperature=1.0)
     started = time.perf_counter()
-    client.save_weights_and_get_sampling_client().result().sample(given, 1, params).result()
+    client.save_weights_and_get_sampling_client().result().sample(model_input, 1, params).result()
     return time.perf_counter() - started
 
 
 def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
-    """In a child, the engine's sampler and nothing beside it; and what a publish takes."""
+    """Serve a child that runs only the engine's sampler, and measures its publishing."""
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.base_models import read_shape
     from tinsmith.types import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
@@ -122,11 +135,11 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
         # The version is kept, so the step goes on with a copy, and the next publish is of other weights.
         started = time.perf_counter()
         backend.publish("m0", f"p{next(names)}")
-        published = time.perf_counter()
+        time_publish = time.perf_counter()
         backend.optim_step([OptimStep("o", "m0", AdamParams())])
-        return published - started, time.perf_counter() - published
+        return time_publish - started, time.perf_counter() - time_publish
 
-    for question, answer in questions():
+    for question, answer in serve_requests():
         if question.get("publish"):
             answer(dict(zip(("publish", "step"), publish(), strict=True)))
         elif at_once := question.get("at_once"):
@@ -146,75 +159,75 @@ class Table:
         self.figures.append(row)
         write_json(self._path, self.figures)
 
-    def add(self, size: str, at_once: int, load: str, found: dict[str, list[float]]) -> None:
-        """What ran in turns: rates, and how each of ours compares with all others of the same work."""
-        for what, seconds in found.items():
+    def add(self, size: str, at_once: int, load: str, seconds_by_name: dict[str, list[float]]) -> None:
+        """Add the rates of runs in turns, and the ratios of each of ours to all others with the same load."""
+        for contestant, seconds in seconds_by_name.items():
             rates = spread([at_once * LOADS[load].group * LOADS[load].new / second for second in seconds])
             row: Row = {
                 "size": size,
                 "at_once": at_once,
                 "load": load,
-                "what": what,
+                "what": contestant,
                 "tokens_per_s": rates,
                 "seconds": seconds,
             }
-            if what.startswith(("service", "alone")):
-                others = [name for name in found if not name.startswith(("service", "alone"))]
-                fewer = what.replace(", 8 LoRA", ", 1 LoRA")
-                others += [fewer] if fewer != what and fewer in found else []
-                if what.startswith("service"):
-                    others += [name for name in found if name == what.replace("service", "alone")]
-                row["of"] = {other: times_as_fast(seconds, found[other]) for other in others}
-            ratios = ", ".join(f"{other} {in_words(ratio, '.2f')}" for other, ratio in row.get("of", {}).items())
-            rate = f"{size:5s} {at_once:4d} at once, {load:8s} {what:26s} {in_words(rates):26s} tokens/s"
+            if contestant.startswith(("service", "alone")):
+                other_names = [name for name in seconds_by_name if not name.startswith(("service", "alone"))]
+                fewer = contestant.replace(", 8 LoRA", ", 1 LoRA")
+                other_names += [fewer] if fewer != contestant and fewer in seconds_by_name else []
+                if contestant.startswith("service"):
+                    other_names += [name for name in seconds_by_name if name == contestant.replace("service", "alone")]
+                row["of"] = {other: compute_speedup(seconds, seconds_by_name[other]) for other in other_names}
+            ratios = ", ".join(f"{other} {format_spread(ratio, '.2f')}" for other, ratio in row.get("of", {}).items())
+            rate = f"{size:5s} {at_once:4d} at once, {load:8s} {contestant:26s} {format_spread(rates):26s} tokens/s"
             print(f"{rate}{'; times ' if ratios else ''}{ratios}", flush=True)
             self.keep(row)
 
-    def add_times(self, size: str, what: str, seconds: Iterable[float]) -> None:
+    def add_times(self, size: str, label: str, seconds: Iterable[float]) -> None:
         times = spread([1000 * second for second in seconds])
-        print(f"{size:5s} {what:48s} {in_words(times, ',.1f')} ms", flush=True)
-        self.keep({"size": size, "what": what, "ms": times})
+        print(f"{size:5s} {label:48s} {format_spread(times, ',.1f')} ms", flush=True)
+        self.keep({"size": size, "what": label, "ms": times})
 
-    def failed(self, name: str, why: str) -> None:
-        print(f"{name}: none: {why}", flush=True)
-        self.keep({"what": name, "failed": why})
+    def record_failure(self, name: str, reason: str) -> None:
+        print(f"{name}: none: {reason}", flush=True)
+        self.keep({"what": name, "failed": reason})
 
 
 def adapter_words(count: int) -> str:
     return f"{count} LoRA"
 
 
-def compared(table: Table, size: str, directory: Path, given: argparse.Namespace) -> None:
+def compare_engines(table: Table, size: str, directory: Path, args: argparse.Namespace) -> None:
     """Measure all engines, interleaved, and then the measures of the service and its sampler alone."""
-    adapter, most = directory.with_name(f"{size}-adapter"), max(given.adapters)
+    adapter, max_adapters = directory.with_name(f"{size}-adapter"), max(args.adapters)
     with ExitStack() as stack:
         runs: dict[str, tuple[Child, Row] | list[tinker.SamplingClient]] = {}
         services: dict[str, tinker.ServiceClient] = {}
         by_dtype: dict[str, Child] = {}
-        for dtype in given.dtypes:
-            child = by_dtype[dtype] = alone_child(directory, dtype, most, adapter, stack)
+        for dtype in args.dtypes:
+            child = by_dtype[dtype] = alone_child(directory, dtype, max_adapters, adapter, stack)
             server = stack.enter_context(own_server(f"bench/{size}={directory}", settings={"DTYPE": dtype}))
             service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=API_KEY))
             services[dtype] = service
-            for count in given.adapters:
+            for count in args.adapters:
                 runs[f"service {dtype}, {adapter_words(count)}"] = samplers_of(service, f"bench/{size}", count)
-                if "alone" not in given.without:
+                if "alone" not in args.without:
                     runs[f"alone {dtype}, {adapter_words(count)}"] = child, {"adapters": count}
-        for name, peer in peers(table, directory, adapter, given, stack).items():
+        for name, peer in peers(table, directory, adapter, args, stack).items():
             runs[name] = peer, {}
-        for at_once in given.at_once:
-            ready = {name: run_of(run, given.load, at_once) for name, run in runs.items()}
-            table.add(size, at_once, given.load, in_turns(ready, given.runs, partial(dropped, table, runs)))
+        for at_once in args.at_once:
+            ready = {name: run_of(run, args.load, at_once) for name, run in runs.items()}
+            table.add(size, at_once, args.load, run_in_turns(ready, args.runs, partial(drop_engine, table, runs)))
         for dtype, child in by_dtype.items():
-            pairs = [child.ask(publish=True) for _ in range(4 * given.runs)]
+            pairs = [child.ask(publish=True) for _ in range(4 * args.runs)]
             table.add_times(size, f"publish of rank {RANK}, {dtype}, alone", [pair["publish"] for pair in pairs])
             table.add_times(size, f"optimizer step right after it, {dtype}", [pair["step"] for pair in pairs])
-            of_one_request(table, services[dtype], f"bench/{size}", size, dtype, given.runs)
+            of_one_request(table, services[dtype], f"bench/{size}", size, dtype, args.runs)
 
 
-def dropped(table: Table, runs: dict, name: str, why: str) -> None:
+def drop_engine(table: Table, runs: dict, name: str, reason: str) -> None:
     """Drop an engine that has failed from later runs."""
-    table.failed(name, why)
+    table.record_failure(name, reason)
     del runs[name]
 
 
@@ -235,63 +248,61 @@ def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack
     return child
 
 
-def peers(
-    table: Table, directory: Path, adapter: Path, given: argparse.Namespace, stack: ExitStack
-) -> dict[str, Child]:
-    """Those that are there and could be started; with an engine's environment, or as much of it as others understand:
+def peers(table: Table, directory: Path, adapter: Path, args: argparse.Namespace, stack: ExitStack) -> dict[str, Child]:
+    """The peers that are installed and could be started, with an engine's environment or the part of it that they read:
     threads that sleep while they wait suffer less from what else a machine does.
     """
     from tinsmith.settings import engine_environment
 
-    whole = engine_environment(computes_alone=True)
-    part = {**os.environ, "GOMP_SPINCOUNT": whole["GOMP_SPINCOUNT"]}
-    wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK} | asdict(LOADS[given.load])
+    full_environment = engine_environment(computes_alone=True)
+    reduced_environment = {**os.environ, "GOMP_SPINCOUNT": full_environment["GOMP_SPINCOUNT"]}
+    spec = {"directory": str(directory), "most": max(args.at_once), "rank": RANK} | asdict(LOADS[args.load])
     chosen: dict[str, tuple[str | None, str, Row]] = {}
-    for dtype in given.dtypes:
-        transformers = None if "transformers" in given.without else sys.executable
+    for dtype in args.dtypes:
+        transformers = None if "transformers" in args.without else sys.executable
         chosen[f"transformers {dtype}"] = transformers, "transformers", {"dtype": dtype}
-        plain = None if "plain" in given.without or not any(given.adapters) else sys.executable
+        plain = None if "plain" in args.without or not any(args.adapters) else sys.executable
         chosen[f"plain loop {dtype}, 1 LoRA"] = plain, "plain", {"dtype": dtype}
-        adapters = [str(adapter)] if any(given.adapters) else []
+        adapters = [str(adapter)] if any(args.adapters) else []
         chosen[f"vllm {dtype}, {adapter_words(len(adapters))}"] = (
-            given.vllm, "vllm", {"dtype": dtype, "adapters": adapters, "eager": given.vllm_eager},
+            args.vllm, "vllm", {"dtype": dtype, "adapters": adapters, "eager": args.vllm_eager},
         )  # fmt: skip
-    llama = given.llama if given.load == "short" else None
+    llama = args.llama if args.load == "short" else None
     chosen["llama.cpp bfloat16, 0 LoRA"] = llama, "llama", {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
-    found = {}
+    children = {}
     for name, (python, engine, options) in chosen.items():
         if python is None:
             continue
-        arguments = (engine, json.dumps(wanted | options))
+        arguments = (engine, json.dumps(spec | options))
         try:
-            environment = part if engine in ("vllm", "llama") else whole
+            environment = reduced_environment if engine in ("vllm", "llama") else full_environment
             child = stack.enter_context(
-                Child("peers.py", *arguments, python=python, environment=environment, patience_s=given.patience)
+                Child("peers.py", *arguments, python=python, environment=environment, patience_s=args.patience)
             )
             child.ask()
         except ChildFailed as error:
-            table.failed(name, str(error))
+            table.record_failure(name, str(error))
             continue
-        found[name] = child
-    return found
+        children[name] = child
+    return children
 
 
 def of_one_request(table: Table, service: tinker.ServiceClient, model: str, size: str, suffix: str, runs: int) -> None:
-    samplers, client = samplers_of(service, model, 0), trained(service, model)
+    samplers, client = samplers_of(service, model, 0), create_trained_client(service, model)
     firsts = [of_service(samplers, Load(new=1), 1) for _ in range(4 * runs + 2)]
     table.add_times(size, f"first token of one request, {suffix}", firsts[2:])
-    publishes = [published(client) for _ in range(4 * runs + 2)]
+    publishes = [time_publish(client) for _ in range(4 * runs + 2)]
     table.add_times(size, f"publish and first token after it, {suffix}", publishes[2:])
 
 
-def of_address(table: Table, given: argparse.Namespace) -> None:
+def of_address(table: Table, args: argparse.Namespace) -> None:
     """A running server, without anything beside it."""
-    with tinker.ServiceClient(base_url=given.url, api_key=API_KEY) as service:
-        runs = {f"service, {adapter_words(n)}": samplers_of(service, given.model, n) for n in given.adapters}
-        for at_once in given.at_once:
-            ready: dict[str, Run] = {name: run_of(samplers, given.load, at_once) for name, samplers in runs.items()}
-            table.add(given.model, at_once, given.load, in_turns(ready, given.runs, table.failed))
-        of_one_request(table, service, given.model, given.model, "service", given.runs)
+    with tinker.ServiceClient(base_url=args.url, api_key=API_KEY) as service:
+        runs = {f"service, {adapter_words(n)}": samplers_of(service, args.model, n) for n in args.adapters}
+        for at_once in args.at_once:
+            ready: dict[str, Run] = {name: run_of(samplers, args.load, at_once) for name, samplers in runs.items()}
+            table.add(args.model, at_once, args.load, run_in_turns(ready, args.runs, table.record_failure))
+        of_one_request(table, service, args.model, args.model, "service", args.runs)
 
 
 def main() -> None:
@@ -313,21 +324,21 @@ def main() -> None:
     parser.add_argument("--model", help="the base model's name there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.alone:
-        directory, dtype, adapters, save_to = given.alone
+    args = parser.parse_args()
+    if args.alone:
+        directory, dtype, adapters, save_to = args.alone
         alone(directory, dtype, int(adapters), save_to)
         return
-    print(f"{LOADS[given.load]}, rank {RANK}; {machine()}", flush=True)
-    table = Table(given.json)
-    if given.url:
-        of_address(table, given)
+    print(f"{LOADS[args.load]}, rank {RANK}; {machine()}", flush=True)
+    table = Table(args.json)
+    if args.url:
+        of_address(table, args)
     else:
-        for size in given.sizes:
+        for size in args.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-                compared(table, size, make(size, Path(directory) / size), given)
+                compare_engines(table, size, make(size, Path(directory) / size), args)
 
 
 if __name__ == "__main__":
-    end_in_peace()
+    exit_on_sigterm()
     main()

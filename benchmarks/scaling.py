@@ -45,18 +45,18 @@ def train(url: str, seconds: float) -> float:
     begin, stop = threading.Barrier(TENANTS + 1), threading.Event()
     counts = [0] * TENANTS
 
-    def tenant(number: int, model: tinker.TrainingClient) -> None:
+    def tenant(index: int, model: tinker.TrainingClient) -> None:
         model.forward_backward([datum], "cross_entropy").result()
         begin.wait()
         while not stop.is_set():
             passed = model.forward_backward([datum] * DATUMS, "cross_entropy")
             model.optim_step(adam).result()
             passed.result()
-            counts[number] += DATUMS * LENGTH
+            counts[index] += DATUMS * LENGTH
 
     with tinker.ServiceClient(base_url=url, api_key="tml-bench") as client:
         models = [client.create_lora_training_client(MODEL, rank=16).result() for _ in range(TENANTS)]
-        threads = [threading.Thread(target=tenant, args=(number, model)) for number, model in enumerate(models)]
+        threads = [threading.Thread(target=tenant, args=(index, model)) for index, model in enumerate(models)]
         for thread in threads:
             thread.start()
         begin.wait()
@@ -73,12 +73,12 @@ def with_engines(count: int, seconds: float) -> float:
     cores = sorted(os.sched_getaffinity(0))
     settings = {"ENGINE_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="tinsmith-scaling-") as directory, contextlib.ExitStack() as stack:
-        made = service(Path(directory))
-        _, url = stack.enter_context(made.process("server", "--role", "server"))
-        for number in range(count):
-            core = [cores[number % len(cores)]]
-            stack.enter_context(made.process(f"e{number}", "--role", "engine", cores=core, settings=settings))
-        made.await_engines(count)
+        processes = service(Path(directory))
+        _, url = stack.enter_context(processes.process("server", "--role", "server"))
+        for index in range(count):
+            core = [cores[index % len(cores)]]
+            stack.enter_context(processes.process(f"e{index}", "--role", "engine", cores=core, settings=settings))
+        processes.await_engines(count)
         return train(url, seconds)
 
 
@@ -113,10 +113,10 @@ def load(urls: Sequence[str], seconds: float) -> float:
     """Requests per second of all clients: each step is a submission and a poll."""
     clients = [
         subprocess.Popen(
-            [sys.executable, "-c", LOAD, urls[number % len(urls)], str(seconds)],
+            [sys.executable, "-c", LOAD, urls[index % len(urls)], str(seconds)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
-        for number in range(CLIENTS)
+        for index in range(CLIENTS)
     ]  # fmt: skip
     counts = []
     try:
@@ -138,10 +138,10 @@ def load(urls: Sequence[str], seconds: float) -> float:
 
 def with_servers(count: int, seconds: float, database_url: str) -> float:
     with tempfile.TemporaryDirectory(prefix="tinsmith-scaling-") as directory, contextlib.ExitStack() as stack:
-        made = service(Path(directory), database_url)
-        urls = [stack.enter_context(made.process(f"s{number}", "--role", "server"))[1] for number in range(count)]
-        stack.enter_context(made.process("engine", "--role", "engine", "--backend", "fake"))
-        made.await_engines(1)
+        processes = service(Path(directory), database_url)
+        urls = [stack.enter_context(processes.process(f"s{index}", "--role", "server"))[1] for index in range(count)]
+        stack.enter_context(processes.process("engine", "--role", "engine", "--backend", "fake"))
+        processes.await_engines(1)
         return load(urls, seconds)
 
 
@@ -152,23 +152,24 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each arrangement, one and two taking turns")
     parser.add_argument("--database-url", default="", help="for the servers; a SQLite file without it")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+    args = parser.parse_args()
     measures = {
-        "engines": (lambda count: with_engines(count, given.seconds), "tokens/s"),
-        "servers": (lambda count: with_servers(count, given.seconds, given.database_url), "requests/s"),
+        "engines": (lambda count: with_engines(count, args.seconds), "tokens/s"),
+        "servers": (lambda count: with_servers(count, args.seconds, args.database_url), "requests/s"),
     }
-    found: dict[str, dict[str, float]] = {}
-    for what in given.only:
-        measure, unit = measures[what]
+    figures: dict[str, dict[str, float]] = {}
+    for kind in args.only:
+        measure, unit = measures[kind]
         rates = {count: [] for count in (1, 2)}
-        for _ in range(given.runs):
-            for count, seen in rates.items():
-                seen.append(measure(count))
-        one, two = (statistics.median(seen) for seen in rates.values())
-        found[what] = {"one": one, "two": two, "factor": two / one}
-        print(f"{what}: one {one:.0f}, two {two:.0f} {unit}: {two / one:.2f} times", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+        for _ in range(args.runs):
+            for count, values in rates.items():
+                values.append(measure(count))
+        one_rate, two_rate = (statistics.median(values) for values in rates.values())
+        figures[kind] = {"one": one_rate, "two": two_rate, "factor": two_rate / one_rate}
+        factor = two_rate / one_rate
+        print(f"{kind}: one {one_rate:.0f}, two {two_rate:.0f} {unit}: {factor:.2f} times", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

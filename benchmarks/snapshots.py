@@ -67,7 +67,7 @@ class Run:
         self.processor_s: list[float] = []  # of copy and writing
         self.steps_processor_s: list[float] = []  # of 16 steps without a snapshot
 
-    def round(self, *, snapshot: bool) -> float:
+    def run_round(self, *, snapshot: bool) -> float:
         """Seconds of 16 steps; a snapshot is written behind them."""
         started, processor = time.perf_counter(), time.process_time()
         if snapshot:
@@ -96,26 +96,26 @@ class Run:
 def measure(name: str, shape: ModelShape, rank: int, num_tokens: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run = Run(shape, rank, num_tokens, Path(directory))
-        run.round(snapshot=True)
+        run.run_round(snapshot=True)
         pairs = []
         for index in range(rounds):
             order = (False, True) if index % 2 else (True, False)
-            times = {snapshot: run.round(snapshot=snapshot) for snapshot in order}
+            times = {snapshot: run.run_round(snapshot=snapshot) for snapshot in order}
             pairs.append((times[True], times[False]))
     without = statistics.median(without for _, without in pairs)
     cost = statistics.median(with_ - without for with_, without in pairs)
     share = statistics.median(run.processor_s) / statistics.median(run.steps_processor_s)
     cost_s = statistics.median(run.processor_s)
     paid_by = math.ceil(cost_s / SNAPSHOT_SHARE / (without / SNAPSHOT_OPTIM_STEPS))  # steps
-    apart = min(MAX_OPTIM_STEPS, max(SNAPSHOT_OPTIM_STEPS, paid_by))
-    spaced = share * SNAPSHOT_OPTIM_STEPS / apart
+    steps_between = min(MAX_OPTIM_STEPS, max(SNAPSHOT_OPTIM_STEPS, paid_by))
+    spaced = share * SNAPSHOT_OPTIM_STEPS / steps_between
     adapter = run.backend.model_bytes("m") / 4 / 2**20
     print(
         f"{name}, rank {rank} ({adapter:.1f} MiB), {num_tokens} tokens a step: step "
         f"{1000 * without / SNAPSHOT_OPTIM_STEPS:.1f} ms; capture {1000 * statistics.median(run.captures_s):.2f} ms, "
         f"written in {1000 * statistics.median(run.writes_s):.0f} ms; {100 * cost / without:+.2f} % by the wall clock; "
         f"processor time {1000 * statistics.median(run.processor_s):.0f} ms, {100 * share:.2f} % of that of the steps; "
-        f"taken every {apart} steps, {100 * spaced:.2f} %"
+        f"taken every {steps_between} steps, {100 * spaced:.2f} %"
     )
 
 
@@ -125,13 +125,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    if given.only != "50m":
-        measure(nano.MODEL_NAME, read_shape(nano.MODEL_NAME, nano.path()), given.rank, given.tokens, given.rounds)
-    if given.only != "nano":
+    if args.only != "50m":
+        measure(nano.MODEL_NAME, read_shape(nano.MODEL_NAME, nano.path()), args.rank, args.tokens, args.rounds)
+    if args.only != "nano":
         with tempfile.TemporaryDirectory() as directory:
-            measure("50 M", random_model(Path(directory)), given.rank, given.tokens, given.rounds)
+            measure("50 M", random_model(Path(directory)), args.rank, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":

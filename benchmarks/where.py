@@ -42,12 +42,12 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import API_KEY, CPU, Meet, datum_of, machine, own_server, together
+from measured import API_KEY, CPU, Meet, datum_of, machine, own_server, run_together
 from models import SIZES, make
 from peers import NEW, PROMPT, prompt
-from targets import Figures, missed
+from targets import Figures, find_missed
 from tinker import types
-from training import LEARNING_RATE, RANK, WORKS, Work, sequences, step_runner
+from training import LEARNING_RATE, RANK, WORKS, Workload, sequences, step_runner
 
 REQUESTS = ("forward", "step", "publish", "samples")
 STEPS = ("packed", "decode", "prompts")
@@ -64,7 +64,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a process says that it did, in seconds since the epoch."""
+    """A span of a process's trace, in seconds since the epoch."""
 
     process: str
     name: str
@@ -77,17 +77,19 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
     """An address for traces, and what came there."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    found: list[Span] = []
+    spans: list[Span] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
-                told = {each.key: each.value.string_value for each in resource_spans.resource.attributes}
-                process = told["service.name"].removeprefix("tinsmith-")
+                attributes = {
+                    attribute.key: attribute.value.string_value for attribute in resource_spans.resource.attributes
+                }
+                process = attributes["service.name"].removeprefix("tinsmith-")
                 for span in itertools.chain.from_iterable(scope.spans for scope in resource_spans.scope_spans):
                     times = span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
-                    found.append(Span(process, span.name, *times))
+                    spans.append(Span(process, span.name, *times))
             self.send_response(200)
             self.end_headers()
 
@@ -98,17 +100,17 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", found
+        yield f"http://127.0.0.1:{server.server_address[1]}", spans
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def call_of(kind: str, service: tinker.ServiceClient, model: str, given: argparse.Namespace, client: int) -> Call:
+def call_of(kind: str, service: tinker.ServiceClient, model: str, args: argparse.Namespace, client: int) -> Call:
     """Return the action that one client repeats."""
     training = service.create_lora_training_client(model, rank=RANK).result()
-    data = [datum_of(tokens) for tokens in sequences(WORKS[given.work], client)]
+    data = [datum_of(tokens) for tokens in sequences(WORKS[args.work], client)]
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
     def forward() -> None:
@@ -130,45 +132,45 @@ def call_of(kind: str, service: tinker.ServiceClient, model: str, given: argpars
 
     if kind == "samples":
         samplers = []
-        for _ in range(given.adapters):
+        for _ in range(args.adapters):
             step()
             samplers.append(training.save_weights_and_get_sampling_client().result())
-        share = given.at_once // len(samplers)
-        return lambda: [sample(each, share, NEW) for each in samplers]
+        share = args.at_once // len(samplers)
+        return lambda: [sample(version_sampler, share, NEW) for version_sampler in samplers]
     return {"forward": forward, "step": step, "publish": publish}[kind]
 
 
-def calls(url: str, model: str, given: argparse.Namespace) -> tuple[list[tuple[float, float]], float, dict[str, float]]:
+def calls(url: str, model: str, args: argparse.Namespace) -> tuple[list[tuple[float, float]], float, dict[str, float]]:
     """When each call began and ended, in how many seconds all of them ran, and the processor time of one."""
-    count = given.clients or WORKS[given.work].clients
-    numbers = itertools.count()
+    count = args.clients or WORKS[args.work].clients
+    client_indices = itertools.count()
 
-    def one(meet: Meet) -> list[tuple[float, float]]:
+    def run_client(meet: Meet) -> list[tuple[float, float]]:
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-            call = call_of(given.what, service, model, given, next(numbers))
-            for _ in range(given.warm_ups):
+            call = call_of(args.what, service, model, args, next(client_indices))
+            for _ in range(args.warm_ups):
                 call()
             meet()
             times = []
-            for _ in range(given.runs):
-                begun_s = time.time()
+            for _ in range(args.runs):
+                start_s = time.time()
                 call()
-                times.append((begun_s, time.time()))
+                times.append((start_s, time.time()))
             meet()
             return times
 
-    found, seconds, spent = together(count, one)
-    times = [time for some in found for time in some]
+    client_times, seconds, spent = run_together(count, run_client)
+    times = [time for times_of_client in client_times for time in times_of_client]
     return times, seconds, spent.of_each(len(times))
 
 
-def request(given: argparse.Namespace) -> None:
-    count = given.clients or WORKS[given.work].clients
+def request(args: argparse.Namespace) -> None:
+    count = args.clients or WORKS[args.work].clients
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        model, arguments = served(given, Path(directory))
+        model, arguments = create_served_model(args, Path(directory))
         name = model.partition("=")[0]
-        with own_server(model, *arguments, settings={"DTYPE": given.dtype}) as server:
-            times, seconds, spent = calls(server.url, name, given)
+        with own_server(model, *arguments, settings={"DTYPE": args.dtype}) as server:
+            times, seconds, spent = calls(server.url, name, args)
         median_ms = 1000 * statistics.median(end - begin for begin, end in times)
         each_ms = 1000 * seconds / len(times)
         print(f"{len(times)} calls by {count} at once: p50 {median_ms:.1f} ms, one each {each_ms:.1f} ms")
@@ -178,45 +180,45 @@ def request(given: argparse.Namespace) -> None:
             print("no traces: pip install 'tinsmith[otel]'")
             return
         with collector() as (url, spans):
-            with own_server(model, *arguments, settings={"DTYPE": given.dtype, "OTLP_ENDPOINT": url}) as server:
-                times, _, _ = calls(server.url, name, given)
-        show_spans(times, spans, laid_out=count == 1 and given.what != "samples")
+            with own_server(model, *arguments, settings={"DTYPE": args.dtype, "OTLP_ENDPOINT": url}) as server:
+                times, _, _ = calls(server.url, name, args)
+        show_spans(times, spans, laid_out=count == 1 and args.what != "samples")
 
 
-def served(given: argparse.Namespace, directory: Path) -> tuple[str, tuple[str, ...]]:
-    model = f"bench/{given.size}={make(given.size, directory / given.size)}"
-    return model, ("--backend", "fake") if given.fake else ()
+def create_served_model(args: argparse.Namespace, directory: Path) -> tuple[str, tuple[str, ...]]:
+    model = f"bench/{args.size}={make(args.size, directory / args.size)}"
+    return model, ("--backend", "fake") if args.fake else ()
 
 
 def show_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out: bool) -> None:
     """Medians over the calls of each part, by its name and its place among those of that name in the call."""
     last = max(end for _, end in times)
-    begun, taken = defaultdict(list), defaultdict(list)
+    starts, durations = defaultdict(list), defaultdict(list)
     ordered = sorted(spans, key=lambda span: span.begun_s)
     if laid_out:
         for begin, end in times:
-            seen: dict[tuple[str, str], int] = defaultdict(int)
+            occurrences: dict[tuple[str, str], int] = defaultdict(int)
             for span in ordered:
                 if begin <= span.begun_s < end:
-                    seen[span.process, span.name] += 1
-                    key = span.process, span.name, seen[span.process, span.name]
-                    begun[key].append(1000 * (span.begun_s - begin))
-                    taken[key].append(1000 * (span.ended_s - span.begun_s))
+                    occurrences[span.process, span.name] += 1
+                    key = span.process, span.name, occurrences[span.process, span.name]
+                    starts[key].append(1000 * (span.begun_s - begin))
+                    durations[key].append(1000 * (span.ended_s - span.begun_s))
         print(f"\n{'begins':>8s} {'takes':>8s}   ms after the call began; by the service's own traces")
     else:
         first = min(begin for begin, _ in times)
         for span in ordered:
             if first <= span.begun_s <= last:
                 key = span.process, span.name, 1
-                begun[key].append(0.0)
-                taken[key].append(1000 * (span.ended_s - span.begun_s))
+                starts[key].append(0.0)
+                durations[key].append(1000 * (span.ended_s - span.begun_s))
         print(f"\n{'number':>8s} {'takes':>8s}   ms; by the service's own traces")
-    kept = [key for key, values in taken.items() if not laid_out or len(values) > len(times) // 2]
-    for key in sorted(kept, key=lambda key: statistics.median(begun[key])):
-        process, name, place = key
-        first_column = f"{statistics.median(begun[key]):8.1f}" if laid_out else f"{len(taken[key]):8d}"
-        label = f"{process}: {name}" + (f", {place}." if place > 1 else "")
-        print(f"{first_column} {statistics.median(taken[key]):8.1f}   {label}")
+    shown_keys = [key for key, values in durations.items() if not laid_out or len(values) > len(times) // 2]
+    for key in sorted(shown_keys, key=lambda key: statistics.median(starts[key])):
+        process, name, occurrence = key
+        first_column = f"{statistics.median(starts[key]):8.1f}" if laid_out else f"{len(durations[key]):8d}"
+        label = f"{process}: {name}" + (f", {occurrence}." if occurrence > 1 else "")
+        print(f"{first_column} {statistics.median(durations[key]):8.1f}   {label}")
     if laid_out:
         print(
             f"{1000 * statistics.median(end - begin for begin, end in times):8.1f} {'':8s}   the client has the result"
@@ -228,7 +230,7 @@ def show_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out:
 
 @dataclass(slots=True)
 class Costs:
-    """Of steps: seconds, processor seconds and page faults of each."""
+    """Seconds, processor seconds and page faults of each step."""
 
     wall: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)
@@ -251,11 +253,11 @@ def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def packed(given: argparse.Namespace, directory: Path) -> Call:
-    return step_runner(directory, given.dtype)(WORKS[given.work])
+def open_packed(args: argparse.Namespace, directory: Path) -> Call:
+    return step_runner(directory, args.dtype)(WORKS[args.work])
 
 
-def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call, Call]:
+def sampling(args: argparse.Namespace, directory: Path, new: int) -> tuple[Call, Call]:
     """A step of an engine's sampler; and what hands it as many prompts as run at once, for so many new tokens each."""
     import numpy as np
 
@@ -264,57 +266,57 @@ def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call
     from tinsmith.base_models import read_shape
     from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
 
-    backend = TorchBackend(read_shape("bench/decode", directory), device="cpu", dtype=given.dtype)
-    for index in range(given.adapters):
+    backend = TorchBackend(read_shape("bench/decode", directory), device="cpu", dtype=args.dtype)
+    for index in range(args.adapters):
         name = f"m{index}"
         backend.create_model(name, LoraSpec(RANK, seed=index))
-        (tokens,) = sequences(Work("", 1, (PROMPT,)), index)
+        (tokens,) = sequences(Workload("", 1, (PROMPT,)), index)
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(PROMPT, np.float32)}
         datum = Datum(tokens[:-1].astype(np.int32), inputs)
         run_to_end(backend.run_passes([Pass("r", name, (datum,), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", name, AdamParams(LEARNING_RATE))])
         backend.publish(name, f"v{index}")
-    numbers = itertools.count()
+    request_numbers = itertools.count()
     params = SamplingParams(max_tokens=new, temperature=1.0, stop_eos=False)
 
     def submit() -> None:
-        for _, index in zip(range(given.at_once), itertools.cycle(range(given.adapters)), strict=False):
+        for _, index in zip(range(args.at_once), itertools.cycle(range(args.adapters)), strict=False):
             tokens = np.array(prompt(), np.int32)
-            backend.sampler.submit(Sample(f"r{next(numbers)}", f"v{index}", tokens, 1, params))
+            backend.sampler.submit(Sample(f"r{next(request_numbers)}", f"v{index}", tokens, 1, params))
 
     return backend.sampler.step, submit
 
 
-def decode(given: argparse.Namespace, directory: Path) -> Call:
+def decode(args: argparse.Namespace, directory: Path) -> Call:
     """One decode step of as many sequences."""
     # Enough for the warm-up and every profiler, and none of them ends in between.
-    step, submit = sampling(given, directory, 8 * PROFILED)
+    step, submit = sampling(args, directory, 8 * PROFILED)
     submit()
-    for _ in range(given.at_once * PROMPT // 512 + 2):
+    for _ in range(args.at_once * PROMPT // 512 + 2):
         step()  # prompts
     return step
 
 
-def prompts(given: argparse.Namespace, directory: Path) -> Call:
+def prompts(args: argparse.Namespace, directory: Path) -> Call:
     """New prompts to the first token of each. A step without work takes no time."""
-    step, submit = sampling(given, directory, 1)
+    step, submit = sampling(args, directory, 1)
 
     def run() -> None:
         submit()
-        for _ in range(-(-given.at_once * PROMPT // 512)):
+        for _ in range(-(-args.at_once * PROMPT // 512)):
             step()
 
     return run
 
 
-def inside(given: argparse.Namespace) -> None:
-    """In a process with an engine's environment."""
+def inside(args: argparse.Namespace) -> None:
+    """Profile steps in this process, which has an engine's environment."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        made = make(given.size, Path(directory) / given.size)
-        run = {"packed": packed, "decode": decode, "prompts": prompts}[given.what](given, made)
+        model_directory = make(args.size, Path(directory) / args.size)
+        run = {"packed": open_packed, "decode": decode, "prompts": prompts}[args.what](args, model_directory)
         for _ in range(2):
             run()
         costs = Costs()
@@ -322,10 +324,10 @@ def inside(given: argparse.Namespace) -> None:
             costs.measure(run)
         costs.show()
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(PROFILED):
                 run()
-        show_operators(found.key_averages())
+        show_operators(profiler.key_averages())
         python = cProfile.Profile()
         python.enable()
         for _ in range(PROFILED):
@@ -335,27 +337,29 @@ def inside(given: argparse.Namespace) -> None:
 
 
 def show_operators(events: Sequence) -> None:
-    whole = sum(event.self_cpu_time_total for event in events)
+    total = sum(event.self_cpu_time_total for event in events)
     print(f"\n{'share':>6s} {'ms':>8s} {'calls':>7s}   operators of a step, by the time in them alone")
     for event in sorted(events, key=lambda event: -event.self_cpu_time_total)[:TOP]:
-        own = event.self_cpu_time_total
-        print(f"{own / whole:6.1%} {own / 1000 / PROFILED:8.2f} {event.count / PROFILED:7.1f}   {event.key[:60]}")
+        self_time = event.self_cpu_time_total
+        step_ms = self_time / 1000 / PROFILED
+        print(f"{self_time / total:6.1%} {step_ms:8.2f} {event.count / PROFILED:7.1f}   {event.key[:60]}")
 
 
 def show_functions(stats: pstats.Stats) -> None:
-    """Those of Python's own code; what is built in has the operators' time in it."""
-    every = [(path, line, name, row) for (path, line, name), row in stats.stats.items() if path != "~"]  # type: ignore[attr-defined]
+    """Print the functions of Python code; built-in ones include the operators' time."""
+    functions = [(path, line, name, row) for (path, line, name), row in stats.stats.items() if path != "~"]  # type: ignore[attr-defined]
     print(f"\n{'ms':>8s} {'calls':>7s}   Python functions of a step, by the time in them alone")
-    for path, line, name, (_, count, own, *_rest) in sorted(every, key=lambda each: -each[3][2])[:TOP]:
-        place = "/".join(Path(path).parts[-2:])
-        print(f"{1000 * own / PROFILED:8.2f} {count / PROFILED:7.1f}   {name} ({place}:{line})")
+    for path, line, name, (_, count, self_time, *_) in sorted(functions, key=lambda function: -function[3][2])[:TOP]:
+        module = "/".join(Path(path).parts[-2:])
+        print(f"{1000 * self_time / PROFILED:8.2f} {count / PROFILED:7.1f}   {name} ({module}:{line})")
 
 
 # All that were missed.
 
 
 def of_missed(directory: Path, out: Path | None) -> None:
-    flags = dict.fromkeys(each for target in missed(Figures.of(directory)) for each in target.profile)
+    missed = find_missed(Figures.of(directory))
+    flags = dict.fromkeys(profile_flags for target in missed for profile_flags in target.profile)
     lines = [
         "# Where the time goes",
         "",
@@ -364,14 +368,23 @@ def of_missed(directory: Path, out: Path | None) -> None:
         f"{machine()}." if flags else "No figures yet.",
         "",
     ]
-    for each in flags:
-        print(f"\n## {each}", flush=True)
-        command = [sys.executable, __file__, *shlex.split(each)]
-        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        print(found.stdout, flush=True)
-        lines += [f"## {each}", "", f"`python benchmarks/where.py {each}`", "", "```", found.stdout.strip(), "```", ""]
-        if found.returncode:
-            lines += [f"Not whole: it ended with status {found.returncode}.", ""]
+    for profile_flags in flags:
+        print(f"\n## {profile_flags}", flush=True)
+        command = [sys.executable, __file__, *shlex.split(profile_flags)]
+        completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        print(completed.stdout, flush=True)
+        lines += [
+            f"## {profile_flags}",
+            "",
+            f"`python benchmarks/where.py {profile_flags}`",
+            "",
+            "```",
+            completed.stdout.strip(),
+            "```",
+            "",
+        ]
+        if completed.returncode:
+            lines += [f"Not whole: it ended with status {completed.returncode}.", ""]
     if out:
         out.write_text("\n".join(lines))
 
@@ -391,26 +404,26 @@ def main() -> None:
     parser.add_argument("--warm-ups", type=int, help="calls of each client before those")
     parser.add_argument("--fake", action="store_true", help="an engine that computes nothing")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.what == "missed":
-        if given.directory is None:
+    args = parser.parse_args()
+    if args.what == "missed":
+        if args.directory is None:
             parser.error("missed needs the directory of the figures")
-        of_missed(given.directory, given.out)
+        of_missed(args.directory, args.out)
         return
-    given.size = given.size or ("tiny" if given.what in ("forward", "step", "publish") else "m50")
-    given.dtype = given.dtype or ("float32" if given.size == "tiny" else "bfloat16")
-    few = given.what == "samples" or WORKS[given.work].num_tokens > 256 or (given.clients or 1) > 1
-    given.runs = given.runs or (5 if few else 40)
-    given.warm_ups = given.warm_ups if given.warm_ups is not None else (2 if few else WARM_UPS)
-    if given.what in REQUESTS:
-        print(f"{given.size}, {given.dtype}; {machine()}", flush=True)
-        request(given)
-    elif given.inside:
-        inside(given)
+    args.size = args.size or ("tiny" if args.what in ("forward", "step", "publish") else "m50")
+    args.dtype = args.dtype or ("float32" if args.size == "tiny" else "bfloat16")
+    is_slow = args.what == "samples" or WORKS[args.work].num_tokens > 256 or (args.clients or 1) > 1
+    args.runs = args.runs or (5 if is_slow else 40)
+    args.warm_ups = args.warm_ups if args.warm_ups is not None else (2 if is_slow else WARM_UPS)
+    if args.what in REQUESTS:
+        print(f"{args.size}, {args.dtype}; {machine()}", flush=True)
+        request(args)
+    elif args.inside:
+        inside(args)
     else:
         from tinsmith.settings import engine_environment
 
-        print(f"{given.size}, {given.dtype}; {machine()}", flush=True)
+        print(f"{args.size}, {args.dtype}; {machine()}", flush=True)
         flags = [*sys.argv[1:], "--inside"]
         sys.exit(
             subprocess.run(

@@ -46,7 +46,7 @@ from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory
-from tinsmith.plan.degrees import Workload, needs_of
+from tinsmith.plan.degrees import Workload, estimate_needs
 from tinsmith.plan.memory import base_bytes
 from tinsmith.plan.speed import StepShare, all_gather_bytes, all_reduce_bytes, calls, traffic
 from tinsmith.settings import Settings
@@ -437,7 +437,7 @@ def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> N
         model = read_directory(Path(shape.path))
         wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
         held = own(backend).memory_use()["base"]
-        assert held == pytest.approx(needs_of(model, wanted, DEGREES["pp2"]).base, rel=0.1)
+        assert held == pytest.approx(estimate_needs(model, wanted, DEGREES["pp2"]).base, rel=0.1)
         assert held < 0.6 * memory.base_bytes(model, dtype="float32", quantize="off")
         adapter = own(backend)._models["m0"].adapter
         assert adapter.compute_P.nbytes < 0.75 * adapter.flat_P.nbytes

@@ -36,7 +36,7 @@ from tinsmith.base_models import eos_token_ids, nano, read_shape
 from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.samplers import Sampler
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
-from tinsmith.samplers.remote.dialect import Ask, PromptAsk
+from tinsmith.samplers.remote.dialect import EngineRequest, PromptScoring
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.settings import Settings
 from tinsmith.types import (
@@ -236,10 +236,10 @@ def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: P
     answers(pair.vllm, asked("up", None))
     dialect = VllmDialect(frozenset({2}), 512)
     params = SamplingParams(max_tokens=3, temperature=1.0)
-    ask = Ask("id", None, PROMPT.tolist(), params, 3, seed=3, topk=2)
+    ask = EngineRequest("id", None, PROMPT.tolist(), params, 3, seed=3, topk=2)
     bodies = [dialect.call(ask).body]
-    bodies.append(dialect.call(Ask("id", None, PROMPT.tolist(), params, 1, only=(4, 5))).body)
-    bodies.append(dialect.call(Ask("id", None, PROMPT.tolist(), params, 1, prompt=PromptAsk(1, 2))).body)
+    bodies.append(dialect.call(EngineRequest("id", None, PROMPT.tolist(), params, 1, only_ids=(4, 5))).body)
+    bodies.append(dialect.call(EngineRequest("id", None, PROMPT.tolist(), params, 1, prompt=PromptScoring(1, 2))).body)
     bodies.append({**bodies[0], "model": "nobody"})
     bodies.append({**bodies[0], "prompt": PROMPT.tolist() * 200})
     requests = [("/v1/completions", body) for body in bodies]

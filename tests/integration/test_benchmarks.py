@@ -213,7 +213,7 @@ def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytes
 def test_the_suite_asks_for_flags_that_the_scripts_have() -> None:
     for part in importlib.import_module("suite").PARTS:
         text = (BENCHMARKS / part.script).read_text()
-        for flag in re.findall(r"--[a-z-]+", f"{part.whole} {part.quick or ''} --json"):
+        for flag in re.findall(r"--[a-z-]+", f"{part.full} {part.quick or ''} --json"):
             assert f'"{flag}"' in text, f"{part.script} has no {flag}"
 
 

@@ -175,7 +175,7 @@ def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
 
     told: list[tuple[str, str]] = []
     runs = {"quick": lambda: run("quick", 1.0), "fails": fails, "long": lambda: run("long", 4.0)}
-    found = turns.in_turns(runs, 2, lambda name, why: told.append((name, why)))
+    found = turns.run_in_turns(runs, 2, lambda name, why: told.append((name, why)))
     assert order == ["quick", "fails", "long", "quick", "quick", "long", "quick", "long"]
     assert told == [("fails", "it ended with 1")]
     assert found == {"quick": [1.0, 1.0], "long": [4.0, 4.0]}
@@ -184,7 +184,7 @@ def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
 def test_ratios_are_of_runs_that_followed_each_other(turns: ModuleType) -> None:
     """Ratios are of interleaved runs, so a machine that slows down by half does not change them."""
     ours, theirs = [1.0, 2.0, 4.0], [3.0, 6.0, 12.0]
-    assert turns.times_as_fast(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
+    assert turns.compute_speedup(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
 
 
 def test_a_child_answers_what_it_is_asked_until_it_ends(
@@ -193,8 +193,8 @@ def test_a_child_answers_what_it_is_asked_until_it_ends(
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from turns import questions
-for question, answer in questions():
+from turns import serve_requests
+for question, answer in serve_requests():
     print("a library says something")
     if question["number"] == 3:
         sys.exit(7)
@@ -223,8 +223,8 @@ def test_a_child_is_stopped_while_it_is_not_its_turn(
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from turns import questions
-for question, answer in questions():
+from turns import serve_requests
+for question, answer in serve_requests():
     answer({})
 """
     (tmp_path / "script.py").write_text(script)

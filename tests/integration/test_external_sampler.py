@@ -34,13 +34,13 @@ from support.external_sampling import EOS, PATIENCE_S, PROMPT, SHAPE, Fake, Outc
 from support.live import API_KEY, serving
 from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling, options_of, with_remote_sampler
+from tinsmith.backends.with_remote_sampler import VersionFiles, open_remote_sampler, split_options, with_remote_sampler
 from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, UserError
 from tinsmith.samplers.remote import attendant
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.connection import EngineAccess
-from tinsmith.samplers.remote.dialect import seed_of
+from tinsmith.samplers.remote.dialect import derive_seed
 from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
@@ -208,7 +208,7 @@ def test_a_seed_gives_the_same_answers_and_every_sample_its_own(kind: str, opene
     # No answer of one seed is one of the next: engines count seeds up.
     everything = [tuple(one) for request_id in ("1-0", "2-0") for one in tokens(request_id)]
     assert len(set(everything)) == 8
-    assert len({seed_of(seed, index, 31) for seed in range(8) for index in range(8)}) == 64
+    assert len({derive_seed(seed, index, 31) for seed in range(8) for index in range(8)}) == 64
 
 
 def test_requests_without_a_seed_differ(kind: str, opened: Open) -> None:
@@ -313,7 +313,7 @@ def test_a_prompt_that_fills_the_engines_context_is_scored(kind: str, opened: Op
 
 def test_targets_beyond_what_vllm_can_tell_are_refused() -> None:
     with pytest.raises(NotSupportedError, match="target_prompt_logprobs"):
-        VllmDialect(EOS, 150_000).about_prompt(1, 0, (1,), 100)
+        VllmDialect(EOS, 150_000).prompt_scoring(1, 0, (1,), 100)
 
 
 def weight_of(place: Place, result: SampleResult, weights: Sequence[float]) -> float:
@@ -357,7 +357,7 @@ def test_a_version_that_is_replaced_while_a_request_runs_on_it(kind: str, opened
 
 
 def test_adapters_leave_in_the_order_of_their_use_and_come_back(kind: str, opened: Open, tmp_path: Path) -> None:
-    place = opened(kind, Fake(most_adapters=2), most_adapters=2)
+    place = opened(kind, Fake(most_adapters=2), max_adapters=2)
     for step in range(4):
         place.publish(f"v{step}", step / 10)
     for version in ("v0", "v1", "v0", "v2", "v3", "v0", "v1"):
@@ -682,7 +682,7 @@ def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
     files = VersionFiles(tmp_path / "versions")
     with external_engines.running("vllm", Fake()) as fake:
         engine = RemoteEngine(tmp_path / "adapters", tmp_path / "log", url=fake.url)
-        holder = only_sampling(files, "vllm", engine, SHAPE, EOS)
+        holder = open_remote_sampler(files, "vllm", engine, SHAPE, EOS)
         sampler = cast(ExternalSampler, holder.sampler)
         try:
             holder.load_version("v", saved)
@@ -735,7 +735,7 @@ def test_settings_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="choose 'local'"):
         with_remote_sampler(FakeBackend(SHAPE), "else", engine, SHAPE, EOS)
     with pytest.raises(SettingsError, match="sampler_options"):
-        options_of('--one "two')
+        split_options('--one "two')
 
 
 def test_options_given_by_hand_come_before_ours() -> None:

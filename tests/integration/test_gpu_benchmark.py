@@ -79,7 +79,7 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
     assert tried == [(False, 4), (True, 4), (True, 2)]
     limit = 0
     contestant = gpu.Contestant("PEFT", peft.step(shape[0]), 96)
-    gpu.Device("cpu").in_turns([contestant], 3, gpu.Budget(60.0))
+    gpu.Device("cpu").run_in_turns([contestant], 3, gpu.Budget(60.0))
     assert contestant.figures(1e12) == {"failed": "OutOfMemoryError: 16 GiB"}
     base = peft.base()
     assert not any("lora" in name for name, _ in base.named_parameters())

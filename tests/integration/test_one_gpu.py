@@ -34,7 +34,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(with_remote_sampler, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(with_remote_sampler, "SHARED_MEMORY", tmp_path / "shm")
     return tmp_path / "shm"
 
 

@@ -20,7 +20,7 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
 from tinsmith.samplers.local import engine
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.samplers.local.scheduler import RELAXED_AFTER
+from tinsmith.samplers.local.scheduler import RELAX_AFTER_STEPS
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import Sample, SampleResult, SamplingParams
 
@@ -140,7 +140,7 @@ def test_the_youngest_half_waits_and_the_others_go_on(
     shortage.num = 1
     sampler.step()
     assert [sequence.request.sample.request_id for sequence in sampler._batcher.running] == ["0", "1", "2", "3"]
-    for _ in range(RELAXED_AFTER + 1):
+    for _ in range(RELAX_AFTER_STEPS + 1):
         sampler.step()
     assert len(sampler._batcher.running) == 8, "they come back once memory has been enough for a while"
     assert finish(sampler).keys() == {str(number) for number in range(8)}

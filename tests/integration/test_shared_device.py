@@ -138,7 +138,7 @@ def test_requests_queue_while_the_trainer_has_the_device_and_none_is_lost(kind: 
 def test_an_engine_that_dies_asleep_comes_back_when_the_trainer_has_left(
     kind: str, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "HEALTH_S", 0.1)
+    monkeypatch.setattr(connection_module, "HEALTH_INTERVAL_S", 0.1)
     place = opened(kind)
     before = place.answer(sample("before", "v"))
     place.backend.optim_step([])

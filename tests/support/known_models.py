@@ -14,7 +14,7 @@ from typing import cast
 from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
-from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, needs_of
+from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, estimate_needs
 from tinsmith.plan.speed import DEVICES, StepShare, step_time, traffic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -113,7 +113,7 @@ def render() -> str:
     lines = []
     for known in KNOWN:
         model = known.model
-        needs = needs_of(model, Workload(1, DEVICE_BYTES), Degrees())
+        needs = estimate_needs(model, Workload(1, DEVICE_BYTES), Degrees())
         per_token = memory.key_value_bytes(model, dtype="bfloat16") / 1024
         plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [

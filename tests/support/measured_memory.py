@@ -25,7 +25,7 @@ from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
 from tinsmith.plan import memory
-from tinsmith.plan.architecture import read_directory, tower_numbers
+from tinsmith.plan.architecture import read_directory, tower_activations
 from tinsmith.runtime import malloc
 from tinsmith.types import Datum, LoraSpec, Pass, PassResult
 
@@ -76,7 +76,7 @@ def _step(
     architecture = read_directory(path)
     kept = memory.activations(architecture, dtype="float32", cuda=False)
     expected = kept.num_bytes(tokens // ranks, recompute=recompute == "on")
-    expected += 4 * memory.adapter_numbers(architecture, 8)  # the gradient of the step
+    expected += 4 * memory.adapter_parameters(architecture, 8)  # the gradient of the step
     return {"expected": expected, "measured": peak.num_bytes}
 
 
@@ -102,7 +102,7 @@ def _tower(model_type: str) -> dict[str, object]:
         run(2)
         with _Peak() as peak:
             run(32)
-    expected = memory.tower_bytes(tower_numbers(config), num_tokens, dtype="float32")
+    expected = memory.tower_bytes(tower_activations(config), num_tokens, dtype="float32")
     return {"size": model_type, "tower": True, "expected": expected, "measured": peak.num_bytes}
 
 

@@ -18,7 +18,7 @@ from tinsmith.chat.generation_request import json_grammar
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import UserError
 from tinsmith.samplers.local.engine import LocalSampler
-from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, Grammars
+from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, GrammarCache
 from tinsmith.samplers.local.sampling import uniform
 from tinsmith.types import Adjustments, Grammar, SampledSequence, SamplingParams
 
@@ -266,7 +266,7 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named
 @pytest.mark.parametrize("seed", range(8))
 def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseModel, seed: int) -> None:
     """Tokens are drawn uniformly from the allowed ones, which is the worst case of a model."""
-    grammars = Grammars(chatty.tokenizer, 512, frozenset([chatty.tokenizer.eos_token_id]))
+    grammars = GrammarCache(chatty.tokenizer, 512, frozenset([chatty.tokenizer.eos_token_id]))
     dice = np.random.default_rng(seed)
     digits = [chatty.tokenizer.encode(digit)[0] for digit in "0123456789"]
 
@@ -274,8 +274,8 @@ def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseM
         constraint = grammars.constraint(json_grammar({"type": "array", "prefixItems": [schema], "items": False,
                                                        "minItems": 1}))  # fmt: skip
         tokens: list[int] = []
-        while not constraint.finished and len(tokens) < 200:
-            allowed = np.flatnonzero(constraint.allowed())
+        while not constraint.is_finished and len(tokens) < 200:
+            allowed = np.flatnonzero(constraint.token_mask())
             tokens.append(int(dice.choice([token for token in allowed if token in digits] or allowed)))
             if tokens[-1] == chatty.tokenizer.eos_token_id:
                 break

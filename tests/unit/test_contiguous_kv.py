@@ -22,7 +22,7 @@ from tinsmith.samplers.local import contiguous_kv
 from tinsmith.samplers.local.contiguous_kv import CAPACITY_STEP, ContiguousKV, DecodeRow, capacity_for, position_bytes
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -66,7 +66,10 @@ class World:
 
     def step(self, names: list[str], **options: object) -> int:
         """Decode one token of each sequence and compare; returns how many had a slot."""
-        rows = [Rows(len(s[0]), len(s[0]) + 1, self.blocks[n], n) for n, s in ((n, self.sequences[n]) for n in names)]
+        rows = [
+            SequenceRows(len(s[0]), len(s[0]) + 1, self.blocks[n], n)
+            for n, s in ((n, self.sequences[n]) for n in names)
+        ]
         plan = PagedPlan(self.cache, rows, CPU, self.contiguous)
         for layer, shape in enumerate(SHAPES):
             k, v = self.random(len(names), shape)
@@ -196,7 +199,7 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
         world.join(f"s{number}", 9)
     names = list(world.sequences)
     world.step(names)
-    steps = world.contiguous.place([DecodeRow(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
+    steps = world.contiguous.assign_slots([DecodeRow(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
     q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     clean = steps[0].attend(0, q, k, v, scale=0.3)
     k[2], v[2] = torch.nan, torch.inf
@@ -259,7 +262,7 @@ def test_in_bfloat16_slots_are_as_exact_as_blocks(
         blocks = list(range(1 + 8 * index, 9 + 8 * index))
         slots = torch.tensor([blocks[at // 16] * 16 + at % 16 for at in range(length - 1)])
         cache.write(0, slots, k[index, :-1], v[index, :-1])
-        rows.append(Rows(length - 1, length, blocks, index))
+        rows.append(SequenceRows(length - 1, length, blocks, index))
     expected = torch.stack([attention(q[i], k[i], v[i], **options) for i in range(num)])
     errors = []
     for contiguous in (None, ContiguousKV(cache, 2**30, CPU)):

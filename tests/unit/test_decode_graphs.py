@@ -40,12 +40,12 @@ class Uncaptured(DecodeGraphs):
     def _capture(self, key: object, step: object) -> bool:
         step.graph = self  # pyright: ignore
         self._last = key, step
-        step.hidden_nD = self._through(key, step)  # pyright: ignore
+        step.hidden_nD = self._forward(key, step)  # pyright: ignore
         return True
 
     def replay(self) -> None:
         key, step = self._last
-        step.hidden_nD.copy_(self._through(key, step))  # pyright: ignore
+        step.hidden_nD.copy_(self._forward(key, step))  # pyright: ignore
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[
 def test_rows_of_several_adapters_are_what_they_are_without_graphs(
     shape: ModelShape, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "MIN_WIDTH", 2)  # longer tables come with longer sequences
+    monkeypatch.setattr(decode_graphs, "MIN_TABLE_WIDTH", 2)  # longer tables come with longer sequences
     plain, ours = samplers(shape, ranks, 4)
     versions = [None, *map(str, range(len(ranks)))]
     samples = [
@@ -109,7 +109,7 @@ def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
     ours.submit(sample)
     for _ in range(4):
         ours.step()
-    ours.note_moved_weights()
+    ours.forget_weight_addresses()
     assert_same(finish(ours)["s"], expected, atol=3e-4)
 
 
@@ -130,7 +130,7 @@ def test_a_graph_that_cannot_be_captured_is_given_up(shape: ModelShape, tmp_path
 
     def fails(key: object, step: object) -> bool:
         assert ours._graphs is not None
-        ours._graphs._works = False
+        ours._graphs._can_capture = False
         return False
 
     ours._graphs._capture = fails  # pyright: ignore

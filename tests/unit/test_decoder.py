@@ -130,7 +130,7 @@ def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: 
 def test_large_weights_are_stored_once_and_decode_as_the_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, dtype: str, lengths: list[int]
 ) -> None:
-    monkeypatch.setattr(decoder_module, "MOST_PACKED", 0)
+    monkeypatch.setattr(decoder_module, "MAX_PACKED_BYTES", 0)
     base = loaded(tmp_path, arch, dtype)
     before = base.num_bytes
     adapters = [adapter(base, seed, 8, unembed=True) for seed in range(len(lengths))]

@@ -270,7 +270,7 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
     choice = recompute.Recompute("auto", context)
     choice.wrap(nn.ModuleList([experts]))
     call(experts, Routing.of([None], [3]), rows(3))
-    needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
+    needed = 100 * recompute.SAVED_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
     for free, expected in ((1.01 * needed / recompute.RECOMPUTE_SHARE, False), (needed, True)):
         monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
         choice.decide(100, torch.device("cpu"))

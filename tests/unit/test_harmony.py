@@ -21,7 +21,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
-from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.grammar import GrammarCache
 from tinsmith.wire.fields import validate
 
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -173,8 +173,8 @@ def test_a_required_call_is_held_to_the_format_and_the_schema(
     plan = chat(text, tool_choice=choice)
     assert plan.params.adjustments and plan.params.adjustments.grammar
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = Grammars(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    matcher = grammars.compiled(plan.params.adjustments.grammar).deep_copy()
+    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+    matcher = grammars.compile(plan.params.adjustments.grammar).deep_copy()
     ids = text.encode(CALL + call, special=False)
     assert (matcher.validate_tokens(ids) == len(ids)) == fits
     if fits:

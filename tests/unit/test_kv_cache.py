@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 from tinsmith.backends.torch.attention import Window
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, LayerShape, chain_key, root_key
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 from tinsmith.samplers.local.request import Request, Sequence, StopRule, Weights
 from tinsmith.samplers.local.scheduler import Batcher, SamplerStep
 from tinsmith.types import Sample, SamplingParams
@@ -71,8 +71,8 @@ class _Shadow:
         self.num_computed = 0
 
     def submit(self, request: Request) -> None:
-        self.live[request.number] = [_sequence(request)]
-        self.batcher.add(self.live[request.number][0])
+        self.live[request.arrival_index] = [_sequence(request)]
+        self.batcher.add(self.live[request.arrival_index][0])
 
     def cancel(self, number: int) -> None:
         self.batcher.remove(self.live.pop(number, []))
@@ -102,7 +102,7 @@ class _Shadow:
     def _compute(self, sequence: Sequence, start: int, stop: int) -> None:
         assert start == sequence.num_cached < stop <= sequence.length
         self.num_computed += stop - start
-        tokens = (sequence.request.weights.number, *sequence.tokens_T[:stop].tolist())
+        tokens = (sequence.request.weights.weights_id, *sequence.tokens_T[:stop].tolist())
         for position in range(start, stop):
             block = sequence.blocks[position // BLOCK]
             assert block != 0
@@ -110,7 +110,7 @@ class _Shadow:
             self.slots[block, position % BLOCK] = tokens[: position + 2]
 
     def _check_reads(self, sequence: Sequence, stop: int) -> None:
-        tokens = (sequence.request.weights.number, *sequence.tokens_T[:stop].tolist())
+        tokens = (sequence.request.weights.weights_id, *sequence.tokens_T[:stop].tolist())
         for position in range(stop):
             held = self.slots[sequence.blocks[position // BLOCK], position % BLOCK]
             assert held == tokens[: position + 2]
@@ -122,14 +122,14 @@ class _Shadow:
         request, family = leader.request, [leader]
         if leader.index == 0 and not leader.num_generated and request.sample.num_samples > 1:
             children = [_sequence(request, i) for i in range(1, request.sample.num_samples)]
-            self.live[request.number] += children
+            self.live[request.arrival_index] += children
             family += self.batcher.fork(leader, children)
         for sequence in family:
             tokens = sequence.tokens_T[: sequence.length].tolist()
             if sequence.append(_next_token(tokens, sequence.index), 0.0, None):
                 self.batcher.remove([sequence])
                 self.answers[sequence.order] = tuple(sequence.tokens_T[: sequence.length].tolist())
-                self.live[request.number].remove(sequence)
+                self.live[request.arrival_index].remove(sequence)
 
 
 def _next_token(tokens: list[int], index: int) -> int:
@@ -203,8 +203,8 @@ def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
             cancelled.add(value)
         else:
             weights[value].alive = False
-            batcher.pool.forget(weights[value].number)
-            weights[value] = Weights(None, weights[value].number + 10)
+            batcher.pool.forget(weights[value].weights_id)
+            weights[value] = Weights(None, weights[value].weights_id + 10)
 
     for _ in range(5_000):
         if not batcher.running and not batcher.waiting:
@@ -216,7 +216,7 @@ def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
     pool = batcher.pool
     assert pool.num_live == 0
     assert pool.num_available == max_blocks
-    for namespace in {weight.number for weight in weights}:
+    for namespace in {weight.weights_id for weight in weights}:
         pool.forget(namespace)
     assert pool.num_cached == 0
     assert sorted(pool.allocate(max_blocks) or []) == list(range(1, max_blocks + 1))
@@ -520,7 +520,7 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
         cache.write(3, slots, k[:start], v[:start])
 
     q_THD = torch.randn(sum(new for _, new in sizes), num_heads, key_dim, generator=generator)
-    rows = [Rows(start, start + new, table) for (start, new), table in zip(sizes, tables, strict=True)]
+    rows = [SequenceRows(start, start + new, table) for (start, new), table in zip(sizes, tables, strict=True)]
     plan = PagedPlan(cache, rows, device)
     new_k, new_v = (
         torch.cat([x[start:] for x, (start, _) in zip(full, sizes, strict=True)]) for full in (full_k, full_v)
@@ -547,7 +547,7 @@ def test_a_sequence_of_nans_stays_alone_in_every_kind_of_group(parity: int):
     cache = KVCache({0: LayerShape(2, 8, 8, torch.float32)}, BLOCK, device)
     cache.resize(50)
     sizes = [(0, 6), (0, 9), (0, 4), (0, 9), (5, 1), (9, 1), (7, 5), (8, 6)]
-    rows = [Rows(start, start + new, range(1 + 5 * i, 6 + 5 * i)) for i, (start, new) in enumerate(sizes)]
+    rows = [SequenceRows(start, start + new, range(1 + 5 * i, 6 + 5 * i)) for i, (start, new) in enumerate(sizes)]
     plan = PagedPlan(cache, rows, device)
     torch.manual_seed(0)
     q, k, v = torch.randn(41, 4, 8), torch.randn(41, 2, 8), torch.randn(41, 2, 8)

@@ -282,7 +282,7 @@ def test_an_answer_that_stops_on_its_last_allowed_token_stopped(base: BaseModel)
 def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
     base: BaseModel, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * base.vocab_size)
+    monkeypatch.setattr(prompt_logprobs, "MAX_LOGIT_ELEMENTS", 5 * base.vocab_size)
     rows: list[int] = []
     logits = base.logits
 

@@ -356,7 +356,7 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
         return run
 
     free = running()
-    spare = free.backend.sampler._cache_budget.idle()
+    spare = free.backend.sampler._cache_budget.idle_bytes()
     run_to_end(free.backend.run_passes([passes_of("m", 0)]))
     kept = free.memory.take_peak()
     run = running(memory_budget=sum(free.memory.use().values()) - spare + int(kept * 0.9))

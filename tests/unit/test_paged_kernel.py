@@ -15,7 +15,7 @@ if not (NAMED and ON_CUDA):
 from tinsmith.backends.torch.attention import AttentionOptions, Window, reference, visible
 from tinsmith.samplers.local import paged_kernel
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 
 WHERE = DEVICE if NAMED else "cpu"
 LENGTHS = [1, 15, 0, 16, 17, 500]
@@ -116,7 +116,7 @@ def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
     cache._stores[shape].copy_(torch.randn(cache._stores[shape].shape))
     numbers = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
     spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63), (5, 30)]
-    every = [Rows(start, stop, [numbers.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
+    every = [SequenceRows(start, stop, [numbers.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
     every[5] = every[5]._replace(seen=np.array([2]))
     for rows in (every, every[1:2], every[3:4] + every[6:7], every[2:4], every[:1]):
         num = sum(row.stop - row.start for row in rows)

@@ -28,12 +28,12 @@ from support.known_models import DOCUMENT, KNOWN, Known, render
 from tinsmith.backends.torch import backend
 from tinsmith.cli import main as cli
 from tinsmith.cli import plan as report
-from tinsmith.cli.doctor import measured_rates
+from tinsmith.cli.doctor import measure_rates
 from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
-from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, evaluate, needs_of, problem_of
+from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, estimate_needs, evaluate, find_problem
 from tinsmith.plan.speed import DEVICES, LinkRate, Rates, StepShare, calls, step_time, token_s, traffic
 from tinsmith.settings import Settings
 
@@ -63,7 +63,7 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
     assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
     if one.active is not None:
         # OpenAI's published sizes omit the embeddings.
-        left_out = model.embedding_numbers if model.model_type == "gpt_oss" else 0
+        left_out = model.embedding_parameters if model.model_type == "gpt_oss" else 0
         assert (model.num_active - left_out) / 1e9 == pytest.approx(one.active, rel=0.02)
     else:
         assert model.num_active == model.num_parameters
@@ -92,11 +92,11 @@ def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) 
         model = AutoModelForImageTextToText.from_config(config)
     found = read(config.to_dict())
     assert found.num_parameters == model.num_parameters()
-    assert found.vision_numbers == model.model.visual.num_parameters() > 0
+    assert found.vision_parameters == model.model.visual.num_parameters() > 0
     wholes = [
-        memory.base_bytes(one, dtype="float32", quantize="off") for one in (found, replace(found, vision_numbers=0))
+        memory.base_bytes(one, dtype="float32", quantize="off") for one in (found, replace(found, vision_parameters=0))
     ]
-    assert wholes[0] - wholes[1] == 4 * found.vision_numbers
+    assert wholes[0] - wholes[1] == 4 * found.vision_parameters
     published = AutoConfig.for_model(family.model_type)
     with torch.device("meta"):
         assert (
@@ -112,7 +112,7 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
         targets = base.adaptable()
         for rank in (1, 8):
             numbers = sum(int(torch.Size(shape).numel()) for target in targets for shape in target.shapes(rank))
-            assert memory.adapter_numbers(read_directory(tmp_path / name), rank) == numbers
+            assert memory.adapter_parameters(read_directory(tmp_path / name), rank) == numbers
 
 
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path)
         cached = sum(shape.num_bytes for shape in layer_shapes(base).values())
         model = read_directory(tmp_path / name)
         assert memory.key_value_bytes(model, dtype="float32") == cached
-        assert 4 * model.state_numbers == state_bytes(probe_layers(base))
+        assert 4 * model.state_elements == state_bytes(probe_layers(base))
 
 
 def test_files_tell_their_own_size(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_measured_peaks_are_within_the_factor() -> None:
 def test_a_small_model_is_on_every_device() -> None:
     plan = choose(known("Llama-3.1-8B"), Workload(8, GPU))
     assert (plan.degrees, plan.mode) == (Degrees(8), "kept")
-    assert "holds the whole base (15.0 GiB)" in " ".join(plan.words)
+    assert "holds the whole base (15.0 GiB)" in " ".join(plan.reasons)
 
 
 def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed() -> None:
@@ -198,7 +198,7 @@ def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
     model = known("Qwen2.5-7B")
     plan = choose(model, Workload(3, 16 * 10**9, rank=8, context=2048))
     assert plan.degrees == Degrees(3, 1, shard_base=True)
-    assert plan.fits and "does not divide" in " ".join(plan.words)
+    assert plan.fits and "does not divide" in " ".join(plan.reasons)
 
 
 def test_taking_turns_is_the_last_resort_of_one_device() -> None:
@@ -209,7 +209,7 @@ def test_taking_turns_is_the_last_resort_of_one_device() -> None:
 
 def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> None:
     plan = choose(known("Qwen3-32B"), Workload(1, GPU))
-    words = " ".join(plan.words)
+    words = " ".join(plan.reasons)
     assert not plan.fits and plan.missing_bytes > 0
     assert f"lacks {plan.missing_bytes / 2**30:.1f} GiB" in words and "It fits on 2 such devices" in words
     assert choose(plan.model, replace(plan.workload, devices=2)).fits
@@ -219,13 +219,13 @@ def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> Non
     plan = choose(known("Llama-3.2-1B"), Workload(1, 8 * 2**30, context=131072))
     assert (
         not plan.fits
-        and "on 8 such devices: data parallel 1 x context parallel 4 x tensor parallel 2" in plan.words[-1]
+        and "on 8 such devices: data parallel 1 x context parallel 4 x tensor parallel 2" in plan.reasons[-1]
     )
     split = choose(plan.model, replace(plan.workload, devices=8))
-    assert split.degrees == Degrees(1, 2, context=4) and "a device trains 32768 of them" in split.words[0]
+    assert split.degrees == Degrees(1, 2, context=4) and "a device trains 32768 of them" in split.reasons[0]
     whole = replace(split.degrees, data=4, context=1)
-    assert needs_of(plan.model, split.workload, whole).least_activations > 3.9 * split.needs.least_activations
-    assert needs_of(plan.model, split.workload, whole).keys_and_values == split.needs.keys_and_values
+    assert estimate_needs(plan.model, split.workload, whole).least_activations > 3.9 * split.needs.least_activations
+    assert estimate_needs(plan.model, split.workload, whole).keys_and_values == split.needs.keys_and_values
 
 
 def test_ranks_of_a_stage_and_of_a_sampling_group_are_adjacent() -> None:
@@ -270,7 +270,7 @@ def test_layers_with_a_state_are_split_by_tokens_if_they_can(tmp_path: Path, nam
     families.make(tmp_path, next(one for one in families.FAMILIES if one.model_type == name))
     model, wanted = replace(read_directory(tmp_path), context=65536), Workload(4, GPU, context=65536)
     assert model.mixers == 2 and Degrees(context=4) in candidates(model, 4)
-    split, whole = (needs_of(model, wanted, degrees).activations for degrees in (Degrees(context=4), Degrees(4)))
+    split, whole = (estimate_needs(model, wanted, degrees).activations for degrees in (Degrees(context=4), Degrees(4)))
     assert (3.5 < whole / split < 4.01) if is_split else (whole / split < 2)
 
 
@@ -279,11 +279,11 @@ def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None
     model, wanted = known("Llama-3.1-70B"), Workload(3, 78 * 10**9)
     plan = choose(model, wanted)
     assert plan.fits and plan.degrees == Degrees(pipeline=3)
-    assert "a device holds at most 28 of 80 layers" in " ".join(plan.words)
+    assert "a device holds at most 28 of 80 layers" in " ".join(plan.reasons)
     without = [one for one in candidates(model, 3) if one.pipeline == 1]
     assert without and not any(evaluate(model, wanted, one).fits for one in without)
     assert choose(model, replace(wanted, devices=4)).degrees.pipeline == 1
-    assert "on no number of such devices" in choose(known("DeepSeek-V3"), Workload(8, GPU)).words[-1]
+    assert "on no number of such devices" in choose(known("DeepSeek-V3"), Workload(8, GPU)).reasons[-1]
 
 
 @given(
@@ -310,7 +310,7 @@ def test_the_largest_stage_counts() -> None:
     model, wanted = known("Llama-3.1-70B"), Workload(4, GPU)
     counts = memory.stages_of(model, 4)
     assert counts == (19, 21, 21, 19)  # the ends are about two layers each
-    whole, split = needs_of(model, wanted, Degrees()), needs_of(model, wanted, Degrees(pipeline=4))
+    whole, split = estimate_needs(model, wanted, Degrees()), estimate_needs(model, wanted, Degrees(pipeline=4))
     assert split.base == pytest.approx(21 * model.layer_sizes[0] * 2, rel=0.01)
     assert split.keys_and_values == pytest.approx(whole.keys_and_values * 21 / 80, rel=0.01)
     assert split.activations == pytest.approx(whole.activations * 76 / 80, rel=0.05)
@@ -322,12 +322,16 @@ def test_the_largest_stage_counts() -> None:
     [
         ({}, Degrees(pipeline=33), "pipeline parallel 33: the model has 32 layers"),
         ({}, Degrees(2, 1, shard_base=True, pipeline=2), "do not shard the base"),
-        ({"undivided": "has embeddings for each layer"}, Degrees(pipeline=2), "llama has embeddings for each layer"),
+        (
+            {"indivisible_reason": "has embeddings for each layer"},
+            Degrees(pipeline=2),
+            "llama has embeddings for each layer",
+        ),
         ({"layer_sizes": ()}, Degrees(pipeline=2), "does not mark which of its modules are layers"),
     ],
 )
 def test_layers_that_cannot_be_stages_are_named(model: dict[str, Any], degrees: Degrees, reason: str) -> None:
-    assert reason in str(problem_of(replace(known("Llama-3.1-8B"), **model), degrees))
+    assert reason in str(find_problem(replace(known("Llama-3.1-8B"), **model), degrees))
 
 
 def test_stages_wait_for_each_other() -> None:
@@ -356,14 +360,14 @@ def test_impossible_degrees_are_refused_with_the_reason(degrees: Degrees, words:
 
 
 def test_key_heads_count_too() -> None:
-    problem = problem_of(known("Qwen2.5-7B"), Degrees(1, 7))
+    problem = find_problem(known("Qwen2.5-7B"), Degrees(1, 7))
     assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
 
 
 def test_experts_are_spread_over_as_few_devices_as_will_do() -> None:
     plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert plan.degrees == Degrees(8, experts=2) and not evaluate(plan.model, plan.workload, Degrees(8)).fits
-    assert "Each of 2 devices has 64 of the 128 experts" in " ".join(plan.words)
+    assert "Each of 2 devices has 64 of the 128 experts" in " ".join(plan.reasons)
     large = choose(known("Qwen3-235B-A22B"), Workload(64, GPU))
     assert large.fits and large.degrees.experts == 64 and not large.degrees.shard_base
     # On an odd number of devices, layers are gathered with their experts.
@@ -373,7 +377,7 @@ def test_experts_are_spread_over_as_few_devices_as_will_do() -> None:
 def test_spread_experts_are_counted_once_for_all_devices() -> None:
     model = known("Qwen3-235B-A22B")
     one, of_eight = (memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=degree) for degree in (1, 8))
-    routed = 2 * sum(linear.numbers for linear in model.linears if linear.copies > 1)
+    routed = 2 * sum(linear.num_parameters for linear in model.linears if linear.copies > 1)
     assert one - of_eight == routed - routed // 8
     both = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, shards=8)
     assert routed // 8 < both < of_eight
@@ -391,13 +395,13 @@ def test_a_stage_holds_parts_of_its_own_experts() -> None:
     """The first three of DeepSeek-V3's 61 layers have none. A step's exchanges are divided among the stages."""
     model = known("DeepSeek-V3")
     assert [layer for layer, numbers in enumerate(model.expert_sizes) if not numbers] == [0, 1, 2]
-    routed = sum(linear.numbers for linear in model.linears if linear.copies > 1)
+    routed = sum(linear.num_parameters for linear in model.linears if linear.copies > 1)
     assert sum(model.expert_sizes) == routed
     stages, start, held = memory.stages_of(model, 4), 0, []
     for number, count in enumerate(stages):
         own = slice(start, start := start + count)
         experts = sum(model.expert_sizes[own])
-        ends = model.embedding_numbers if number in (0, 3) else 0
+        ends = model.embedding_parameters if number in (0, 3) else 0
         held.append(2 * (sum(model.layer_sizes[own]) - experts + experts / 8 + ends))
     found = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, stages=4)
     assert found == pytest.approx(max(held), rel=1e-3)
@@ -435,7 +439,7 @@ def test_quantised_weights_are_not_split() -> None:
 def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() -> None:
     model, wanted = known("Llama-3.1-70B"), Workload(8, GPU)
     plan = check(model, wanted, Degrees(1, 8))
-    assert plan.fits and "Without given degrees the plan is data parallel 2 x tensor parallel 4." in plan.words
+    assert plan.fits and "Without given degrees the plan is data parallel 2 x tensor parallel 4." in plan.reasons
     with pytest.raises(
         SettingsError, match=r"each device needs .* GiB less; data parallel 2 x tensor parallel 4 would"
     ):
@@ -447,7 +451,7 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
     whole, bytes_, half = (
         memory.base_bytes(model, dtype="bfloat16", quantize=quantize) for quantize in ("off", "int8", "nf4")
     )
-    linears = sum(linear.numbers for linear in model.linears)
+    linears = sum(linear.num_parameters for linear in model.linears)
     assert whole - bytes_ == linears and bytes_ - half == pytest.approx(0.4375 * linears, rel=1e-6)
     with pytest.raises(SettingsError, match="qwen3_moe has routed experts"):
         choose(known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
@@ -479,7 +483,7 @@ def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor
         Degrees(2**data, 2**tensor, shard_base=True),
         Degrees(2 ** (data + 1), 2 ** (tensor + 1), shard_base=True),
     )
-    before, after = needs_of(one.model, wanted, few), needs_of(one.model, wanted, many)
+    before, after = estimate_needs(one.model, wanted, few), estimate_needs(one.model, wanted, many)
     assert after.base <= before.base and after.activations <= before.activations
     assert after.keys_and_values <= before.keys_and_values
 
@@ -722,7 +726,7 @@ def test_the_doctor_measures_the_ranks_of_its_plan(tmp_path: Path) -> None:
     """Two processes: what is printed is what the formula gives for what they measured."""
     plan = report.plan_of(report.PlanRequest("tinsmith/nano", tensor_parallel=2, dtype="float32"))
     assert plan.workload.devices == 2 and not plan.workload.cuda
-    rates = measured_rates(Settings(data_dir=tmp_path), plan)
+    rates = measure_rates(Settings(data_dir=tmp_path), plan)
     assert 1e6 < rates.operations_s < 1e16 and 1e5 < rates.memory_bytes_s < 1e14
     for measured in (rates.tensor, rates.gradients):
         assert 1e4 < measured.bytes_s < 1e13 and 0 < measured.latency_s < 60

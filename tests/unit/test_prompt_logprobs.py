@@ -31,7 +31,7 @@ from tinsmith.errors import UserError
 from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.prompt_logprobs import PromptScores
-from tinsmith.samplers.local.sampling import draw_each, uniform, uniforms
+from tinsmith.samplers.local.sampling import draw_alternatives, uniform, uniforms
 from tinsmith.types import AltTokens, SampleResult, SparseRows
 
 ARCHS = ("qwen3", "gemma2")
@@ -106,7 +106,7 @@ def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.T
 def test_all_prompt_results_at_once_match_transformers(
     bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool, sparse: bool, monkeypatch
 ):
-    monkeypatch.setattr(prompt_logprobs, "SCORED_NUMBERS", 5 * bases[arch].vocab_size)
+    monkeypatch.setattr(prompt_logprobs, "MAX_LOGIT_ELEMENTS", 5 * bases[arch].vocab_size)
     adapter = make_adapter(bases[arch], 5) if adapted else None
     model, rng = reference_model(model_dirs[arch], adapter), np.random.default_rng(int(adapted) + 2 * int(sparse))
     sampler = LocalSampler(
@@ -367,7 +367,7 @@ def test_draws_have_the_frequencies_of_the_whole_distribution(temperature: float
     logits[1, 40:] = -torch.inf
     num = 40_000
     grid = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    drawn = draw_each(logits, temperature, grid.expand(2, -1))
+    drawn = draw_alternatives(logits, temperature, grid.expand(2, -1))
     for row in range(2):
         counts = np.bincount(drawn[row].numpy(), minlength=300) / num
         expected = torch.softmax(logits[row].double() / temperature, -1).numpy()
@@ -378,7 +378,7 @@ def test_draws_have_the_frequencies_of_the_whole_distribution(temperature: float
 def test_a_uniform_next_to_one_draws_a_token_that_has_weight():
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
     ends = torch.tensor([[0.0, 1.0, np.nextafter(1.0, 0.0)]], dtype=torch.float64)
-    assert draw_each(logits, 1.0, ends).tolist() == [[0, 1, 1]]
+    assert draw_alternatives(logits, 1.0, ends).tolist() == [[0, 1, 1]]
 
 
 def test_the_randomness_of_a_seed_is_the_same_in_every_process_and_version():

@@ -20,7 +20,7 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.routing import Routing
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 from tinsmith.types import LoraSpec
 
 LENGTHS = [9, 30, 1, 17, 3]
@@ -109,9 +109,9 @@ HEADS = 6
 )
 def test_short_prompts_attend_to_their_own_tokens(lengths: list[int], same: bool, cached: bool, seed: int) -> None:
     lengths = [lengths[0]] * len(lengths) if same else lengths
-    rows = [Rows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
+    rows = [SequenceRows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
     if cached:  # one that continues a prompt, among them
-        rows.insert(len(rows) // 2, Rows(4, 10, list(range(200, 210))))
+        rows.insert(len(rows) // 2, SequenceRows(4, 10, list(range(200, 210))))
     cache = KVCache({0: GROUPED}, 4, torch.device("cpu"))
     cache.resize(220)
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def _reference(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) ->
 
 @pytest.mark.parametrize("lengths", [[12, 12, 12], [12, 9, 12]])
 def test_a_prompt_of_nans_leaves_its_neighbours_alone(lengths: Sequence[int]) -> None:
-    rows = [Rows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
+    rows = [SequenceRows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
     cache = KVCache({0: GROUPED}, 4, torch.device("cpu"))
     cache.resize(64)
     q, k, v = (torch.randn(sum(lengths), h, d).bfloat16() for h, d in ((HEADS, 8), (2, 8), (2, 6)))

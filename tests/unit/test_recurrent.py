@@ -32,7 +32,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.states import (
     Recurrence,
-    SequencePiece,
+    RecurrentSpan,
     SequenceState,
     StateBudget,
     StateSnapshots,
@@ -130,7 +130,7 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
         y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts)
         for place, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
             assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)])
-            states[i] = recurrence.after[place]
+            states[i] = recurrence.final_states[place]
             again_from(
                 layer, recurrence, place, sorted(cuts[place]), sequences[i][done[i] : done[i] + sizes[place]], y_LD
             )
@@ -139,8 +139,8 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
 
 def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
     """Compute the rest after a cut again from its state."""
-    for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
-        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshared()], [set()])
+    for cut, state in zip(cuts, recurrence.cut_states[place], strict=True):
+        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshare()], [set()])
         assert_close(again, y_LD[cut:])
 
 
@@ -150,7 +150,7 @@ def step(
     layer.board.routing = Routing([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = [
-        SequencePiece(first, size, state, sorted(own))
+        RecurrentSpan(first, size, state, sorted(own))
         for first, size, state, own in zip(firsts, sizes, states, cuts, strict=True)
     ]
     recurrence = Recurrence(pieces, CPU)

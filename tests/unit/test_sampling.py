@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.samplers.local import sampling
-from tinsmith.samplers.local.sampling import Chosen, Draws, choose, invert, top_rows, uniform
+from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose, invert, top_rows, uniform
 
 
 def _draws(
@@ -20,8 +20,8 @@ def _draws(
     top_k: int = -1,
     top_p: float = 1.0,
     uniforms: np.ndarray | None = None,
-) -> Draws:
-    return Draws(
+) -> DrawParams:
+    return DrawParams(
         temperature_B=np.full(num, temperature, np.float32),
         top_k_B=np.full(num, top_k),
         top_p_B=np.full(num, top_p),
@@ -162,9 +162,9 @@ def test_rows_that_are_sorted_whole_give_the_tokens_that_candidates_give():
     top_k_R = torch.from_numpy(rng.choice([num_vocab, 3, 100, 300], 400)).double()
     top_p_R = torch.from_numpy(rng.choice([1.0, 0.3, 0.9, 0.999], 400))
     given = weights_RV, weights_RV.double().sum(-1), top_k_R, top_p_R, torch.from_numpy(rng.random(400))
-    by_candidates = sampling._draw_truncated(*given, sampling.CANDIDATES, is_known=False)
+    by_candidates = sampling._draw_truncated(*given, sampling.CANDIDATES, is_exact=False)
     assert by_candidates.unique().numel() > 100
-    assert torch.equal(sampling._draw_truncated(*given, num_vocab, is_known=True), by_candidates)
+    assert torch.equal(sampling._draw_truncated(*given, num_vocab, is_exact=True), by_candidates)
 
 
 def test_hashed_uniforms_give_the_right_frequencies_by_chi_square():
@@ -191,7 +191,7 @@ def test_uniforms_of_neighbouring_coordinates_do_not_resemble_each_other():
 def test_each_row_is_drawn_as_alone_beside_any_others():
     logits = _logits(24, 333)
     rng = np.random.default_rng(1)
-    draws = Draws(
+    draws = DrawParams(
         temperature_B=rng.choice([0.0, 0.5, 1.0], 24).astype(np.float32),
         top_k_B=rng.choice([-1, 3, 200], 24),
         top_p_B=rng.choice([1.0, 0.6], 24),
@@ -202,7 +202,7 @@ def test_each_row_is_drawn_as_alone_beside_any_others():
         own = slice(row, row + 1)
         alone = choose(
             logits[own].clone(),
-            Draws(draws.temperature_B[own], draws.top_k_B[own], draws.top_p_B[own], draws.uniform_B[own]),
+            DrawParams(draws.temperature_B[own], draws.top_k_B[own], draws.top_p_B[own], draws.uniform_B[own]),
         )
         assert alone.token_ids_B[0] == together.token_ids_B[row]
         torch.testing.assert_close(alone.logprobs_B[0], together.logprobs_B[row], atol=1e-6, rtol=0)
@@ -222,7 +222,9 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_its_neighbours_alone(poison
     assert torch.equal(chosen.logprobs_B[others], expected.logprobs_B[others])
 
 
-def _choose_pair(clean: torch.Tensor, dirty: torch.Tensor, params: dict[str, float]) -> tuple[Chosen, Chosen]:
+def _choose_pair(
+    clean: torch.Tensor, dirty: torch.Tensor, params: dict[str, float]
+) -> tuple[SampledTokens, SampledTokens]:
     return choose(clean, _draws(len(clean), **params)), choose(dirty, _draws(len(dirty), **params))
 
 

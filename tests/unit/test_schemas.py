@@ -25,20 +25,20 @@ from tinsmith.chat.schemas import (
 )
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
-from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.grammar import GrammarCache
 from tinsmith.types import Grammar
 from tinsmith.wire.fields import validate
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = ModelTokenizer(SHAPE)
 TOKENIZER = AutoTokenizer.from_pretrained(str(nano.path()))
-GRAMMARS = Grammars(TOKENIZER, SHAPE.vocab_size, TEXT.end_token_ids)
+GRAMMARS = GrammarCache(TOKENIZER, SHAPE.vocab_size, TEXT.end_token_ids)
 INTEGER = {"type": "integer"}
 X_KEYS = {"type": "object", "patternProperties": {"^x": INTEGER}, "required": ["xa"], "additionalProperties": False}
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    matcher = GRAMMARS.compiled(grammar).deep_copy()
+    matcher = GRAMMARS.compile(grammar).deep_copy()
     tokens = TEXT.encode(text, special=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
@@ -47,7 +47,7 @@ def sampled(grammar: Grammar, seed: int, most: int = 250) -> str | None:
     """An answer of random tokens that the grammar allows, as at a high temperature; None if it does not end in time."""
     generator, constraint, tokens = np.random.default_rng(seed), GRAMMARS.constraint(grammar), list[int]()
     for _ in range(most):
-        allowed = np.flatnonzero(constraint.allowed())
+        allowed = np.flatnonzero(constraint.token_mask())
         assert len(allowed), "no token may follow"
         ends = [token for token in allowed if token in TEXT.end_token_ids]
         if ends and generator.random() < 0.3:
@@ -58,7 +58,7 @@ def sampled(grammar: Grammar, seed: int, most: int = 250) -> str | None:
         tokens.append(token)
         constraint.push(token)
         assert constraint.error is None, constraint.error
-        if constraint.finished:
+        if constraint.is_finished:
             return TEXT.decode(tokens)
     return None
 

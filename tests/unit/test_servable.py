@@ -16,7 +16,7 @@ from tinsmith.backends.torch.servable import check_config, check_layers, refusin
 from tinsmith.base_models import read_shape
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
-from tinsmith.plan.architecture import read_directory, stored_dtype
+from tinsmith.plan.architecture import read_directory, read_stored_dtype
 from tinsmith.types import ModelShape
 
 SHAPE = ModelShape("tiny/x", "/nowhere", 300, 256, "XForCausalLM")
@@ -134,12 +134,12 @@ def test_a_cpu_keeps_the_dtype_of_the_checkpoint_if_it_can_multiply_it(
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=stored).save_pretrained(tmp_path)
     base = BaseModel.load(shape, device="cpu", dtype=wanted)
     assert base.dtype == expected
-    planned = memory.choose_dtype(wanted, cuda=False, stored=read_directory(tmp_path).stored)
+    planned = memory.choose_dtype(wanted, cuda=False, stored=read_directory(tmp_path).stored_dtype)
     assert getattr(torch, planned) == expected, "the plan counts with the dtype that the backend loads"
 
 
 def test_the_dtype_of_a_checkpoint_is_found_in_all_forms_of_a_configuration() -> None:
-    assert stored_dtype({"torch_dtype": "bfloat16"}) == "bfloat16"
-    assert stored_dtype({"text_config": {"dtype": "float16"}}) == "float16"
-    assert stored_dtype({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}) == "float32"
-    assert stored_dtype({"model_type": "qwen3"}) == ""
+    assert read_stored_dtype({"torch_dtype": "bfloat16"}) == "bfloat16"
+    assert read_stored_dtype({"text_config": {"dtype": "float16"}}) == "float16"
+    assert read_stored_dtype({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}) == "float32"
+    assert read_stored_dtype({"model_type": "qwen3"}) == ""

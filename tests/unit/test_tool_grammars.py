@@ -18,7 +18,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
 from tinsmith.chat.tokenizer import ModelTokenizer
-from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.grammar import GrammarCache
 from tinsmith.wire.fields import validate
 
 SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
@@ -54,8 +54,8 @@ def accepted(plan: GenerationPlan, text: ModelTokenizer, *completions: str) -> l
     adjustments = plan.params.adjustments
     assert adjustments and adjustments.grammar
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = Grammars(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    matcher = grammars.compiled(adjustments.grammar)
+    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+    matcher = grammars.compile(adjustments.grammar)
     found: list[bool] = []
     for each in completions:
         copied, tokens = matcher.deep_copy(), text.encode(each, special=False)

@@ -285,7 +285,7 @@ def test_a_plan_counts_the_tower(shape: ModelShape, backend: TorchBackend) -> No
     counted = read_directory(Path(shape.path))
     names = ("vision_tower", "multi_modal_projector")
     tower = sum(p.numel() for name, p in own(shape.path).named_parameters() if any(part in name for part in names))
-    assert counted.vision_numbers == tower > 0
+    assert counted.vision_parameters == tower > 0
 
 
 def test_numbers_that_published_configurations_leave_out_are_known(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from tinsmith.api.operation import (
 )
 from tinsmith.api.routes import models, sampling, sessions
 from tinsmith.api.routes.futures import long_poll, note_poll, read_outcome
-from tinsmith.base_models import tokenizer_facts
+from tinsmith.base_models import tokenizer_info
 from tinsmith.errors import UserError
 from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
@@ -143,9 +143,8 @@ def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.Forw
         for chunk in prompt_chunks(datum.model_input, f"{datum_path}.model_input"):
             _write_chunk(datum_message.model_input.add(), chunk)
         for name, tensor in datum.loss_fn_inputs.items():
-            _write_tensor(
-                datum_message.loss_fn_inputs[name], name, tensor, f"{datum_path}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}"
-            )
+            tensor_path = f"{datum_path}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}"
+            _write_tensor(datum_message.loss_fn_inputs[name], name, tensor, tensor_path)
     return message
 
 
@@ -349,7 +348,7 @@ def get_tokenizer(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.query["model_id"])
     shape = call.services.bases.get(model.base_model)
     model_fields: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
-    return model_fields | tokenizer_facts(shape)
+    return model_fields | tokenizer_info(shape)
 
 
 # Sampling.

@@ -24,8 +24,8 @@ MicroBatches = Generator[None, None, list[PassResult | UserError]]
 """A packed step: it pauses between micro-batches and returns the outcome of each pass. `close` aborts the step."""
 
 
-def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | None = None) -> T:
-    """Run a generator to its end and return its result. `between` is called at each pause; an exception from it aborts
+def run_to_end(parts: Generator[None, None, T], on_pause: Callable[[], None] | None = None) -> T:
+    """Run a generator to its end and return its result. `on_pause` is called at each pause; an exception from it aborts
     the work.
     """
     with closing(parts):
@@ -34,13 +34,13 @@ def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | No
                 next(parts)
             except StopIteration as end:
                 return end.value
-            if between:
-                between()
+            if on_pause:
+                on_pause()
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A model or version at one moment. `write` writes it into a directory, from any thread."""
+    """A model or version as it was when it was captured. `write` writes it into a directory, from any thread."""
 
     num_bytes: int
     write: Callable[[Path], None]

@@ -1,12 +1,12 @@
 """Backends and version stores whose versions an external inference engine samples.
 
 `with_remote_sampler` wraps a training backend: it writes versions to files, which the external engine loads.
-`only_sampling` serves a process that does not train: its `VersionFiles` holds only files.
+`open_remote_sampler` serves a process that does not train: its `VersionFiles` holds only files.
 
 Where trainer and external engine share a device, one of them has its memory and the other sleeps. The engine has it
 first, because it measures free memory when it starts. Before passes and optimizer steps the engine finishes its
 requests and sleeps, and then the trainer wakes up. When there is work to sample, the trainer sleeps, and then the
-engine wakes up. Whichever of the two steps fails, the memory is left free rather than used twice.
+engine wakes up. If one of the two steps fails, the memory stays free rather than used twice.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.save_version = backend.save_version
 
         self.sleep = backend.sleep
-        sampler.before_wake_up = self._leave_device
+        sampler.before_wake_up = self._release_device
 
-    def _leave_device(self) -> None:
+    def _release_device(self) -> None:
         try:
             self._backend.sleep()
         except MemoryError as error:
@@ -122,12 +122,12 @@ class VersionFiles:
         shutil.rmtree(directory, ignore_errors=True)
         self._directory = directory
         self._versions: dict[str, Path] = {}
-        self._number = 0
+        self._num_directories = 0
 
     def load_version(self, version_id: str, directory: Path) -> None:
         # A copy: the owner of these files may delete them while the version is in use.
-        copy = self._directory / str(self._number)
-        self._number += 1
+        copy = self._directory / str(self._num_directories)
+        self._num_directories += 1
         shutil.copytree(directory, copy)
         self.drop_version(version_id)
         self._versions[version_id] = copy
@@ -146,11 +146,11 @@ class VersionFiles:
 
     def capture_version(self, version_id: str) -> Capture:
         # Hard links, made immediately, because a capture outlives its version.
-        held = self._directory / f"captured-{self._number}"
-        self._number += 1
-        shutil.copytree(self._versions[version_id], held, copy_function=_link)
-        size = sum(path.stat().st_size for path in held.iterdir())
-        return Capture(size, partial(_move, held))
+        links = self._directory / f"captured-{self._num_directories}"
+        self._num_directories += 1
+        shutil.copytree(self._versions[version_id], links, copy_function=_link)
+        size = sum(path.stat().st_size for path in links.iterdir())
+        return Capture(size, partial(_move, links))
 
 
 def with_remote_sampler(
@@ -162,10 +162,12 @@ def with_remote_sampler(
     return RemotelySampledBackend(backend, _sampler(backend, kind, engine, shape, eos_token_ids))
 
 
-def only_sampling(
+def open_remote_sampler(
     files: VersionFiles, kind: str, engine: RemoteEngine, shape: ModelShape, eos_token_ids: frozenset[int]
 ) -> RemotelySampledVersions:
-    """The same for a process that does not train."""
+    """The versions in `files`, sampled by an external engine of this kind, for a process that does not train. Raises
+    SettingsError if that is impossible.
+    """
     return RemotelySampledVersions(files, _sampler(files, kind, engine, shape, eos_token_ids))
 
 
@@ -185,30 +187,30 @@ def _sampler(
     return ExternalSampler(DIALECTS[kind](eos_token_ids, shape.vocab_size), engine, shape, capture)
 
 
-MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 """Linux's file system in memory."""
 
 
-def memory_directory(data_dir: Path, place: str) -> Path | None:
+def memory_directory(data_dir: Path, subdirectory: str) -> Path | None:
     """A private directory in memory for adapters on their way to an engine on this machine, removed when this process
     exits; None where there is no such file system.
     """
-    own = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
-    directory = MEMORY / f"tinsmith-{os.getuid()}-{own}"
+    digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
+    directory = SHARED_MEMORY / f"tinsmith-{os.getuid()}-{digest}"
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
-        # The name can be guessed, so another user may have made it.
+        # The name can be guessed, so another user may have created it.
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise OSError(f"{directory} is not a private directory of this user")
     except OSError as error:
         log.info("adapters go to the inference engine through the disk", reason=str(error))
         return None
-    atexit.register(shutil.rmtree, directory / place, ignore_errors=True)
-    return directory / place
+    atexit.register(shutil.rmtree, directory / subdirectory, ignore_errors=True)
+    return directory / subdirectory
 
 
-def options_of(text: str) -> tuple[str, ...]:
+def split_options(text: str) -> tuple[str, ...]:
     """The words of a command line. Raises SettingsError on an unclosed quote."""
     try:
         return tuple(shlex.split(text))

@@ -17,7 +17,7 @@ from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES, ModelShape, VisionShape
 
-INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
+INDEXED_MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Values of model_type whose attention sees only the `index_topk` tokens that an indexer selects; config.json may omit
 transformers' default, 2,048.
 """
@@ -46,7 +46,7 @@ class Bases:
 def resolve(models: Iterable[str], *, vision: bool = True) -> Bases:
     """Resolve `NAME=DIRECTORY_OR_HUB_ID` entries; without entries, the embedded model is served."""
     entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
-    shapes = [_resolve_one(entry, vision=vision) for entry in entries]
+    shapes = [_resolve_entry(entry, vision=vision) for entry in entries]
     names = [shape.name for shape in shapes]
     duplicates = {name for name in names if names.count(name) > 1}
     if duplicates:
@@ -121,27 +121,27 @@ def _context(text: Mapping[str, Any]) -> int:
     # GPT-2 and similar models name it n_positions.
     longest = text.get("model_max_length") or text.get("max_position_embeddings") or text.get("n_positions")
     context = int(longest or text["max_position_embeddings"])
-    if text.get("model_type") in INDEXED:
+    if text.get("model_type") in INDEXED_MODEL_TYPES:
         context = min(context, int(text.get("index_topk", 2048)))
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if (rope.get("rope_type") or rope.get("type")) == "longrope":
-        unchanged = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-        context = min(context, int(unchanged or context))
+        original_context = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        context = min(context, int(original_context or context))
     return context
 
 
-NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+SPECIAL_TOKEN_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-def named_tokens(shape: ModelShape) -> dict[str, str]:
+def read_special_tokens(shape: ModelShape) -> dict[str, str]:
     """The special tokens that the tokenizer's configuration names: bos_token, eos_token and so on."""
     config = json_object(Path(shape.path) / "tokenizer_config.json")
-    entries = {f"{kind}_token": config.get(f"{kind}_token") for kind in NAMED_TOKENS}
+    entries = {f"{kind}_token": config.get(f"{kind}_token") for kind in SPECIAL_TOKEN_KINDS}
     contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in entries.items()}
     return {name: token for name, token in contents.items() if isinstance(token, str)}
 
 
-def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
+def tokenizer_info(shape: ModelShape) -> dict[str, object]:
     """The tokenizer's properties from the model's files; null for those that the files do not have."""
     config = json_object(Path(shape.path) / "tokenizer_config.json")
     added = cast("list[dict[str, object]]", json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
@@ -166,7 +166,7 @@ def eos_token_ids(shape: ModelShape) -> frozenset[int]:
     sources = (json_object(directory / "generation_config.json"), config.get("text_config", config))
     entries = [source.get("eos_token_id") for source in sources if isinstance(source, dict)]
     ids: set[int] = set()
-    for entry in (*entries, tokenizer_facts(shape)["eos_token_id"]):
+    for entry in (*entries, tokenizer_info(shape)["eos_token_id"]):
         ids.update(entry if isinstance(entry, list) else [entry] if isinstance(entry, int) else [])
     return frozenset(ids)
 
@@ -180,7 +180,7 @@ def json_object(path: Path) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _resolve_one(entry: str, *, vision: bool) -> ModelShape:
+def _resolve_entry(entry: str, *, vision: bool) -> ModelShape:
     name, equals, target = entry.partition("=")
     if not equals:
         target = name

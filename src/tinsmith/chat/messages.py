@@ -109,9 +109,7 @@ ResultBlock = Annotated[
 class ToolResultBlock(ClosedBody):
     type: Ignored = None
     tool_use_id: fields.Text
-    content: Annotated[Annotated[str | list[ResultBlock], StrOr()], BeforeValidator(lambda content: content or "")] = (
-        ""
-    )
+    content: Annotated[Annotated[str | list[ResultBlock], StrOr()], BeforeValidator(lambda content: content or "")] = ""
     is_error: Ignored = None
     cache_control: Annotated[Ignored, NO_EFFECT] = None
 

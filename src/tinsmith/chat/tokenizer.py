@@ -30,7 +30,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tinsmith.base_models import json_object, named_tokens
+from tinsmith.base_models import json_object, read_special_tokens
 from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape, VisionShape
 
@@ -146,7 +146,7 @@ class ModelTokenizer:
             raise NotSupportedError(
                 f"base model {self._shape.name!r} has no chat template; send the prompt to /completions"
             )
-        return ChatTemplate(source, named_tokens(self._shape))
+        return ChatTemplate(source, read_special_tokens(self._shape))
 
     def _template_source(self) -> str | None:
         path = self._directory / "chat_template.jinja"
@@ -271,7 +271,7 @@ class ModelTokenizer:
             eos_token_id = source.get("eos_token_id")
             eos_token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
             ids.update(token_id for token_id in eos_token_ids if isinstance(token_id, int))
-        eos = named_tokens(self._shape).get("eos_token")
+        eos = read_special_tokens(self._shape).get("eos_token")
         if eos is not None and (eos_id := self.backend_tokenizer.token_to_id(eos)) is not None:
             ids.add(eos_id)
         return frozenset(ids)

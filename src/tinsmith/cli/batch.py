@@ -19,7 +19,17 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from tinsmith.cli.remote import INTERRUPTED, AsJson, json_object, notes, output, print_json, print_rows, refusals, say
+from tinsmith.cli.remote import (
+    INTERRUPTED,
+    AsJson,
+    exit_on_errors,
+    json_object,
+    notes,
+    output,
+    print_json,
+    print_result,
+    print_rows,
+)
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,9 +38,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOT_SUCCEEDED = 1
-PATIENCE_S = 5.0
+RETRY_TIMEOUT_S = 5.0
 """How long an unreachable server is tried again by commands that do not wait for a job."""
-ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+TERMINAL_STATUSES = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_PURGED = 1000
 """The newest jobs that `purge --all` considers: a page of the server's listing."""
 
@@ -62,7 +72,7 @@ def submit(  # noqa: PLR0913  each is a flag
     weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,
-    more: Annotated[
+    option_flags: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="NAME=VALUE", help="Any option of Dataset.map, a text or JSON; repeat it."),
     ] = None,
@@ -77,7 +87,7 @@ def submit(  # noqa: PLR0913  each is a flag
 
     with _client() as client:
         writers = [_writer(output) for output in outputs]
-        failed = _writer(errors) if errors else None
+        error_writer = _writer(errors) if errors else None
         options: dict[str, Any] = {
             "batch_size": batch_size,
             "batched": batched or None,
@@ -88,13 +98,13 @@ def submit(  # noqa: PLR0913  each is a flag
             "weight": weight,
             "priority": priority,
             "resume_from": resume_from,
-            "if_exists": _if_exists(if_exists, [*writers, *([failed] if failed else [])], yes),
-            "errors": failed,
-            **_parse_assignments(more or []),
+            "if_exists": _if_exists(if_exists, [*writers, *([error_writer] if error_writer else [])], yes),
+            "errors": error_writer,
+            **_parse_assignments(option_flags or []),
         }
-        chosen = {name: value for name, value in options.items() if value is not None}
+        map_options = {name: value for name, value in options.items() if value is not None}
         mapper = _mapper(function, sample, json_object("--sample-options", sample_options))
-        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **chosen)
+        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **map_options)
         assert isinstance(job, Job)
         _follow(client, job.job_id, detach, as_json)
 
@@ -110,7 +120,7 @@ def list_jobs(
     def row(job: Status) -> tuple[object, ...]:
         batches = f"{job['batch_completed_batches']}/{job['batch_total_batches']}"
         cells = Text.from_markup(_color_status(job["status"])), batches, job["rows_ok"], job["rows_failed"]
-        return job["job_id"], job["name"], *cells, job["pool"], _moment(job["created_at"])
+        return job["job_id"], job["name"], *cells, job["pool"], _format_time(job["created_at"])
 
     print_rows(as_json, jobs, ("id", "name", "status", "batches", "rows", "failed", "pool", "created"), row)
 
@@ -125,24 +135,27 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         return
     from tinsmith.batch.client.job import first_error_lines, progress_of
 
-    now = progress_of(status)
-    remaining = (
-        "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
-    )
+    progress = progress_of(status)
+    has_estimate = progress.seconds_left is not None and status["status"] not in TERMINAL_STATUSES
+    remaining = f", about {progress.seconds_left:.0f} s to go" if has_estimate else ""
+    rows_text = f"{progress.rows_ok} ok, {progress.rows_failed} failed, of {progress.rows}"
     lines = {
         "job": f"{job_id} {escape(status['name'])}".strip(),
         "status": _color_status(status["status"]),
-        "batches": f"{now.batches_done} of {now.batches}{remaining}",
-        "rows": f"{now.rows_ok} ok, {now.rows_failed} failed, of {now.rows}; {now.rows_per_second:.0f} a second",
+        "batches": f"{progress.batches_done} of {progress.batches}{remaining}",
+        "rows": f"{rows_text}; {progress.rows_per_second:.0f} a second",
         "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
         "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
-        "created": _moment(status["created_at"]),
-        "started": _moment(status["started_at"]),
-        "ended": _moment(status["ended_at"]),
+        "created": _format_time(status["created_at"]),
+        "started": _format_time(status["started_at"]),
+        "ended": _format_time(status["ended_at"]),
         "error": escape(status["error"] or ""),
-        **{f"worker {index}": escape(_work_of(worker)) for index, worker in enumerate(status["workers"])},
-        **{f"aside {index}": escape(_set_aside(machine)) for index, machine in enumerate(status["machines_set_aside"])},
-        **{f"output {index}": escape(_said(output)) for index, output in enumerate(status["outputs"])},
+        **{f"worker {index}": escape(_describe_worker(worker)) for index, worker in enumerate(status["workers"])},
+        **{
+            f"aside {index}": escape(_describe_machine(machine))
+            for index, machine in enumerate(status["machines_set_aside"])
+        },
+        **{f"output {index}": escape(_describe_output(output)) for index, output in enumerate(status["outputs"])},
     }
     for name, text in lines.items():
         if text:
@@ -194,7 +207,7 @@ def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
     """Cancel a job. Its results can be exported, and the job resumed."""
     with _client() as client:
         status = client.status(job_id)
-        if status["status"] not in ENDED:
+        if status["status"] not in TERMINAL_STATUSES:
             progress = f"{status['batch_completed_batches']} of {status['batch_total_batches']} batches are done"
             _confirm(f"End bulk job {job_id}, of which {progress}?", yes)
         status = client.cancel(job_id)
@@ -223,19 +236,23 @@ def purge(
         if chosen:
             _confirm(f"Delete the parts of {_count_jobs(chosen)}, which can then not be resumed?", yes)
         purged = [client.purge(job_id) for job_id in chosen]
-    say(as_json, purged, f"the parts of {_count_jobs(chosen)} are being deleted" if chosen else "nothing to delete")
+    print_result(
+        as_json, purged, f"the parts of {_count_jobs(chosen)} are being deleted" if chosen else "nothing to delete"
+    )
 
 
-def _set_aside(machine: Mapping[str, Any]) -> str:
+def _describe_machine(machine: Mapping[str, Any]) -> str:
     last = machine["error"].strip().rpartition("\n")[2]
     until = datetime.fromtimestamp(machine["until"]).strftime("%H:%M:%S")
     return f"{machine['machine']} until {until}, after {machine['failures']} failed set-ups: {last}"
 
 
-def _work_of(worker: dict[str, Any]) -> str:
-    again = f", {worker['retried']} of {worker['batches']} batches tried again" if worker["retried"] else ""
-    works = f"{worker['rows']} rows from {worker['first_row']}{again}" if worker["batches"] else worker["state"]
-    return f"{worker['worker_id']}: {works}"
+def _describe_worker(worker: dict[str, Any]) -> str:
+    retries = f", {worker['retried']} of {worker['batches']} batches tried again" if worker["retried"] else ""
+    rows_or_state = (
+        f"{worker['rows']} rows from {worker['first_row']}{retries}" if worker["batches"] else worker["state"]
+    )
+    return f"{worker['worker_id']}: {rows_or_state}"
 
 
 def _parse_assignments(flags: list[str]) -> dict[str, Any]:
@@ -282,7 +299,7 @@ def resume(
 def export(
     job_id: JobId,
     target: Annotated[str, typer.Argument(metavar="PATH", help="A file, or a directory with a final slash.")],
-    number: Annotated[int, typer.Option("--output", "-o", help="Number of the job's output.")] = 0,
+    output_index: Annotated[int, typer.Option("--output", "-o", help="Number of the job's output.")] = 0,
     if_exists: IfExists = "ask",
     yes: Yes = False,
     as_json: AsJson = False,
@@ -293,8 +310,8 @@ def export(
 
     with _client() as client:
         choice = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
-        info = Job(job_id, client).export(target, number, choice)
-    say(as_json, info.to_dict(), _said(info.to_dict()))
+        info = Job(job_id, client).export(target, output_index, choice)
+    print_result(as_json, info.to_dict(), _describe_output(info.to_dict()))
 
 
 @app.command()
@@ -337,7 +354,7 @@ def _client() -> Iterator[Client]:
 
     from tinsmith.batch.client.http import Client
 
-    with refusals(ValueError, httpx.TransportError), closing(Client(patience_s=PATIENCE_S)) as client:
+    with exit_on_errors(ValueError, httpx.TransportError), closing(Client(patience_s=RETRY_TIMEOUT_S)) as client:
         yield client
 
 
@@ -347,7 +364,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
 
     job = Job(job_id, client)
     if detach:
-        say(as_json, {"job_id": job_id}, f"bulk job {job_id} is submitted: `tinsmith batch show {job_id}`")
+        print_result(as_json, {"job_id": job_id}, f"bulk job {job_id} is submitted: `tinsmith batch show {job_id}`")
         return
     client.patience_s = 60.0
     try:
@@ -364,7 +381,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
             raise typer.Exit(NOT_SUCCEEDED)
         return
     for entry in status["outputs"]:
-        output.print(escape(_said(entry)))
+        output.print(escape(_describe_output(entry)))
 
 
 def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -413,10 +430,10 @@ def _load_function(reference: str) -> Any:  # noqa: ANN401
         if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
     }
     marked = {name: value for name, value in functions.items() if is_remote_function(value)}
-    meant = marked or functions
-    if len(meant) != 1:
-        raise UserError(f"{file} has {sorted(meant) or 'no functions'}; name one: {file}:FUNCTION")
-    return next(iter(meant.values()))
+    candidates = marked or functions
+    if len(candidates) != 1:
+        raise UserError(f"{file} has {sorted(candidates) or 'no functions'}; name one: {file}:FUNCTION")
+    return next(iter(candidates.values()))
 
 
 def _reader(text: str) -> InputReader:
@@ -470,7 +487,7 @@ def _confirm(question: str, yes: bool) -> None:
         raise UserError("nothing was done")
 
 
-def _said(info: Status) -> str:
+def _describe_output(info: Status) -> str:
     return f"{info['path']}: {info['rows']} rows, {info['bytes']} bytes"
 
 
@@ -479,5 +496,5 @@ def _color_status(status: str) -> str:
     return f"[{colour}]{status}[/]" if colour else status
 
 
-def _moment(at: float | None) -> str:
+def _format_time(at: float | None) -> str:
     return "" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")

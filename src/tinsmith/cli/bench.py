@@ -38,12 +38,12 @@ SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 32
 VOCAB = 400
 """Upper bound of token ids, which every vocabulary contains."""
 WARM_UP = 2
-REACHED_S = 10.0
+HEALTH_TIMEOUT_S = 10.0
 """Timeout of a server's health check; the SDK would retry for minutes."""
 
 
 POLL_S = 0.005
-SHOWN = 400
+MAX_ERROR_CHARS = 400
 """Most characters of an error to show."""
 
 DIALECTS = ("sdk", "json")
@@ -69,7 +69,7 @@ class BenchTarget:
         return (self.dialect or ("sdk" if self.key.startswith((KEY_PREFIX, TOKEN_PREFIX)) else "json")) == "json"
 
 
-def targets_of(
+def build_targets(
     urls: Sequence[str], models: Sequence[str], keys: Sequence[str], dialects: Sequence[str] = ()
 ) -> list[BenchTarget]:
     """Make a target for each URL. Other flags are given once, or once per URL. Raises SettingsError."""
@@ -80,9 +80,11 @@ def targets_of(
             raise SettingsError(
                 f"{flag} is given {len(values)} times and --url {len(urls)}; give one for all, or one for each"
             )
-    every = [[*flags] if len(flags) == len(urls) else [*flags, None][:1] * len(urls) for flags in (models, dialects)]
-    every_key = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
-    return [BenchTarget(*fields) for fields in zip(urls, every_key, *every, strict=True)]
+    models_and_dialects = [
+        [*flags] if len(flags) == len(urls) else [*flags, None][:1] * len(urls) for flags in (models, dialects)
+    ]
+    target_keys = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
+    return [BenchTarget(*fields) for fields in zip(urls, target_keys, *models_and_dialects, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class JsonClient(BenchClient):
             result = {} if answer.status_code == httpx.codes.REQUEST_TIMEOUT else _read(answer)
             status = result.get("status")
             if result.get("error") or status in ("failed", "error"):
-                raise BenchError(f"{request_id} failed: {result.get('error') or result}"[:SHOWN])
+                raise BenchError(f"{request_id} failed: {result.get('error') or result}"[:MAX_ERROR_CHARS])
             if result and result.get("type") != "try_again" and status not in ("pending", "processing"):
                 return result["result"] if "result" in result and status == "completed" else result
             time.sleep(POLL_S)
@@ -333,7 +335,7 @@ def _json_datum(tokens: list[int]) -> dict[str, object]:
 
 def _read(answer: httpx.Response) -> dict[str, Any]:
     if answer.is_error:
-        raise BenchError(f"{answer.request.url.path} returned {answer.status_code}: {answer.text}"[:SHOWN])
+        raise BenchError(f"{answer.request.url.path} returned {answer.status_code}: {answer.text}"[:MAX_ERROR_CHARS])
     return answer.json()
 
 
@@ -379,11 +381,11 @@ def compare(clients: Sequence[BenchClient], runs: int) -> Iterator[Comparison]:
         for round_index in range(WARM_UP + runs):
             for client, figure in zip(clients, figures, strict=True):
                 if figure.error is None:
-                    _take(measure, client, figure, counts=round_index >= WARM_UP)
+                    _run_measure(measure, client, figure, counts=round_index >= WARM_UP)
         yield Comparison(measure, figures)
 
 
-def _take(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool) -> None:
+def _run_measure(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool) -> None:
     started = time.perf_counter()
     try:
         tokens = measure.run(client)
@@ -397,7 +399,7 @@ def _take(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool
 
 def _require_server(target: BenchTarget) -> None:
     try:
-        httpx.get(f"{target.url.rstrip('/')}/api/v1/healthz", timeout=REACHED_S)
+        httpx.get(f"{target.url.rstrip('/')}/api/v1/healthz", timeout=HEALTH_TIMEOUT_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise SettingsError(
             f"no server responds at {target.url} ({error}); start one with `tinsmith serve`, or pass --url"
@@ -406,7 +408,7 @@ def _require_server(target: BenchTarget) -> None:
 
 def _first_model(target: BenchTarget) -> str:
     try:
-        with _http(target, REACHED_S) as http:
+        with _http(target, HEALTH_TIMEOUT_S) as http:
             served = _read(http.get("get_server_capabilities")).get("supported_models") or []
     except BenchError as error:
         raise SettingsError(f"{target.url} names no base model ({error}); give one with --model") from None

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tinsmith.cli.remote import AsJson, moment, notes, print_rows, refusals, say, server, size
+from tinsmith.cli.remote import AsJson, exit_on_errors, format_time, notes, print_result, print_rows, server, size
 from tinsmith.errors import UserError
 
 CONVERTER = "convert_hf_to_gguf.py"
@@ -40,13 +40,13 @@ def list_checkpoints(
     as_json: AsJson = False,
 ) -> None:
     """List checkpoints, newest first."""
-    with refusals(), server() as client:
+    with exit_on_errors(), server() as client:
         path = f"training_runs/{quote(run, safe='')}/checkpoints" if run else "checkpoints"
         rows = client.get(path, {} if run else {"limit": limit})["checkpoints"][:limit]
 
     def row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
-        expires = moment(checkpoint["expires_at"]) or "never"
-        cells = (size(checkpoint["size_bytes"]), moment(checkpoint["time"]), expires)
+        expires = format_time(checkpoint["expires_at"]) or "never"
+        cells = (size(checkpoint["size_bytes"]), format_time(checkpoint["time"]), expires)
         return checkpoint["tinker_path"], checkpoint["checkpoint_type"], *cells
 
     print_rows(as_json, rows, ("checkpoint", "kind", "size", "created", "expires"), row)
@@ -61,7 +61,7 @@ def pull(
     """Download a checkpoint as a directory for PEFT, vLLM and SGLang."""
     from tinsmith.exchange import transfer
 
-    with refusals(), server() as client, _bar("pulling", as_json) as progress:
+    with exit_on_errors(), server() as client, _bar("pulling", as_json) as progress:
         if directory.name.endswith(transfer.ARCHIVES):
             directory.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".pull-") as scratch:
@@ -70,7 +70,7 @@ def pull(
         else:
             files = client.pull(path, directory, progress)
     size_bytes = sum(files.values())
-    say(
+    print_result(
         as_json,
         {"tinker_path": path, "directory": str(directory), "files": files, "size_bytes": size_bytes},
         f"{path}: {len(files)} files, {size(size_bytes)} in {directory}",
@@ -84,7 +84,11 @@ def push(
     """Upload an adapter as a training checkpoint, with its optimizer state if present."""
     from tinsmith.exchange.transfer import adapter_directory
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as adapter:
+    with (
+        exit_on_errors(),
+        tempfile.TemporaryDirectory() as scratch,
+        adapter_directory(directory, Path(scratch)) as adapter,
+    ):
         _push(adapter, base, name, ttl, as_json)
 
 
@@ -103,7 +107,11 @@ def import_adapter(
     from tinsmith.exchange import adapters, merging
     from tinsmith.exchange.transfer import adapter_directory
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch, adapter_directory(directory, Path(scratch)) as adapter:
+    with (
+        exit_on_errors(),
+        tempfile.TemporaryDirectory() as scratch,
+        adapter_directory(directory, Path(scratch)) as adapter,
+    ):
         rewritten = Path(scratch) / "adapter"
         base_name = base_directory or base or adapters.read(adapter).base_name
         rewritten_adapter = merging.rewrite(adapter, rewritten, lambda: _base_directory(base_name))
@@ -128,7 +136,7 @@ def merge(
     """Merge an adapter into its base, writing an ordinary Hugging Face model."""
     from tinsmith.exchange import adapters, merging
 
-    with refusals(), tempfile.TemporaryDirectory() as scratch:
+    with exit_on_errors(), tempfile.TemporaryDirectory() as scratch:
         converter = _converter(gguf, llama_cpp)
         source = Path(adapter)
         if adapter.startswith("tinker://"):
@@ -143,7 +151,7 @@ def merge(
             )
         if converter and gguf:
             _convert(converter, directory, gguf)
-    say(
+    print_result(
         as_json,
         {**asdict(merged), "path": str(merged.path), "gguf": None if gguf is None else str(gguf)},
         f"merged {merged.linears} linear layers: {merged.size_bytes} bytes of {merged.dtype} in {directory}",
@@ -160,7 +168,7 @@ def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool)
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
     with server() as client, _bar("pushing", as_json) as progress:
         answer = client.push(directory, fields, progress)
-    say(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
+    print_result(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
 
 
 def _base_directory(base: str) -> Path:
@@ -206,4 +214,4 @@ def _bar(label: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int
     )
     task = bar.add_task(label, total=None)
     with bar:
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        yield lambda completed, total: bar.update(task, completed=completed, total=total or None)

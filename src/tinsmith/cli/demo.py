@@ -65,7 +65,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class TrainingOutcome:
     """The shares of correct answers to held-out prompts before and after training, and the checkpoint."""
 
     task: str
@@ -75,9 +75,9 @@ class Learned:
 
 
 def run_demo(
-    output: Console, data_dir: Path | None, *, stay: bool, done: Callable[[object], None] | None = None
+    output: Console, data_dir: Path | None, *, stay: bool, on_done: Callable[[object], None] | None = None
 ) -> None:
-    """Serve, train with SFT and RL, show the results and pass them to `done`. With `stay`, serve on until Ctrl-C."""
+    """Serve, train with SFT and RL, show the results and pass them to `on_done`. With `stay`, serve on until Ctrl-C."""
     # By default, SIGTERM would end this process without stopping the server that it started.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
@@ -92,8 +92,8 @@ def run_demo(
         rl = _show_rl(output, service, chat, url)
         output.rule("[bold]Done")
         output.print(f"Checkpoints: {sft.path}\n             {rl.path}", soft_wrap=True)
-        if done:
-            done({"url": url, "sft": asdict(sft), "rl": asdict(rl)})
+        if on_done:
+            on_done({"url": url, "sft": asdict(sft), "rl": asdict(rl)})
         output.print(f"The server is at [bold]{url}[/]", highlight=False)
         output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}", highlight=False, soft_wrap=True)
         if stay:
@@ -103,7 +103,7 @@ def run_demo(
                     time.sleep(3600)
 
 
-def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Learned:
+def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> TrainingOutcome:
     output.rule(f"Supervised fine-tuning: {SFT_TASK}, {SFT_STEPS} steps of {SFT_BATCH} examples")
     client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=1).result()
     held_out = _examples(SFT_TASK, "heldout", NUM_HELD_OUT, seed=1)
@@ -122,10 +122,10 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lea
     output.print(f"{time.monotonic() - started:.0f} s")
     after = _answers(client, chat, held_out)
     shares = _show_answers(output, held_out, before, after)
-    return Learned(SFT_TASK, *shares, client.save_state("demo-sft").result().path)
+    return TrainingOutcome(SFT_TASK, *shares, client.save_state("demo-sft").result().path)
 
 
-def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat, url: str) -> Learned:
+def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat, url: str) -> TrainingOutcome:
     output.rule(f"Reinforcement learning: {RL_TASK}, {RL_STEPS} steps of {RL_PROMPTS} prompts x {RL_GROUP} samples")
     client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2).result()
     run = RunMetrics(client.model_id, url, API_KEY)
@@ -147,7 +147,7 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat, url: st
     output.print(f"{time.monotonic() - started:.0f} s")
     after = _answers(client, chat, held_out)
     shares = _show_answers(output, held_out, before, after)
-    return Learned(RL_TASK, *shares, client.save_state("demo-rl").result().path)
+    return TrainingOutcome(RL_TASK, *shares, client.save_state("demo-rl").result().path)
 
 
 def _rollouts(

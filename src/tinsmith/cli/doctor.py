@@ -142,7 +142,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
         yield Finding(True, "sampler", f"{name} for {shape.name}: {reason}")
 
 
-def measured_rates(settings: Settings, plan: Plan) -> Rates:
+def measure_rates(settings: Settings, plan: Plan) -> Rates:
     """Start the plan's ranks in a process of their own, and measure them. Ranks of other machines are awaited. Raises
     SettingsError if they cannot run.
     """
@@ -161,7 +161,7 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
         "options": options,
     }
     command = [sys.executable, "-m", "tinsmith.backends.distributed", "measure"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         input=json.dumps(spec) + "\n",
         stdout=subprocess.PIPE,
@@ -169,6 +169,6 @@ def measured_rates(settings: Settings, plan: Plan) -> Rates:
         env=engine_environment(peer=settings.rank_peer),
         check=False,
     )
-    if done.returncode:
+    if completed.returncode:
         raise SettingsError("--measure: the ranks of the plan cannot run here; the lines above have the reason")
-    return Rates.read(json.loads(done.stdout.rstrip("\n").rpartition("\n")[2]))
+    return Rates.read(json.loads(completed.stdout.rstrip("\n").rpartition("\n")[2]))

@@ -41,11 +41,11 @@ def create(
 
     with server_database(data_dir) as database:
         keys = Keys(database)
-        first = not keys.any()
+        is_first = not keys.any()
         key, secret = keys.create(tenant, name, read_quotas(quota or []), load({}).key_prefixes[0])
-    typer.echo(json.dumps(_shown(key) | {"key": secret}) if as_json else secret)
+    typer.echo(json.dumps(_as_json(key) | {"key": secret}) if as_json else secret)
     notes.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
-    if first and tenant != LOCAL_TENANT:
+    if is_first and tenant != LOCAL_TENANT:
         notes.print(
             "This is the first key: from now on the server rejects requests without one. Earlier work belongs to "
             f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` creates a key for it."
@@ -58,9 +58,9 @@ def list_keys(as_json: AsJson = False, data_dir: DataDir = None) -> None:
     from tinsmith.auth.keys import Keys
 
     with server_database(data_dir) as database:
-        found = [_shown(key) for key in Keys(database).list_all()]
+        keys = [_as_json(key) for key in Keys(database).list_all()]
     columns = "id", "tenant", "name", "created", "revoked"
-    print_rows(as_json, found, columns, lambda key: ("" if fact is None else fact for fact in key.values()))
+    print_rows(as_json, keys, columns, lambda key: ("" if value is None else value for value in key.values()))
 
 
 @app.command()
@@ -75,12 +75,12 @@ def revoke(
     with server_database(data_dir) as database:
         key = Keys(database).revoke(key_id)
     if as_json:
-        typer.echo(json.dumps(_shown(key)))
+        typer.echo(json.dumps(_as_json(key)))
     else:
         output.print(f"key {key.key_id} of tenant {key.tenant_id!r} is revoked")
 
 
-def _shown(key: Key) -> dict[str, object]:
+def _as_json(key: Key) -> dict[str, object]:
     return {
         "key_id": key.key_id,
         "tenant": key.tenant_id,

@@ -73,7 +73,7 @@ WORK_LINE_S = 60.0
 
 def settings_options(*names: str, **groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option for each setting to a command, documented by the setting's docstring. `groups` are panels of its
-    help. The command is called with `given`, the options that the user set, and its own parameters.
+    help. The command is called with `flags`, the options that the user set, and its own parameters.
     """
     panels: dict[str, str | None] = dict.fromkeys(names)
     panels |= {name: group for group, members in groups.items() for name in members}
@@ -104,8 +104,8 @@ def _option(name: str, group: str | None) -> inspect.Parameter:
     if field.default is True:
         flag += f"/--no-{name.replace('_', '-')}"
     default = "" if field.default in ("", None) else f" Default: {str(field.default).lower()}."
-    about = escape(" ".join((field.description or "").split()) + default)
-    option = typer.Option(flag, help=about, rich_help_panel=group)
+    help_text = escape(" ".join((field.description or "").split()) + default)
+    option = typer.Option(flag, help=help_text, rich_help_panel=group)
     model = typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help=MODEL_HELP, rich_help_panel=group)
     annotation = Annotated[list[str] | None, model] if name == "models" else Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -114,7 +114,7 @@ def _option(name: str, group: str | None) -> inspect.Parameter:
 @app.command()
 @settings_options(**SERVE_OPTIONS)
 def serve(
-    given: dict[str, object],
+    flags: dict[str, object],
     backend_options: Annotated[
         str, typer.Option(metavar="JSON", help='More settings by name, such as \'{"memory_budget": "6GiB"}\'.')
     ] = "{}",
@@ -122,7 +122,7 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
     """Serve base models to the tinker SDK until Ctrl-C, or run one role of a server."""
-    serve_until_signal(load(_json_settings(backend_options) | given), as_json=as_json, quiet=quiet)
+    serve_until_signal(load(_json_settings(backend_options) | flags), as_json=as_json, quiet=quiet)
 
 
 def _json_settings(text: str) -> dict[str, object]:
@@ -158,13 +158,13 @@ def demo(
     from tinsmith.cli.demo import run_demo
 
     stays = sys.stdout.isatty() if stay is None else stay
-    run_demo(errors if as_json else output, data_dir, stay=stays, done=print_json if as_json else None)
+    run_demo(errors if as_json else output, data_dir, stay=stays, on_done=print_json if as_json else None)
 
 
 @app.command()
 @settings_options("models", "data_dir")
 def rank(
-    given: dict[str, object],
+    flags: dict[str, object],
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the engine accepts ranks.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine. Default: one for each GPU.")] = None,
 ) -> None:
@@ -174,14 +174,14 @@ def rank(
     stopping = threading.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, lambda _signal, _frame: stopping.set())
-    raise typer.Exit(run_ranks(load(given), join, ranks, stopping, once=False))
+    raise typer.Exit(run_ranks(load(flags), join, ranks, stopping, once=False))
 
 
 @app.command()
 @settings_options("models", "data_dir")
 def doctor(  # noqa: PLR0913 - one parameter a flag
-    given: dict[str, object],
-    place: Annotated[
+    flags: dict[str, object],
+    model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="A base model to plan for: its directory, config.json or id."),
     ] = None,
@@ -211,16 +211,16 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""
-    if place is not None:
+    if model is not None:
         from tinsmith.cli.plan import PlanRequest
 
         degrees = (tensor_parallel, data_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel)
-        request = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize, *degrees, machines)
-        _show_plan(request, load(given) if measure else None, as_json=as_json)
+        request = PlanRequest(model, gpus, memory, rank, context, adapters, dtype, quantize, *degrees, machines)
+        _show_plan(request, load(flags) if measure else None, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
-    findings = examine(load(given))
+    findings = examine(load(flags))
     if as_json:
         print_json([asdict(finding) for finding in findings])
         raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
@@ -254,10 +254,10 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Time the same work on Tinker-compatible servers. Exits 1 if a server failed a measure."""
-    from tinsmith.cli.bench import bench_as_json, run_bench, targets_of
+    from tinsmith.cli.bench import bench_as_json, build_targets, run_bench
 
     default_url, default_key = client_address()
-    targets = targets_of(url or [default_url], model or [], key or [default_key], dialect or [])
+    targets = build_targets(url or [default_url], model or [], key or [default_key], dialect or [])
     if as_json:
         is_complete, result = bench_as_json(targets, runs=runs, rank=rank, patience_s=timeout)
         typer.echo(json.dumps(result, indent=2))
@@ -270,12 +270,12 @@ def bench(
 def _show_plan(request: PlanRequest, measured: Settings | None, *, as_json: bool) -> None:
     """With `measured`, the settings of the ranks, these are started and measured."""
     from tinsmith.cli import plan as report
-    from tinsmith.cli.doctor import measured_rates
+    from tinsmith.cli.doctor import measure_rates
     from tinsmith.cli.plan import plan_of
 
     plan = plan_of(request)
     if measured is not None and plan.fits:
-        speeds = list(report.describe_measurement(plan, measured_rates(measured, plan)))
+        speeds = list(report.describe_measurement(plan, measure_rates(measured, plan)))
     else:
         speeds = list(report.speeds(plan))
     advice, command = report.recommend(request, plan)
@@ -290,7 +290,7 @@ def _show_plan(request: PlanRequest, measured: Settings | None, *, as_json: bool
     output.print(table)
     colour = "green" if plan.fits else "red"
     output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
-    for words in plan.words:
+    for words in plan.reasons:
         output.print(f"  {words}", highlight=False, soft_wrap=True)
     for line in speeds:
         output.print(f"  {line}", highlight=False, soft_wrap=True)

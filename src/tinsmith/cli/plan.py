@@ -26,8 +26,8 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit, gib
-from tinsmith.plan.measured import MEASURED_ROWS, measure_matmul
-from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES, choose_dtype
+from tinsmith.plan.measured import TRAINING_ROWS, measure_matmul
+from tinsmith.plan.memory import DTYPE_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
     LINK_SHARE,
@@ -134,7 +134,7 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
             )
             devices = math.prod(degree or 1 for degree in degrees)
             memory_bytes = memory_bytes if request.memory is not None else machine[1] // max(1, devices)
-    dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored)
+    dtype = choose_dtype(request.dtype or "auto", cuda=cuda, stored=model.stored_dtype)
     context = request.context or 0
     longest = f"it must be from 1 to the model's own {model.context:,}"
     for name, value, good, hint in (
@@ -143,7 +143,7 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
         ("--adapters", request.adapters, request.adapters >= 1, "it must be at least 1"),
         ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
         ("--machines", request.machines, request.machines != 0, "it must be at least 1"),
-        ("--dtype", dtype, dtype in NUMBER_BYTES, "choose bfloat16 or float32"),
+        ("--dtype", dtype, dtype in DTYPE_BYTES, "choose bfloat16 or float32"),
         ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
     ):
         if not good:
@@ -320,7 +320,7 @@ def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
     commands["Ray"] = " ".join(
         [*assignments, f"tinsmith up --ray {HEAD}:6379 --model {request.model} --engines 1", reserved, *machine_flags]
     )
-    if (device := next(_alike(plan.workload), None)) is not None:
+    if (device := next(_find_similar_devices(plan.workload), None)) is not None:
         name = SKYPILOT_NAMES.get(device.name, device.name)
         models = shlex.quote(json.dumps([request.model]))
         nodes = [f"--num-nodes {machines}"] if machines > 1 else []
@@ -330,20 +330,20 @@ def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
     return commands
 
 
-NEAR = 0.12
-"""Largest relative difference between a listed device's memory and the wanted memory."""
+MEMORY_TOLERANCE = 0.12
+"""Largest relative difference between a listed device's memory and the workload's."""
 
 
-def _alike(workload: Workload) -> Iterator[Device]:
-    """The listed devices with about the wanted memory."""
+def _find_similar_devices(workload: Workload) -> Iterator[Device]:
+    """The listed devices with about the workload's memory."""
     for device in DEVICES if workload.cuda else ():
-        if abs(device.memory_bytes - workload.memory_bytes) <= NEAR * device.memory_bytes:
+        if abs(device.memory_bytes - workload.memory_bytes) <= MEMORY_TOLERANCE * device.memory_bytes:
             yield device
 
 
 def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
-    """Yield speed estimates of a plan that fits, one line each: for devices with about the wanted memory, or for this
-    CPU with the result of `measure` (`measure_matmul`).
+    """Yield speed estimates of a plan that fits, one line each: for devices with about the workload's memory, or for
+    this CPU with the result of `measure` (`measure_matmul`).
 
     Training costs 4 operations per token and active weight: the forward pass, and the backward pass through the frozen
     base without the gradients of its weights. With activation checkpointing, and in the estimates for GPUs, it costs 6.
@@ -358,15 +358,15 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             return
         operations_s, bytes_s = (measure or measure_matmul)(workload.dtype, plan.model.hidden, active)
         trained = operations_s / ((4 if plan.mode == "kept" else OPERATIONS) * active)
-        sampled = bytes_s / (active * NUMBER_BYTES[workload.dtype])
+        sampled = bytes_s / (active * DTYPE_BYTES[workload.dtype])
         yield (
             f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
             "for one sequence, more for a batch (estimated from packed matrix products measured here: "
-            f"{operations_s / 1e9:,.0f} GFLOP/s with {MEASURED_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
+            f"{operations_s / 1e9:,.0f} GFLOP/s with {TRAINING_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
             "with one; attention and adapters are not counted)"
         )
         return
-    for device in _alike(workload):
+    for device in _find_similar_devices(workload):
         share = StepShare(max(memory.MICRO_BATCH[True], workload.context_of(plan.model)) // plan.degrees.context)
         step = step_time(plan, device, share)
         trained = share.rows * plan.degrees.groups / step.total
@@ -447,7 +447,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             ),
             **{f"total_{mode.replace(' ', '_')}": plan.needs.total(mode) for mode in MODES},
         },
-        "words": list(plan.words),
+        "words": list(plan.reasons),
     }
 
 

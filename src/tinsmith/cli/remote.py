@@ -91,8 +91,8 @@ def server() -> Iterator[TinkerServer]:
 
 
 @contextmanager
-def refusals(*kinds: type[Exception]) -> Iterator[None]:
-    """End the command with one line and status 2 on an expected error, or one of `more`."""
+def exit_on_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """End the command with one line and status 2 on an expected error, or one of `kinds`."""
     try:
         yield
     except (TinsmithError, OSError, *kinds) as error:
@@ -100,7 +100,7 @@ def refusals(*kinds: type[Exception]) -> Iterator[None]:
         raise typer.Exit(REFUSED) from None
 
 
-def say(as_json: bool, value: object, line: str) -> None:
+def print_result(as_json: bool, value: object, line: str) -> None:
     """Print one result."""
     if as_json:
         print_json(value)
@@ -108,7 +108,7 @@ def say(as_json: bool, value: object, line: str) -> None:
         output.print(escape(line))
 
 
-def moment(iso: str | None) -> str:
+def format_time(iso: str | None) -> str:
     """Format an ISO time as local time to the minute; empty for None."""
     if not iso:
         return ""

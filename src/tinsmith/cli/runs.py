@@ -2,7 +2,7 @@
 
 The commands use the dashboard's routes. A run has the metrics of its passes and optimizer steps, which the server
 records, and those that the client logs (`POST /api/v1/log_metrics`). Exit status: 0 for success, 1 if `log` left
-something of its file out, 2 if the command was refused, 130 if the user stopped following.
+a part of its file out, 2 if the command was refused, 130 if the user stopped following.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rich.table import Table
 from tinsmith.cli.remote import (
     INTERRUPTED,
     AsJson,
-    moment,
+    exit_on_errors,
+    format_time,
     notes,
     output,
     plain_table,
     print_json,
+    print_result,
     print_rows,
     print_table,
-    refusals,
-    say,
     server,
 )
 from tinsmith.errors import TinsmithError, UserError
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 BARS = "".join(chr(0x2581 + eighth) for eighth in range(8))
 """Block characters from one to eight eighths of a line's height."""
-BARS_SHOWN = 24
+MAX_BARS = 24
 POLL_S = 1.0
 INCOMPLETE = 1
-"""Exit status if something of the file was not logged."""
+"""Exit status if a part of the file was not logged."""
 SEND_TRIES = 10
 MAX_UNSENT = 2048
 """The most points that wait for the server while the file is read."""
@@ -65,28 +65,28 @@ def list_runs(
     as_json: AsJson = False,
 ) -> None:
     """List training runs, newest first."""
-    with refusals(), server() as there:
-        found = there.get("dashboard/runs", {"limit": limit, **({"search": search} if search else {})})["runs"]
+    with exit_on_errors(), server() as client:
+        runs = client.get("dashboard/runs", {"limit": limit, **({"search": search} if search else {})})["runs"]
 
     def row(run: Run) -> tuple[object, ...]:
-        name, rank, last = run["display_name"] or "", run["lora_rank"] or "full", moment(run["last_request_at"])
+        name, rank, last = run["display_name"] or "", run["lora_rank"] or "full", format_time(run["last_request_at"])
         return run["model_id"], name, run["base_model"], rank, run["state"], run["step"], last
 
-    print_rows(as_json, found, ("run", "name", "base model", "rank", "state", "step", "last request"), row)
+    print_rows(as_json, runs, ("run", "name", "base model", "rank", "state", "step", "last request"), row)
 
 
 @app.command()
 def show(run_id: RunId, as_json: AsJson = False) -> None:
     """Show a run, and its metrics from the first step to the last."""
-    with refusals(), server() as there:
-        run, series = _run(there, run_id), _series(_points(there, run_id, 0.0)[0])
+    with exit_on_errors(), server() as client:
+        run, series = _run(client, run_id), _series(_points(client, run_id, 0.0)[0])
     if as_json:
         print_json({**run, "series": series})
         return
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(run).items():
-        facts.add_row(name, escape(value))
-    output.print(facts)
+    properties = Table.grid(padding=(0, 2))
+    for name, value in _describe_run(run).items():
+        properties.add_row(name, escape(value))
+    output.print(properties)
     table = plain_table("metric", "first", "last", "least", "most", "")
     for name, points in sorted(series.items()):
         values = [value for _, value in points]
@@ -100,16 +100,17 @@ def compare(
     run_ids: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more.")], as_json: AsJson = False
 ) -> None:
     """Compare runs: the properties that differ, and the last value of each metric."""
-    with refusals(), server() as there:
+    with exit_on_errors(), server() as client:
         if len(run_ids) < 2:
             raise UserError(f"compare got {len(run_ids)} run; name at least two")
-        runs = [_run(there, run_id) for run_id in run_ids]
-        series = [_series(_points(there, run_id, 0.0)[0]) for run_id in run_ids]
-    facts = [_facts(run) for run in runs]
-    rows = [(name, [each.get(name, "") for each in facts]) for name in {name: 0 for each in facts for name in each}]
+        runs = [_run(client, run_id) for run_id in run_ids]
+        series = [_series(_points(client, run_id, 0.0)[0]) for run_id in run_ids]
+    run_properties = [_describe_run(run) for run in runs]
+    property_names = {name: 0 for properties in run_properties for name in properties}
+    rows = [(name, [properties.get(name, "") for properties in run_properties]) for name in property_names]
     different = {name: values for name, values in rows if len(set(values)) > 1 and name != "run"}
-    names = sorted({name for each in series for name in each})
-    last = {name: [each[name][-1][1] if name in each else None for each in series] for name in names}
+    names = sorted({name for run_series in series for name in run_series})
+    last = {name: [run_series[name][-1][1] if name in run_series else None for run_series in series] for name in names}
     if as_json:
         print_json({"runs": run_ids, "differences": different, "metrics": last})
         return
@@ -117,8 +118,8 @@ def compare(
     for name, texts in different.items():
         table.add_row(name, *map(escape, texts))
     table.add_section()
-    for name, numbers in last.items():
-        table.add_row(escape(name), *("" if value is None else _number(value) for value in numbers))
+    for name, values in last.items():
+        table.add_row(escape(name), *("" if value is None else _number(value) for value in values))
     print_table(table)
 
 
@@ -130,14 +131,14 @@ def tail(
     as_json: Annotated[bool, typer.Option("--json", help="Print each point as a line of JSON.")] = False,
 ) -> None:
     """Print a run's newest metrics, one line per step."""
-    with refusals(), server() as there:
+    with exit_on_errors(), server() as client:
         try:
-            points, cursor = _points(there, run_id, 0.0)
+            points, cursor = _points(client, run_id, 0.0)
             _print_points(points[len(points) - steps :] if steps < len(points) else points, as_json=as_json)
             printed = {_key(point) for point in points}
             while follow:
                 time.sleep(POLL_S)
-                points, cursor = _points(there, run_id, cursor)
+                points, cursor = _points(client, run_id, cursor)
                 _print_points([point for point in points if _key(point) not in printed], as_json=as_json)
                 printed |= {_key(point) for point in points}
         except KeyboardInterrupt:
@@ -154,7 +155,7 @@ def log_file(
     """Log the numbers of a file of metrics to a run. Logging a line again changes nothing."""
     from tinsmith.exchange.metrics import RunMetrics
 
-    with refusals(), RunMetrics(run_id) as run:
+    with exit_on_errors(), RunMetrics(run_id) as run:
         source = _MetricsFile(run, str(file))
         try:
             with file.open("rb") as lines:
@@ -167,25 +168,25 @@ def log_file(
         source.send_rest()
     result = {"run": run_id, "points": source.num_points, "left_out": source.num_left_out}
     suffix = f"; {source.num_left_out} of its lines were not logged whole" if source.num_left_out else ""
-    say(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
+    print_result(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
     if source.num_left_out:
         raise typer.Exit(INCOMPLETE)
 
 
 class _MetricsFile:
-    """Logs the lines of a file, and tells each line, or number of a line, that is not logged, with the reason."""
+    """Logs the lines of a file, and prints each line, or number of a line, that is not logged, with the reason."""
 
     def __init__(self, run: RunMetrics, name: str) -> None:
         self.num_points = 0
         self.num_left_out = 0
-        """Lines of which something is not logged."""
+        """Lines of which at least one number is not logged."""
         self._run = run
         self._name = name
         self._line = 0
         self._partial = b""
 
     def log_lines(self, lines: IO[bytes], *, is_growing: bool) -> None:
-        """Log the lines up to the present end. While the file is growing, a line without an end waits for it."""
+        """Log the lines up to the present end. With `is_growing`, an incomplete last line is left for later."""
         while chunk := lines.readline():
             self._partial += chunk
             if chunk.endswith(b"\n"):
@@ -238,13 +239,13 @@ class _MetricsFile:
         return reasons
 
 
-def _run(there: TinkerServer, run_id: str) -> Run:
-    return there.get(f"dashboard/runs/{quote(run_id, safe='')}")
+def _run(client: TinkerServer, run_id: str) -> Run:
+    return client.get(f"dashboard/runs/{quote(run_id, safe='')}")
 
 
-def _points(there: TinkerServer, run_id: str, after: float) -> tuple[list[dict[str, Any]], float]:
+def _points(client: TinkerServer, run_id: str, after: float) -> tuple[list[dict[str, Any]], float]:
     """Return the points since a cursor, some possibly repeated, and the next cursor."""
-    answer = there.get(f"training_runs/{quote(run_id, safe='')}/metrics", {"after": after})
+    answer = client.get(f"training_runs/{quote(run_id, safe='')}/metrics", {"after": after})
     return answer["points"], answer["cursor"]
 
 
@@ -264,17 +265,17 @@ def _print_points(points: Sequence[Mapping[str, Any]], *, as_json: bool) -> None
 
 
 def _series(points: Sequence[Mapping[str, Any]]) -> Series:
-    found: dict[str, dict[int, float]] = {}
+    values_by_step: dict[str, dict[int, float]] = {}
     for point in points:
         for name, value in point["metrics"].items():
             if isinstance(value, (int, float)) and math.isfinite(value):
-                found.setdefault(name, {})[point["step"]] = float(value)
-    return {name: sorted(values.items()) for name, values in found.items()}
+                values_by_step.setdefault(name, {})[point["step"]] = float(value)
+    return {name: sorted(values.items()) for name, values in values_by_step.items()}
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _describe_run(run: Run) -> dict[str, str]:
     """Return the properties of a run as text."""
-    facts = {
+    properties = {
         "run": run["model_id"],
         "name": run["display_name"] or "",
         "base model": run["base_model"],
@@ -282,10 +283,10 @@ def _facts(run: Run) -> dict[str, str]:
         "optimizer": run["optimizer_type"],
         "state": run["state"] if not run["reason"] else f"{run['state']} ({run['reason']})",
         "step": str(run["step"]),
-        "created": moment(run["created_at"]),
-        "last request": moment(run["last_request_at"]),
+        "created": format_time(run["created_at"]),
+        "last request": format_time(run["last_request_at"]),
     }
-    return facts | {f"metadata {name}": value for name, value in sorted((run["user_metadata"] or {}).items())}
+    return properties | {f"metadata {name}": value for name, value in sorted((run["user_metadata"] or {}).items())}
 
 
 def _number(value: float) -> str:
@@ -293,8 +294,8 @@ def _number(value: float) -> str:
 
 
 def _bars(values: Sequence[float]) -> str:
-    """Draw a curve of at most `BARS_SHOWN` characters, each for the mean of a part of the values."""
-    count = min(len(values), BARS_SHOWN)
+    """Draw a curve of at most `MAX_BARS` characters, each for the mean of a part of the values."""
+    count = min(len(values), MAX_BARS)
     edges = [index * len(values) // count for index in range(count + 1)]
     means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)

@@ -30,10 +30,10 @@ def list_samplers(as_json: AsJson = False, data_dir: DataDir = None) -> None:
     from tinsmith.cluster.executors import DedicatedSamplers
 
     with server_database(data_dir) as database:
-        found = DedicatedSamplers(database).all()
+        samplers = DedicatedSamplers(database).all()
     names = "sampler", "base_model", "state", "holder", "pid", "samples"
     columns = "sampler", "base model", "state", "holder", "process", "samples"
-    print_rows(as_json, found, columns, lambda row: (row[name] for name in names))
+    print_rows(as_json, samplers, columns, lambda row: (row[name] for name in names))
 
 
 @app.command()
@@ -42,20 +42,20 @@ def show(name: Name, as_json: AsJson = False, data_dir: DataDir = None) -> None:
     from tinsmith.cluster.executors import DedicatedSamplers
 
     with server_database(data_dir) as database:
-        found = DedicatedSamplers(database).find(name)
+        sampler = DedicatedSamplers(database).find(name)
     if as_json:
-        print_json(found)
+        print_json(sampler)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
-    for key, value in found.items():
+    for key, value in sampler.items():
         table.add_row(key.replace("_", " "), escape(_cell(value)))
     print_table(table)
 
 
 def _cell(value: object) -> str:
-    """A fact as text; versions have a line each."""
+    """A property as text; versions have a line each."""
     if isinstance(value, list):
-        return "\n".join(f"{each['version']}: {each['bytes']} bytes" for each in value)
+        return "\n".join(f"{version['version']}: {version['bytes']} bytes" for version in value)
     return "" if value is None else str(value)
 
 

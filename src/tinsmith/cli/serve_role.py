@@ -2,8 +2,8 @@
 
 `python -m tinsmith.cli.serve_role` reads one line of JSON with `settings` and an optional `signing_key`, and serves
 until SIGTERM. With `join`, it runs this node's ranks of the engine at that address instead, until they end. If its
-input closes, its parent has ended. The process then exits at once, since a replacement may be
-starting, and other processes take over its work as after any crash.
+input closes, its parent has ended. The process then exits at once, since a replacement may be starting, and other
+processes take over its work as after any crash.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ def up(  # noqa: PLR0913 - one parameter a flag
     settings = load({name: value for name, value in flags.items() if value is not None})
     _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
-    engine = replace(_of(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
-    sampler = _of(sampler_cpus, sampler_gpus, sampler_resource)
-    worker = _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource)
+    engine = replace(_resources(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
+    sampler = _resources(sampler_cpus, sampler_gpus, sampler_resource)
+    worker = _resources(batch_worker_cpus, batch_worker_gpus, batch_worker_resource)
     roles = {
         ENGINE: _role("--engines", engines, tokens_per_engine, after, engine),
         SAMPLER: _role("--samplers", samplers, tokens_per_sampler, after, sampler),
@@ -110,14 +110,14 @@ def up(  # noqa: PLR0913 - one parameter a flag
     fleet = _fleet(settings, roles)
     if ray == LOCAL:
         cluster = _cluster(_make_token(settings.resolved_data_dir))
-        _stay(cluster, settings, fleet, as_json)
+        _run_local(cluster, settings, fleet, as_json)
         return
     cluster = _cluster(None)
-    _reach(ray)
+    _check_head(ray)
     cluster.connect(ray)
     fleet = fleet.with_ray_address(ray)
     try:
-        _refuse_one_file(settings, cluster.num_machines())
+        _refuse_sqlite(settings, cluster.num_machines())
         cluster.start_controller(fleet)
         _announce(fleet, ray, as_json)
     finally:
@@ -132,12 +132,12 @@ def down(
 ) -> None:
     """Drain and remove everything that `tinsmith up` started."""
     with _connect(ray, data_dir) as cluster:
-        late = cluster.stop_all(patience)
+        killed = cluster.stop_all(patience)
     if as_json:
-        typer.echo(json.dumps({"killed": late}))
-    elif late:
-        output.print(f"killed before they had drained: {', '.join(late)}")
-    if late:
+        typer.echo(json.dumps({"killed": killed}))
+    elif killed:
+        output.print(f"killed before they had drained: {', '.join(killed)}")
+    if killed:
         raise typer.Exit(1)
 
 
@@ -164,12 +164,12 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
         raise typer.Exit(1)
 
 
-def _role(flag: str, counts: str, work: float, after: tuple[float, float], resources: Resources) -> Role:
-    return Role(Rule(*parse_counts(flag, counts), work, *after), resources)
+def _role(flag: str, counts: str, work_per_process: float, after: tuple[float, float], resources: Resources) -> Role:
+    return Role(Rule(*parse_counts(flag, counts), work_per_process, *after), resources)
 
 
-def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
-    return Resources(cpus, gpus, parse_resources("a resource", others or []))
+def _resources(cpus: float, gpus: float, custom_resources: list[str] | None) -> Resources:
+    return Resources(cpus, gpus, parse_resources("a resource", custom_resources or []))
 
 
 def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
@@ -194,7 +194,7 @@ def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
         )
 
 
-def _refuse_one_file(settings: Settings, num_machines: int) -> None:
+def _refuse_sqlite(settings: Settings, num_machines: int) -> None:
     if num_machines > 1 and settings.resolved_database_url.startswith("sqlite"):
         raise SettingsError(
             f"the cluster has {num_machines} machines, but the database is a file on one of them; set "
@@ -211,7 +211,7 @@ def _make_token(data_dir: Path) -> Path:
     return path
 
 
-def _reach(address: str) -> None:
+def _check_head(address: str) -> None:
     """Raise SettingsError within REACH_S if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if address.startswith("ray://") or not port.isdecimal():
@@ -226,7 +226,7 @@ def _reach(address: str) -> None:
 
 
 def _cluster(token_path: Path | None) -> ModuleType:
-    """Import the module that uses Ray, which is optional and takes half a second. Raises SettingsError."""
+    """Import the module that uses Ray, which is optional and slow to import. Raises SettingsError."""
     prepare_ray(token_path)
     try:
         from tinsmith.cluster.ray import cluster
@@ -241,7 +241,7 @@ def _connect(address: str | None, data_dir: Path | None) -> Iterator[Any]:
     data = settings.resolved_data_dir
     cluster = _cluster(None if address else data / TOKEN_FILE)
     head = address or _local_address(data)
-    _reach(head)
+    _check_head(head)
     cluster.connect(head)
     try:
         yield cluster
@@ -258,7 +258,7 @@ def _local_address(data_dir: Path) -> str:
         ) from None
 
 
-def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) -> None:
+def _run_local(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) -> None:
     """Run a local cluster until Ctrl-C, SIGTERM or `tinsmith down`."""
     file = settings.resolved_data_dir / ADDRESS_FILE
     stop = threading.Event()

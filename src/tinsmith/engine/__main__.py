@@ -78,11 +78,11 @@ from tinsmith.plan.degrees import (
     choose,
     describe_degrees,
     evaluate,
+    find_machine_problem,
+    find_problem,
     gib,
-    machines_problem,
-    problem_of,
 )
-from tinsmith.plan.memory import NUMBER_BYTES, choose_dtype
+from tinsmith.plan.memory import DTYPE_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
@@ -185,7 +185,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if not plan.fits:
         plan = choose(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT))
     layout = describe_degrees(plan.degrees)
-    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.words))
+    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.reasons))
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
 
@@ -242,7 +242,7 @@ def check_machines(settings: Settings, kind: str) -> None:
         "a dedicated sampler runs on one machine": kind == SAMPLER,
         "several machines are for one engine with one base model": settings.num_engines * len(settings.models) > 1,
         f"backend {settings.backend!r} runs on one machine": settings.resolved_backend != "sharded",
-        machines_problem(_read_degrees(settings), settings.machines): True,
+        find_machine_problem(_read_degrees(settings), settings.machines): True,
     }
     if reason := next((reason for reason, holds in problems.items() if holds and reason), None):
         raise SettingsError(f"machines is {settings.machines}: {reason}")
@@ -263,7 +263,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     except SettingsError as error:
         log.debug("the plan does not support this model", base_model=shape.name, reason=str(error))
         return
-    if problem := problem_of(model, degrees, quantize=settings.quantize):
+    if problem := find_problem(model, degrees, quantize=settings.quantize):
         raise SettingsError(f"{shape.name}: {problem}")
     plan = _plan(model, settings, degrees)
     if plan.fits:
@@ -287,8 +287,8 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
 def _build_workload(
     model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool
 ) -> Workload:
-    dtype_setting = settings.dtype if settings.dtype in NUMBER_BYTES else "auto"  # the backend refuses others
-    dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored)
+    dtype_setting = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
+    dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored_dtype)
     workload = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
     return replace(workload, machines=settings.machines)
 
@@ -331,11 +331,11 @@ def open_version_holder(
     _check_full(settings)
     if not settings.samples_elsewhere:
         return open_backend(settings, shape, engine_id, options)
-    from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
+    from tinsmith.backends.with_remote_sampler import VersionFiles, open_remote_sampler
 
     engine = _inference_server(settings, engine_id)
     files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{engine_id}-versions")
-    return only_sampling(files, settings.sampler, engine, shape, eos_token_ids(shape))
+    return open_remote_sampler(files, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
 def _check_full(settings: Settings) -> None:
@@ -347,7 +347,7 @@ def _check_full(settings: Settings) -> None:
 
 
 def _inference_server(settings: Settings, engine_id: str) -> RemoteEngine:
-    from tinsmith.backends.with_remote_sampler import options_of
+    from tinsmith.backends.with_remote_sampler import split_options
     from tinsmith.samplers.remote.client import RemoteEngine
     from tinsmith.samplers.remote.connection import EngineAccess
 
@@ -371,9 +371,9 @@ def _inference_server(settings: Settings, engine_id: str) -> RemoteEngine:
         log_path=logs / f"sampler-{engine_id}.log",
         url=settings.sampler_url.rstrip("/"),
         python=settings.sampler_python or sys.executable,
-        options=options_of(settings.sampler_options),
+        options=split_options(settings.sampler_options),
         shares_device=settings.sampler_shares_device,
-        most_adapters=settings.sampler_loaded_adapters,
+        max_adapters=settings.sampler_loaded_adapters,
     )
 
 

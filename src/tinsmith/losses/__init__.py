@@ -229,13 +229,13 @@ def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: Mod
             needs = ", ".join(loss.required)
             raise UserError(f"data[{index}].loss_fn_inputs has no {name!r}; {loss_fn} needs {needs}")
     targets = datum.inputs["target_tokens"]
-    _check_one(index, "target_tokens", targets, (num_positions,), loss)
+    _check_input(index, "target_tokens", targets, (num_positions,), loss)
     for name in (*loss.required[1:], *loss.optional):
         if name in datum.inputs:
-            _check_one(index, name, datum.inputs[name], targets.shape, loss)
+            _check_input(index, name, datum.inputs[name], targets.shape, loss)
 
 
-def _check_one(index: int, name: str, array: Array, expected: tuple[int, ...], loss: Loss) -> None:
+def _check_input(index: int, name: str, array: Array, expected: tuple[int, ...], loss: Loss) -> None:
     field = f"data[{index}].loss_fn_inputs[{name!r}]"
     values = array.values if isinstance(array, SparseRows) else array
     if name == "target_tokens":
@@ -291,14 +291,14 @@ def _check_values(
 ) -> None:
     """Check all data at once; only a failure searches for the datum. Without bounds: exact float32 values."""
     arrays = [array for datum in data if (array := values(datum)) is not None and array.size]
-    if all(_values_fine(group, low, high) for group in _by_dtype(arrays)):
+    if all(_are_valid(group, low, high) for group in _by_dtype(arrays)):
         return
     for index, datum in enumerate(data):
         array = values(datum)
-        if array is None or not array.size or _values_fine(array, low, high):
+        if array is None or not array.size or _are_valid(array, low, high):
             continue
         flat = array.reshape(-1)
-        bad = next(value for value in flat if not _values_fine(np.array([value], flat.dtype), low, high))
+        bad = next(value for value in flat if not _are_valid(np.array([value], flat.dtype), low, high))
         if low is not None:
             raise UserError(f"data[{index}]: {name} holds {bad}; token ids must lie in [{low}, {high})")
         raise UserError(
@@ -314,7 +314,7 @@ def _by_dtype(arrays: Sequence[npt.NDArray[np.generic]]) -> list[npt.NDArray[np.
     ]
 
 
-def _values_fine(array: npt.NDArray[np.generic], low: int | None, high: int | None) -> bool:
+def _are_valid(array: npt.NDArray[np.generic], low: int | None, high: int | None) -> bool:
     if low is not None and high is not None:
         return bool(low <= array.min() and array.max() < high)
     if array.dtype == np.int64:

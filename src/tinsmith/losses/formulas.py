@@ -31,7 +31,7 @@ class Columns:
     sequence_log_ratio_P: Tensor
 
 
-class Terms(NamedTuple):
+class LossTerms(NamedTuple):
     """`ratio` and `clipped` are for metrics only."""
 
     loss_P: Tensor
@@ -40,59 +40,64 @@ class Terms(NamedTuple):
     clipped_P: Tensor
 
 
-Formula = Callable[[Columns, Mapping[str, float]], Terms]
+Formula = Callable[[Columns, Mapping[str, float]], LossTerms]
 """A function of the columns and the complete configuration."""
 
 
-def cross_entropy(x: Columns, config: Mapping[str, float]) -> Terms:
+def cross_entropy(x: Columns, config: Mapping[str, float]) -> LossTerms:
     # A pair of weight 0 has loss 0 even if its logprob is -inf.
     loss_P = (-x.weight_P * x.logprob_P).masked_fill(x.weight_P == 0, 0.0)
-    return Terms(loss_P, -x.weight_P, loss_P.new_ones(loss_P.shape), loss_P.new_zeros(loss_P.shape))
+    return LossTerms(loss_P, -x.weight_P, loss_P.new_ones(loss_P.shape), loss_P.new_zeros(loss_P.shape))
 
 
-def importance_sampling(x: Columns, config: Mapping[str, float]) -> Terms:
+def importance_sampling(x: Columns, config: Mapping[str, float]) -> LossTerms:
     ratio_P = (x.logprob_P - x.old_logprob_P).exp()
     loss_P = -ratio_P * x.weight_P
-    return Terms(loss_P, loss_P, ratio_P, loss_P.new_zeros(loss_P.shape))
+    return LossTerms(loss_P, loss_P, ratio_P, loss_P.new_zeros(loss_P.shape))
 
 
-def ppo(x: Columns, config: Mapping[str, float]) -> Terms:
+def ppo(x: Columns, config: Mapping[str, float]) -> LossTerms:
     terms = _clipped_surrogate((x.logprob_P - x.old_logprob_P).exp(), x)
     bound = config.get("dual_clip_threshold", 0.0)
     if not bound:
         return terms
     # Dual clip (arXiv 1912.09729, eq. 5): the objective of a negative advantage is at least bound * A.
-    most_P = -bound * x.weight_P
-    over_P = (x.weight_P < 0) & (terms.loss_P > most_P)
-    slope_P = terms.dloss_dlogprob_P.masked_fill(over_P, 0.0)
-    return Terms(most_P.where(over_P, terms.loss_P), slope_P, terms.ratio_P, terms.clipped_P.masked_fill(over_P, 1.0))
+    bound_loss_P = -bound * x.weight_P
+    is_bounded_P = (x.weight_P < 0) & (terms.loss_P > bound_loss_P)
+    derivative_P = terms.dloss_dlogprob_P.masked_fill(is_bounded_P, 0.0)
+    return LossTerms(
+        bound_loss_P.where(is_bounded_P, terms.loss_P),
+        derivative_P,
+        terms.ratio_P,
+        terms.clipped_P.masked_fill(is_bounded_P, 1.0),
+    )
 
 
-def gspo(x: Columns, config: Mapping[str, float]) -> Terms:
+def gspo(x: Columns, config: Mapping[str, float]) -> LossTerms:
     # s_t = exp(m + lp_t - sg(lp_t)): the value is the sequence's ratio, the derivative flows through the token.
     return _clipped_surrogate(x.sequence_log_ratio_P.exp(), x)
 
 
-def cispo(x: Columns, config: Mapping[str, float]) -> Terms:
+def cispo(x: Columns, config: Mapping[str, float]) -> LossTerms:
     ratio_P = (x.logprob_P - x.old_logprob_P).exp()
     dloss_dlogprob_P = -ratio_P.clamp(x.low_P, x.high_P) * x.weight_P
     outside_P = (ratio_P < x.low_P) | (ratio_P > x.high_P)
-    return Terms(dloss_dlogprob_P * x.logprob_P, dloss_dlogprob_P, ratio_P, outside_P.float())
+    return LossTerms(dloss_dlogprob_P * x.logprob_P, dloss_dlogprob_P, ratio_P, outside_P.float())
 
 
-def dro(x: Columns, config: Mapping[str, float]) -> Terms:
+def dro(x: Columns, config: Mapping[str, float]) -> LossTerms:
     beta = config["beta"]
     log_ratio_P = x.logprob_P - x.old_logprob_P
     loss_P = 0.5 * beta * log_ratio_P.square() - x.logprob_P * x.weight_P
-    return Terms(loss_P, beta * log_ratio_P - x.weight_P, log_ratio_P.exp(), loss_P.new_zeros(loss_P.shape))
+    return LossTerms(loss_P, beta * log_ratio_P - x.weight_P, log_ratio_P.exp(), loss_P.new_zeros(loss_P.shape))
 
 
-def stable_reinforce(x: Columns, config: Mapping[str, float]) -> Terms:
+def stable_reinforce(x: Columns, config: Mapping[str, float]) -> LossTerms:
     kl_coeff = config["kl_coeff"]
     log_ratio_P = x.logprob_P - x.old_logprob_P
     plain = importance_sampling(x, config)
     loss_P = plain.loss_P + 0.5 * kl_coeff * log_ratio_P.square()
-    return Terms(loss_P, plain.dloss_dlogprob_P + kl_coeff * log_ratio_P, plain.ratio_P, plain.clipped_P)
+    return LossTerms(loss_P, plain.dloss_dlogprob_P + kl_coeff * log_ratio_P, plain.ratio_P, plain.clipped_P)
 
 
 def sequence_log_ratios(
@@ -105,9 +110,11 @@ def sequence_log_ratios(
     return (sums / counts.clamp_min(1.0))[example_P]
 
 
-def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> Terms:
+def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> LossTerms:
     """-min(r A, clip(r) A); the clipped branch is constant."""
-    free_P = ratio_P * x.weight_P
+    unclipped_P = ratio_P * x.weight_P
     bound_P = ratio_P.clamp(x.low_P, x.high_P) * x.weight_P
-    clipped_P = bound_P < free_P
-    return Terms(-free_P.minimum(bound_P), (-free_P).masked_fill(clipped_P, 0.0), ratio_P, clipped_P.float())
+    clipped_P = bound_P < unclipped_P
+    return LossTerms(
+        -unclipped_P.minimum(bound_P), (-unclipped_P).masked_fill(clipped_P, 0.0), ratio_P, clipped_P.float()
+    )

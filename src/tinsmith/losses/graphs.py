@@ -40,7 +40,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_BOTH = _names("""
+_TENSOR_OPERATIONS = _names("""
     abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square sigmoid tanh sin cos tan
     atan erf erfc reciprocal sign sgn floor ceil round trunc frac relu isnan isinf isfinite logical_not nan_to_num
     lgamma digamma logit clone detach softmax log_softmax cumsum cumprod logcumsumexp cummax cummin
@@ -54,13 +54,13 @@ _BOTH = _names("""
     sort argsort topk kthvalue outer dot matmul mm numel is_floating_point
 """)  # fmt: skip
 
-METHODS = _BOTH | _names("""
+METHODS = _TENSOR_OPERATIONS | _names("""
     view view_as reshape_as expand expand_as repeat contiguous type_as to float double long int bool norm
     new_zeros new_ones new_full size dim ndimension nelement
 """)
 
 FUNCTIONS = (
-    {f"torch.{name}" for name in _BOTH}
+    {f"torch.{name}" for name in _TENSOR_OPERATIONS}
     | {f"torch.{name}" for name in ("stack", "cat", "concat", "zeros_like", "ones_like", "full_like")}
     | {f"torch.nn.functional.{name}" for name in _names("""
         relu leaky_relu elu silu mish relu6 hardtanh tanh sigmoid softmax log_softmax softmin normalize

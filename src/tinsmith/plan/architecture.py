@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from tinsmith.errors import SettingsError
-from tinsmith.plan.mixers import MixerLinears, is_mixer, is_whole, kept_numbers, state_numbers
+from tinsmith.plan.mixers import MixerLinears, count_saved_activations, count_state_elements, is_mixer, is_whole
 from tinsmith.types import CONFIG_DEFAULTS, VISION_TYPES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FUSED_LAYERS = frozenset(
 )
 """Layers that `backends.torch.transformer` implements."""
 
-NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"})
+UNADAPTED_LINEARS = frozenset({"gate", "router", "shared_expert_gate", "wg", "indexer"})
 """Names of linears that choose experts, since training them on part of the batch would change the routing of all, and
 of modules that choose tokens, which get no gradient.
 """
@@ -54,7 +54,7 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 OTHER_NAMES = {"max_position_embeddings": "model_max_length"}
 """Other names of these keys in some families."""
 
-UNDESCRIBED_EXPERTS = frozenset({"Llama4TextExperts"})
+UNMARKED_EXPERTS = frozenset({"Llama4TextExperts"})
 """Modules of fused experts without transformers' description of their form."""
 
 EXPERT_COUNT_KEYS = ("num_experts_per_tok", "moe_k", "top_k")
@@ -63,11 +63,16 @@ EXPERT_COUNT_KEYS = ("num_experts_per_tok", "moe_k", "top_k")
 FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn"})
 """Linears that produce queries, keys and values."""
 
-CUTS = {"colwise": "outputs", "colwise_gather_output": "outputs", "rowwise": "inputs", "rowwise_split_input": "inputs"}
+SPLIT_DIMS = {
+    "colwise": "outputs",
+    "colwise_gather_output": "outputs",
+    "rowwise": "inputs",
+    "rowwise_split_input": "inputs",
+}
 """The dimension that each style of transformers' tensor-parallel plans splits."""
 
 TOWER_ATTENTION = 12.0
-"""Numbers per patch in a tower's attention, for each unit of its hidden size: input, norm, queries, keys and values,
+"""Elements per patch in a tower's attention, for each unit of its hidden size: input, norm, queries, keys and values,
 the first two rotated in float32, and the result.
 """
 
@@ -78,7 +83,7 @@ MAX_HEADER_BYTES = 100 * 2**20
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A matrix in `layers` layers, each with `copies` of it: one, or one per expert. A token uses `active` of the
-    copies. `along`: what tensor parallelism splits, its outputs, its inputs, or nothing.
+    copies. `split_dim`: what tensor parallelism splits, its outputs, its inputs, or nothing.
     """
 
     name: str
@@ -86,28 +91,28 @@ class Linear:
     inputs: int
     outputs: int
     layers: int
-    along: str = "outputs"
+    split_dim: str = "outputs"
     copies: int = 1
     active: int = 1
     shared: str = ""  # the adapter's matrix that all experts share: 'A', 'B'
     keeps_state: bool = False
 
     @property
-    def numbers(self) -> int:
+    def num_parameters(self) -> int:
         return self.inputs * self.outputs * self.layers * self.copies
 
     @property
-    def numbers_active(self) -> int:
+    def num_active_parameters(self) -> int:
         return self.inputs * self.outputs * self.layers * self.active
 
-    def adapter_numbers(self, rank: int) -> int:
+    def adapter_parameters(self, rank: int) -> int:
         a_copies, b_copies = (1 if self.shared == matrix else self.copies for matrix in "AB")
         return rank * self.layers * (self.inputs * a_copies + self.outputs * b_copies)
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`linears` may carry adapters and are most of a model; `other_numbers` are norms, biases, routers and sinks."""
+    """`linears` may carry adapters and are most of a model; `other_parameters` are norms, biases, routers and sinks."""
 
     model_type: str
     layers: int
@@ -120,40 +125,40 @@ class Architecture:
     value_dim: int
     tied: bool
     linears: tuple[Linear, ...]
-    other_numbers: int
+    other_parameters: int
     has_fused_layers: bool
-    attending: int
-    """Layers that cache keys and values."""
+    attention_layers: int
+    """The number of layers that cache keys and values."""
 
-    state_numbers: int = 0
-    """The state of one sequence in the other layers."""
+    state_elements: int = 0
+    """Elements of one sequence's state in the other layers."""
 
-    mixer_numbers: float = 0.0
-    """float32 numbers that those layers keep per token for backward, in addition to their linears."""
+    mixer_activations: float = 0.0
+    """float32 elements that those layers save per token for backward, in addition to their linears."""
 
     is_whole: bool = False
     """Whether a context rank computes whole sequences in those layers."""
 
-    vision_numbers: int = 0
-    """Numbers of a vision tower, which carries no adapters."""
+    vision_parameters: int = 0
+    """Parameters of a vision tower, which carries no adapters."""
 
-    tower_numbers: float = 0.0
-    """Numbers that the tower holds at once per token of an image."""
+    tower_activations: float = 0.0
+    """Elements that the tower holds at once per token of an image."""
 
     layer_sizes: tuple[int, ...] = ()
-    """Numbers of each layer, in order; empty if the model does not mark its layers."""
+    """Parameters of each layer, in order; empty if the model does not mark its layers."""
 
     expert_sizes: tuple[int, ...] = ()
-    """Of these, the numbers of routed experts."""
+    """Parameters of the routed experts of each layer, which `layer_sizes` includes."""
 
-    undivided: str = ""
-    """Why layers cannot be on different devices; empty if they can."""
+    indivisible_reason: str = ""
+    """The reason why layers cannot be on different devices; empty if they can."""
 
-    stored: str = ""
+    stored_dtype: str = ""
     """The dtype that config.json names for the files' weights; empty if it names none."""
 
     @property
-    def embedding_numbers(self) -> int:
+    def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
 
     @property
@@ -162,17 +167,22 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """As transformers counts them, with a tied embedding once."""
-        ends = self.embedding_numbers * (1 if self.tied else 2)
-        return sum(linear.numbers for linear in self.linears) + ends + self.other_numbers + self.vision_numbers
+        """All parameters, as transformers counts them, with a tied embedding once."""
+        ends = self.embedding_parameters * (1 if self.tied else 2)
+        return (
+            sum(linear.num_parameters for linear in self.linears)
+            + ends
+            + self.other_parameters
+            + self.vision_parameters
+        )
 
     @property
     def num_active(self) -> int:
-        """Numbers that a text token uses: all but the matrices of experts that it did not choose."""
+        """Parameters that a text token uses: neither the vision tower's nor those of experts that it did not choose."""
         return (
             self.num_parameters
-            - self.vision_numbers
-            - sum(linear.numbers - linear.numbers_active for linear in self.linears)
+            - self.vision_parameters
+            - sum(linear.num_parameters - linear.num_active_parameters for linear in self.linears)
         )
 
     @property
@@ -190,30 +200,30 @@ class Architecture:
     def has_experts(self) -> bool:
         return any(linear.copies > 1 for linear in self.linears)
 
-    def layer_numbers(self, *, with_experts: bool = True) -> int:
-        """The largest layer, which sharding over data ranks gathers while it is computed."""
+    def layer_parameters(self, *, with_experts: bool = True) -> int:
+        """Parameters of the largest layer, which sharding over data ranks gathers while it is computed."""
         per_layer: dict[int, int] = {}
         for linear in self.linears:
             if linear.copies > 1 and not with_experts:
                 continue
-            per_layer[linear.layers] = per_layer.get(linear.layers, 0) + linear.numbers // linear.layers
-        every = per_layer.pop(self.layers, 0)
-        return every + max(per_layer.values(), default=0)
+            per_layer[linear.layers] = per_layer.get(linear.layers, 0) + linear.num_parameters // linear.layers
+        common = per_layer.pop(self.layers, 0)
+        return common + max(per_layer.values(), default=0)
 
 
 def read(config: Config, source: str = "config.json") -> Architecture:
     """Raises SettingsError for a model that transformers does not know, or that plans do not support."""
-    stored = stored_dtype(config)
+    stored_dtype = read_stored_dtype(config)
     nested = config.get("text_config")
     if isinstance(nested, Mapping) and config.get("model_type") not in VISION_TYPES:
         config = cast("Config", nested)
     try:
-        return replace(_read(json.dumps(config, sort_keys=True)), stored=stored)
+        return replace(_read(json.dumps(config, sort_keys=True)), stored_dtype=stored_dtype)
     except SettingsError as error:
         raise SettingsError(f"{source}: {error}") from None
 
 
-def stored_dtype(config: Config) -> str:
+def read_stored_dtype(config: Config) -> str:
     """The dtype that a config.json names, or its text model's; older files call it `torch_dtype`. Empty without one."""
     nested = config.get("text_config")
     for part in (config, nested if isinstance(nested, Mapping) else {}):
@@ -228,7 +238,7 @@ def _read(text: str) -> Architecture:
     model = _on_meta(config_dict)
     mark_experts(model)
     config, decoder = model.config.get_text_config(), decoder_of(model)
-    vision_numbers = sum(map(numbers_of, _vision_parts(model)))
+    vision_parameters = sum(map(count_parameters, _vision_parts(model)))
     embeddings = cast("nn.Embedding", model.get_input_embeddings())
     kinds = list(getattr(config, "layer_types", None) or ())
     mixers = [module for module in decoder.modules() if is_mixer(module)]
@@ -238,12 +248,12 @@ def _read(text: str) -> Architecture:
     linears, layers = tuple(_linears(decoder, config)), decoder_layers(decoder)
     if not any(linear.group == "attn" for linear in linears):
         raise _refusal(config_dict, "it has no linear projections of attention")
-    attending = (
+    attention_layers = (
         sum(kind in ATTENTION_KINDS or kind == "hybrid" for kind in kinds) if kinds else config.num_hidden_layers
     )
-    heads = cast(int, config.num_attention_heads) if attending else 0
+    heads = cast(int, config.num_attention_heads) if attention_layers else 0
     try:
-        key_heads, key_dim, value_dim = _cached(config, heads, linears) if attending else (0, 0, 0)
+        key_heads, key_dim, value_dim = _cache_dims(config, heads, linears) if attention_layers else (0, 0, 0)
     except RuntimeError as error:
         raise _refusal(config_dict, f"its layers cache different sizes ({error})") from error
     head = model.get_output_embeddings()
@@ -261,17 +271,20 @@ def _read(text: str) -> Architecture:
         value_dim=value_dim,
         tied=tied,
         linears=linears,
-        other_numbers=model.num_parameters() - ends - vision_numbers - sum(linear.numbers for linear in linears),
+        other_parameters=model.num_parameters()
+        - ends
+        - vision_parameters
+        - sum(linear.num_parameters for linear in linears),
         has_fused_layers=all(type(layer).__name__ in FUSED_LAYERS for layer in getattr(decoder, "layers", [None])),
-        vision_numbers=vision_numbers,
-        tower_numbers=tower_numbers(model.config) if vision_numbers else 0.0,
-        attending=attending,
-        state_numbers=sum(state_numbers(module) for module in mixers),
-        mixer_numbers=sum(kept_numbers(module) for module in mixers),
+        vision_parameters=vision_parameters,
+        tower_activations=tower_activations(model.config) if vision_parameters else 0.0,
+        attention_layers=attention_layers,
+        state_elements=sum(count_state_elements(module) for module in mixers),
+        mixer_activations=sum(count_saved_activations(module) for module in mixers),
         is_whole=any(is_whole(module) for module in mixers),
-        layer_sizes=tuple(map(numbers_of, layers)),
-        expert_sizes=tuple(sum(map(numbers_of, filter(_is_experts, layer.modules()))) for layer in layers),
-        undivided=undivided(config),
+        layer_sizes=tuple(map(count_parameters, layers)),
+        expert_sizes=tuple(sum(map(count_parameters, filter(_is_experts, layer.modules()))) for layer in layers),
+        indivisible_reason=find_indivisible_reason(config),
     )
 
 
@@ -286,14 +299,14 @@ def mark_experts(model: PreTrainedModel) -> None:
     [E, inputs, outputs]. PEFT takes their inputs for outputs.
     """
     for module in model.modules():
-        if type(module).__name__ in UNDESCRIBED_EXPERTS:
-            form = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
-            for name, value in {**form, "is_transposed": True, "is_swapped_by_peft": True}.items():
+        if type(module).__name__ in UNMARKED_EXPERTS:
+            attributes = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_concatenated": True}
+            for name, value in {**attributes, "is_transposed": True, "is_swapped_by_peft": True}.items():
                 setattr(module, name, value)
 
 
-def undivided(config: PreTrainedConfig) -> str:
-    """Why a model's layers need more than the rows of the layer before; empty if they do not."""
+def find_indivisible_reason(config: PreTrainedConfig) -> str:
+    """The reason why a layer needs more than the rows of the layer before it; empty if none does."""
     if getattr(config, "num_kv_shared_layers", None):
         return "has layers that attend to keys and values of earlier ones"
     if getattr(config, "hidden_size_per_layer_input", None):
@@ -301,7 +314,7 @@ def undivided(config: PreTrainedConfig) -> str:
     return ""
 
 
-def numbers_of(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -311,12 +324,12 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """In order; empty if the model does not mark them."""
+    """The decoder's layers, in order; empty if the model does not mark them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     lists = [list(module.children()) for module in decoder.modules() if type(module).__name__ == "ModuleList"]
-    marked = (layers for layers in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers))
-    return next(marked, [])
+    layer_lists = (layers for layers in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers))
+    return next(layer_lists, [])
 
 
 def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:
@@ -327,8 +340,8 @@ def _vision_parts(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in inner.children() if part is not decoder]
 
 
-def tower_numbers(config: PreTrainedConfig) -> float:
-    """Numbers that a vision tower holds at once per image token; an image runs alone and without gradients: the pixels
+def tower_activations(config: PreTrainedConfig) -> float:
+    """Elements that a vision tower holds at once per image token; an image runs alone and without gradients: the pixels
     of each patch, and a layer's intermediate results. 0 without a tower.
     """
     tower = getattr(config, "vision_config", None)
@@ -336,8 +349,8 @@ def tower_numbers(config: PreTrainedConfig) -> float:
         return 0.0
     pixels = tower.patch_size**2 * getattr(tower, "in_channels", 3) * getattr(tower, "temporal_patch_size", 1)
     per_patch = pixels + max(TOWER_ATTENTION * tower.hidden_size, 2 * tower.hidden_size + 2 * tower.intermediate_size)
-    if (merged := getattr(tower, "spatial_merge_size", None)) is not None:
-        return per_patch * merged**2
+    if (merge_size := getattr(tower, "spatial_merge_size", None)) is not None:
+        return per_patch * merge_size**2
     return per_patch * (tower.image_size // tower.patch_size) ** 2 / config.mm_tokens_per_image
 
 
@@ -378,25 +391,25 @@ def _refusal(config: Config, reason: str) -> SettingsError:
     return SettingsError(f"model_type {config.get('model_type')!r} is not supported by plans: {reason}")
 
 
-def _cached(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> tuple[int, int, int]:
+def _cache_dims(config: PreTrainedConfig, heads: int, linears: Sequence[Linear]) -> tuple[int, int, int]:
     """Key heads, key dim and value dim. Latent attention caches expanded keys and values of every head. Raises
     RuntimeError if layers differ.
     """
     if getattr(config, "kv_lora_rank", None):
         return heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     key_dim = cast(int, getattr(config, "head_dim", None) or config.hidden_size // heads)
-    found = set()
+    widths = set()
     for linear in linears:
         last = linear.name.rpartition(".")[2]
         if linear.keeps_state:
             continue
         if last in ("k_proj", "v_proj"):
-            found.add(linear.outputs)
+            widths.add(linear.outputs)
         elif last in FUSED_QKV:
-            found.add((linear.outputs - heads * key_dim) // 2)
-    if len(found) != 1:
-        raise RuntimeError(f"keys and values of {sorted(found)} numbers")
-    return found.pop() // key_dim, key_dim, key_dim
+            widths.add((linear.outputs - heads * key_dim) // 2)
+    if len(widths) != 1:
+        raise RuntimeError(f"keys and values of {sorted(widths)} numbers")
+    return widths.pop() // key_dim, key_dim, key_dim
 
 
 def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
@@ -405,14 +418,14 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
 
     plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
     counts: Counter[tuple[str, int, int, int]] = Counter()
-    mixed, stateful = MixerLinears.of(decoder), set[str]()
+    mixer_linears, stateful = MixerLinears.of(decoder), set[str]()
     for path, module in decoder.named_modules():
         pattern = re.sub(r"\d+", "*", path)
-        if module in mixed.all:
-            for last, outputs in _adapted_parts(module, pattern, mixed):
+        if module in mixer_linears.all:
+            for last, outputs in _adapter_parts(module, pattern, mixer_linears):
                 stateful.add(last)
                 counts[last, cast(int, module.in_features), outputs, 1] += 1
-        elif type(module) is nn.Linear and NOT_ADAPTED.isdisjoint(path.split(".")):
+        elif type(module) is nn.Linear and UNADAPTED_LINEARS.isdisjoint(path.split(".")):
             counts[pattern, module.in_features, module.out_features, 1] += 1
         elif _is_experts(module):
             experts, *sizes = cast("nn.Parameter", module.down_proj).shape
@@ -427,21 +440,21 @@ def _linears(decoder: nn.Module, config: PreTrainedConfig) -> Iterator[Linear]:
         group = "attn" if pattern in stateful or "attn" in pattern or "attention" in pattern else "mlp"
         name = pattern.rpartition("*.")[2]
         if copies == 1:
-            along = "" if pattern in stateful else CUTS.get(plan.get(pattern, ""), "")
-            yield Linear(name, group, inputs, outputs, layers, along, keeps_state=pattern in stateful)
+            split_dim = "" if pattern in stateful else SPLIT_DIMS.get(plan.get(pattern, ""), "")
+            yield Linear(name, group, inputs, outputs, layers, split_dim, keeps_state=pattern in stateful)
             continue
-        chosen = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(config, key, None))), copies)
-        chosen = chosen if isinstance(chosen, int) else max(chosen)  # one per layer
-        along, shared = ("inputs", "B") if pattern.endswith("w2") else ("outputs", "A")
-        yield Linear(name, group, inputs, outputs, layers, along, copies, chosen, shared)
+        num_active = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(config, key, None))), copies)
+        num_active = num_active if isinstance(num_active, int) else max(num_active)  # one per layer
+        split_dim, shared = ("inputs", "B") if pattern.endswith("w2") else ("outputs", "A")
+        yield Linear(name, group, inputs, outputs, layers, split_dim, copies, num_active, shared)
 
 
-def _adapted_parts(linear: nn.Module, pattern: str, mixed: MixerLinears) -> Iterator[tuple[str, int]]:
+def _adapter_parts(linear: nn.Module, pattern: str, mixer_linears: MixerLinears) -> Iterator[tuple[str, int]]:
     """A mixer linear's names and outputs for adapters: its own, those of its parts, or none."""
-    if linear in mixed.parts:
+    if linear in mixer_linears.parts:
         parent = pattern.rpartition(".")[0]
-        yield from ((f"{parent}.{last}", outputs) for last, outputs in mixed.parts[linear])
-    elif linear not in mixed.excluded:
+        yield from ((f"{parent}.{last}", outputs) for last, outputs in mixer_linears.parts[linear])
+    elif linear not in mixer_linears.excluded:
         yield pattern, cast("nn.Linear", linear).out_features
 
 
@@ -465,30 +478,30 @@ def read_config(file: Path) -> Config:
 
 
 def size_of_files(directory: Path) -> tuple[int, int] | None:
-    """(numbers, bytes) of a directory's safetensors files from their headers; None if it has none. Raises SettingsError
-    on an invalid header.
+    """(parameters, bytes) of a directory's safetensors files from their headers; None if it has none. Raises
+    SettingsError on an invalid header.
     """
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    numbers = size = 0
+    num_parameters = num_bytes = 0
     for file in files:
         for name, entry in _header(file).items():
             if name == "__metadata__":
                 continue
-            found = 1
+            num_elements = 1
             for dimension in entry["shape"]:
-                found *= dimension
-            numbers += found
+                num_elements *= dimension
+            num_parameters += num_elements
             begin, end = entry["data_offsets"]
-            size += end - begin
-    return (numbers, size) if files else None
+            num_bytes += end - begin
+    return (num_parameters, num_bytes) if files else None
 
 
 def _header(file: Path) -> dict[str, dict[str, list[int]]]:
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"its header would have {length} bytes")
-            return json.loads(opened.read(length))
+            return json.loads(stream.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise SettingsError(f"{file} is not a safetensors file: {error}") from None

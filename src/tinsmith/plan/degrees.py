@@ -11,7 +11,6 @@ nothing fits at all, the plan says what would be needed. A user's choice is acce
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
 
-DEVICES_OF_A_MACHINE = 8
+DEVICES_PER_MACHINE = 8
 """Tensor parallelism exchanges every layer's results, for which a network between machines is too slow: a tensor group
 is on one machine.
 """
@@ -59,7 +58,7 @@ class Degrees:
 
     @property
     def settings(self) -> dict[str, int]:
-        """By the names of their settings, without `shard_base`."""
+        """The degrees by the names of their settings, without `shard_base`."""
         return {
             "data_parallel": self.data,
             "tensor_parallel": self.tensor,
@@ -93,7 +92,7 @@ class Degrees:
 
     def context_group(self, data_index: int, offset: int) -> list[int]:
         """The ranks that compute different rows of the same sequences, with the same layers, heads and columns: those
-        at a place of their groups.
+        at the same offset in their groups.
         """
         first = data_index * self.context
         return [(first + index) * self.group_size + offset for index in range(self.context)]
@@ -134,7 +133,7 @@ class Workload:
 
     @property
     def num_machines(self) -> int:
-        least = -(-self.devices // DEVICES_OF_A_MACHINE)
+        least = -(-self.devices // DEVICES_PER_MACHINE)
         return self.machines or next(count for count in range(least, self.devices + 1) if self.devices % count == 0)
 
     def context_of(self, model: Architecture) -> int:
@@ -177,14 +176,14 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`mode` is empty if the model does not fit; `words` are the reasons, in order."""
+    """`mode` is empty if the model does not fit; `reasons` are the reasons, in order."""
 
     model: Architecture
     workload: Workload
     degrees: Degrees
     needs: MemoryNeeds
     mode: str
-    words: tuple[str, ...] = field(default=())
+    reasons: tuple[str, ...] = field(default=())
 
     @property
     def fits(self) -> bool:
@@ -196,7 +195,7 @@ class Plan:
         return max(0, self.needs.total("in turns") - self.workload.memory_bytes)
 
 
-def needs_of(model: Architecture, workload: Workload, degrees: Degrees) -> MemoryNeeds:
+def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) -> MemoryNeeds:
     dtype, context = workload.dtype, workload.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
     rows = -(-context // degrees.context)
@@ -210,8 +209,8 @@ def needs_of(model: Architecture, workload: Workload, degrees: Degrees) -> Memor
     activations = memory.activations(model, dtype=dtype, cuda=workload.cuda, tensor=degrees.tensor, stages=stages,
                               context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
-    num_parameters = memory.adapter_numbers(model, workload.rank)
-    image = memory.tower_bytes(model.tower_numbers, context, dtype=dtype)  # an image that fills the context
+    num_parameters = memory.adapter_parameters(model, workload.rank)
+    image = memory.tower_bytes(model.tower_activations, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
         base=base,
         adapters=workload.models * memory.training_bytes(num_parameters, dtype=dtype),
@@ -222,7 +221,7 @@ def needs_of(model: Architecture, workload: Workload, degrees: Degrees) -> Memor
     )
 
 
-def problem_of(
+def find_problem(
     model: Architecture, degrees: Degrees, devices: int | None = None, *, quantize: str = "off"
 ) -> str | None:
     """Why the model cannot be split this way, regardless of memory; None if it can."""
@@ -235,24 +234,24 @@ def problem_of(
         return (
             "a base is sharded over data and context ranks, and there is one: raise data parallel, or do not shard it"
         )
-    if degrees.pipeline > 1 and (problem := _problem_of_stages(model, degrees)):
+    if degrees.pipeline > 1 and (problem := _find_stage_problem(model, degrees)):
         return f"pipeline parallel {degrees.pipeline}: {problem}"
-    parts = degrees.tensor
+    tensor = degrees.tensor
     if quantize != "off" and degrees.sharded:
         return f"a quantised base ({quantize}) cannot be divided; use data or context parallelism"
-    if problem := _problem_of_experts(model, degrees):
+    if problem := _find_expert_problem(model, degrees):
         return problem
-    if model.state_numbers and parts > 1:
-        return f"tensor parallel {parts}: {model.model_type} has layers that keep a state, which cannot be split"
-    if parts > 1 and not any(linear.along and linear.copies == 1 for linear in model.linears):
-        return f"tensor parallel {parts}: transformers has no plan for {model.model_type}"
-    for divisor, noun in _cut(model):
-        if divisor % parts:
-            return f"tensor parallel {parts} does not divide the model's {divisor} {noun}"
+    if model.state_elements and tensor > 1:
+        return f"tensor parallel {tensor}: {model.model_type} has layers that keep a state, which cannot be split"
+    if tensor > 1 and not any(linear.split_dim and linear.copies == 1 for linear in model.linears):
+        return f"tensor parallel {tensor}: transformers has no plan for {model.model_type}"
+    for divisor, noun in _tensor_divisors(model):
+        if divisor % tensor:
+            return f"tensor parallel {tensor} does not divide the model's {divisor} {noun}"
     return None
 
 
-def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
+def _find_expert_problem(model: Architecture, degrees: Degrees) -> str | None:
     spread = degrees.experts
     if spread == 1:
         if model.has_experts and degrees.tensor > 1:
@@ -275,17 +274,17 @@ def _problem_of_experts(model: Architecture, degrees: Degrees) -> str | None:
     return None
 
 
-def _problem_of_stages(model: Architecture, degrees: Degrees) -> str:
+def _find_stage_problem(model: Architecture, degrees: Degrees) -> str:
     if degrees.shard_base:
         return "a stage's layers are whole or split by tensor parallelism; do not shard the base"
-    if model.undivided:
-        return f"{model.model_type} {model.undivided}; use tensor parallelism or shard the base"
+    if model.indivisible_reason:
+        return f"{model.model_type} {model.indivisible_reason}; use tensor parallelism or shard the base"
     if len(model.layer_sizes) != model.layers:
         return f"{model.model_type} does not mark which of its modules are layers"
     return f"the model has {model.layers} layers" if model.layers < degrees.pipeline else ""
 
 
-def machines_problem(degrees: Degrees, machines: int) -> str | None:
+def find_machine_problem(degrees: Degrees, machines: int) -> str | None:
     """Why the ranks cannot be on so many machines, equally many on each; None if they can."""
     if degrees.devices % machines:
         return f"{degrees.devices} devices are not equally many on each of {machines} machines"
@@ -294,18 +293,18 @@ def machines_problem(degrees: Degrees, machines: int) -> str | None:
     return None
 
 
-def _cut(model: Architecture) -> Iterator[tuple[int, str]]:
-    """Numbers that the tensor-parallel degree must divide."""
+def _tensor_divisors(model: Architecture) -> Iterator[tuple[int, str]]:
+    """The sizes that the tensor-parallel degree must divide, each with its name."""
     yield model.heads, "attention heads"
     yield model.key_heads, "key and value heads"
     for linear in model.linears:
-        if linear.group == "mlp" and linear.along == "inputs" and linear.copies == 1:
+        if linear.group == "mlp" and linear.split_dim == "inputs" and linear.copies == 1:
             yield linear.inputs, f"columns of {linear.name}"
 
 
 def evaluate(model: Architecture, workload: Workload, degrees: Degrees) -> Plan:
     """A plan with these degrees, without reasons."""
-    needs = needs_of(model, workload, degrees)
+    needs = estimate_needs(model, workload, degrees)
     mode = next((mode for mode in MODES if needs.total(mode) <= workload.memory_bytes), "")
     return Plan(model, workload, degrees, needs, mode)
 
@@ -314,52 +313,60 @@ def candidates(model: Architecture, devices: int, machines: int = 0, *, quantize
     """Every way to use all devices, in order of preference. Context ranks have equally many attention heads, and a
     tensor group is on one machine.
     """
-    layouts = []
+    layouts: list[Degrees] = []
     per_machine = devices // Workload(devices, 0, machines=machines).num_machines
-    for tensor in (
-        tensor for tensor in range(1, min(per_machine, DEVICES_OF_A_MACHINE) + 1) if per_machine % tensor == 0
-    ):
-        for context in range(1, (model.heads // tensor or devices) + 1):
-            if devices % (tensor * context) == 0 and (context == 1 or model.heads // tensor % context == 0):
-                groups = devices // (tensor * context)
-                layouts += [
-                    Degrees(groups, tensor, shard, context, experts)
-                    for shard, experts in itertools.product((False, True), _spreads(model, devices))
-                ]
-                stages = [p for p in range(2, min(groups, model.layers) + 1) if groups % p == 0]
-                layouts += [
-                    Degrees(groups // p, tensor, False, context, experts, p)
-                    for p in stages
-                    for experts in _spreads(model, devices // p)
-                ]
-    # Layers with all experts are gathered last of all.
+    for tensor in _divisors(per_machine, DEVICES_PER_MACHINE):
+        heads = model.heads // tensor
+        for context in _divisors(heads) if heads else range(1, devices + 1):
+            if devices % (tensor * context) == 0:
+                layouts += _layouts(model, devices // (tensor * context), tensor, context)
     layouts.sort(key=_preference)
-    return [degrees for degrees in layouts if problem_of(model, degrees, quantize=quantize) is None]
+    return [degrees for degrees in layouts if find_problem(model, degrees, quantize=quantize) is None]
+
+
+def _layouts(model: Architecture, groups: int, tensor: int, context: int) -> Iterator[Degrees]:
+    """Every way to use `groups` groups of these tensor and context degrees: as data ranks or as stages, with every
+    degree of expert parallelism.
+    """
+    devices = groups * tensor * context
+    for experts in _expert_degrees(model, devices):
+        for shard_base in (False, True):
+            yield Degrees(groups, tensor, shard_base, context, experts)
+    for pipeline in _divisors(groups, model.layers):
+        if pipeline > 1:
+            for experts in _expert_degrees(model, devices // pipeline):
+                yield Degrees(groups // pipeline, tensor, False, context, experts, pipeline)
+
+
+def _divisors(size: int, limit: int | None = None) -> list[int]:
+    """The divisors of `size` up to `limit`, ascending."""
+    largest = size if limit is None else min(size, limit)
+    return [divisor for divisor in range(1, largest + 1) if size % divisor == 0]
 
 
 def _preference(degrees: Degrees) -> tuple[int, ...]:
+    """The sort key of candidates. Layers with all experts are gathered last of all."""
     gathers = degrees.shard_base + (degrees.shard_base and degrees.experts == 1)
     return *_last_resorts(degrees), gathers, degrees.tensor, degrees.experts
 
 
 def _last_resorts(degrees: Degrees) -> tuple[bool, int, int]:
-    """What counts only if no plan with less of it fits."""
+    """The degrees that are raised only if no plan with lower ones fits, most important first."""
     return degrees.pipeline > 1 and degrees.experts > 1, degrees.pipeline, degrees.context
 
 
-def _spreads(model: Architecture, devices: int) -> list[int]:
+def _expert_degrees(model: Architecture, devices: int) -> list[int]:
     """Degrees of expert parallelism that divide devices and experts."""
-    common = math.gcd(devices, model.experts)
-    return [degree for degree in range(1, common + 1) if common % degree == 0]
+    return _divisors(math.gcd(devices, model.experts))
 
 
-def _candidates(model: Architecture, workload: Workload) -> list[Degrees]:
+def _workload_candidates(model: Architecture, workload: Workload) -> list[Degrees]:
     return candidates(model, workload.devices, workload.machines, quantize=workload.quantize)
 
 
 def first_fit(model: Architecture, workload: Workload) -> Plan | None:
     """The first candidate that fits, without an explanation; None if none does."""
-    plans = (evaluate(model, workload, degrees) for degrees in _candidates(model, workload))
+    plans = (evaluate(model, workload, degrees) for degrees in _workload_candidates(model, workload))
     return next((plan for plan in plans if plan.fits), None)
 
 
@@ -367,19 +374,21 @@ def choose(model: Architecture, workload: Workload) -> Plan:
     """The first candidate that fits without taking turns, else the first that fits, else the closest to fitting. Stages
     with spread experts, more stages, then a higher context-parallel degree count only if no plan with less fits.
     """
-    plans = [evaluate(model, workload, degrees) for degrees in _candidates(model, workload)]
+    plans = [evaluate(model, workload, degrees) for degrees in _workload_candidates(model, workload)]
     fitting = [plan for plan in plans if plan.fits]
-    fewest = min((_last_resorts(plan.degrees) for plan in fitting), default=())
-    fitting = [plan for plan in fitting if _last_resorts(plan.degrees) == fewest]
+    least = min((_last_resorts(plan.degrees) for plan in fitting), default=())
+    fitting = [plan for plan in fitting if _last_resorts(plan.degrees) == least]
     fitting.sort(key=lambda plan: plan.mode == "in turns")
     best = fitting[0] if fitting else min(plans, key=lambda plan: plan.missing_bytes)
     return _explain(best, chosen=True)
 
 
 def check(model: Architecture, workload: Workload, degrees: Degrees) -> Plan:
-    """A user's choice. Raises SettingsError with the reason if it is impossible or does not fit."""
-    problem = problem_of(model, degrees, workload.devices, quantize=workload.quantize)
-    if problem := problem or machines_problem(degrees, workload.num_machines):
+    """The plan with the degrees that a user chose. Raises SettingsError with the reason if they are impossible or the
+    model does not fit.
+    """
+    problem = find_problem(model, degrees, workload.devices, quantize=workload.quantize)
+    if problem := problem or find_machine_problem(degrees, workload.num_machines):
         raise SettingsError(f"{problem}; {_advice(model, workload)}")
     plan = evaluate(model, workload, degrees)
     if not plan.fits:
@@ -394,7 +403,7 @@ def _advice(model: Architecture, workload: Workload) -> str:
     best = choose(model, workload)
     if best.fits:
         return f"{describe_degrees(best.degrees)} would fit"
-    return best.words[-1]
+    return best.reasons[-1]
 
 
 def describe_degrees(degrees: Degrees) -> str:
@@ -410,16 +419,16 @@ def gib(num_bytes: float) -> str:
 
 
 def _explain(plan: Plan, *, chosen: bool) -> Plan:
-    words = [*_reasons(plan), *([] if plan.fits else _what_would_help(plan))]
+    reasons = [*_reasons(plan), *([] if plan.fits else _suggest_changes(plan))]
     if plan.fits:
-        words.append(f"It fits: {MODES[plan.mode]}.")
+        reasons.append(f"It fits: {MODES[plan.mode]}.")
     if plan.fits and (machines := plan.workload.num_machines) > 1:
-        words.append(f"The ranks are on {machines} machines with {plan.degrees.devices // machines} devices each.")
+        reasons.append(f"The ranks are on {machines} machines with {plan.degrees.devices // machines} devices each.")
     if not chosen:
         best = choose(plan.model, plan.workload).degrees
         if best != plan.degrees:
-            words.append(f"Without given degrees the plan is {describe_degrees(best)}.")
-    return Plan(plan.model, plan.workload, plan.degrees, plan.needs, plan.mode, tuple(words))
+            reasons.append(f"Without given degrees the plan is {describe_degrees(best)}.")
+    return Plan(plan.model, plan.workload, plan.degrees, plan.needs, plan.mode, tuple(reasons))
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
@@ -459,7 +468,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
             "where no layer is gathered for them."
         )
     if degrees.shard_base:
-        problems = [problem_of(model, Degrees(1, t)) for t in range(2, DEVICES_OF_A_MACHINE + 1)]
+        problems = [find_problem(model, Degrees(1, tensor)) for tensor in range(2, DEVICES_PER_MACHINE + 1)]
         problem = next(filter(None, problems), None) if degrees.tensor == degrees.experts == 1 else None
         cause = f" ({problem})" if problem else ""
         qualifier = "other " if degrees.experts > 1 else ""
@@ -471,14 +480,14 @@ def _reasons(plan: Plan) -> Iterator[str]:
         yield f"{degrees.groups} such groups train a share of each step's sequences each."
 
 
-def _what_would_help(plan: Plan) -> Iterator[str]:
-    """The model does not fit: by how much, and what would help."""
+def _suggest_changes(plan: Plan) -> Iterator[str]:
+    """Sentences about a model that does not fit: by how much, and which change would help."""
     needs, workload, model = plan.needs, plan.workload, plan.model
     yield f"It does not fit: each device lacks {gib(plan.missing_bytes)}."
     if not workload.cuda:
         return
-    if (enough := _enough(model, workload)) is not None:
-        yield f"It fits on {enough.workload.devices} such devices: {describe_degrees(enough.degrees)}."
+    if (sufficient := _smallest_sufficient(model, workload)) is not None:
+        yield f"It fits on {sufficient.workload.devices} such devices: {describe_degrees(sufficient.degrees)}."
         return
     largest = max(needs.least_activations, needs.keys_and_values)
     if needs.fixed <= workload.memory_bytes and largest > workload.memory_bytes - needs.fixed:
@@ -490,8 +499,8 @@ def _what_would_help(plan: Plan) -> Iterator[str]:
     yield "It fits on no number of such devices; use devices with more memory, quantize, or choose a smaller model."
 
 
-def _enough(model: Architecture, workload: Workload) -> Plan | None:
-    """The smallest sufficient number of devices, up to 512."""
+def _smallest_sufficient(model: Architecture, workload: Workload) -> Plan | None:
+    """The plan with the smallest sufficient number of devices, up to 512; None if there is none."""
     devices = workload.devices
     while devices < 512:
         devices *= 2

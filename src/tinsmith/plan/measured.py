@@ -6,54 +6,54 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tinsmith.plan.memory import NUMBER_BYTES
+from tinsmith.plan.memory import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
 
-LARGEST_SIDE, MEASURED_ROWS, MAX_WEIGHTS = 2048, 256, 16
+LARGEST_SIDE, TRAINING_ROWS, MAX_WEIGHTS = 2048, 256, 16
 """Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
-LARGEST_SIDE_CUDA, MEASURED_ROWS_CUDA = 8192, 4096
-MEASURING_S = 0.3
+LARGEST_SIDE_CUDA, TRAINING_ROWS_CUDA = 8192, 4096
+MEASURE_S = 0.3
 
 
 def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
-    """Measure the operations/s of a product with MEASURED_ROWS rows, and the bytes/s of weights of a product with one
-    row. Each measurement takes about MEASURING_S. Weights are packed for oneDNN if torch has it. There are no more
+    """Measure the operations/s of a product with TRAINING_ROWS rows, and the bytes/s of weights of a product with one
+    row. Each measurement takes about MEASURE_S. Weights are packed for oneDNN if torch has it. There are no more
     weights than the model has, since those of a small model stay in caches.
     """
     import torch
 
     cuda = device != "cpu"
-    rows = MEASURED_ROWS_CUDA if cuda else MEASURED_ROWS
-    form, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE_CUDA if cuda else LARGEST_SIDE)
+    rows = TRAINING_ROWS_CUDA if cuda else TRAINING_ROWS
+    torch_dtype, side = getattr(torch, dtype), min(hidden, LARGEST_SIDE_CUDA if cuda else LARGEST_SIDE)
     count = max(1, min(MAX_WEIGHTS, num_weights // side**2))
-    weights = [torch.randn(side, side, device=device).to(form) for _ in range(count)]
+    weights = [torch.randn(side, side, device=device).to(torch_dtype) for _ in range(count)]
     product: Callable[..., torch.Tensor] = torch.nn.functional.linear
     if not cuda and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
         product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
 
     def product_s(rows: int) -> float:
-        x = torch.randn(rows, side, device=device).to(form)
+        x = torch.randn(rows, side, device=device).to(torch_dtype)
         for weight in weights:  # the first product compiles the kernel
             product(x, weight)
         times, start = [], time.perf_counter()
-        while not times or time.perf_counter() - start < MEASURING_S:
+        while not times or time.perf_counter() - start < MEASURE_S:
             for weight in weights:
-                settle(device)
+                synchronize(device)
                 started = time.perf_counter()
                 product(x, weight)
-                settle(device)
+                synchronize(device)
                 times.append(time.perf_counter() - started)
         return min(times)  # other processes delay some of the runs
 
     with torch.inference_mode():
-        return 2 * rows * side**2 / product_s(rows), NUMBER_BYTES[dtype] * side**2 / product_s(1)
+        return 2 * rows * side**2 / product_s(rows), DTYPE_BYTES[dtype] * side**2 / product_s(1)
 
 
-def settle(device: str) -> None:
-    """Wait until the device has done what it was given."""
+def synchronize(device: str) -> None:
+    """Wait until the device has completed its queued work."""
     if device != "cpu":
         import torch
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, Linear
 
-NUMBER_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
-"""Bytes per number of a linear, including scales."""
+"""Bytes per parameter of a quantised linear, including scales."""
 
 MICRO_BATCH = {False: 1024, True: 8192}
 """Tokens of a micro-batch on a CPU and with CUDA, which takes twice as many where their activations take little memory;
-a longer sequence gets its own. A CPU is not much faster at 2,048, with twice the activations and longer waits for
-decoding: m50 1.06 times, 0.6B not at all.
+a longer sequence gets its own. A CPU gains little from larger ones, which have more activations and delay decoding.
 """
 
 MICRO_BATCHES_PER_STAGE = 2
@@ -40,21 +39,23 @@ multiprocessor of a large one.
 """
 
 LOGIT_COPIES = {False: 3.0, True: 1.5}
-"""Logits, their logarithms and their gradient; with CUDA no logarithms, and the gradient in bfloat16."""
+"""Float32 copies of the logits: logits, logarithms and gradient; with CUDA no logarithms, and a bfloat16 gradient."""
 
-KEPT_PER_LINEAR = 2.0
-"""Numbers that modules keep per input and output of a linear, including what backward needs while it runs."""
+SAVED_PER_LINEAR = 2.0
+"""Elements that modules save for backward per input and output of a linear, including those that backward itself
+needs.
+"""
 
 FACTOR = 1.5
 """Measured peaks are within this factor of these figures, either way."""
 
-MOST_PACKED = 2**28
-"""Bytes of weights up to which a CPU keeps a second copy for decoding; the products of larger models gain 5 % by it."""
+MAX_PACKED_BYTES = 2**28
+"""Bytes of weights up to which a CPU keeps a second, packed copy for decoding; larger models gain little by it."""
 
 BLOCKS_SHARE = 0.5
-"""Share of the memory for keys and values under a budget: growing tensors exist twice for a moment."""
+"""Share of the memory for keys and values under a budget: growing tensors exist twice while they are copied."""
 
-STATES_EACH = 3
+STATES_PER_SEQUENCE = 3
 """States of a running sequence in a step: before it, after it, and at its answer's last block."""
 
 RESERVED_SHARE = 0.04
@@ -64,7 +65,7 @@ RESERVED_BYTES = {False: 512 * 2**20, True: 1536 * 2**20}
 
 def choose_dtype(requested: str, *, cuda: bool, stored: str) -> str:
     """The dtype of the base weights. `auto` is bfloat16 on CUDA, and on a CPU with instructions that multiply bfloat16
-    if the checkpoint is stored in it: half the memory, and about twice the speed of float32. Else it is float32.
+    if the checkpoint is stored in it: half the memory, and faster than float32. Else it is float32.
     """
     if requested != "auto":
         return requested
@@ -85,26 +86,26 @@ def cpu_multiplies_bfloat16() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Numbers that training keeps per token between forward and backward: `kept` in all layers, or, with recomputation,
-    the `inputs` of all layers and one layer's activations (`layer`). The backward of a layer takes as much again; by
-    then the logits are freed.
+    """Elements that training saves per token between forward and backward: `saved` in all layers, or, with
+    recomputation, the `inputs` of all layers and one layer's activations (`layer`). The backward of a layer takes as
+    much again; by then the logits are freed.
     """
 
-    kept: float
+    saved: float
     layer: float
     inputs: float
-    number_bytes: int
+    dtype_bytes: int
     logits_bytes: float
 
     @property
-    def num_bytes_kept(self) -> float:
-        """Of a token, without recomputation and logits."""
-        return self.number_bytes * (self.kept + self.layer)
+    def token_bytes(self) -> float:
+        """Bytes of one token, without recomputation and logits."""
+        return self.dtype_bytes * (self.saved + self.layer)
 
     def num_bytes(self, tokens: int, *, recompute: bool) -> int:
-        held, working = (self.inputs, 2 * self.layer) if recompute else (self.kept, self.layer)
-        per_number = tokens * self.number_bytes
-        return int(per_number * held + max(per_number * working, self.logits_bytes))
+        saved, working = (self.inputs, 2 * self.layer) if recompute else (self.saved, self.layer)
+        bytes_per_element = tokens * self.dtype_bytes
+        return int(bytes_per_element * saved + max(bytes_per_element * working, self.logits_bytes))
 
 
 def chunk_rows(vocab: int, *, cuda: bool) -> int:
@@ -124,36 +125,40 @@ def activations(
     layers' for as many micro-batches as there are stages from it on; those of the stage that keeps most are counted.
     Some layers with a state compute the rows of all `context` ranks.
     """
-    times = context if model.is_whole else 1
-    kept = sum(_kept_by(linear, tensor) * (times if linear.keeps_state else 1) for linear in model.linears)
+    num_parts = context if model.is_whole else 1
+    saved = sum(
+        _linear_activations(linear, tensor) * (num_parts if linear.keeps_state else 1) for linear in model.linears
+    )
     if model.has_fused_layers:
-        kept = _kept_by_fused(model, tensor)
-    kept += times * model.mixer_numbers * 4 / NUMBER_BYTES[dtype]
+        saved = _fused_activations(model, tensor)
+    saved += num_parts * model.mixer_activations * 4 / DTYPE_BYTES[dtype]
     layers = max((stages - stage) * count for stage, count in enumerate(stages_of(model, stages)))
     return Activations(
-        kept=kept * layers / model.layers,
-        layer=kept / model.layers,
+        saved=saved * layers / model.layers,
+        layer=saved / model.layers,
         inputs=layers * model.hidden,
-        number_bytes=NUMBER_BYTES[dtype],
+        dtype_bytes=DTYPE_BYTES[dtype],
         logits_bytes=logits_bytes(model.vocab, cuda=cuda, tensor=tensor),
     )
 
 
-def tower_bytes(numbers: float, tokens: int, *, dtype: str) -> int:
-    """Memory of a vision tower with `numbers` per token (`Architecture.tower_numbers`) for an image of `tokens`."""
-    return int(numbers * tokens * NUMBER_BYTES[dtype])
+def tower_bytes(activations: float, tokens: int, *, dtype: str) -> int:
+    """Bytes of a vision tower for an image of `tokens`, each with `activations` (`Architecture.tower_activations`)."""
+    return int(activations * tokens * DTYPE_BYTES[dtype])
 
 
-def _kept_by(linear: Linear, tensor: int) -> float:
+def _linear_activations(linear: Linear, tensor: int) -> float:
+    """Elements per token that a linear's layers save on one of `tensor` devices."""
     # Tensor ranks send different rows to experts, and cut other linears.
-    inputs = linear.inputs / (tensor if linear.along == "inputs" or linear.copies > 1 else 1)
-    outputs = linear.outputs / (tensor if linear.along == "outputs" or linear.copies > 1 else 1)
-    return KEPT_PER_LINEAR * (inputs + outputs) * linear.layers * linear.active
+    inputs = linear.inputs / (tensor if linear.split_dim == "inputs" or linear.copies > 1 else 1)
+    outputs = linear.outputs / (tensor if linear.split_dim == "outputs" or linear.copies > 1 else 1)
+    return SAVED_PER_LINEAR * (inputs + outputs) * linear.layers * linear.active
 
 
-def _kept_by_fused(model: Architecture, tensor: int) -> float:
-    """Per layer: its input and the sum after attention; queries, keys and values, the first two also rotated, and
-    attention's output; gate and up. Norms and the product of gate and up are computed again.
+def _fused_activations(model: Architecture, tensor: int) -> float:
+    """Elements per token that fused layers save. Per layer: its input and the sum after attention; queries, keys and
+    values, the first two also rotated, and attention's output; gate and up. Norms and the product of gate and up are
+    computed again.
     """
     queries, keys = model.heads * model.key_dim, model.key_heads * model.key_dim
     wide = sum(linear.outputs for linear in model.linears if linear.name.endswith(("gate_proj", "up_proj")))
@@ -165,8 +170,8 @@ def stages_of(model: Architecture, stages: int) -> tuple[int, ...]:
     if stages == 1:
         return (model.layers,)
     first, *later_sizes = model.layer_sizes
-    sizes = [first + model.embedding_numbers, *later_sizes]
-    sizes[-1] += model.embedding_numbers
+    sizes = [first + model.embedding_parameters, *later_sizes]
+    sizes[-1] += model.embedding_parameters
     return split_layers(tuple(sizes), stages)
 
 
@@ -185,30 +190,35 @@ def base_bytes(
     cut nor sharded. Embeddings, norms, routers and vision towers are on every device; of several stages, the first has
     the embeddings and the last the unembedding.
     """
-    number_bytes = NUMBER_BYTES[dtype]
+    dtype_bytes = DTYPE_BYTES[dtype]
     if quantize != "off" and model.has_experts:
         raise SettingsError(
             f"quantize is {quantize!r}, but {model.model_type} has routed experts, which cannot be quantised"
         )
-    linear_bytes = QUANTISED_BYTES.get(quantize, number_bytes)
+    linear_bytes = QUANTISED_BYTES.get(quantize, dtype_bytes)
     linears = [linear for linear in model.linears if experts == 1 or linear.copies == 1]
-    cut = sum(linear.numbers for linear in linears if linear.along) * linear_bytes / tensor
-    replicated = sum(linear.numbers for linear in linears if not linear.along) * linear_bytes
-    spread = sum(linear.numbers for linear in model.linears if experts > 1 and linear.copies > 1) * linear_bytes
-    ends = model.embedding_numbers * (1 if model.tied else 2) + model.other_numbers + model.vision_numbers
-    layer = model.layer_numbers(with_experts=experts == 1)
-    gathered = layer * linear_bytes / tensor if shards > 1 else 0
+    split = sum(linear.num_parameters for linear in linears if linear.split_dim) * linear_bytes / tensor
+    replicated = sum(linear.num_parameters for linear in linears if not linear.split_dim) * linear_bytes
+    spread = sum(linear.num_parameters for linear in model.linears if experts > 1 and linear.copies > 1) * linear_bytes
+    other_parameters = (
+        model.embedding_parameters * (1 if model.tied else 2) + model.other_parameters + model.vision_parameters
+    )
+    gathered_parameters = model.layer_parameters(with_experts=experts == 1)
+    gathered = gathered_parameters * linear_bytes / tensor if shards > 1 else 0
     if stages > 1:
         routed = model.expert_sizes if experts > 1 else (0,) * len(model.layer_sizes)
-        others = [size - numbers for size, numbers in zip(model.layer_sizes, routed, strict=True)]
-        each = (cut + replicated + model.other_numbers * number_bytes) / sum(others)
-        layers = [own * each + number_bytes / experts * numbers for own, numbers in zip(others, routed, strict=True)]
-        return int(max(_stage_bytes(model, stages, layers, model.embedding_numbers * number_bytes)))
-    return int((cut + replicated) / shards + gathered + spread / experts + ends * number_bytes)
+        unrouted_sizes = [size - routed_size for size, routed_size in zip(model.layer_sizes, routed, strict=True)]
+        bytes_per_parameter = (split + replicated + model.other_parameters * dtype_bytes) / sum(unrouted_sizes)
+        layers = [
+            unrouted_size * bytes_per_parameter + dtype_bytes / experts * routed_size
+            for unrouted_size, routed_size in zip(unrouted_sizes, routed, strict=True)
+        ]
+        return int(max(_stage_bytes(model, stages, layers, model.embedding_parameters * dtype_bytes)))
+    return int((split + replicated) / shards + gathered + spread / experts + other_parameters * dtype_bytes)
 
 
 def _stage_bytes(model: Architecture, stages: int, layers: Sequence[float], end: float) -> Iterator[float]:
-    """Of layers with these bytes, and of embeddings and unembedding with `end` bytes."""
+    """Bytes of each stage, of layers with these bytes, and embeddings and unembedding with `end` bytes each."""
     start = 0
     for stage, count in enumerate(stages_of(model, stages)):
         ends = end * ((stage == 0) + (stage == stages - 1))
@@ -226,15 +236,15 @@ def split_layers(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
     for stage in range(stages):
         splits = {}
         for stop in range(stage + 1, len(sizes) - (stages - 1 - stage) + 1):
-            ways = []
+            options = []
             for start in range(stop - 1, -1, -1):
                 if (size := totals[stop] - totals[start]) > bound:
                     break
                 if start in best:
                     largest, squares, counts = best[start]
-                    ways.append((max(largest, size), squares + size**2, (*counts, stop - start)))
-            if ways:
-                splits[stop] = min(ways)
+                    options.append((max(largest, size), squares + size**2, (*counts, stop - start)))
+            if options:
+                splits[stop] = min(options)
         best = splits
     return best[len(sizes)][2]
 
@@ -243,32 +253,32 @@ def packed_bytes(model: Architecture, *, dtype: str, quantize: str, cuda: bool) 
     """A CPU's second copy of the linears of small models with fused layers, packed for decoding."""
     if cuda or not model.has_fused_layers or quantize != "off":
         return 0
-    numbers = sum(linear.numbers for linear in model.linears) + model.embedding_numbers
-    return numbers * NUMBER_BYTES[dtype] if numbers * NUMBER_BYTES[dtype] <= MOST_PACKED else 0
+    num_parameters = sum(linear.num_parameters for linear in model.linears) + model.embedding_parameters
+    return num_parameters * DTYPE_BYTES[dtype] if num_parameters * DTYPE_BYTES[dtype] <= MAX_PACKED_BYTES else 0
 
 
-def adapter_numbers(model: Architecture, rank: int) -> int:
+def adapter_parameters(model: Architecture, rank: int) -> int:
     linears = (*model.linears, model.unembedding)
-    return sum(linear.adapter_numbers(rank) for linear in linears)
+    return sum(linear.adapter_parameters(rank) for linear in linears)
 
 
-def training_bytes(numbers: int, *, dtype: str) -> int:
-    """An adapter in training: its weights, their compute copy, its gradient, two moments, and the gradient of the
-    running step.
+def training_bytes(num_parameters: int, *, dtype: str) -> int:
+    """Bytes of an adapter in training: its weights, their compute copy, its gradient, two moments, and the gradient of
+    the running step.
     """
-    copy = 0 if dtype == "float32" else NUMBER_BYTES[dtype]
-    return numbers * (5 * 4 + copy)
+    copy = 0 if dtype == "float32" else DTYPE_BYTES[dtype]
+    return num_parameters * (5 * 4 + copy)
 
 
 def key_value_bytes(model: Architecture, *, dtype: str, tensor: int = 1) -> int:
     """Bytes of one token in all layers."""
     heads = -(-model.key_heads // tensor)
-    return model.attending * heads * (model.key_dim + model.value_dim) * NUMBER_BYTES[dtype]
+    return model.attention_layers * heads * (model.key_dim + model.value_dim) * DTYPE_BYTES[dtype]
 
 
 def state_bytes(model: Architecture) -> int:
     """Bytes of one sampled sequence's states, including all that exist during a step."""
-    return 4 * STATES_EACH * model.state_numbers
+    return 4 * STATES_PER_SEQUENCE * model.state_elements
 
 
 def reserve_bytes(memory_bytes: int, *, cuda: bool) -> int:

@@ -1,7 +1,7 @@
 """Supported layers with a state instead of keys and values: their states, and which linears carry adapters.
 
 Facts about transformers' classes by name, read from modules on any device: `backends.torch.recurrent` runs these
-modules, and a plan counts them. A class that is not in `KEPT` is refused. Does not import torch.
+modules, and a plan counts them. A class that is not in `SAVED_PER_FEATURE` is refused. Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 if TYPE_CHECKING:
     from torch import nn
 
-KEPT: Mapping[str, float] = {
+SAVED_PER_FEATURE: Mapping[str, float] = {
     "BambaMixer": 5.5,
     "FalconH1Mixer": 5.5,
     "FalconMambaMixer": 9.5,
@@ -30,16 +30,16 @@ KEPT: Mapping[str, float] = {
     "Qwen3_5MoeGatedDeltaNet": 5.0,
 }
 """Classes verified to start from zero without a cache, to continue from a cache in pieces of any length, and to compute
-each sequence of a batch separately; with the float32 numbers that they keep for backward, per token and per input and
-output of their linears: measured on sequences of 1,024 tokens, 512 channels and the models' own chunks.
+each sequence of a batch separately; with the float32 elements that they save for backward, per token and per input and
+output of their linears, from measurements with the models' own chunks.
 """
 
-STEPWISE = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
+ROW_BY_ROW = frozenset({"FalconMambaMixer", "JambaMambaMixer", "MambaMixer"})
 """Mixers that take one row at a time where they continue from a state."""
 
-_WHOLE = STEPWISE | {"MiniMaxLightningAttention"}  # which loops over the rows itself
+_WHOLE_SEQUENCE = ROW_BY_ROW | {"MiniMaxLightningAttention"}  # which loops over the rows itself
 
-_NOT_ADAPTED = {
+_UNADAPTED_LINEARS = {
     "FalconH1Mixer": frozenset({"out_proj"}),
     "FalconMambaMixer": frozenset({"dt_proj", "out_proj"}),
     "JambaMambaMixer": frozenset({"dt_proj"}),
@@ -69,32 +69,32 @@ MAMBA2 = ("num_heads", "head_dim", "ssm_state_size")
 
 
 def is_mixer(module: nn.Module) -> bool:
-    return type(module).__name__ in KEPT
+    return type(module).__name__ in SAVED_PER_FEATURE
 
 
 def is_whole(mixer: nn.Module) -> bool:
     """Whether it continues from a state row by row. Context ranks compute whole sequences of these."""
-    return type(mixer).__name__ in _WHOLE
+    return type(mixer).__name__ in _WHOLE_SEQUENCE
 
 
-def kept_numbers(mixer: nn.Module) -> float:
-    """float32 numbers that a mixer keeps per token for backward, in addition to its linears."""
+def count_saved_activations(mixer: nn.Module) -> float:
+    """float32 elements that a mixer saves per token for backward, in addition to its linears."""
     linears = [module for module in mixer.modules() if hasattr(module, "in_features")]
-    features = sum(cast(int, own.in_features) + cast(int, own.out_features) for own in linears)
-    return KEPT[type(mixer).__name__] * features
+    features = sum(cast(int, linear.in_features) + cast(int, linear.out_features) for linear in linears)
+    return SAVED_PER_FEATURE[type(mixer).__name__] * features
 
 
-def state_numbers(mixer: nn.Module) -> int:
-    """The size of a sequence's state: the last inputs of its convolution, and its recurrent state."""
-    name, numbers = type(mixer).__name__, 0
+def count_state_elements(mixer: nn.Module) -> int:
+    """Elements of a sequence's state: the last inputs of its convolution, and its recurrent state."""
+    name, num_elements = type(mixer).__name__, 0
     if sizes := _RECURRENT.get(name, MAMBA2):
-        numbers = 1
+        num_elements = 1
         for size in sizes:
-            numbers *= cast(int, getattr(mixer, size))
+            num_elements *= cast(int, getattr(mixer, size))
     for module in mixer.children():
         if type(module).__name__ == "Conv1d":
-            numbers += cast(int, module.out_channels) * cast("tuple[int]", module.kernel_size)[0]
-    return numbers
+            num_elements += cast(int, module.out_channels) * cast("tuple[int]", module.kernel_size)[0]
+    return num_elements
 
 
 class MixerLinears(NamedTuple):
@@ -106,17 +106,17 @@ class MixerLinears(NamedTuple):
 
     @classmethod
     def of(cls, decoder: nn.Module) -> MixerLinears:
-        found = cls(set(), set(), {})
+        linears = cls(set(), set(), {})
         for mixer in filter(is_mixer, decoder.modules()):
-            excluded, parts = _NOT_ADAPTED.get(type(mixer).__name__, frozenset()), _parts(mixer)
+            excluded, parts = _UNADAPTED_LINEARS.get(type(mixer).__name__, frozenset()), _parts(mixer)
             for name, linear in mixer.named_modules():
                 if type(linear).__name__ == "Linear":
-                    found.all.add(linear)
+                    linears.all.add(linear)
                     if name in excluded:
-                        found.excluded.add(linear)
+                        linears.excluded.add(linear)
                     if name in parts:
-                        found.parts[linear] = parts[name]
-        return found
+                        linears.parts[linear] = parts[name]
+        return linears
 
 
 def _parts(mixer: nn.Module) -> dict[str, Sequence[tuple[str, int]]]:

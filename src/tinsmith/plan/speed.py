@@ -32,13 +32,13 @@ class Device:
     network: float
 
     def rates(self, plan: Plan) -> Rates:
-        """What ranks of the plan are assumed to reach on devices of this kind."""
+        """The rates that ranks of the plan are assumed to reach on devices of this kind."""
         degrees, per_machine = plan.degrees, plan.workload.devices // plan.workload.num_machines
-        spread = degrees.expert_groups()[0]
+        expert_group = degrees.expert_groups()[0]
 
-        def among(span: int) -> LinkRate:
-            """Among so many neighbouring devices."""
-            return LinkRate(LINK_SHARE * (self.link if span <= per_machine else self.network) * 1e9)
+        def among(num_devices: int) -> LinkRate:
+            """The rate of a link among so many neighbouring devices."""
+            return LinkRate(LINK_SHARE * (self.link if num_devices <= per_machine else self.network) * 1e9)
 
         return Rates(
             TRAINING_SHARE * self.tflops * 1e12,
@@ -48,7 +48,7 @@ class Device:
             stages=among(degrees.group_size),
             base=among(degrees.devices),
             gradients=among(degrees.devices),
-            experts=among(spread[-1] - spread[0] + 1),
+            experts=among(expert_group[-1] - expert_group[0] + 1),
         )
 
 
@@ -96,7 +96,7 @@ DEVICES = (
 TRAINING_SHARE, SAMPLING_SHARE, LINK_SHARE = 0.4, 0.6, 0.7
 """Assumed shares of the peak: of arithmetic in training, of memory bandwidth in sampling, of a link."""
 
-OPERATIONS, KEPT_OPERATIONS = 6, 4
+OPERATIONS, OPERATIONS_WITHOUT_RECOMPUTE = 6, 4
 """For each token and active number in a step that recomputes activations: two forwards, and the backward pass through
 the frozen base without the gradients of its weights. A step that keeps them has one forward.
 """
@@ -133,15 +133,15 @@ def all_gather_bytes(num_bytes: float, ranks: int) -> float:
 
 
 def all_reduce_bytes(num_bytes: float, ranks: int) -> float:
-    """The same for an all-reduce of a tensor."""
+    """Bytes that a rank sends in an all-reduce of a tensor of so many bytes."""
     return 2 * all_gather_bytes(num_bytes, ranks)
 
 
 def traffic(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> Traffic:
-    """What a device sends in a training step of every adapter."""
+    """The bytes that a device sends in a training step of every adapter."""
     rows_all = share.rows * degrees.groups
     logprobs = all_reduce_bytes(4 * rows_all, degrees.groups * degrees.pipeline)
-    gradients = 4 * workload.models * memory.adapter_numbers(model, workload.rank)
+    gradients = 4 * workload.models * memory.adapter_parameters(model, workload.rank)
     return Traffic(
         tensor=_tensor(model, workload, degrees, share),
         logits=_logits(model, workload, degrees, share),
@@ -156,7 +156,9 @@ def traffic(model: Architecture, workload: Workload, degrees: Degrees, share: St
 def _tensor(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Sums of row-parallel outputs, and in backward of the inputs that column-parallel linears share."""
     outputs = sum(
-        linear.layers * linear.outputs for linear in model.linears if linear.copies == 1 and linear.along == "inputs"
+        linear.layers * linear.outputs
+        for linear in model.linears
+        if linear.copies == 1 and linear.split_dim == "inputs"
     )
     inputs = _row_parallel(model)[1] * model.hidden
     if not degrees.shard_base and degrees.pipeline == 1:
@@ -176,8 +178,8 @@ def _logits(model: Architecture, workload: Workload, degrees: Degrees, share: St
 
 
 def _addend_bytes(workload: Workload) -> int:
-    """A CPU sums in float32."""
-    return memory.NUMBER_BYTES[workload.dtype] if workload.cuda else 4
+    """Bytes per element of a sum over ranks, which a CPU computes in float32."""
+    return memory.DTYPE_BYTES[workload.dtype] if workload.cuda else 4
 
 
 def _context(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
@@ -189,14 +191,16 @@ def _context(model: Architecture, workload: Workload, degrees: Degrees, share: S
     keys = heads if heads % ranks else math.lcm(keys, ranks)
     heads, keys = (-(-count // ranks) * ranks for count in (heads, keys))
     elements = (heads + keys) * (model.key_dim + model.value_dim)
-    exchanged = memory.NUMBER_BYTES[workload.dtype] * share.rows * model.attending * elements * (2 + share.recompute)
+    exchanged = (
+        memory.DTYPE_BYTES[workload.dtype] * share.rows * model.attention_layers * elements * (2 + share.recompute)
+    )
     states = 0.0
     if model.is_whole:
         hidden = share.rows * ranks * model.hidden * model.mixers
-        exchanged += memory.NUMBER_BYTES[workload.dtype] * hidden * (2 + share.recompute)
+        exchanged += memory.DTYPE_BYTES[workload.dtype] * hidden * (2 + share.recompute)
     elif ranks > 1:
         # Of two ranks, one sends states and the other their gradients.
-        states = 4 * model.state_numbers * share.micro_batches * (1 + share.recompute + (ranks > 2)) / degrees.pipeline
+        states = 4 * model.state_elements * share.micro_batches * (1 + share.recompute + (ranks > 2)) / degrees.pipeline
     exchanged /= degrees.pipeline
     return (
         states + all_gather_bytes(exchanged, ranks) + all_reduce_bytes(4 * share.rows * ranks, ranks)
@@ -213,9 +217,9 @@ def _experts(model: Architecture, workload: Workload, degrees: Degrees, share: S
     rows, times = -(-share.rows // degrees.tensor), 2 + share.recompute
     pairs = times * rows * sum(w2.layers * w2.active * (2 * w2.outputs + 1) for w2 in down)
     shared = rows * degrees.tensor * sum(w2.layers * (times * w2.outputs + w2.active) for w2 in down)
-    number_bytes = memory.NUMBER_BYTES[workload.dtype]
-    num_bytes = all_gather_bytes(number_bytes * pairs, degrees.experts) + all_gather_bytes(
-        number_bytes * shared, degrees.tensor
+    dtype_bytes = memory.DTYPE_BYTES[workload.dtype]
+    num_bytes = all_gather_bytes(dtype_bytes * pairs, degrees.experts) + all_gather_bytes(
+        dtype_bytes * shared, degrees.tensor
     )
     return num_bytes / degrees.pipeline
 
@@ -223,7 +227,7 @@ def _experts(model: Architecture, workload: Workload, degrees: Degrees, share: S
 def _stages(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
     """Rows to the next stage and their gradients to the one before: of two stages, each sends one of both."""
     messages = min(degrees.pipeline - 1, 2)
-    return messages * memory.NUMBER_BYTES[workload.dtype] * share.rows * model.hidden
+    return messages * memory.DTYPE_BYTES[workload.dtype] * share.rows * model.hidden
 
 
 def _base(model: Architecture, workload: Workload, degrees: Degrees, share: StepShare) -> float:
@@ -231,14 +235,14 @@ def _base(model: Architecture, workload: Workload, degrees: Degrees, share: Step
     if not degrees.shard_base:
         return 0.0
     linears = [linear for linear in model.linears if degrees.experts == 1 or linear.copies == 1]
-    split = sum(linear.numbers for linear in linears if linear.along)
-    parameters = split / degrees.tensor + sum(linear.numbers for linear in linears if not linear.along)
-    parameters += model.other_numbers
-    return 2 * share.micro_batches * all_gather_bytes(memory.NUMBER_BYTES[workload.dtype] * parameters, degrees.groups)
+    split = sum(linear.num_parameters for linear in linears if linear.split_dim)
+    parameters = split / degrees.tensor + sum(linear.num_parameters for linear in linears if not linear.split_dim)
+    parameters += model.other_parameters
+    return 2 * share.micro_batches * all_gather_bytes(memory.DTYPE_BYTES[workload.dtype] * parameters, degrees.groups)
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by what takes them; layers are gathered while others are computed."""
+    """Seconds of a step by activity; layers are gathered while others are computed."""
 
     compute: float
     tensor: float
@@ -260,7 +264,7 @@ def calls(model: Architecture, degrees: Degrees, share: StepShare) -> Traffic:
     """How many collectives a device takes part in, by kind, for one adapter."""
     outputs, inputs = _row_parallel(model)
     forwards, times = 1 + share.recompute, share.micro_batches
-    exchanges = EXCHANGES * model.attending + model.mixers
+    exchanges = EXCHANGES * model.attention_layers + model.mixers
     mixtures = sum(linear.layers for linear in model.linears if linear.copies > 1 and linear.name.endswith("w2"))
     return Traffic(
         tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
@@ -285,8 +289,8 @@ EXCHANGES = 2
 def _row_parallel(model: Architecture) -> tuple[int, int]:
     """The number of row-parallel linears, and of inputs that column-parallel ones share."""
     linears = [linear for linear in model.linears if linear.copies == 1]
-    readers = {(linear.name.rpartition(".")[0], linear.layers) for linear in linears if linear.along == "outputs"}
-    outputs = sum(linear.layers for linear in linears if linear.along == "inputs")
+    readers = {(linear.name.rpartition(".")[0], linear.layers) for linear in linears if linear.split_dim == "outputs"}
+    outputs = sum(linear.layers for linear in linears if linear.split_dim == "inputs")
     return outputs, sum(layers for _, layers in readers)
 
 
@@ -295,11 +299,11 @@ def step_time(plan: Plan, source: Device | Rates, share: StepShare) -> StepTime:
     rates = source.rates(plan) if isinstance(source, Device) else source
     degrees = plan.degrees
     num_bytes, times = traffic(plan.model, plan.workload, degrees, share), calls(plan.model, degrees, share)
-    operations = OPERATIONS if share.recompute else KEPT_OPERATIONS
+    operations = OPERATIONS if share.recompute else OPERATIONS_WITHOUT_RECOMPUTE
     active = plan.model.num_active
     if plan.model.is_whole:
         # The last context rank computes all rows of these layers.
-        mixers = sum(linear.numbers_active for linear in plan.model.linears if linear.keeps_state)
+        mixers = sum(linear.num_active_parameters for linear in plan.model.linears if linear.keeps_state)
         active += (degrees.context - 1) * mixers
     return StepTime(
         compute=operations * active * share.rows / degrees.group_size / rates.operations_s,
@@ -317,8 +321,8 @@ def token_s(plan: Plan, source: Device | Rates) -> float:
     """Seconds of one sampled token: all active weights are read, and a sharded base is gathered."""
     rates = source.rates(plan) if isinstance(source, Device) else source
     model, workload, degrees = plan.model, plan.workload, plan.degrees
-    number_bytes = memory.QUANTISED_BYTES.get(workload.quantize, memory.NUMBER_BYTES[workload.dtype])
-    read = model.num_active * number_bytes / degrees.tensor / rates.memory_bytes_s
+    dtype_bytes = memory.QUANTISED_BYTES.get(workload.quantize, memory.DTYPE_BYTES[workload.dtype])
+    read = model.num_active * dtype_bytes / degrees.tensor / rates.memory_bytes_s
     times = calls(model, degrees, StepShare(1))
     base = rates.base.seconds(_base(model, workload, degrees, StepShare(1)) / 2, times.base / 2)  # only for a forward
     return max(read, base)

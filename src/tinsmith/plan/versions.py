@@ -23,7 +23,7 @@ class VersionRange(NamedTuple):
 
     @property
     def requirement(self) -> str:
-        """What pip installs a tested release for."""
+        """A requirement with which pip installs a tested release."""
         major, minor = _minor(self.newest)
         return f"{self.package}>={self.oldest},<{major}.{minor + 1}"
 

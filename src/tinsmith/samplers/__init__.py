@@ -19,7 +19,7 @@ from tinsmith.types import Partial, Sample, SampleResult
 @dataclass(frozen=True, slots=True)
 class CacheUse:
     """Blocks of the KV cache: those of running sequences, those cached for later prompts, and the maximum; and the
-    sequences that wait for a place or for blocks.
+    sequences that wait for a slot or for blocks.
     """
 
     live_blocks: int

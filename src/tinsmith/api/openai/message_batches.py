@@ -70,7 +70,9 @@ class CreateMessageBatchRequest(ClosedBody):
         custom_ids: set[str] = set()
         for index, request in enumerate(self.requests):
             if request.custom_id in custom_ids:
-                raise validation_error(f"repeats the custom_id {request.custom_id!r} in requests[{index}]; use each one once")
+                raise validation_error(
+                    f"repeats the custom_id {request.custom_id!r} in requests[{index}]; use each one once"
+                )
             custom_ids.add(request.custom_id)
         return self
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.plan.measured import measure_matmul, settle
+from tinsmith.plan.measured import measure_matmul, synchronize
 from tinsmith.plan.speed import LinkRate, Rates, all_gather_bytes, all_reduce_bytes
 
 SMALL = 64
@@ -93,10 +93,10 @@ def _seconds(ranks: Ranks, collective: Callable[[torch.Tensor], object], numbers
     for _ in range(REPEATS + 1):
         x = torch.zeros(numbers, device=ranks.device)
         ranks.gather(None)  # so that no rank waits for another within the measured time
-        settle(str(ranks.device))
+        synchronize(str(ranks.device))
         started = time.perf_counter()
         collective(x)
-        settle(str(ranks.device))
+        synchronize(str(ranks.device))
         times.append(time.perf_counter() - started)
     slowest = [max(each) for each in zip(*cast("list[list[float]]", ranks.gather(times[1:])), strict=True)]
     return min(slowest)

@@ -70,7 +70,7 @@ from tinsmith.backends.torch.servable import refusing
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows
 from tinsmith.errors import RanksLostError, SettingsError
-from tinsmith.plan.architecture import read_config, stored_dtype
+from tinsmith.plan.architecture import read_config, read_stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.types import I64, LoraSpec, ModelShape
 
@@ -88,7 +88,7 @@ ROWS = {ROW: RowLinear, SPLIT_ROW: SplitRowLinear}
 def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, quantize: str) -> BaseModel:
     """This rank's base model. Raises SettingsError if it cannot be served with these degrees."""
     on_cuda = ranks.device.type == "cuda"
-    stored = stored_dtype(read_config(Path(shape.path) / "config.json"))
+    stored = read_stored_dtype(read_config(Path(shape.path) / "config.json"))
     dtype = choose_dtype(dtype, cuda=on_cuda, stored=stored)
     if not ranks.degrees.sharded and ranks.degrees.context == 1:
         base = BaseModel.load(shape, device=str(ranks.device), dtype=dtype, recompute=recompute, quantize=quantize)

@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.errors import SettingsError
-from tinsmith.plan.architecture import decoder_layers, numbers_of, undivided
+from tinsmith.plan.architecture import count_parameters, decoder_layers, find_indivisible_reason
 from tinsmith.plan.memory import split_layers
 
 
@@ -172,7 +172,7 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
     reason = None
     if (layers := cast(int, config.num_hidden_layers)) < stages:
         reason = f"has {layers} layers; set it to {layers} or less"
-    elif why := undivided(config):
+    elif why := find_indivisible_reason(config):
         reason = f"{why}; use tensor_parallel or shard_base"
     if reason is not None:
         raise SettingsError(f"pipeline_parallel is {stages}, and {name} {reason}")
@@ -213,7 +213,7 @@ def boundaries_of(layers: Sequence[nn.Module], run: Callable[[], object], num_ro
 
 def own_layers(layers: Sequence[nn.Module], embedding: int, unembedding: int, ranks: Ranks) -> range:
     """This rank's layers, by the plan's rule; the last arguments are the numbers of the ends."""
-    sizes = [numbers_of(layer) for layer in layers]
+    sizes = [count_parameters(layer) for layer in layers]
     sizes[0] += embedding
     sizes[-1] += unembedding
     counts = split_layers(tuple(sizes), ranks.degrees.pipeline)

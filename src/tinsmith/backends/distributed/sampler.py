@@ -30,7 +30,7 @@ from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
 from tinsmith.samplers.local.request import Request
 from tinsmith.samplers.local.request import Sequence as Running
-from tinsmith.samplers.local.sampling import Chosen
+from tinsmith.samplers.local.sampling import SampledTokens
 from tinsmith.samplers.local.scheduler import SamplerStep
 from tinsmith.types import Partial, Sample, SampleResult
 
@@ -102,7 +102,7 @@ class RankSampler(LocalSampler):
             return is_finite
         return bool(self._ranks.broadcast_sampling(torch.tensor(float(is_finite))))
 
-    def _hold(self, sequences: Sequence[Running], chosen: Chosen) -> None:
+    def _queue_readback(self, sequences: Sequence[Running], chosen: SampledTokens) -> None:
         if self._ranks.degrees.group_size > 1:
             agreed = self._ranks.broadcast_sampling
             top = chosen.top
@@ -111,7 +111,7 @@ class RankSampler(LocalSampler):
             chosen = chosen._replace(
                 token_ids_B=agreed(chosen.token_ids_B), logprobs_B=agreed(chosen.logprobs_B), top=top
             )
-        super()._hold(sequences, chosen)
+        super()._queue_readback(sequences, chosen)
 
 
 @dataclass(slots=True)

@@ -67,8 +67,8 @@ class FullBackend(TorchBackend):
         weights = base.load_weights(self._base.layout, directory, self._home)
         trained = Trained(weights, optimizer_type=optimizer_type)
         if optimizer:
-            checkpoint.load_optimizer(trained, directory, base.flat)
-            checkpoint.load_gradient(trained, directory, base.flat)
+            checkpoint.load_optimizer(trained, directory, base.flatten_tensors)
+            checkpoint.load_gradient(trained, directory, base.flatten_tensors)
         self._models[model_id] = trained
 
     def load_version(self, version_id: str, directory: Path) -> None:
@@ -79,8 +79,8 @@ class FullBackend(TorchBackend):
     ) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
-            checkpoint.save_optimizer(trained, directory, base.named)
-        checkpoint.save_gradient(trained, directory, base.named)
+            checkpoint.save_optimizer(trained, directory, base.name_tensors)
+        checkpoint.save_gradient(trained, directory, base.name_tensors)
 
     def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`stacked`: for this server only, without the files that other software needs."""

@@ -13,7 +13,7 @@ running version joins only if no other waits before it.
 whose weights are bound for it; backward adds to the gradients of the parameters; and the unembedding, whose logits are
 computed in chunks, gets its own gradient chunk by chunk.
 
-Shapes: P all numbers of a model, C rows of a chunk, V vocabulary, D hidden size.
+Shapes: P all elements of the flat buffer, C rows of a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence as Running
 from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
 
-FULL = LoraSpec(rank=0)
-"""The spec of such a model: adapters never have rank 0."""
+FULL_SPEC = LoraSpec(rank=0)
+"""The spec of a model whose weights are all trained: adapters never have rank 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class FullLayout:
             for start, (name, shape) in zip(self.starts, self.shapes.items(), strict=True)
         }
 
-    def filled(self, tensors: dict[str, Tensor], device: torch.device) -> Tensor:
+    def fill_buffer(self, tensors: dict[str, Tensor], device: torch.device) -> Tensor:
         """A flat buffer with these tensors, which must be those of the layout."""
         flat_P = torch.zeros(self.numel, device=device)
         for name, view in self.views(flat_P).items():
@@ -86,7 +86,7 @@ class FullWeights(Adapter):
     weights: dict[str, Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, layout: FullLayout, flat_P: Tensor) -> None:
-        self.spec = FULL
+        self.spec = FULL_SPEC
         self.layout = layout  # pyright: ignore[reportAttributeAccessIssue, reportIncompatibleVariableOverride]
         self.scale = 1.0
         self.flat_P = flat_P
@@ -136,8 +136,8 @@ class FullBase(BaseModel):
             raise SettingsError(f"{shape.name} is a mixture of experts; backend 'full' trains dense models only")
         self._parameters = dict(model.named_parameters())
         self.layout = FullLayout.of(self._parameters.items())
-        given = {name: parameter.data for name, parameter in self._parameters.items()}
-        self.original = FullWeights(self.layout, self.layout.filled(given, self.device))
+        tensors = {name: parameter.data for name, parameter in self._parameters.items()}
+        self.original = FullWeights(self.layout, self.layout.fill_buffer(tensors, self.device))
         self._bound: FullWeights | None = None
         self.bind(self.original)
 
@@ -150,7 +150,7 @@ class FullBase(BaseModel):
         self._bound = weights
 
     def rebind(self) -> None:
-        """Let go of weights whose buffers have moved."""
+        """Bind the original weights, because the buffers of the bound ones have moved."""
         self._bound = None
         self.bind(self.original)
 
@@ -217,28 +217,28 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
     if wrong := sorted(tensors.keys() ^ layout.shapes.keys()):
         raise UserError(f"{WEIGHTS_FILE} is for another model: {wrong[0]!r} is in only one of the two")
     _check_shapes(layout, tensors, path)
-    return FullWeights(layout, layout.filled(tensors, device))
+    return FullWeights(layout, layout.fill_buffer(tensors, device))
 
 
-def named(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
-    """`checkpoint.Named` for parameters."""
+def name_tensors(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+    """The parts of a flat buffer by parameter name and kind; a `checkpoint.Named`."""
     views = cast(FullWeights, trained.adapter).layout.views(flat_P.cpu())
     return {f"{name}.{kind}": view for name, view in views.items()}
 
 
-def flat(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
-    """`checkpoint.Flat` for parameters."""
+def flatten_tensors(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
+    """A flat buffer of tensors by parameter name and kind; a `checkpoint.Flat`."""
     layout = cast(FullWeights, trained.adapter).layout
-    own = {name: tensors[f"{name}.{kind}"] for name in layout.shapes if f"{name}.{kind}" in tensors}
-    _check_shapes(layout, own, path)
-    return layout.filled(own, trained.adapter.flat_P.device)
+    parameters = {name: tensors[f"{name}.{kind}"] for name in layout.shapes if f"{name}.{kind}" in tensors}
+    _check_shapes(layout, parameters, path)
+    return layout.fill_buffer(parameters, trained.adapter.flat_P.device)
 
 
 def _check_shapes(layout: FullLayout, tensors: dict[str, Tensor], path: Path) -> None:
     for name, shape in layout.shapes.items():
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if found != shape:
-            raise UserError(f"{path.name}: {name} must have {list(shape)}, not {found and list(found)}")
+        actual = tuple(tensors[name].shape) if name in tensors else None
+        if actual != shape:
+            raise UserError(f"{path.name}: {name} must have {list(shape)}, not {actual and list(actual)}")
 
 
 class FullSampler(LocalSampler):
@@ -246,21 +246,23 @@ class FullSampler(LocalSampler):
 
     def __init__(self, base: FullBase, versions: Mapping[str, Adapter], options: SamplerOptions) -> None:
         super().__init__(base, versions, options=options)
-        self._held: deque[Running] = deque()
+        self._waiting: deque[Running] = deque()
         self._active: Adapter | None = None
 
     def _admit(self, sequence: Running) -> None:
-        self._held.append(sequence)
+        self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        self._held = deque(held for held in self._held if held.request.sample.request_id != request_id)
+        self._waiting = deque(
+            sequence for sequence in self._waiting if sequence.request.sample.request_id != request_id
+        )
         return super().cancel(request_id)
 
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
-        if self._held and len(self._held) == len(self._requests):
-            self._active = self._held[0].request.weights.adapter
-        while self._held and self._held[0].request.weights.adapter is self._active:
-            super()._admit(self._held.popleft())
+        if self._waiting and len(self._waiting) == len(self._requests):
+            self._active = self._waiting[0].request.weights.adapter
+        while self._waiting and self._waiting[0].request.weights.adapter is self._active:
+            super()._admit(self._waiting.popleft())
         self._base.bind(self._active if isinstance(self._active, FullWeights) else self._base.original)
         return super().step(scopes)
 
@@ -284,10 +286,10 @@ class FullTrainer(Trainer):
         self._head = FullHead(base, chunk_rows)
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        own: dict[int, list[Example]] = {}
+        examples_by_adapter: dict[int, list[Example]] = {}
         for example in examples:
-            own.setdefault(id(example.adapter), []).append(example)
-        return [batch for group in own.values() for batch in pack(group, self._limit)]
+            examples_by_adapter.setdefault(id(example.adapter), []).append(example)
+        return [batch for group in examples_by_adapter.values() for batch in pack(group, self._limit)]
 
     def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter

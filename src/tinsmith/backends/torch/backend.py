@@ -45,7 +45,7 @@ from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_EACH, chunk_rows, training_bytes
+from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class TorchBackend:
         base, recompute, step = self._base, self._base.recompute, self._trainer.memory
         if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
             return
-        recompute.fused_bytes = step.activations.num_bytes_kept
+        recompute.fused_bytes = step.activations.token_bytes
         if is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode == "auto":
             largest, *others = FITTING_TOKENS
             self._trainer.use_fitting([largest, *others] if recompute.fits(largest, base.device) else others)
@@ -166,14 +166,14 @@ class TorchBackend:
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""
-        from tinsmith.samplers.local.paged_attention import described
+        from tinsmith.samplers.local.paged_attention import describe_kernels
 
         base = self._base
         found = {
             "device": f"{base.device}, {base.dtype}, no TF32",
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA",
-            "decode": described(base),
+            "decode": describe_kernels(base),
             "lora": f"{'Triton, else ' if base.can_capture else ''}batched products of similar segments of one layout",
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
@@ -220,7 +220,9 @@ class TorchBackend:
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
         training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
-        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_EACH * state_bytes(probe_layers(self._base))
+        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_PER_SEQUENCE * state_bytes(
+            probe_layers(self._base)
+        )
         self._least_bytes = max(training, sampling)
         held = memory.use()
         needed = sum(held.values()) + adapter + self._least_bytes
@@ -273,7 +275,7 @@ class TorchBackend:
         self._is_asleep, self._home = False, device
         self._move(moved)
         if self._sampler is not None:
-            self._sampler.note_moved_weights()
+            self._sampler.forget_weight_addresses()
 
     def _return_memory(self) -> None:
         """Return unused memory to the driver, from which the other process allocates."""

@@ -30,7 +30,7 @@ from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
-from tinsmith.plan.architecture import read_directory, tower_numbers
+from tinsmith.plan.architecture import read_directory, tower_activations
 from tinsmith.plan.degrees import gib
 from tinsmith.plan.memory import Activations
 
@@ -212,7 +212,7 @@ class StepMemory:
         self._memory = memory
         copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]
         self.activations = replace(activations_of(base), logits_bytes=4.0 * copies * chunk_rows * base.vocab_size)
-        self._tower_numbers = tower_numbers(base.model.config) if base.vision else 0.0
+        self._tower_numbers = tower_activations(base.model.config) if base.vision else 0.0
         vision = base.shape.vision
         self._most_image_tokens = min(vision.most_tokens, base.max_context_length) if vision else 0
         self._dtype = str(base.dtype).removeprefix("torch.")

@@ -61,7 +61,7 @@ from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan, Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.architecture import NOT_ADAPTED, decoder_of, mark_experts, read_config, stored_dtype
+from tinsmith.plan.architecture import UNADAPTED_LINEARS, decoder_of, mark_experts, read_config, read_stored_dtype
 from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.plan.versions import list_untested_versions
@@ -134,7 +134,7 @@ class BaseModel:
         if device.startswith("cuda:"):
             # Kernels, pinned memory and other libraries use this thread's current device.
             torch.cuda.set_device(device)
-        stored = stored_dtype(read_config(Path(shape.path) / "config.json"))
+        stored = read_stored_dtype(read_config(Path(shape.path) / "config.json"))
         dtype = choose_dtype(dtype, cuda=device.startswith("cuda"), stored=stored)
         if dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
@@ -456,7 +456,7 @@ def _swap_linears(
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        if not NOT_ADAPTED.isdisjoint(name.split(".")) or module in mixed.excluded:
+        if not UNADAPTED_LINEARS.isdisjoint(name.split(".")) or module in mixed.excluded:
             continue
         if ".experts." in name:
             # Such a linear gets rows in its own order, to which segments do not apply.

@@ -20,11 +20,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
-from tinsmith.plan.mixers import is_mixer, is_whole, kept_numbers
+from tinsmith.plan.mixers import count_saved_activations, is_mixer, is_whole
 
 RECOMPUTE_SHARE = 0.4
 
-KEPT_PER_LINEAR = 2.0
+SAVED_PER_LINEAR = 2.0
 """Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and Gemma2),
 the rest covers what backward needs while it runs. An expert is two linears for each of its rows.
 """
@@ -61,7 +61,9 @@ class Recompute:
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
         mixers = [module for module in decoder.modules() if is_mixer(module)]
-        self._mixers_bytes = sum(4.0 * kept_numbers(own) * (context if is_whole(own) else 1) for own in mixers)
+        self._mixers_bytes = sum(
+            4.0 * count_saved_activations(own) * (context if is_whole(own) else 1) for own in mixers
+        )
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
@@ -80,7 +82,7 @@ class Recompute:
             return self.fused_bytes
         # The number of experts per row is known after the first rows.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
-        return KEPT_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
+        return SAVED_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:

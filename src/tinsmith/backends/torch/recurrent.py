@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from tinsmith.backends.torch.attention import MixerState
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
-from tinsmith.plan.mixers import STEPWISE, is_mixer, is_whole
+from tinsmith.plan.mixers import ROW_BY_ROW, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
 
@@ -76,7 +76,7 @@ class SequenceMixer:
         self.is_whole = is_whole(module)
         self.state_like = STATELESS
         """One sequence's state without its values, known after a call with `keep`."""
-        self._is_stepwise = self.name in STEPWISE
+        self._is_stepwise = self.name in ROW_BY_ROW
         self._context = context
         self._cache_argument = cache_argument(self.name, self._forward)
         takes_positions = "position_embeddings" in inspect.signature(self._forward).parameters

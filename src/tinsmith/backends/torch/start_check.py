@@ -25,7 +25,7 @@ from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.recurrent import SequenceMixer
 from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.servable import ReleaseError
-from tinsmith.samplers.local.states import Recurrence, SequencePiece, SequenceState
+from tinsmith.samplers.local.states import Recurrence, RecurrentSpan, SequenceState
 
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.1}
 """Largest relative error. Products of other shapes round differently, and kernels for GPUs may multiply float32 numbers
@@ -122,12 +122,12 @@ def _check_steps(
         for index, y_LD in enumerate(y_TD.split(sizes)):
             start, stop = lengths[index], lengths[index] + sizes[index]
             _compare(y_LD, outputs[index][start:stop], tolerance, f"a sequence of {mixer.name} in pieces differs")
-            for cut, snapshot in zip(cuts[index], recurrence.at_cuts[index], strict=True):
-                again_LD, _ = _step(mixer, [rows[index][cut:]], [snapshot.unshared()], [()], context)
+            for cut, snapshot in zip(cuts[index], recurrence.cut_states[index], strict=True):
+                again_LD, _ = _step(mixer, [rows[index][cut:]], [snapshot.unshare()], [()], context)
                 difference = f"a sequence of {mixer.name} that continues from a saved state differs"
                 _compare(again_LD, outputs[index][start + cut : stop], tolerance, difference)
             lengths[index] = stop
-        states = list(recurrence.after)
+        states = list(recurrence.final_states)
 
 
 def _step(
@@ -139,7 +139,7 @@ def _step(
 ) -> tuple[Tensor, Recurrence]:
     spans, first = [], 0
     for x_LD, state, own_cuts in zip(rows, states, cuts, strict=True):
-        spans.append(SequencePiece(first, len(x_LD), state, own_cuts))
+        spans.append(RecurrentSpan(first, len(x_LD), state, own_cuts))
         first += len(x_LD)
     recurrence = Recurrence(spans, rows[0].device)
     context.routing = _base_rows(first)
@@ -157,14 +157,14 @@ class _SampledSequence:
         self.state: SequenceState | None = None
         self._device = device
         self._cached: dict[int, tuple[Tensor, Tensor]] = {}
-        self._recurrence = Recurrence([SequencePiece(0, 1, None)], device)
+        self._recurrence = Recurrence([RecurrentSpan(0, 1, None)], device)
 
     def begin(self, num_rows: int) -> None:
-        self._recurrence = Recurrence([SequencePiece(0, num_rows, self.state)], self._device)
+        self._recurrence = Recurrence([RecurrentSpan(0, num_rows, self.state)], self._device)
 
     def finish(self, num_rows: int) -> None:
         self.length += num_rows
-        self.state = self._recurrence.after[0]
+        self.state = self._recurrence.final_states[0]
 
     def return_to(self, length: int, state: SequenceState | None) -> None:
         self.length, self.state = length, state

@@ -35,7 +35,7 @@ from tinsmith.backends.torch.lora import DeviceRouting, LoRADelta, LoRAProduct, 
 from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
 from tinsmith.backends.torch.routing import Routing
 from tinsmith.plan.architecture import FUSED_LAYERS
-from tinsmith.plan.memory import MOST_PACKED
+from tinsmith.plan.memory import MAX_PACKED_BYTES
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -290,7 +290,7 @@ class Decoder:
             return 0
         layers = sum(linear.num_bytes for layer in self._layers for linear in layer.linears)
         num_bytes = layers + self._unembedding.weight.nbytes
-        return num_bytes if num_bytes <= MOST_PACKED else 0
+        return num_bytes if num_bytes <= MAX_PACKED_BYTES else 0
 
     def hidden(
         self,

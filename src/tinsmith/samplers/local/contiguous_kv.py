@@ -4,9 +4,9 @@ The paged cache stays authoritative: it holds every token and shares prefixes be
 sequence's blocks with a fixed capacity; each decode step appends one position to it. Sequences of similar length share
 a `SlotGroup`. Rows of different sequences are never mixed, and shapes stay the same from step to step.
 
-On Intel's processors a bfloat16 group's attention is SDPA, whose scores are float32: with 256 sequences of 96
-positions, 4 key heads of 64 and 2 queries each, 2.2 ms instead of 4.2. Otherwise it is two batched products with one
-entry per sequence and key head, of float32 keys, so that scores are not rounded before their softmax.
+On Intel's processors a bfloat16 group's attention is SDPA, whose scores are float32. Otherwise it is two batched
+products with one entry per sequence and key head, of float32 keys, so that scores are not rounded before their
+softmax.
 
 A sequence keeps its slot while every step decodes it. Sequences stay with their blocks if a length class has too few of
 them, or if there is no memory for the group. Used on CPUs.
@@ -45,9 +45,8 @@ with gaps.
 """
 
 MIN_SWAPPED_DIM = 64
-"""Head dim from which keys @ queries plus a transposition of the scores is faster than queries @ keys: 64 sequences of
-128 positions with 4 key heads and 2 queries each take 450 us instead of 627. With a head dim of 32 and 16 sequences, 39
-us instead of 24. Not on Intel's processors: 1,120 us instead of 384, with 16 sequences 161 instead of 81.
+"""Head dim from which keys @ queries plus a transposition of the scores is faster than queries @ keys, except on
+Intel's processors.
 """
 
 GROUP_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
@@ -117,8 +116,8 @@ class SlotGroup:
                 keys[:, : self.num_used] = old_keys[:, : self.num_used]
                 values[:, : self.num_used] = old_values[:, : self.num_used]
             self._stores[shape] = keys, values
-            for place, layer in enumerate(layers):
-                self._layers[layer] = keys[place], values[place]
+            for index, layer in enumerate(layers):
+                self._layers[layer] = keys[index], values[index]
         self._lengths = np.append(self._lengths, np.zeros(num_slots - self.num_slots, np.int64))
         self._free += range(self.num_slots, num_slots)
         heapq.heapify(self._free)
@@ -126,11 +125,11 @@ class SlotGroup:
 
     def compact(self) -> None:
         """Move the last slots to the front if fewer than half of the computed slots are in use."""
-        wanted = _group_size(len(self._owners))
+        compact_size = _group_size(len(self._owners))
         last = max(self._owners.values(), default=-1)
-        if 2 * wanted <= _group_size(last + 1):
+        if 2 * compact_size <= _group_size(last + 1):
             for owner, slot in self._owners.items():
-                if slot >= wanted:
+                if slot >= compact_size:
                     target = self._owners[owner] = heapq.heappop(self._free)
                     heapq.heappush(self._free, slot)
                     self._lengths[target] = self._lengths[slot]
@@ -152,8 +151,8 @@ class SlotGroup:
             stop = len(blocks_C) * size
             for shape, (keys, values) in self._stores.items():
                 gathered = cache.gather(shape, blocks_C[None])[:, 0].transpose(1, 2)  # [layers, G, K, D]
-                for store, own in ((keys, gathered[..., : shape.key_dim]), (values, gathered[..., shape.key_dim :])):
-                    store[:, slot, :, :stop] = own
+                for store, part in ((keys, gathered[..., : shape.key_dim]), (values, gathered[..., shape.key_dim :])):
+                    store[:, slot, :, :stop] = part
                     store[:, slot, :, stop:] = 0.0
 
     def step(self, members: Sequence[DecodeRow], num_rows: int) -> ContiguousStep:
@@ -208,11 +207,11 @@ class ContiguousStep:
         """[n, H, D]"""
         keys, values = self.layers[layer]
         num = self.num_slots
-        at = self._write_index(keys.shape[1])
+        write_index = self._write_index(keys.shape[1])
         if self.row_n is not None:
             k_TGD, v_TGD = k_TGD.index_select(0, self.row_n), v_TGD.index_select(0, self.row_n)
-        keys.view(-1, keys.shape[-1]).index_copy_(0, at, k_TGD.to(keys.dtype).flatten(0, 1))
-        values.view(-1, values.shape[-1]).index_copy_(0, at, v_TGD.flatten(0, 1))
+        keys.view(-1, keys.shape[-1]).index_copy_(0, write_index, k_TGD.to(keys.dtype).flatten(0, 1))
+        values.view(-1, values.shape[-1]).index_copy_(0, write_index, v_TGD.flatten(0, 1))
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
         if keys.dtype == torch.float32 or options.get("softcap") or options.get("sinks_H") is not None:
@@ -257,7 +256,7 @@ class ContiguousStep:
         return self.write_index[groups]
 
     def _mask(self, window: Window | None) -> Tensor:
-        """[N, 1, 1, K]: 0 where a slot's row sees a position, else -inf. Made once for all layers."""
+        """[N, 1, 1, K]: 0 where a slot's row sees a position, else -inf. Computed once for all layers."""
         if window is not None and window.size >= self.num_attended:
             window = None
         if window not in self.masks:
@@ -299,28 +298,28 @@ class ContiguousKV:
             self._groups.clear()
 
     def clear(self) -> None:
-        """Drop all groups. Called when a step was cut off: slots may count a token that was not written."""
+        """Drop all groups. Called when a step was interrupted: slots may count a token that was not written."""
         self._groups.clear()
 
-    def place(self, decoding: Sequence[DecodeRow], num_rows: int) -> tuple[list[ContiguousStep], list[int]]:
-        """The groups of a step, and the rows that have a slot in one."""
+    def assign_slots(self, decoding: Sequence[DecodeRow], num_rows: int) -> tuple[list[ContiguousStep], list[int]]:
+        """Give the decoding rows slots; returns the step of each group, and the rows that have a slot."""
         classes: dict[int, list[DecodeRow]] = {}
-        for one in decoding:
-            classes.setdefault(capacity_for(one.position + 1, self._cache.block_size), []).append(one)
+        for member in decoding:
+            classes.setdefault(capacity_for(member.position + 1, self._cache.block_size), []).append(member)
         classes = {capacity: members for capacity, members in classes.items() if len(members) >= MIN_GROUP_SIZE}
         for capacity, group in self._groups.items():
-            group.retain(one.owner for one in classes.get(capacity, ()))
+            group.retain(member.owner for member in classes.get(capacity, ()))
         steps: list[ContiguousStep] = []
         rows: list[int] = []
         for capacity, members in classes.items():
             group = self._group(capacity, members)
             if group is None:
                 continue
-            if new := [one for one in members if group.length_of(one.owner) != one.position]:
-                group.fill(new, self._cache)
+            if unfilled := [member for member in members if group.length_of(member.owner) != member.position]:
+                group.fill(unfilled, self._cache)
             group.compact()
             steps.append(group.step(members, num_rows))
-            rows += [one.row for one in members]
+            rows += [member.row for member in members]
         return steps, rows
 
     def _group(self, capacity: int, members: Sequence[DecodeRow]) -> SlotGroup | None:
@@ -329,12 +328,12 @@ class ContiguousKV:
         if group is None:
             group = SlotGroup(self._cache.members, capacity, self._device)
         if group.num_slots < len(members):
-            wanted = _group_size(len(members))
-            added = wanted * capacity * position_bytes(self._cache.members) - group.num_bytes
+            num_slots = _group_size(len(members))
+            added = num_slots * capacity * position_bytes(self._cache.members) - group.num_bytes
             self._drop_empty(added, group)
             if self.num_bytes + added > self._max_bytes:
                 return None
-            group.grow(wanted)
+            group.grow(num_slots)
         self._groups[capacity] = group
         return group
 

@@ -44,17 +44,17 @@ from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV
 from tinsmith.samplers.local.decode_graphs import DecodeGraphs
-from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.grammar import GrammarCache
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes, probe_layers
 from tinsmith.samplers.local.memory import CacheBudget
-from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
 from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
-from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
-from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenRun
+from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose, uniform
+from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenSpan
 from tinsmith.samplers.local.states import (
     Recurrence,
-    SequencePiece,
+    RecurrentSpan,
     SequenceState,
     StateBudget,
     StateSnapshots,
@@ -79,10 +79,10 @@ EXHAUSTED = (
 
 
 MANY_ROWS = 32
-"""Adapters with this many rows or more keep their order from step to step, and with it their kept matrices."""
+"""Adapters with this many rows or more keep their order from step to step, and so reuse their stacked matrices."""
 
 MAX_ROUTINGS = 4
-"""Routings that are kept for later steps: a step has one for its rows and one for those it samples from."""
+"""Routings in the cache: a step has one for its rows and one for those it samples from."""
 
 MAX_SEQUENCES = 512
 """Sequences that run at once."""
@@ -114,11 +114,11 @@ class SamplerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A step's tokens, on their way to the host."""
+class _PendingReadback:
+    """A step's drawn tokens, whose copy to the host may not be complete."""
 
     sequences: Seq[Sequence]
-    chosen: Chosen
+    chosen: SampledTokens
     readback: Readback
 
 
@@ -174,15 +174,15 @@ class LocalSampler:
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
-        self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
+        self._grammars = GrammarCache(base.tokenizer, base.vocab_size, base.eos_token_ids)
         self._partials: list[Partial] = []
         self._reads_late = not self._deterministic and (on_cuda if options.reads_late is None else options.reads_late)
-        self._unread: list[_Drawn] = []
+        self._unread: list[_PendingReadback] = []
         """After a step: at most the tokens of that step."""
         self._traces = options.traces
         self._can_retry = True
         self._prepared = True
-        self._spans: list[TokenRun] = []
+        self._spans: list[TokenSpan] = []
 
     def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
         """The bytes of a cached token and of a state that decide how many there may be."""
@@ -196,9 +196,9 @@ class LocalSampler:
         """Enqueue a request. Raises UserError, and stores nothing, if the request can never run."""
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
-            self._grammars.compiled(grammar)
-        placed = self._base.place(sample.prompt_T, sample.images, sample.cache_scope)
-        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, placed)
+            self._grammars.compile(grammar)
+        image_input = self._base.place(sample.prompt_T, sample.images, sample.cache_scope)
+        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, image_input)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
         self._admit(self._requests[sample.request_id][0])
@@ -227,22 +227,22 @@ class LocalSampler:
             self._prepared = True
             self._spans = []
             # The error is dropped before the next attempt: its traceback holds what the step had allocated.
-            lack = self._attempt(scopes)
-            if lack is None:
+            shortage = self._attempt(scopes)
+            if shortage is None:
                 break
-            self._recover(lack)
+            self._recover(shortage)
         if self._batcher.note_success():
             self._cache_budget.relax()
         return self._settled
 
     def _attempt(self, scopes: Collection[str] | None) -> str | None:
-        """Run one step; returns why there was no memory for it, or None."""
+        """Run one step; returns the message of a shortage of memory, or None."""
         before = self._unread[-1] if self._unread else None
         try:
             with memory_errors(self._base.device):
                 with stage("decode: schedule"):
                     self._cache_budget.fit()
-                    step = self._scheduled(scopes)
+                    step = self._schedule(scopes)
                 self._spans = step.spans
                 if step.spans:
                     self._prepared = False
@@ -252,7 +252,7 @@ class LocalSampler:
                 with stage("decode: read"):
                     self._read_all_but(int(is_late))
                 if is_late:
-                    self._leave([sequence for sequence in self._unread[-1].sequences if sequence.is_full])
+                    self._retire([sequence for sequence in self._unread[-1].sequences if sequence.is_full])
         except MemoryError as error:
             if not self._can_retry:
                 self._rewind()
@@ -260,7 +260,7 @@ class LocalSampler:
             return str(error)
         return None
 
-    def _scheduled(self, scopes: Collection[str] | None) -> SamplerStep:
+    def _schedule(self, scopes: Collection[str] | None) -> SamplerStep:
         step = self._batcher.schedule(scopes)
         is_whole = scopes is None and not self._unread
         while is_whole and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
@@ -275,23 +275,23 @@ class LocalSampler:
         if self._prepared:
             self._batcher.rewind(self._spans)
         else:  # block copies and zeroing may be incomplete
-            self._cache_budget.give_up_growth()
+            self._cache_budget.abandon_growth()
 
-    def _recover(self, lack: str) -> None:
+    def _recover(self, shortage: str) -> None:
         num_ran = len(self._batcher.running)
         self._rewind()
-        log.warning("out of memory in a decode step; continuing with fewer samples", running=num_ran, lack=lack)
+        log.warning("out of memory in a decode step; continuing with fewer samples", running=num_ran, lack=shortage)
         if self._batcher.throttle(num_ran):
             return
         sequence = next(iter(self._batcher.running or self._batcher.waiting), None)
         if sequence is None:
-            raise MemoryError(lack)
+            raise MemoryError(shortage)
         request = sequence.request
         self._settle(
             request,
             UserError(
                 f"this sample, a prompt of {request.num_prompt} tokens and up to {request.max_new_tokens} new ones, "
-                f"does not fit into the engine's memory, even alone: {lack}; shorten the prompt or lower max_tokens"
+                f"does not fit into the engine's memory, even alone: {shortage}; shorten the prompt or lower max_tokens"
             ),
         )
 
@@ -303,7 +303,7 @@ class LocalSampler:
         pool = self._batcher.pool
         return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
 
-    def note_moved_weights(self) -> None:
+    def forget_weight_addresses(self) -> None:
         """The base model's memory is elsewhere from now on."""
         if self._graphs is not None:
             self._graphs.clear()
@@ -313,9 +313,9 @@ class LocalSampler:
         for version_id, weights in list(self._weights.items()):
             if version_id is not None and self._versions.get(version_id) is not weights.adapter:
                 weights.alive = False
-                self._batcher.pool.forget(weights.number)
+                self._batcher.pool.forget(weights.weights_id)
                 if self._batcher.snapshots is not None:
-                    self._batcher.snapshots.forget(weights.number)
+                    self._batcher.snapshots.forget(weights.weights_id)
                 del self._weights[version_id]
         if not self._requests:
             self._routings.clear()  # they hold adapters; while there are requests, the next routings replace them
@@ -333,17 +333,17 @@ class LocalSampler:
         capacity = self._cache_budget.capacity + 1
         room = min(sample.max_answer_tokens(context), capacity - num_prompt)
         max_tokens = sample.params.max_tokens
-        wanted = max(room, 1) if max_tokens is None else max_tokens
-        if wanted < 1 or sample.num_samples < 1:
-            raise UserError(f"max_tokens is {wanted} and num_samples {sample.num_samples}; both must be at least 1")
-        if wanted > room:
+        num_new = max(room, 1) if max_tokens is None else max_tokens
+        if num_new < 1 or sample.num_samples < 1:
+            raise UserError(f"max_tokens is {num_new} and num_samples {sample.num_samples}; both must be at least 1")
+        if num_new > room:
             least = " (at least 1)" if max_tokens is None else ""
             cache = f", of which the KV cache can hold {capacity}" if capacity < context else ""
             raise UserError(
-                f"prompt ({num_prompt} tokens) + max_tokens ({wanted}{least}) exceed the context length "
+                f"prompt ({num_prompt} tokens) + max_tokens ({num_new}{least}) exceed the context length "
                 f"({context} tokens{cache})"
             )
-        return wanted
+        return num_new
 
     def _capture(self, version_id: str | None) -> Weights:
         self.collect()
@@ -368,8 +368,8 @@ class LocalSampler:
     def _run(self, step: SamplerStep) -> None:
         with stage("decode: forward"):
             self._prepare(step)
-            through = self._forward_chunks if self._deterministic else self._forward
-            spans, hidden_TD = through(step.spans)
+            forward = self._forward_chunks if self._deterministic else self._forward
+            spans, hidden_TD = forward(step.spans)
             if self._keeps_states:
                 self._unshare_states(step.spans)
         with stage("decode: sample"):
@@ -380,51 +380,51 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _unshare_states(self, spans: Seq[TokenRun]) -> None:
+    def _unshare_states(self, spans: Seq[TokenSpan]) -> None:
         """Copy the states of running sequences outside this step, which would keep an older batch in memory."""
         stepped = {id(span.sequence) for span in spans}
         for sequence in self._batcher.running:
             if sequence.state is not None and id(sequence) not in stepped:
-                sequence.state = sequence.state.unshared()
+                sequence.state = sequence.state.unshare()
 
-    def _store_states(self, spans: Seq[TokenRun], recurrence: Recurrence) -> None:
-        """Advance the spans with their states, and store the snapshots that are wanted."""
-        for span, state in zip(spans, recurrence.after, strict=True):
+    def _store_states(self, spans: Seq[TokenSpan], recurrence: Recurrence) -> None:
+        """Advance the spans with their states, and store snapshots at their cuts."""
+        for span, state in zip(spans, recurrence.final_states, strict=True):
             span.sequence.state = state
             self._batcher.advance(span)
-        for span, states in zip(spans, recurrence.at_cuts, strict=True):
+        for span, states in zip(spans, recurrence.cut_states, strict=True):
             inside = cuts_between(span.start, span.stop, span.sequence.cuts)
             for cut, state in zip(inside, states, strict=True):
                 self._snapshot(span.sequence, span.start + cut, state)
             self._store_state(span.sequence, span.stop, span.sequence.state)
 
     def _store_state(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
-        """Store a snapshot if one is wanted here, or keep the state as the answer's last one at a block boundary."""
+        """Store a snapshot if this position is a cut; keep the state of the answer's last block boundary."""
         if position in sequence.cuts:
             self._snapshot(sequence, position, state)
         elif state is not None and position > sequence.request.num_prompt and not position % self._batcher.block_size:
-            sequence.tail = position, state.unshared()
+            sequence.tail = position, state.unshare()
 
     def _snapshot(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
         snapshots, weights, size = self._batcher.snapshots, sequence.request.weights, self._batcher.block_size
         if snapshots is not None and state is not None and weights.alive:
-            snapshots.add(sequence.key(position // size - 1, size), weights.number, state)
+            snapshots.add(sequence.key(position // size - 1, size), weights.weights_id, state)
 
-    def _forward(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
-        """Final hidden states of the rows that are needed, and each span with the number of its rows among them."""
+    def _forward(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
+        """Final hidden states of the rows to sample from or to score, and each span with its number of such rows."""
         # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are kept.
+        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are reused.
         num_rows: Counter[int] = Counter()
         for span in spans:
-            num_rows[span.sequence.request.weights.number] += span.stop - span.start
-        numbers = {id(span): span.sequence.request.weights.number for span in spans}
-        spans = sorted(spans, key=lambda span: (min(num_rows[numbers[id(span)]], MANY_ROWS), numbers[id(span)]))
+            num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
+        weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
+        spans = sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
-        rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence, _seen(span)) for span in spans]
+        rows = [_sequence_rows(span) for span in spans]
         tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        tokens_T = self._uploaded(tokens, spans)
+        tokens_T = self._upload_tokens(tokens, spans)
         sizes = [span.stop - span.start for span in spans]
-        has_images = any(span.sequence.request.placed for span in spans)
+        has_images = any(span.sequence.request.image_input for span in spans)
         routing = self._routing(adapters, sizes, on_device=not has_images)
         if self._graphs is not None and isinstance(routing, DeviceRouting):
             hidden_TD = self._graphs.hidden(tokens_T, rows, routing)
@@ -435,17 +435,17 @@ class LocalSampler:
         recurrence = None
         if self._keeps_states:
             firsts = accumulate(sizes, initial=0)
-            pieces = [_piece_of(span, first) for span, first in zip(spans, firsts, strict=False)]
-            recurrence = Recurrence(pieces, self._base.device)
+            recurrent_spans = [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)]
+            recurrence = Recurrence(recurrent_spans, self._base.device)
         plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
-        counts = [span.num_wanted for span in spans]
+        counts = [span.num_output_rows for span in spans]
         ends = accumulate(sizes)
-        wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        if not wanted:  # the first chunks of prompts need no logits: compute one row
-            wanted = [len(tokens_T) - 1]
+        output_rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        if not output_rows:  # the first chunks of prompts need no logits: compute one row
+            output_rows = [len(tokens_T) - 1]
         positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
-            tokens_T, positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted, images
+            tokens_T, positions_T, plan, routing, None if len(output_rows) == len(tokens_T) else output_rows, images
         )
         if recurrence is not None:
             self._store_states(spans, recurrence)
@@ -455,7 +455,7 @@ class LocalSampler:
         return list(zip(spans, counts, strict=True)), hidden_TD
 
     def _routing(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> Routing:
-        """Decode steps repeat their rows: the second routing of these rows is kept, with what is stacked for it. A GPU
+        """Decode steps repeat their rows: the second routing of these rows is cached, with its stacked matrices. A GPU
         needs neither; `on_device` is False for rows of modules, which take no DeviceRouting.
         """
         if self._graphs is not None:
@@ -463,61 +463,67 @@ class LocalSampler:
         if self._deterministic:
             return Routing.of(adapters, sizes)
         key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
-        is_known = key in self._routings
-        routing = self._routings.pop(key, None) or Routing.of(adapters, sizes, repeats=is_known)
-        self._routings[key] = routing if is_known else None
+        is_repeated = key in self._routings
+        routing = self._routings.pop(key, None) or Routing.of(adapters, sizes, repeats=is_repeated)
+        self._routings[key] = routing if is_repeated else None
         while len(self._routings) > MAX_ROUTINGS:
             self._routings.popitem(last=False)
         return routing
 
-    def _uploaded(self, tokens_T: I32, spans: Seq[TokenRun]) -> Tensor:
+    def _upload_tokens(self, tokens_T: I32, spans: Seq[TokenSpan]) -> Tensor:
         """[T] The tokens on the device, with those that are unread."""
         on_device_T = upload(tokens_T, self._base.device, torch.int64)
         ends = accumulate(span.stop - span.start for span in spans)
-        found = [(end - 1, s.sequence.unread_row) for end, s in zip(ends, spans, strict=True) if s.sequence.num_unread]
-        if found:
-            targets, sources = upload_all(list(np.array(found).T), self._base.device)
+        unread_rows = [
+            (end - 1, s.sequence.unread_row) for end, s in zip(ends, spans, strict=True) if s.sequence.num_unread
+        ]
+        if unread_rows:
+            targets, sources = upload_all(list(np.array(unread_rows).T), self._base.device)
             drawn_B = self._unread[-1].chosen.token_ids_B
             on_device_T.index_copy_(0, targets, drawn_B.index_select(0, sources))
         return on_device_T
 
-    def _positions(self, plan: PagedPlan, spans: Seq[TokenRun]) -> tuple[Tensor, ImageRows | None]:
+    def _positions(self, plan: PagedPlan, spans: Seq[TokenSpan]) -> tuple[Tensor, ImageRows | None]:
         """RoPE positions, which after an image differ from cache positions, and the rows of images."""
-        if not any(span.sequence.request.placed for span in spans):
+        if not any(span.sequence.request.image_input for span in spans):
             return plan.positions_T, None
-        placed = [InputSpan(span.sequence.request.placed, span.start, span.stop) for span in spans]
-        positions, images = self._base.positions(placed)
+        input_spans = [InputSpan(span.sequence.request.image_input, span.start, span.stop) for span in spans]
+        positions, images = self._base.positions(input_spans)
         return upload(positions, self._base.device), images
 
-    def _forward_chunks(self, spans: Seq[TokenRun]) -> tuple[list[tuple[TokenRun, int]], Tensor]:
-        """The same for every row of the spans, in forwards whose shapes depend on positions alone.
+    def _forward_chunks(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
+        """Final hidden states of every row of the spans, in forwards whose shapes depend on positions alone.
 
         A kernel chooses the order of its additions by the shapes of its inputs. So a position is always computed at the
         same row of the same chunk of its sequence, with no other sequence in the forward: earlier rows of the chunk are
         computed again, and later rows hold copies of the last token, whose keys and values are dropped.
         """
-        found = []
+        hidden_parts = []
         for span in spans:
             sequence, state = span.sequence, span.sequence.state
-            adapter, blocks, placed = sequence.request.weights.adapter, sequence.blocks, sequence.request.placed
+            adapter, blocks, image_input = (
+                sequence.request.weights.adapter,
+                sequence.blocks,
+                sequence.request.image_input,
+            )
             position, num = span.start, self._chunk_rows
             while position < span.stop:
                 first, end = position - position % num, position - position % num + num
-                if placed is not None:
-                    first, end, num = placed.fixed_piece(position, self._chunk_rows)
-                wanted = slice(position - first, min(span.stop, end) - first)
-                position, is_complete = first + wanted.stop, wanted.stop == num
-                tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - wanted.stop), "edge")
+                if image_input is not None:
+                    first, end, num = image_input.fixed_piece(position, self._chunk_rows)
+                output_rows = slice(position - first, min(span.stop, end) - first)
+                position, is_complete = first + output_rows.stop, output_rows.stop == num
+                tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - output_rows.stop), "edge")
                 hidden_TD, after = self._forward_chunk(
-                    self._cache, tokens_T, first, blocks, adapter, wanted, state, placed
+                    self._cache, tokens_T, first, blocks, adapter, output_rows, state, image_input
                 )
-                found.append(hidden_TD)
+                hidden_parts.append(hidden_TD)
                 if is_complete:  # the next chunk starts from this state
                     state = after
-                    self._store_state(sequence, first + wanted.stop, state)
+                    self._store_state(sequence, first + output_rows.stop, state)
             sequence.state = state
             self._batcher.advance(span)
-        return [(span, span.stop - span.start) for span in spans], torch.cat(found)
+        return [(span, span.stop - span.start) for span in spans], torch.cat(hidden_parts)
 
     def _forward_chunk(
         self,
@@ -526,43 +532,43 @@ class LocalSampler:
         first: int,
         blocks: Seq[int],
         adapter: Adapter | None,
-        wanted: slice,
+        output_rows: slice,
         state: SequenceState | None,
-        placed: ImageInput | None = None,
+        image_input: ImageInput | None = None,
     ) -> tuple[Tensor, SequenceState | None]:
-        """[n, D]: hidden states of the wanted rows of the chunk that begins at position `first` with `state`; and the
+        """[n, D]: hidden states of `output_rows` of the chunk that begins at position `first` with `state`; and the
         state after the chunk.
         """
         num = len(tokens_T)
-        seen = placed.seen(first, first + num) if placed is not None else None
-        rows = Rows(first, first + num, [*blocks, *[0] * num], None, seen)
-        recurrence = Recurrence([SequencePiece(0, num, state)], self._base.device) if self._keeps_states else None
-        plan = PagedPlan(cache, [rows], self._base.device, written=wanted, recurrence=recurrence)
+        visible_counts = image_input.seen(first, first + num) if image_input is not None else None
+        rows = SequenceRows(first, first + num, [*blocks, *[0] * num], None, visible_counts)
+        recurrence = Recurrence([RecurrentSpan(0, num, state)], self._base.device) if self._keeps_states else None
+        plan = PagedPlan(cache, [rows], self._base.device, written_rows=output_rows, recurrence=recurrence)
         rows_T = upload(tokens_T, self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None
-        if placed is not None:
-            positions, images = self._base.positions([InputSpan(placed, first, first + num)])
+        if image_input is not None:
+            positions, images = self._base.positions([InputSpan(image_input, first, first + num)])
             positions_T = upload(positions, self._base.device)
         routing = Routing([Segment(0, num, adapter)])
         hidden_TD = self._base.hidden(rows_T, positions_T, plan, routing, images=images)
-        return hidden_TD[wanted], recurrence.after[0] if recurrence is not None else None
+        return hidden_TD[output_rows], recurrence.final_states[0] if recurrence is not None else None
 
     @torch.inference_mode()
     def _check_repeatable(self) -> None:
         """Raises SettingsError if repeating the same forward gives different bits."""
         num = self._chunk_rows
         tokens_T = (7 * np.arange(2 * num) % self._base.shape.vocab_size).astype(np.int32)
-        found = []
+        runs = []
         for _ in range(2):
             cache = KVCache(layer_shapes(self._base), num, self._base.device)
             cache.resize(3)  # block 0 is the null block
             first, state = self._forward_chunk(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
             second, _ = self._forward_chunk(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
-            found.append([first, second, self._base.logits(second[-1:], Routing([Segment(0, 1, None)]))])
-        if not all(torch.equal(first, second) for first, second in zip(*found, strict=True)):
+            runs.append([first, second, self._base.logits(second[-1:], Routing([Segment(0, 1, None)]))])
+        if not all(torch.equal(first, second) for first, second in zip(*runs, strict=True)):
             raise SettingsError("repeating a forward gives different bits on this machine: it is not deterministic")
 
-    def _score(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> list[tuple[TokenRun, int]]:
+    def _score(self, spans: Seq[tuple[TokenSpan, int]], hidden_TD: Tensor) -> list[tuple[TokenSpan, int]]:
         """Compute prompt logprobs where requested; returns the spans to sample from, each with its last row."""
         complete, end = [], 0
         for span, num_rows in spans:
@@ -577,10 +583,10 @@ class LocalSampler:
         return complete
 
     def _score_prompt(self, request: Request, hidden_TD: Tensor, start: int) -> bool:
-        most = 1 if self._deterministic else None
-        return score_prompt(self._base, request.scores, request.weights.adapter, hidden_TD, start, most)
+        max_rows = 1 if self._deterministic else None
+        return score_prompt(self._base, request.scores, request.weights.adapter, hidden_TD, start, max_rows)
 
-    def _sample(self, spans: Seq[tuple[TokenRun, int]], hidden_TD: Tensor) -> None:
+    def _sample(self, spans: Seq[tuple[TokenSpan, int]], hidden_TD: Tensor) -> None:
         """Sample the next token of sequences without pending tokens, and the first token of forked siblings."""
         if self._deterministic and len(spans) > 1:
             for span in spans:
@@ -589,10 +595,10 @@ class LocalSampler:
         if not spans:
             return
         # Pad with copies of the last row, as in a CPU's layers: every new number of rows is another product to compile.
-        repeated = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
-        rows = [row for _, row in [*spans, *[spans[-1]] * repeated]]
+        num_padding = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
+        rows = [row for _, row in [*spans, *[spans[-1]] * num_padding]]
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
-        routing = self._routing([*adapters, *[None] * repeated], [1] * len(rows))
+        routing = self._routing([*adapters, *[None] * num_padding], [1] * len(rows))
         if rows != [*range(len(hidden_TD))]:
             hidden_TD = hidden_TD.index_select(0, upload(np.array(rows), hidden_TD.device))
         logits_BV = self._base.next_logits(hidden_TD, routing)[: len(spans)]
@@ -600,13 +606,13 @@ class LocalSampler:
         sequences = [sequence for family in families for sequence in family]
         if self._deterministic:
             for sequence in sequences:
-                own_1V = logits_BV.clone()  # `choose` works in place
-                self._hold([sequence], _choose(own_1V, [sequence]))
+                row_logits_1V = logits_BV.clone()  # `choose` works in place
+                self._queue_readback([sequence], _choose(row_logits_1V, [sequence]))
             return
         if len(sequences) > len(spans):
             leaders = np.repeat(np.arange(len(families)), [len(family) for family in families])
             logits_BV = logits_BV.index_select(0, upload(leaders, logits_BV.device))
-        self._hold(sequences, _choose(logits_BV, sequences))
+        self._queue_readback(sequences, _choose(logits_BV, sequences))
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The other answers of a request whose prompt was just computed, as far as they can run at once."""
@@ -618,12 +624,12 @@ class LocalSampler:
         self._requests[request.sample.request_id] += children
         return self._batcher.fork(leader, children)
 
-    def _hold(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
+    def _queue_readback(self, sequences: Seq[Sequence], chosen: SampledTokens) -> None:
         """Append each sequence's token, at once or in the next step."""
         top = () if chosen.top is None else (chosen.top.ids_Rk, chosen.top.logprobs_Rk)
         flags = () if chosen.exhausted_B is None else (chosen.exhausted_B,)
         readback = Readback(chosen.token_ids_B, chosen.logprobs_B, *top, *flags)
-        self._unread.append(_Drawn(sequences, chosen, readback))
+        self._unread.append(_PendingReadback(sequences, chosen, readback))
         if self._reads_late and not any(sequence.request.needs_answer for sequence in sequences):
             for row, sequence in enumerate(sequences):
                 sequence.extend(row)
@@ -635,7 +641,7 @@ class LocalSampler:
         while len(self._unread) > num:
             self._append(self._unread.pop(0))
 
-    def _leave(self, sequences: Seq[Sequence]) -> None:
+    def _retire(self, sequences: Seq[Sequence]) -> None:
         """Free what sequences hold whose last token was drawn."""
         for sequence in sequences:
             if sequence.tail is not None:
@@ -643,14 +649,16 @@ class LocalSampler:
         if sequences:
             self._batcher.retire(sequences)
 
-    def _append(self, drawn: _Drawn) -> None:
+    def _append(self, pending: _PendingReadback) -> None:
         """Append each sequence's token and settle requests that end."""
-        sequences, chosen = drawn.sequences, drawn.chosen
+        sequences, chosen = pending.sequences, pending.chosen
         if not any(sequence.is_open for sequence in sequences):
             return
-        ids_B, logprobs_B, *others = drawn.readback.values()
-        topk_rows = {} if chosen.top is None else _topk_rows(sequences, chosen.top.rows, others[0], others[1])
-        exhausted = [False] * len(sequences) if chosen.exhausted_B is None else others[-1].tolist()
+        ids_B, logprobs_B, *topk_and_flags = pending.readback.values()
+        topk_rows = (
+            {} if chosen.top is None else _topk_rows(sequences, chosen.top.rows, topk_and_flags[0], topk_and_flags[1])
+        )
+        exhausted = [False] * len(sequences) if chosen.exhausted_B is None else topk_and_flags[-1].tolist()
         token_ids, logprobs = ids_B.tolist(), logprobs_B.tolist()
         for row, sequence in enumerate(sequences):
             request = sequence.request
@@ -662,7 +670,7 @@ class LocalSampler:
             if np.isnan(logprobs[row]):
                 self._settle(request, UserError(NOT_FINITE))
                 continue
-            position = sequence.num_known
+            position = sequence.num_read
             reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
             if sequence.num_cached > position:
                 self._batcher.register(sequence, position, position + 1)
@@ -673,7 +681,7 @@ class LocalSampler:
                 self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
             if reason is None:
                 continue
-            self._leave([sequence])
+            self._retire([sequence])
             sequence.is_open = False
             self._requests[request.sample.request_id].remove(sequence)
             result = request.finish(sequence.index, sequence.answer(reason))
@@ -686,29 +694,30 @@ class LocalSampler:
         self._settled.append((request_id, outcome))
 
 
-def _seen(span: TokenRun) -> I64 | None:
-    placed = span.sequence.request.placed
-    return placed.seen(span.start, span.stop) if placed is not None else None
+def _sequence_rows(span: TokenSpan) -> SequenceRows:
+    image_input = span.sequence.request.image_input
+    visible_counts = image_input.seen(span.start, span.stop) if image_input is not None else None
+    return SequenceRows(span.start, span.stop, span.sequence.blocks, span.sequence, visible_counts)
 
 
-def _piece_of(span: TokenRun, first: int) -> SequencePiece:
+def _recurrent_span(span: TokenSpan, first: int) -> RecurrentSpan:
     sequence = span.sequence
     cuts = cuts_between(span.start, span.stop, sequence.cuts)
-    return SequencePiece(first, span.stop - span.start, sequence.state, cuts)
+    return RecurrentSpan(first, span.stop - span.start, sequence.state, cuts)
 
 
-def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> Chosen:
+def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     """Sample each sequence's next token. Overwrites the logits."""
     adjusted = adjust(logits_BV, sequences)
     if adjusted is None:
-        return choose(logits_BV, draws_of(sequences))
-    return choose(logits_BV, draws_of(sequences), adjusted.logits_BV)._replace(exhausted_B=adjusted.exhausted_B)
+        return choose(logits_BV, draw_params(sequences))
+    return choose(logits_BV, draw_params(sequences), adjusted.logits_BV)._replace(exhausted_B=adjusted.exhausted_B)
 
 
-def draws_of(sequences: Seq[Sequence]) -> Draws:
-    given_B5 = np.array([sequence.request.draw for sequence in sequences])
-    temperature_B, top_k_B, top_p_B, min_p_B, num_top_B = given_B5.T
-    return Draws(
+def draw_params(sequences: Seq[Sequence]) -> DrawParams:
+    params_B5 = np.array([sequence.request.draw for sequence in sequences])
+    temperature_B, top_k_B, top_p_B, min_p_B, num_top_B = params_B5.T
+    return DrawParams(
         temperature_B=temperature_B.astype(np.float32),
         top_k_B=top_k_B.astype(np.int64),
         top_p_B=top_p_B,
@@ -727,15 +736,15 @@ def _partial(sequence: Sequence, token: int, logprob: float, top: TopRow | None)
     """The newest token of a sequence, for streaming."""
     topk = () if top is None else ((tuple(top[0].tolist()), tuple(top[1].tolist())),)
     request_id = sequence.request.sample.request_id
-    place = sequence.num_known - sequence.request.num_prompt - 1
-    return Partial(request_id, sequence.index, place, (token,), (logprob,), topk)
+    position = sequence.num_read - sequence.request.num_prompt - 1
+    return Partial(request_id, sequence.index, position, (token,), (logprob,), topk)
 
 
 def _topk_rows(sequences: Seq[Sequence], rows: Seq[int], ids_Rk: I64, logprobs_Rk: F32) -> dict[int, TopRow]:
     """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
-    found = {}
-    for place, row in enumerate(rows):
+    topk_by_row = {}
+    for index, row in enumerate(rows):
         k = sequences[row].request.sample.topk_sample_logprobs
         # Copies, so that a row with small k does not keep the widest row's batch alive.
-        found[row] = (ids_Rk[place, :k].astype(np.int32), logprobs_Rk[place, :k].copy())
-    return found
+        topk_by_row[row] = (ids_Rk[index, :k].astype(np.int32), logprobs_Rk[index, :k].copy())
+    return topk_by_row

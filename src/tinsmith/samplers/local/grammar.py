@@ -62,29 +62,29 @@ class NumberRun:
 
 
 class Constraint:
-    """One answer's position in its grammar; `number` bounds the length of JSON numbers."""
+    """One answer's position in its grammar; `number_run` bounds the length of JSON numbers."""
 
-    def __init__(self, matcher: LLMatcher, num_vocab: int, number: NumberRun | None = None) -> None:
+    def __init__(self, matcher: LLMatcher, num_vocab: int, number_run: NumberRun | None = None) -> None:
         self._matcher = matcher
         self._num_vocab = num_vocab
-        self._number = number
+        self._number_run = number_run
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def token_mask(self) -> npt.NDArray[np.bool_]:
         """[V]: the tokens that may come next, including an end token where the answer may end."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed = bits[: self._num_vocab].astype(np.bool_)
-        if self._number is not None and self._number.length >= MAX_NUMBER_LENGTH:
-            ending = allowed & ~self._number.token_bytes.continues_number
-            return ending if ending.any() else allowed  # a schema may require a longer number
-        return allowed
+        mask_V = bits[: self._num_vocab].astype(np.bool_)
+        if self._number_run is not None and self._number_run.length >= MAX_NUMBER_LENGTH:
+            ending_V = mask_V & ~self._number_run.token_bytes.continues_number
+            return ending_V if ending_V.any() else mask_V  # a schema may require a longer number
+        return mask_V
 
     def push(self, token: int) -> None:
         self._matcher.consume_token(token)
-        if self._number is not None:
-            self._number.push(token)
+        if self._number_run is not None:
+            self._number_run.push(token)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True if no token may follow; also after an error."""
         return self._matcher.is_stopped()
 
@@ -95,7 +95,9 @@ class Constraint:
         return UserError(f"the grammar exceeds the work allowed per token: {self._matcher.get_error()[:REASON_CHARS]}")
 
 
-class Grammars:
+class GrammarCache:
+    """Compiles grammars for one tokenizer and keeps the MAX_COMPILED most recently used."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast, num_vocab: int, end_token_ids: frozenset[int]) -> None:
         self._hf_tokenizer = tokenizer
         self._num_vocab = num_vocab
@@ -104,18 +106,21 @@ class Grammars:
         self._token_bytes: TokenBytes | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
-    def compiled(self, grammar: Grammar) -> LLMatcher:
-        """Raises UserError, and NotSupportedError for a model without an end token."""
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """The compiled grammar, from the cache if it is there. Raises UserError if it cannot be compiled, and
+        NotSupportedError for a model without an end token.
+        """
         matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compiled[grammar] = self._compile(grammar)
+            matcher = self._compiled[grammar] = self._compile_uncached(grammar)
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return matcher
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        matcher = self.compiled(grammar).deep_copy()
+        """A new answer's position at the start of the grammar."""
+        matcher = self.compile(grammar).deep_copy()
         if grammar.kind not in ("json_schema", "json_lark"):
             return Constraint(matcher, self._num_vocab)
         if self._token_bytes is None:
@@ -123,7 +128,7 @@ class Grammars:
             self._token_bytes = TokenBytes(self._tokenizer, self._num_vocab)
         return Constraint(matcher, self._num_vocab, NumberRun(self._token_bytes))
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile_uncached(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits  # lazy: many engines never need it
         from llguidance.hf import from_tokenizer
 

@@ -2,8 +2,8 @@
 
 `KVCache` holds blocks of `block_size` tokens for every layer. On a CPU the tensors follow `BlockPool.num_blocks`, which
 grows with the work and shrinks when memory is needed elsewhere. On CUDA all blocks are allocated when the sampler is
-created (`BlockPool.fill`), because growing copies the cache and needs twice its memory for a moment. What a layer
-caches is found by running one token through the model, because configurations do not state it for every family.
+created (`BlockPool.fill`), because growing copies the cache and needs twice its memory meanwhile. What a layer
+caches is determined by running one token through the model, because configurations do not state it for every family.
 
 `BlockPool` keeps counts, a free list and a prefix index, no tensors. A block holds the keys and values of `block_size`
 consecutive tokens. It is in exactly one state: free; live (referenced by one or more sequences); or cached
@@ -77,7 +77,7 @@ class KVCache:
         return sum(shape.num_bytes for shape in self._shapes.values())
 
     def resize(self, num_blocks: int) -> None:
-        """Grow; existing blocks are kept, new ones are zero. If memory runs out, existing blocks are kept, and a later
+        """Grow; existing blocks stay, new ones are zero. If memory runs out, existing blocks stay, and a later
         call with at least as many blocks completes the growth.
         """
         for shape, layers in self.members.items():
@@ -101,7 +101,7 @@ class KVCache:
         return sum(store.nbytes for store in self._stores.values())
 
     def shrink(self, num_blocks: int, moves: Mapping[int, int]) -> None:
-        """Keep the first blocks, after moving blocks by `moves` (old number -> new)."""
+        """Keep the first blocks, after moving blocks by `moves` (old index -> new)."""
         sources = list(range(num_blocks))
         for source, target in moves.items():
             sources[target] = source
@@ -121,8 +121,8 @@ class KVCache:
         """Copy blocks (source, target), then zero the fresh ones, in all layers."""
         if not (copies or fresh):
             return
-        numbers = [np.array(part, np.int64) for part in ([s for s, _ in copies], [t for _, t in copies], fresh)]
-        sources, targets, cleared = upload_all(numbers, self.device)
+        block_lists = [np.array(part, np.int64) for part in ([s for s, _ in copies], [t for _, t in copies], fresh)]
+        sources, targets, cleared = upload_all(block_lists, self.device)
         for store in self._stores.values():
             if copies:
                 store.index_copy_(1, targets, store.index_select(1, sources))
@@ -169,9 +169,7 @@ def page_kernels(device: torch.device) -> ModuleType | None:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU new pages, which the system fills with zeros when they are first used: to write them takes 0.7 s for
-    512 MiB, and all samples wait.
-    """
+    """Zeros; on a CPU in new pages, which the system fills when they are first used, so that samples need not wait."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
@@ -210,7 +208,7 @@ def root_key(namespace: int, scope: str = "") -> bytes:
 
 
 class BlockPool:
-    """Not thread-safe; every method is O(blocks given)."""
+    """Allocates, shares and evicts blocks. Not thread-safe; every method is O(number of its blocks)."""
 
     def __init__(self, *, max_blocks: int, initial_blocks: int = 64) -> None:
         if max_blocks < 1:
@@ -239,10 +237,10 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now, growing and evicting as needed."""
-        return max(0, self._most - len(self._refs))
+        return max(0, self._block_limit - len(self._refs))
 
     @property
-    def _most(self) -> int:
+    def _block_limit(self) -> int:
         return self.max_blocks if self.limit is None else min(self.max_blocks, self.limit)
 
     def fill(self) -> None:
@@ -276,9 +274,9 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each. The end of a chain becomes evictable before its start."""
         for block in reversed(blocks):
-            left = self._refs[block] - 1
-            if left:
-                self._refs[block] = left
+            num_refs = self._refs[block] - 1
+            if num_refs:
+                self._refs[block] = num_refs
                 continue
             del self._refs[block]
             if block in self._key_of:
@@ -287,7 +285,7 @@ class BlockPool:
                 self._free.append(block)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of keys, not yet acquired."""
+        """The blocks of the longest registered prefix of `keys`, not yet acquired."""
         blocks = []
         for key in keys:
             block = self._by_key.get(key)
@@ -314,24 +312,24 @@ class BlockPool:
 
     def shrink(self, size: int) -> dict[int, int]:
         """Keep at most `size` blocks, including all live ones; evicts the least recently used cached blocks first. The
-        kept blocks get numbers from 1 to `size`; returns old number -> new for those that move.
+        remaining blocks get indices from 1 to `size`; returns old index -> new for those that move.
         """
         if len(self._refs) > size:
             raise ValueError(f"{len(self._refs)} blocks are live, more than {size}")
         size = min(size, self.num_blocks - 1)
         while len(self._refs) + len(self._cached) > size:
             self._evict()
-        kept = self._refs.keys() | self._cached.keys()
-        places = [block for block in range(size, 0, -1) if block not in kept]
-        moves = {block: places.pop() for block in sorted(kept) if block > size}
+        used_blocks = self._refs.keys() | self._cached.keys()
+        free_blocks = [block for block in range(size, 0, -1) if block not in used_blocks]
+        moves = {block: free_blocks.pop() for block in sorted(used_blocks) if block > size}
         self._refs = {moves.get(block, block): refs for block, refs in self._refs.items()}
         self._cached = OrderedDict((moves.get(block, block), None) for block in self._cached)
         self._key_of = {moves.get(block, block): key for block, key in self._key_of.items()}
         self._by_key = {key: moves.get(block, block) for key, block in self._by_key.items()}
         for namespace, blocks in self._namespaces.items():
             self._namespaces[namespace] = {moves.get(block, block) for block in blocks}
-        self._fresh = [moves.get(block, block) for block in self._fresh if block in kept]
-        self._free = places
+        self._fresh = [moves.get(block, block) for block in self._fresh if block in used_blocks]
+        self._free = free_blocks
         self.num_blocks = size + 1
         return moves
 
@@ -350,15 +348,15 @@ class BlockPool:
             del self._namespaces[namespace]
 
     def _make_room(self, num: int) -> None:
-        wanted = 2 * (len(self._refs) + num)
+        doubled = 2 * (len(self._refs) + num)
         size = self.num_blocks - 1
-        if len(self._free) < num and size < min(wanted, self._most):
-            self._grow(max(wanted, self._initial_blocks))
+        if len(self._free) < num and size < min(doubled, self._block_limit):
+            self._grow(max(doubled, self._initial_blocks))
         while len(self._free) < num:
             self._evict()
 
     def _grow(self, size: int) -> None:
         # At least doubling keeps the copying of tensors linear in the final size.
-        size = min(max(size, 2 * (self.num_blocks - 1)), self._most)
+        size = min(max(size, 2 * (self.num_blocks - 1)), self._block_limit)
         self._free = list(range(size, self.num_blocks - 1, -1)) + self._free
         self.num_blocks = size + 1

@@ -48,8 +48,8 @@ class CacheBudget:
         if memory.is_limited:
             batcher.pool.max_blocks = min(batcher.pool.max_blocks, self._blocks_in(memory.steady_limit()))
         self._max_blocks = batcher.pool.max_blocks
-        most = self._snapshot_bytes if fixed else self.held
-        memory.register(KV_CACHE, self.held, Evictable(self.idle, most, self.evict))
+        evictable_bytes = self._snapshot_bytes if fixed else self.num_bytes
+        memory.register(KV_CACHE, self.num_bytes, Evictable(self.idle_bytes, evictable_bytes, self.evict))
         if fixed:
             batcher.pool.fill()
             cache.resize(batcher.pool.num_blocks)
@@ -57,14 +57,15 @@ class CacheBudget:
     @property
     def capacity(self) -> int:
         """Tokens that one sequence may have cached."""
-        most = self._max_blocks if self._memory.is_limited else self._batcher.pool.max_blocks
-        return most * self._cache.block_size
+        max_blocks = self._max_blocks if self._memory.is_limited else self._batcher.pool.max_blocks
+        return max_blocks * self._cache.block_size
 
-    def held(self) -> int:
+    def num_bytes(self) -> int:
+        """Bytes of blocks, contiguous copies, states and snapshots."""
         return (
             self._cache.num_bytes
             + (self._contiguous.num_bytes if self._contiguous else 0)
-            + self._live_states()
+            + self._live_state_bytes()
             + self._snapshot_bytes()
         )
 
@@ -72,16 +73,16 @@ class CacheBudget:
         snapshots = self._batcher.snapshots
         return 0 if snapshots is None else len(snapshots) * self._state_bytes
 
-    def _live_states(self) -> int:
-        held = [(own.state is not None) + (own.tail is not None) for own in self._batcher.running]
-        return self._state_bytes * sum(held)
+    def _live_state_bytes(self) -> int:
+        counts = [(sequence.state is not None) + (sequence.tail is not None) for sequence in self._batcher.running]
+        return self._state_bytes * sum(counts)
 
-    def idle(self) -> int:
+    def idle_bytes(self) -> int:
         """Bytes that can be evicted without recomputing anything for running sequences."""
         if self._fixed:
             return self._snapshot_bytes()
-        live = (self._batcher.pool.num_live + 1) * self._block_bytes + self._live_states()
-        return max(0, self.held() - live)
+        live = (self._batcher.pool.num_live + 1) * self._block_bytes + self._live_state_bytes()
+        return max(0, self.num_bytes() - live)
 
     def fit(self) -> None:
         """Before a step: adapt the cache to the current budget."""
@@ -90,7 +91,7 @@ class CacheBudget:
         room = self._memory.limit_of(KV_CACHE)
         blocks = min(self._blocks_in(room), self._max_blocks)
         if not self._memory.is_reserved:
-            blocks = max(blocks, self._least_blocks())
+            blocks = max(blocks, self._min_blocks())
         if blocks < self._batcher.pool.num_blocks - 1:
             self._shrink(blocks)
         self._batcher.pool.max_blocks = blocks
@@ -107,37 +108,37 @@ class CacheBudget:
         self._cache.resize(num_blocks)
         self._limit_contiguous()
 
-    def give_up_growth(self) -> None:
+    def abandon_growth(self) -> None:
         """The pool could not grow for lack of memory: preempt everything and lower the pool's limit."""
-        pool, had = self._batcher.pool, max(0, self._cache.num_blocks - 1)
-        wanted = pool.num_blocks - 1
+        pool, num_allocated = self._batcher.pool, max(0, self._cache.num_blocks - 1)
+        num_requested = pool.num_blocks - 1
         self._batcher.preempt_all()
-        self._batcher.shrink(had)
-        if wanted > had:
-            pool.limit = max(had, wanted // 2, self._least_blocks())
+        self._batcher.shrink(num_allocated)
+        if num_requested > num_allocated:
+            pool.limit = max(num_allocated, num_requested // 2, self._min_blocks())
 
     def relax(self) -> None:
         """Double the pool's limit, at least to what the oldest sequence needs."""
         pool = self._batcher.pool
         if pool.limit is not None:
-            limit = max(2 * pool.limit, self._least_blocks())
+            limit = max(2 * pool.limit, self._min_blocks())
             pool.limit = limit if limit < pool.max_blocks else None
 
     def evict(self, num_bytes: int) -> None:
         """Free `num_bytes`, or everything if the cache holds less."""
         if self._contiguous:
-            held = self._contiguous.num_bytes
-            self._contiguous.limit(max(0, held - num_bytes))
-            num_bytes -= held - self._contiguous.num_bytes
+            contiguous_bytes = self._contiguous.num_bytes
+            self._contiguous.limit(max(0, contiguous_bytes - num_bytes))
+            num_bytes -= contiguous_bytes - self._contiguous.num_bytes
         if num_bytes > 0 and (snapshots := self._batcher.snapshots):
-            num_gone = min(len(snapshots), math.ceil(num_bytes / self._state_bytes))
-            snapshots.shrink(len(snapshots) - num_gone)
-            num_bytes -= num_gone * self._state_bytes
+            num_dropped = min(len(snapshots), math.ceil(num_bytes / self._state_bytes))
+            snapshots.shrink(len(snapshots) - num_dropped)
+            num_bytes -= num_dropped * self._state_bytes
         if num_bytes <= 0 or not self._cache.num_bytes or self._fixed:
             return
-        # Blocks that stay are copied, so they need twice their memory for a moment.
-        stays = min(self._cache.num_bytes - num_bytes, self._memory.free())
-        self._shrink(int(max(0, stays) // self._block_bytes) - 1)
+        # Blocks that stay are copied, so they need twice their memory while they are copied.
+        remaining_bytes = min(self._cache.num_bytes - num_bytes, self._memory.free())
+        self._shrink(int(max(0, remaining_bytes) // self._block_bytes) - 1)
 
     def _shrink(self, num_blocks: int) -> None:
         if num_blocks < 1 or self._batcher.pool.num_blocks != self._cache.num_blocks:
@@ -157,7 +158,7 @@ class CacheBudget:
         share = 1.0 if self._fixed else BLOCKS_SHARE
         return max(0, int(share * (room - self._states.num_bytes) // self._block_bytes) - 1)
 
-    def _least_blocks(self) -> int:
+    def _min_blocks(self) -> int:
         """Blocks that the oldest sequence needs for its next token, including those it shares with siblings."""
         oldest = next(iter(self._batcher.running or self._batcher.waiting), None)
         return 0 if oldest is None else oldest.length // self._cache.block_size + 2

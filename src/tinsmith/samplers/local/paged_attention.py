@@ -50,8 +50,8 @@ MIN_WASTE = 64
 ALL = slice(None)
 
 
-def described(base: BaseModel) -> str:
-    """Names the kernels that sample from a model, for the log."""
+def describe_kernels(base: BaseModel) -> str:
+    """The names of the kernels that sample from a model, for the log."""
     if base.device.type == "cpu":
         return "SDPA on contiguous keys, else on gathered keys"
     if page_kernels(base.device) is None:
@@ -59,16 +59,16 @@ def described(base: BaseModel) -> str:
     return f"Triton on pages{', in CUDA graphs' if base.can_capture else ''}; SDPA for prompts"
 
 
-class Rows(NamedTuple):
+class SequenceRows(NamedTuple):
     """One sequence's part of a step: `stop - start` tokens after `start` cached ones. A decoding `owner` may have a
-    contiguous slot. `seen`: how many tokens of the sequence each row sees, if not those up to itself.
+    contiguous slot. `visible_counts`: how many tokens of the sequence each row sees; None: those up to itself.
     """
 
     start: int
     stop: int
     blocks: Sequence[int]
     owner: Hashable = None
-    seen: I64 | None = None
+    visible_counts: I64 | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Group:
     real: tuple[Tensor, Tensor] | None  # (padded index, row of the step) of every row that is not padding
     blocks_nC: Tensor | None  # None: nothing is cached before these rows, so they see only each other
     positions_nL: Tensor  # flat
-    seen_nL: Tensor | None  # how many positions each row sees; None: those up to its own
+    visible_nL: Tensor | None  # how many positions each row sees; None: those up to its own
     masks: dict[Window | None, Tensor | None]
 
 
@@ -92,7 +92,7 @@ takes a dozen launches a layer. More rows would read the same keys too often.
 
 
 class _Pages(NamedTuple):
-    """The rows of a step that attend to their pages; the table and the numbers of keys are int32."""
+    """The rows of a step that attend to their pages; the table and the counts of keys are int32."""
 
     rows: Tensor | slice
     table_nC: Tensor
@@ -101,20 +101,20 @@ class _Pages(NamedTuple):
 
 class PagedPlan:
     """`positions_T` are the rows' positions; rows are in the order of `sequences`. The keys and values of the rows in
-    `written` are written to the cache. `recurrence` covers the same rows for layers that keep a state.
+    `written_rows` are written to the cache. `recurrence` covers the same rows for layers that keep a state.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        sequences: Sequence[Rows],
+        sequences: Sequence[SequenceRows],
         device: torch.device,
         contiguous: ContiguousKV | None = None,
         *,
-        written: slice = ALL,
+        written_rows: slice = ALL,
         recurrence: Recurrence | None = None,
     ) -> None:
-        self._written = written
+        self._written_rows = written_rows
         self._recurrence = recurrence
         self._cache = cache
         self._device = device
@@ -133,27 +133,29 @@ class PagedPlan:
         slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
         self.positions_T, self._slots_T = upload_all([positions_T, slots_T], device)
         self._spans = first_N, size_N, start_N, table_NC
-        self._seen_N = [s.seen for s in sequences]
+        self._visible_counts_N = [s.visible_counts for s in sequences]
         self._contiguous: list[ContiguousStep] = []
         is_decoding_N = (size_N == 1) & (start_N > 0)
         self._is_paged_N = np.zeros(len(sequences), np.bool_)
         if self._kernels is not None:
-            self._is_paged_N = (start_N > 0) & (size_N <= PAGED_ROWS) & np.array([s.seen is None for s in sequences])
-        kept_N = ~self._is_paged_N
+            self._is_paged_N = (
+                (start_N > 0) & (size_N <= PAGED_ROWS) & np.array([s.visible_counts is None for s in sequences])
+            )
+        is_gathered_N = ~self._is_paged_N
         if contiguous is not None:
             decoding = np.flatnonzero(is_decoding_N).tolist()
             members = [
                 DecodeRow(sequences[i].owner, int(first_N[i]), sequences[i].start, sequences[i].blocks)
                 for i in decoding
             ]
-            self._contiguous, rows = contiguous.place(members, len(owner_T))
-            kept_N[owner_T[rows]] = False
-        self._kept_N = kept_N
+            self._contiguous, rows = contiguous.assign_slots(members, len(owner_T))
+            is_gathered_N[owner_T[rows]] = False
+        self._is_gathered_N = is_gathered_N
 
     @cached_property
     def _groups(self) -> list[_Group]:
         _, size_N, start_N, _ = self._spans
-        return [self._group(members, *self._spans) for members in _buckets(start_N, size_N, self._kept_N)]
+        return [self._group(members, *self._spans) for members in _buckets(start_N, size_N, self._is_gathered_N)]
 
     @cached_property
     def _pages(self) -> _Pages | None:
@@ -173,7 +175,9 @@ class PagedPlan:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
+        self._cache.write(
+            layer, self._slots_T[self._written_rows], k_TGD[self._written_rows], v_TGD[self._written_rows]
+        )
         out_THD = None
         for rows, part in self._parts(layer, q_THD, k_TGD, v_TGD, **options):
             if rows is None:
@@ -196,9 +200,9 @@ class PagedPlan:
         if self._kernels is not None and (pages := self._pages) is not None:
             rows, is_all = pages.rows, len(pages.keys_n) == len(q_THD)
             q_nHD = q_THD[rows] if isinstance(rows, slice) else q_THD.index_select(0, rows)
-            given = q_nHD, self._cache.pages(layer), pages.table_nC, pages.keys_n
+            kernel_inputs = q_nHD, self._cache.pages(layer), pages.table_nC, pages.keys_n
             key_dim = self._cache.shape(layer).key_dim
-            yield None if is_all else rows, self._kernels.paged_attention(*given, key_dim=key_dim, **options)
+            yield None if is_all else rows, self._kernels.paged_attention(*kernel_inputs, key_dim=key_dim, **options)
         for group in self._groups:
             part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
             if group.real is None:
@@ -216,9 +220,9 @@ class PagedPlan:
         **options: Unpack[AttentionOptions],
     ) -> Tensor:  # fmt: skip
         """[n * L, H, D]"""
-        q_nLHD = self._own(group, q_THD)
+        q_nLHD = self._gather_rows(group, q_THD)
         if group.blocks_nC is None:
-            k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
+            k_nGKD, v_nGKD = (self._gather_rows(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
         else:
             k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
         mask = self._mask(group, options.get("window"), k_nGKD)
@@ -229,61 +233,61 @@ class PagedPlan:
     def _group(self, members: I64, first_N: I64, size_N: I64, start_N: I64, table_NC: I64) -> _Group:
         num, length = len(members), int(size_N[members].max())
         cell_L = np.arange(length)
-        own_nL = np.minimum(cell_L, size_N[members, None] - 1)
-        rows_nL = first_N[members, None] + own_nL
-        positions_nL = start_N[members, None] + own_nL
+        offset_nL = np.minimum(cell_L, size_N[members, None] - 1)
+        rows_nL = first_N[members, None] + offset_nL
+        positions_nL = start_N[members, None] + offset_nL
         table = None
         if start_N[members].any():
             num_blocks = -(-int((start_N + size_N)[members].max()) // self._cache.block_size)
             table = upload(table_NC[members, :num_blocks], self._device)
         positions = upload(positions_nL.ravel(), self._device)
-        seen_nL = self._seen(members, positions_nL, own_nL)
+        visible_nL = self._visible_counts(members, positions_nL, offset_nL)
         first, last = int(rows_nL[0, 0]), int(rows_nL[-1, -1])
         if last - first + 1 == size_N[members].sum() == num * length:
-            return _Group(num, length, slice(first, last + 1), None, table, positions, seen_nL, {})
-        kept = np.flatnonzero(cell_L < size_N[members, None])
-        rows, *real = upload_all([rows_nL.ravel(), kept, rows_nL.ravel()[kept]], self._device)
-        return _Group(num, length, rows, (real[0], real[1]), table, positions, seen_nL, {})
+            return _Group(num, length, slice(first, last + 1), None, table, positions, visible_nL, {})
+        real_cells = np.flatnonzero(cell_L < size_N[members, None])
+        rows, *real = upload_all([rows_nL.ravel(), real_cells, rows_nL.ravel()[real_cells]], self._device)
+        return _Group(num, length, rows, (real[0], real[1]), table, positions, visible_nL, {})
 
-    def _seen(self, members: I64, positions_nL: I64, own_nL: I64) -> Tensor | None:
-        """[n, L] of a group; padding repeats the last row."""
-        if all(self._seen_N[member] is None for member in members):
+    def _visible_counts(self, members: I64, positions_nL: I64, offset_nL: I64) -> Tensor | None:
+        """[n, L]: how many positions each row of a group sees; None: those up to its own. Padding repeats a row."""
+        if all(self._visible_counts_N[member] is None for member in members):
             return None
-        seen_nL = positions_nL + 1
+        visible_nL = positions_nL + 1
         for row, member in enumerate(members):
-            if (own := self._seen_N[member]) is not None:
-                seen_nL[row] = own[own_nL[row]]
-        return upload(seen_nL, self._device)
+            if (counts := self._visible_counts_N[member]) is not None:
+                visible_nL[row] = counts[offset_nL[row]]
+        return upload(visible_nL, self._device)
 
-    def _own(self, group: _Group, x_THD: Tensor) -> Tensor:
+    def _gather_rows(self, group: _Group, x_THD: Tensor) -> Tensor:
         """[n, L, H, D]"""
-        at = group.rows_nL
-        rows = x_THD[at] if isinstance(at, slice) else x_THD.index_select(0, at)
+        group_rows = group.rows_nL
+        rows = x_THD[group_rows] if isinstance(group_rows, slice) else x_THD.index_select(0, group_rows)
         return rows.view(group.num, group.num_rows, *x_THD.shape[1:])
 
     def _mask(self, group: _Group, window: Window | None, k_nGKD: Tensor) -> Tensor | None:
-        """The mask that is added to a group's scores; None if causal attention needs none. Made once for all layers."""
+        """The mask that is added to a group's scores, the same for all layers; None if causal attention needs none."""
         num_keys = k_nGKD.shape[2]
         if window is not None and window.size >= num_keys:
             window = None
-        if group.blocks_nC is None and window is None and group.seen_nL is None:
+        if group.blocks_nC is None and window is None and group.visible_nL is None:
             return None
         if window not in group.masks:
             # Rows without a cache are numbered from 0, as their keys are; padding repeats the last row.
             position_nL = group.positions_nL.view(group.num, group.num_rows)
-            group.masks[window] = visible(position_nL, num_keys, window, k_nGKD.dtype, group.seen_nL)
+            group.masks[window] = visible(position_nL, num_keys, window, k_nGKD.dtype, group.visible_nL)
         return group.masks[window]
 
 
-def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I64]:
-    """Indices of the sequences in `kept_N`, grouped by kernel call: of one kind and of similar length."""
+def _buckets(start_N: I64, size_N: I64, is_gathered_N: npt.NDArray[np.bool_]) -> list[I64]:
+    """Indices of the sequences in `is_gathered_N`, grouped by kernel call: of one kind and of similar length."""
     keys_N = start_N + size_N
     # Decoding rows (one row after a cached context), fresh prompts, and continued prompts by the magnitude of their
     # size.
     kind_N = np.where(start_N == 0, 0, np.where(size_N == 1, 1, 1 + np.ceil(np.log2(size_N)).astype(np.int64)))
     buckets = []
-    for kind in np.unique(kind_N[kept_N]):
-        members = np.flatnonzero((kind_N == kind) & kept_N)
+    for kind in np.unique(kind_N[is_gathered_N]):
+        members = np.flatnonzero((kind_N == kind) & is_gathered_N)
         order = members[np.argsort(-keys_N[members], kind="stable")]
         longest_first = keys_N[order]
         begin = 0

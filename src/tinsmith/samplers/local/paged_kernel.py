@@ -59,7 +59,7 @@ def paged_attention(
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """[n, H, D]. Row i is the last of the `keys_n[i]` tokens of its sequence, whose blocks are `table_nC[i]`. A row
-    with 0 keys is padding, and its result is 0. The table and the numbers of keys are int32.
+    with 0 keys is padding, and its result is 0. The table and the counts of keys are int32.
     """
     q_nHD = q_nHD if q_nHD.stride(2) == 1 else q_nHD.contiguous()
     num, num_heads, _ = q_nHD.shape
@@ -72,20 +72,21 @@ def paged_attention(
     parts = torch.empty(
         num * num_heads * splits * (value_dim + 1) if splits > 1 else 0, dtype=torch.float32, device=q_nHD.device
     )
-    r_pad = padded(num_heads // num_groups)
-    tile = tile_of(both_dims, store_PSGE.element_size(), r_pad)
+    r_pad = round_to_dot_size(num_heads // num_groups)
+    tile = tile_keys(both_dims, store_PSGE.element_size(), r_pad)
     shared = {"WINDOW": window.size, "CHUNKED": window.chunked, "TILE": tile, "SPAN": SPAN, **LAUNCH}
+    value_pad = round_to_dot_size(value_dim)
     with torch.cuda.device_of(q_nHD):  # Triton launches on this thread's current device
         _attend[num_groups, num, splits](
             q_nHD, store_PSGE, table_nC, keys_n, options.get("sinks_H"), out_nHD, parts, options["scale"],
             q_nHD.stride(0), q_nHD.stride(1), *store_PSGE.stride()[:3], table_nC.stride(0),
             R=num_heads // num_groups, KEY_DIM=key_dim, VALUE_DIM=value_dim, S=block_size,
-            SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=padded(key_dim),
-            VALUE_PAD=padded(value_dim), **shared,
+            SOFTCAP=options.get("softcap") or 0.0, R_PAD=r_pad, KEY_PAD=round_to_dot_size(key_dim),
+            VALUE_PAD=value_pad, **shared,
         )  # fmt: skip
         if splits > 1:
             _join[num_heads, num](
-                parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=padded(value_dim), SPLITS=MAX_SPLITS,
+                parts, keys_n, out_nHD, splits, VALUE_DIM=value_dim, VALUE_PAD=value_pad, SPLITS=MAX_SPLITS,
                 **shared,
             )  # fmt: skip
     return out_nHD
@@ -105,12 +106,12 @@ def write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tensor
         )  # fmt: skip
 
 
-def padded(size: int) -> int:
-    """A size of a matrix product."""
+def round_to_dot_size(size: int) -> int:
+    """The next size that `tl.dot` accepts: a power of two of at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile_of(both_dims: int, itemsize: int, r_pad: int) -> int:
+def tile_keys(both_dims: int, itemsize: int, r_pad: int) -> int:
     """Keys that a program reads at once: fewer beside many query heads, and a quarter in float32, whose products keep
     their operands in registers.
     """
@@ -135,8 +136,8 @@ def _write(  # noqa: PLR0913 - one launch
 
 
 @triton.jit
-def _divided(keys, splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr):
-    """The first visible key, how many there are from it on, and how many of them each program takes."""
+def _split_keys(keys, splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr):
+    """The first visible key, the number of keys from it on, and the number of keys for each program."""
     first = 0
     if CHUNKED:
         first = tl.maximum(keys - 1, 0) // WINDOW * WINDOW
@@ -161,7 +162,7 @@ def _attend(  # noqa: PLR0913 - one launch
     group, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(1).to(tl.int64)
     keys = tl.load(keys_ptr + row)
-    first, length, share = _divided(keys, splits, WINDOW, CHUNKED, TILE, SPAN)
+    first, length, share = _split_keys(keys, splits, WINDOW, CHUNKED, TILE, SPAN)
     begin = first + split * share
     if (begin >= keys) & (split > 0):
         return
@@ -194,9 +195,9 @@ def _attend(  # noqa: PLR0913 - one launch
         scores_RK = tl.where(is_key_K[None, :], scores_RK * LOG2E, float("-inf"))
         new_top_R = tl.maximum(top_R, tl.max(scores_RK, 1))
         probs_RK = tl.exp2(scores_RK - new_top_R[:, None])
-        kept_R = tl.exp2(top_R - new_top_R)
-        sum_R = sum_R * kept_R + tl.sum(probs_RK, 1)
-        out_RE = out_RE * kept_R[:, None] + tl.dot(probs_RK.to(v_KE.dtype), v_KE, input_precision="ieee")
+        rescale_R = tl.exp2(top_R - new_top_R)
+        sum_R = sum_R * rescale_R + tl.sum(probs_RK, 1)
+        out_RE = out_RE * rescale_R[:, None] + tl.dot(probs_RK.to(v_KE.dtype), v_KE, input_precision="ieee")
         top_R = new_top_R
 
     out_RE = out_RE / tl.where(sum_R == 0, 1.0, sum_R)[:, None]
@@ -220,7 +221,7 @@ def _join(  # noqa: PLR0913 - one launch
 ):  # fmt: skip
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
-    _, length, share = _divided(tl.load(keys_ptr + row), splits, WINDOW, CHUNKED, TILE, SPAN)
+    _, length, share = _split_keys(tl.load(keys_ptr + row), splits, WINDOW, CHUNKED, TILE, SPAN)
     if length <= share:
         return
     s, e = tl.arange(0, SPLITS), tl.arange(0, VALUE_PAD)

@@ -58,7 +58,7 @@ class StopRule:
         self._tail_length = max((len(text) for text in self._strings), default=1) - 1
         self._tail = ""  # the last characters before the window's new ones, shorter than any stop string
         self._window: list[int] = []
-        self._num_seen = 0  # characters of the window's text that are already matched
+        self._num_matched = 0  # characters of the window's text that are already matched
 
     def push(self, token: int) -> bool:
         """Whether the sequence ends with this token."""
@@ -69,8 +69,8 @@ class StopRule:
 
     def _push_text(self, token: int) -> bool:
         self._window.append(token)
-        text = self._settled_text()
-        new, self._num_seen = text[self._num_seen :], max(self._num_seen, len(text))
+        text = self._stable_text()
+        new, self._num_matched = text[self._num_matched :], max(self._num_matched, len(text))
         if new:
             recent = self._tail + new
             if self._num_pushed > self._min_tokens:
@@ -80,10 +80,10 @@ class StopRule:
             self._tail = recent[len(recent) - min(self._tail_length, len(recent)) :]
         if len(self._window) >= WINDOW_TOKENS:
             del self._window[:-KEEP_TOKENS]
-            self._num_seen = len(self._settled_text())
+            self._num_matched = len(self._stable_text())
         return False
 
-    def _settled_text(self) -> str:
+    def _stable_text(self) -> str:
         """The window's text without a final character that later tokens may still complete."""
         return self._decode(self._window).rstrip(UNFINISHED)
 
@@ -92,35 +92,40 @@ class StopRule:
 class Weights:
     """Weights that requests run on: the base model or an immutable adapter.
 
-    `number` is never reused; it orders the rows of a step and is the namespace of the cache blocks. A replaced or
+    `weights_id` is never reused; it orders the rows of a step and is the namespace of the cache blocks. A replaced or
     dropped version is no longer `alive`: its requests continue, but their blocks are not shared any more.
     """
 
     adapter: Adapter | None
-    number: int
+    weights_id: int
     alive: bool = True
 
 
 class Request:
     def __init__(
-        self, sample: Sample, weights: Weights, number: int, max_new_tokens: int, placed: ImageInput | None = None
+        self,
+        sample: Sample,
+        weights: Weights,
+        arrival_index: int,
+        max_new_tokens: int,
+        image_input: ImageInput | None = None,
     ) -> None:
-        """`placed`: the positions of a prompt with images."""
+        """`image_input`: the images of the prompt and its positions; None without images."""
         self.sample = sample
-        self.placed = placed
+        self.image_input = image_input
         self.num_prompt = len(sample.prompt_T)
         self.weights = weights
-        self.number = number
+        self.arrival_index = arrival_index
         self.max_new_tokens = max_new_tokens
         self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
         self.prompt_cache_hit_tokens: int | None = None
         self.forked = False
         self.scores = PromptScores(sample, self.seed)
-        self._done: dict[int, SampledSequence] = {}
+        self._answers: dict[int, SampledSequence] = {}
 
     @cached_property
     def draw(self) -> tuple[float, float, float, float, float]:
-        """Temperature, top_k, top_p, min_p, and the number of top-k logprobs to return."""
+        """Temperature, top_k, top_p, min_p, and the number of top-k logprobs to return, for `DrawParams`."""
         params = self.sample.params
         min_p = params.adjustments.min_p if params.adjustments else 0.0
         return params.temperature, params.top_k, params.top_p, min_p, self.sample.topk_sample_logprobs
@@ -128,11 +133,13 @@ class Request:
     @cached_property
     def needs_answer(self) -> bool:
         """Whether drawing a token depends on the values of the answer's tokens so far."""
-        own = self.sample.params.adjustments
-        if own is None:
+        adjustments = self.sample.params.adjustments
+        if adjustments is None:
             return False
-        has_penalty = own.repetition_penalty != 1.0 or own.frequency_penalty or own.presence_penalty
-        return bool(own.grammar or own.bad_words or has_penalty)
+        has_penalty = (
+            adjustments.repetition_penalty != 1.0 or adjustments.frequency_penalty or adjustments.presence_penalty
+        )
+        return bool(adjustments.grammar or adjustments.bad_words or has_penalty)
 
     @cached_property
     def allowed_ids(self) -> I64:
@@ -153,12 +160,12 @@ class Request:
 
     def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
         """Store one answer; returns the request's result with the last one."""
-        self._done[index] = answer
-        if len(self._done) < self.sample.num_samples:
+        self._answers[index] = answer
+        if len(self._answers) < self.sample.num_samples:
             return None
         return SampleResult(
             request_id=self.sample.request_id,
-            sequences=tuple(self._done[i] for i in range(self.sample.num_samples)),
+            sequences=tuple(self._answers[i] for i in range(self.sample.num_samples)),
             prompt_logprobs_T=self.scores.prompt_logprobs_T,
             topk_prompt=self.scores.topk_prompt,
             prompt_cache_hit_tokens=self.prompt_cache_hit_tokens or 0,
@@ -169,13 +176,13 @@ class Request:
 
 class Sequence:
     """Answer `index` of a request. `order` is the age: the youngest is preempted first. Sequences of one `scope` share
-    the batch's places. `counts` maps generated tokens to how often they occur.
+    the batch's slots. `counts` maps generated tokens to how often they occur.
     """
 
     def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
         self.request = request
         self.index = index
-        self.order = (request.number, index)
+        self.order = (request.arrival_index, index)
         self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
@@ -192,10 +199,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.state: SequenceState | None = None
         self.cuts: tuple[int, ...] = ()
-        """Block boundaries at which a snapshot of the state is wanted."""
+        """Block boundaries at which a snapshot of the state is stored."""
         self.tail: tuple[int, SequenceState] | None = None
         """The position of the answer's last full block so far, and the state there."""
-        self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
+        self._keys: list[bytes] = [root_key(request.weights.weights_id, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
 
@@ -204,7 +211,7 @@ class Sequence:
         return self.length - self.num_cached
 
     @property
-    def num_known(self) -> int:
+    def num_read(self) -> int:
         """Tokens whose values were read."""
         return self.length - self.num_unread
 
@@ -256,14 +263,14 @@ class Sequence:
         """
         if not self.num_unread:
             self.extend(0)
-        self.tokens_T[self.num_known] = token
+        self.tokens_T[self.num_read] = token
         self.num_unread -= 1
-        reason = self._note(token, logprob, topk)
+        reason = self._record(token, logprob, topk)
         if reason is not None:
-            self.length, self.num_unread = self.num_known, 0
+            self.length, self.num_unread = self.num_read, 0
         return reason
 
-    def _note(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
+    def _record(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
         self.counts[token] = self.counts.get(token, 0) + 1
         self._logprobs.append(logprob)
         if topk is not None:
@@ -272,9 +279,9 @@ class Sequence:
             return "stop"
         if self.constraint is not None:
             self.constraint.push(token)
-            if self.constraint.finished:
+            if self.constraint.is_finished:
                 return "stop"
-        return "length" if self.num_known - self.request.num_prompt >= self.request.max_new_tokens else None
+        return "length" if self.num_read - self.request.num_prompt >= self.request.max_new_tokens else None
 
     def answer(self, stop_reason: str) -> SampledSequence:
         topk = empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None

@@ -1,6 +1,6 @@
 """Choosing next tokens: temperature, top-k, top-p and randomness, for a whole batch of rows at once.
 
-Letters: B rows, V vocabulary, W candidates kept by truncation, C pieces of a row and S entries of a piece.
+Letters: B rows, V vocabulary, W candidates of a truncated row, C pieces of a row and S entries of a piece.
 
 The reported logprob is log softmax(logits / temperature) over the FULL vocabulary: truncation restricts the choice but
 not the logprobs, so log p_tau(i) - log p_tau(j) = (log p_1(i) - log p_1(j)) / tau holds exactly and ratios against a
@@ -30,9 +30,9 @@ from torch import Tensor
 
 from tinsmith.backends.torch.host import upload, upload_all
 
-CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens; a full sort takes 20 times as long
+CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens, since a full sort takes much longer
 PIECE = 64  # inverting a distribution first picks a piece of this many entries, then an entry
-LEAST_LOG = -87.0  # float32 weights with a smaller logarithm lose digits, and then become 0
+MIN_LOG_WEIGHT = -87.0  # float32 weights with a smaller logarithm lose digits, and then become 0
 ALMOST_ONE = 1 - 2.0**-52  # its product with a total stays below the total despite rounding
 
 
@@ -51,7 +51,7 @@ def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class DrawParams:
     """How to draw each row's token. temperature 0: the likeliest; top_k < 1, top_p >= 1 and min_p 0: no truncation.
     `num_top_B`: how many of each row's likeliest tokens to report.
     """
@@ -64,7 +64,7 @@ class Draws:
     num_top_B: npt.NDArray[np.int64] | None = None
 
 
-class Top(NamedTuple):
+class TopTokens(NamedTuple):
     """The likeliest tokens, best first, of the rows that request some; as many as the largest request."""
 
     rows: list[int]
@@ -73,17 +73,17 @@ class Top(NamedTuple):
     logprobs_Rk: Tensor
 
 
-class Chosen(NamedTuple):
-    """A row whose logits hold NaN or +inf has logprob NaN and an arbitrary token."""
+class SampledTokens(NamedTuple):
+    """Each row's token and its logprob; a row whose logits hold NaN or +inf has logprob NaN and an arbitrary token."""
 
     token_ids_B: Tensor  # int64
     logprobs_B: Tensor  # float32, at the row's temperature
-    top: Top | None = None
+    top: TopTokens | None = None
     exhausted_B: Tensor | None = None  # whether masks left the row no token to draw
 
 
-class _Uploaded(NamedTuple):
-    """The parameters of `Draws` on the device, float64."""
+class _DeviceParams(NamedTuple):
+    """The parameters of `DrawParams` on the device, float64."""
 
     temperature_B: Tensor  # 1 for greedy rows
     greedy_B: Tensor  # 1 or 0
@@ -93,45 +93,45 @@ class _Uploaded(NamedTuple):
     min_p_B: Tensor
 
 
-def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -> Chosen:
-    """Draw each row's token, from `adjusted_BV` if given; logprobs are always of the model's own logits.
+def choose(logits_BV: Tensor, draws: DrawParams, adjusted_BV: Tensor | None = None) -> SampledTokens:
+    """Draw each row's token, from `adjusted_BV` unless it is None; logprobs are always of the model's own logits.
 
     Overwrites both inputs: logits become weights in place, relative to the row's largest.
     """
     greedy_B = draws.temperature_B == 0
-    given = _uploaded(draws, greedy_B, logits_BV)
+    params = _upload_params(draws, greedy_B, logits_BV)
     has_temperature = bool(np.any((draws.temperature_B != 1) & ~greedy_B))
     likeliest_B = None
     if greedy_B.any():
         likeliest_B = (logits_BV if adjusted_BV is None else adjusted_BV).argmax(-1)
-    own_BV = _relative_(logits_BV, given.temperature_B if has_temperature else None)
-    top = _top(own_BV, draws)
-    own_weights_BV = weights_BV = own_BV.exp() if adjusted_BV is not None else own_BV.exp_()
+    relative_BV = _relative_(logits_BV, params.temperature_B if has_temperature else None)
+    top = _top(relative_BV, draws)
+    model_weights_BV = weights_BV = relative_BV.exp() if adjusted_BV is not None else relative_BV.exp_()
     sums_BC = piece_sums(weights_BV)
     total_B = sums_BC.sum(-1).log_()
     if adjusted_BV is not None:
-        weights_BV = _relative_(adjusted_BV, given.temperature_B if has_temperature else None).exp_()
+        weights_BV = _relative_(adjusted_BV, params.temperature_B if has_temperature else None).exp_()
         sums_BC = piece_sums(weights_BV)
 
     if likeliest_B is not None and greedy_B.all():
         token_ids_B = likeliest_B
     else:
-        token_ids_B = _draw(weights_BV, sums_BC, draws, given)
+        token_ids_B = _draw(weights_BV, sums_BC, draws, params)
         if likeliest_B is not None:
-            token_ids_B = torch.where(given.greedy_B == 1, likeliest_B, token_ids_B)
+            token_ids_B = torch.where(params.greedy_B == 1, likeliest_B, token_ids_B)
     # The weight of a drawn token is as exact as its logit; that of a greedy one is 1.
-    own_B = own_weights_BV.gather(1, token_ids_B[:, None])[:, 0].double().log_()
+    log_weight_B = model_weights_BV.gather(1, token_ids_B[:, None])[:, 0].double().log_()
     if adjusted_BV is not None:  # may draw a token that has no weight of its own
-        logit_B = own_BV.gather(1, token_ids_B[:, None])[:, 0].double()
-        own_B = torch.where(own_B < LEAST_LOG, logit_B, own_B)
-    logprobs_B = (own_B - total_B).float()
+        logit_B = relative_BV.gather(1, token_ids_B[:, None])[:, 0].double()
+        log_weight_B = torch.where(log_weight_B < MIN_LOG_WEIGHT, logit_B, log_weight_B)
+    logprobs_B = (log_weight_B - total_B).float()
     if top is not None:
         total_R = _rows_of(total_B, top.rows_R)
         top = top._replace(logprobs_Rk=(top.logprobs_Rk - total_R[:, None]).float())
-    return Chosen(token_ids_B, logprobs_B, top)
+    return SampledTokens(token_ids_B, logprobs_B, top)
 
 
-def _uploaded(draws: Draws, greedy_B: npt.NDArray[np.bool_], logits_BV: Tensor) -> _Uploaded:
+def _upload_params(draws: DrawParams, greedy_B: npt.NDArray[np.bool_], logits_BV: Tensor) -> _DeviceParams:
     num_rows, num_vocab = logits_BV.shape
     columns = (
         np.where(greedy_B, 1.0, draws.temperature_B),
@@ -141,21 +141,21 @@ def _uploaded(draws: Draws, greedy_B: npt.NDArray[np.bool_], logits_BV: Tensor) 
         draws.uniform_B,
         np.zeros(num_rows) if draws.min_p_B is None else draws.min_p_B,
     )
-    return _Uploaded(*upload_all([np.asarray(column, np.float64) for column in columns], logits_BV.device))
+    return _DeviceParams(*upload_all([np.asarray(column, np.float64) for column in columns], logits_BV.device))
 
 
 def _rows_of(x_B: Tensor, rows: Tensor | None) -> Tensor:
-    """These rows; None: all."""
+    """The rows of `x_B` at these indices; None: all."""
     return x_B if rows is None else x_B.index_select(0, rows)
 
 
-def _top(relative_BV: Tensor, draws: Draws) -> Top | None:
+def _top(relative_BV: Tensor, draws: DrawParams) -> TopTokens | None:
     """The likeliest tokens, with logits relative to the row's largest instead of logprobs."""
     if draws.num_top_B is None or not draws.num_top_B.any():
         return None
     rows = np.flatnonzero(draws.num_top_B)
     on_device = None if len(rows) == len(relative_BV) else upload(rows, relative_BV.device)
-    return Top(rows.tolist(), on_device, *top_rows(_rows_of(relative_BV, on_device), int(draws.num_top_B.max())))
+    return TopTokens(rows.tolist(), on_device, *top_rows(_rows_of(relative_BV, on_device), int(draws.num_top_B.max())))
 
 
 def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids_Bk, values_Bk
 
 
-def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tensor:
+def draw_alternatives(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tensor:
     """[R, k] token ids: k independent draws from every row's full distribution; temperature 0: the likeliest."""
     if temperature == 0:
         return logits_RV.argmax(-1, keepdim=True).expand(uniform_Rk.shape).contiguous()
@@ -177,7 +177,7 @@ def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tens
 
 
 def _relative_(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Logits minus the row's largest, divided by the temperature if given, in place.
+    """Logits minus the row's largest, divided by the temperature unless it is None, in place.
 
     Subtracting first makes a tiny temperature send other logits to -inf and none to NaN. A row with NaN or +inf
     contains NaN afterwards.
@@ -186,29 +186,29 @@ def _relative_(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
     return logits_BV if temperature_B is None else logits_BV.div_(temperature_B.float()[:, None])
 
 
-def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: Draws, given: _Uploaded) -> Tensor:
+def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: DrawParams, params: _DeviceParams) -> Tensor:
     """One token of each row; arbitrary for greedy rows. Tokens that min_p excludes lose their weight in place."""
     num_rows, num_vocab = weights_BV.shape
     if draws.min_p_B is not None and draws.min_p_B.any():
         # The largest weight is 1. Rows without min_p are unchanged, not even by rounding.
-        weights_BV.masked_fill_(weights_BV < given.min_p_B.float()[:, None], 0.0)
+        weights_BV.masked_fill_(weights_BV < params.min_p_B.float()[:, None], 0.0)
         sums_BC = piece_sums(weights_BV)
     has_k_B = (draws.top_k_B > 0) & (draws.top_k_B < num_vocab)
-    cut = np.flatnonzero((has_k_B | (draws.top_p_B < 1)) & (draws.temperature_B > 0))
-    if not len(cut):
-        return invert(weights_BV, given.uniform_B, sums_BC)
+    truncated_rows = np.flatnonzero((has_k_B | (draws.top_p_B < 1)) & (draws.temperature_B > 0))
+    if not len(truncated_rows):
+        return invert(weights_BV, params.uniform_B, sums_BC)
     width = min(CANDIDATES, num_vocab)
-    is_known = bool((has_k_B[cut] & (draws.top_k_B[cut] <= width)).all())
-    if weights_BV.is_cuda and not is_known:
-        width, is_known = num_vocab, True
-    rows = None if len(cut) == num_rows else upload(cut, weights_BV.device)
+    is_exact = bool((has_k_B[truncated_rows] & (draws.top_k_B[truncated_rows] <= width)).all())
+    if weights_BV.is_cuda and not is_exact:
+        width, is_exact = num_vocab, True
+    rows = None if len(truncated_rows) == num_rows else upload(truncated_rows, weights_BV.device)
     weights_RV, total_R, top_k_R, top_p_R, uniform_R = (
-        _rows_of(x, rows) for x in (weights_BV, sums_BC.sum(-1), given.top_k_B, given.top_p_B, given.uniform_B)
+        _rows_of(x, rows) for x in (weights_BV, sums_BC.sum(-1), params.top_k_B, params.top_p_B, params.uniform_B)
     )
-    drawn_R = _draw_truncated(weights_RV, total_R, top_k_R, top_p_R, uniform_R, width, is_known=is_known)
+    drawn_R = _draw_truncated(weights_RV, total_R, top_k_R, top_p_R, uniform_R, width, is_exact=is_exact)
     if rows is None:
         return drawn_R
-    return invert(weights_BV, given.uniform_B, sums_BC).index_copy_(0, rows, drawn_R)
+    return invert(weights_BV, params.uniform_B, sums_BC).index_copy_(0, rows, drawn_R)
 
 
 def _draw_truncated(
@@ -219,19 +219,21 @@ def _draw_truncated(
     uniform_R: Tensor,
     width: int,
     *,
-    is_known: bool,
+    is_exact: bool,
 ) -> Tensor:
-    """Draw among the `width` likeliest; rows that keep more tokens are sorted whole. `is_known`: no row keeps more."""
+    """Draw among the `width` likeliest; rows whose top_k or top_p allows more are sorted. `is_exact`: none does."""
     num_vocab = weights_RV.shape[1]
     weights_RW, ids_RW = _likeliest(weights_RV, total_R, width)
     token_ids_R = _draw_sorted(weights_RW, ids_RW, top_k_R, top_p_R, uniform_R)
-    if is_known or width == num_vocab:
+    if is_exact or width == num_vocab:
         return token_ids_R
     fits_R = (top_k_R <= width) | ((top_k_R == num_vocab) & (weights_RW.sum(-1) >= top_p_R))
-    rest = torch.nonzero(~fits_R)[:, 0]
-    if len(rest):
-        sorted_rV, ids_rV = _likeliest(weights_RV[rest], total_R[rest], num_vocab)
-        token_ids_R[rest] = _draw_sorted(sorted_rV, ids_rV, top_k_R[rest], top_p_R[rest], uniform_R[rest])
+    wide_rows = torch.nonzero(~fits_R)[:, 0]
+    if len(wide_rows):
+        sorted_rV, ids_rV = _likeliest(weights_RV[wide_rows], total_R[wide_rows], num_vocab)
+        token_ids_R[wide_rows] = _draw_sorted(
+            sorted_rV, ids_rV, top_k_R[wide_rows], top_p_R[wide_rows], uniform_R[wide_rows]
+        )
     return token_ids_R
 
 

@@ -4,7 +4,7 @@
 Each `schedule` gives every decoding sequence one token, then the rest of the step's token budget to prompts, oldest
 first, in chunks; so a long prompt never stalls decoding. Sequences join and leave between steps.
 
-Scopes (`Sequence.scope`, one per tenant) share places and blocks. The scope with the fewest running sequences is
+Scopes (`Sequence.scope`, one per tenant) share slots and blocks. The scope with the fewest running sequences is
 admitted first. If a waiting scope has at least two fewer running sequences than another, the youngest sequence of the
 largest scope is preempted for it, so no scope waits for the end of another's long answers. Prompts of several scopes
 share the tokens of a step. With one scope only the order of arrival counts.
@@ -39,7 +39,7 @@ from tinsmith.samplers.local.kv_cache import BlockPool
 from tinsmith.samplers.local.request import Sequence
 from tinsmith.samplers.local.states import StateSnapshots
 
-RELAXED_AFTER = 16
+RELAX_AFTER_STEPS = 16
 """Steps without a shortage of memory after which the limits double."""
 
 MIN_STEP_TOKENS = 16
@@ -52,7 +52,7 @@ ScopeQueues = dict[str, deque[Sequence]]
 """Waiting sequences by scope, oldest first."""
 
 
-class TokenRun(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens start..stop of a sequence, computed in this step."""
 
     sequence: Sequence
@@ -65,8 +65,8 @@ class TokenRun(NamedTuple):
         return self.stop == self.sequence.length
 
     @property
-    def num_wanted(self) -> int:
-        """How many of the last tokens need their hidden state: all where a prompt is scored."""
+    def num_output_rows(self) -> int:
+        """How many of the last tokens need their final hidden state: all where a prompt is scored."""
         if self.sequence.request.scores.next_row is not None:
             return self.stop - self.start
         return int(self.completes)
@@ -76,7 +76,7 @@ class TokenRun(NamedTuple):
 class SamplerStep:
     """Before the model runs: first `copies` (source, target) of blocks, then `fresh` blocks to zero."""
 
-    spans: list[TokenRun] = field(default_factory=list)
+    spans: list[TokenSpan] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class Batcher:
         self.waiting: list[Sequence] = []
         self._computing: dict[bytes, Sequence] = {}
         self._num_admitted = 0
-        self._admitted_at: dict[str, int] = {}  # each scope's last admission, by number
+        self._admitted_at: dict[str, int] = {}  # the ordinal of each scope's last admission
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -115,30 +115,30 @@ class Batcher:
         self.retire(sequences)
 
     def retire(self, sequences: Seq[Sequence]) -> None:
-        """Free the places and blocks of running or waiting sequences."""
-        gone = set(map(id, sequences))
+        """Free the slots and blocks of running or waiting sequences."""
+        retired_ids = set(map(id, sequences))
         for sequence in sequences:
-            self._give_back(sequence)
-        self.running = [s for s in self.running if id(s) not in gone]
-        self.waiting = [s for s in self.waiting if id(s) not in gone]
+            self._free_blocks(sequence)
+        self.running = [s for s in self.running if id(s) not in retired_ids]
+        self.waiting = [s for s in self.waiting if id(s) not in retired_ids]
 
     def schedule(self, scopes: Container[str] | None = None) -> SamplerStep:
-        """Choose the next step; with `scopes`, only sequences of those scopes. The others keep their places."""
+        """Choose the next step; with `scopes`, only sequences of those scopes. The others keep their slots."""
         step = SamplerStep()
         is_shared = self._is_shared()
         if is_shared:
             self._preempt_for_waiting()
-        spanned: set[int] = set()
+        scheduled_ids: set[int] = set()
         for sequence in self._smallest_scope_first() if is_shared else tuple(self.running):
             if scopes is not None and sequence.scope not in scopes:
                 continue
-            if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, spanned):
-                step.spans.append(TokenRun(sequence, sequence.num_cached, sequence.length))
-                spanned.add(id(sequence))
+            if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, scheduled_ids):
+                step.spans.append(TokenSpan(sequence, sequence.num_cached, sequence.length))
+                scheduled_ids.add(id(sequence))
         budget = max(self._max_tokens - len(step.spans), 1)
-        queues = {scope: line for scope, line in self._queues().items() if scopes is None or scope in scopes}
-        begun = [s for s in self.running if s.num_pending > 1 and (scopes is None or s.scope in scopes)]
-        budget -= self._continue_prompts(begun, budget, step, queues)
+        queues = {scope: queue for scope, queue in self._queues().items() if scopes is None or scope in scopes}
+        prefilling = [s for s in self.running if s.num_pending > 1 and (scopes is None or s.scope in scopes)]
+        budget -= self._continue_prompts(prefilling, budget, step, queues)
         self._admit_waiting(budget, step, queues)
         written = {target for _, target in step.copies}
         step.fresh.extend(block for block in self.pool.take_fresh() if block not in written)
@@ -155,7 +155,7 @@ class Batcher:
 
     # Shortage of memory.
 
-    def rewind(self, spans: Seq[TokenRun]) -> None:
+    def rewind(self, spans: Seq[TokenSpan]) -> None:
         """The step with these spans was interrupted: unfinished work is computed again, which writes the same keys and
         values.
         """
@@ -197,7 +197,7 @@ class Batcher:
         if (self._max_sequences, self._max_tokens) == (self._sequence_limit, self._token_limit):
             return False
         self._steps_since_shortage += 1
-        if self._steps_since_shortage < RELAXED_AFTER:
+        if self._steps_since_shortage < RELAX_AFTER_STEPS:
             return False
         self.relax()
         return True
@@ -208,9 +208,9 @@ class Batcher:
         self._max_sequences = min(self._sequence_limit, 2 * self._max_sequences)
         self._max_tokens = min(self._token_limit, 2 * self._max_tokens)
 
-    def advance(self, span: TokenRun) -> None:
+    def advance(self, span: TokenSpan) -> None:
         """The span's keys and values are cached: register its full blocks for other prompts."""
-        self.register(span.sequence, span.start, min(span.stop, span.sequence.num_known))
+        self.register(span.sequence, span.start, min(span.stop, span.sequence.num_read))
         span.sequence.num_cached = span.stop
 
     def register(self, sequence: Sequence, start: int, stop: int) -> None:
@@ -219,14 +219,14 @@ class Batcher:
         for index in range(start // self.block_size, stop // self.block_size):
             key = sequence.key(index, self.block_size)
             if weights.alive:
-                self.pool.register(sequence.blocks[index], key, weights.number)
+                self.pool.register(sequence.blocks[index], key, weights.weights_id)
             if self._computing.get(key) is sequence:
                 del self._computing[key]
 
     def fork(self, parent: Sequence, children: Seq[Sequence]) -> list[Sequence]:
         """Children of a parent that has just computed its prompt share its blocks; the returned ones run now.
 
-        The others wait for a place and will find the prompt's full blocks by key.
+        The others wait for a slot and will find the prompt's full blocks by key.
         """
         room = max(self._max_sequences - len(self.running), 0)
         for child in children[:room]:
@@ -239,37 +239,37 @@ class Batcher:
             self.add(child)
         return list(children[:room])
 
-    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: SamplerStep, queues: ScopeQueues) -> int:
-        """Compute more of the prompts that have begun; returns the number of tokens. Each scope gets at most an equal
+    def _continue_prompts(self, prefilling: Seq[Sequence], budget: int, step: SamplerStep, queues: ScopeQueues) -> int:
+        """Add spans of the prompts in computation; returns their number of tokens. Each scope gets at most an equal
         part, counting scopes that could be admitted.
         """
-        if not begun:
+        if not prefilling:
             return 0
-        takers = {sequence.scope for sequence in begun}
+        sharing_scopes = {sequence.scope for sequence in prefilling}
         if len(self.running) < self._max_sequences:
-            takers |= queues.keys()
-        left = dict.fromkeys(takers, max(budget // len(takers), 1))
+            sharing_scopes |= queues.keys()
+        scope_budgets = dict.fromkeys(sharing_scopes, max(budget // len(sharing_scopes), 1))
         used = 0
-        for sequence in begun:
-            if (room := min(left[sequence.scope], budget - used)) > 0:
-                taken = self._take(sequence, room, step)
-                left[sequence.scope] -= taken
-                used += taken
+        for sequence in prefilling:
+            if (room := min(scope_budgets[sequence.scope], budget - used)) > 0:
+                num_tokens = self._add_span(sequence, room, step)
+                scope_budgets[sequence.scope] -= num_tokens
+                used += num_tokens
         return used
 
-    def _take(self, sequence: Sequence, budget: int, step: SamplerStep) -> int:
+    def _add_span(self, sequence: Sequence, budget: int, step: SamplerStep) -> int:
         start = sequence.num_cached
         stop = min(sequence.length, start + budget)
-        if sequence.request.placed is not None:
-            stop = sequence.request.placed.piece_end(start, stop)
-        step.spans.append(TokenRun(sequence, start, stop))
+        if sequence.request.image_input is not None:
+            stop = sequence.request.image_input.piece_end(start, stop)
+        step.spans.append(TokenSpan(sequence, start, stop))
         return stop - start
 
     def _admit_waiting(self, budget: int, step: SamplerStep, queues: ScopeQueues) -> None:
         counts = Counter(sequence.scope for sequence in self.running)
         deferred = 0
         while budget > 0 and len(self.running) < self._max_sequences and deferred < MAX_DEFERRED:
-            sequence = self._next(queues, counts)
+            sequence = self._pop_next(queues, counts)
             if sequence is None:
                 return
             hits = self._cached_blocks(sequence)
@@ -282,7 +282,7 @@ class Batcher:
             counts[sequence.scope] += 1
             self._num_admitted += 1
             self._admitted_at[sequence.scope] = self._num_admitted
-            budget -= self._take(sequence, budget, step)
+            budget -= self._add_span(sequence, budget, step)
 
     def _is_shared(self) -> bool:
         """Whether sequences of several scopes are present."""
@@ -297,9 +297,9 @@ class Batcher:
                 queues.setdefault(sequence.scope, deque()).append(sequence)
         return queues
 
-    def _next(self, queues: ScopeQueues, counts: Counter[str]) -> Sequence | None:
+    def _pop_next(self, queues: ScopeQueues, counts: Counter[str]) -> Sequence | None:
         """Pop the next sequence: of the scope with the fewest running, then of the scope admitted longest ago."""
-        heads = [line[0] for line in queues.values() if line]
+        heads = [queue[0] for queue in queues.values() if queue]
         if not heads:
             return None
         if len(heads) > 1:
@@ -318,7 +318,7 @@ class Batcher:
         self._admitted_at = {s: at for s, at in self._admitted_at.items() if s in queues or s in counts}
         budget = max(self._max_tokens - len(self.running), 1)
         num_coming = num_blocks = 0
-        while budget > 0 and (newcomer := self._next(queues, counts)):
+        while budget > 0 and (newcomer := self._pop_next(queues, counts)):
             num_blocks += -(-newcomer.length // self.block_size)
             if not self._displace(newcomer.scope, counts, num_coming, num_blocks):
                 return
@@ -331,21 +331,23 @@ class Batcher:
         impossible. `counts` covers running sequences and the `num_coming` admitted before; `num_blocks` is what all
         newcomers need.
         """
-        left = counts.copy()
+        counts_after = counts.copy()
         running = Counter(sequence.scope for sequence in self.running)
         victims: list[Sequence] = []
         available = self.pool.num_available
         while True:
-            stay = len(self.running) - len(victims)
-            if stay + num_coming < self._max_sequences and (not stay or available >= num_blocks + stay):
+            num_staying = len(self.running) - len(victims)
+            if num_staying + num_coming < self._max_sequences and (
+                not num_staying or available >= num_blocks + num_staying
+            ):
                 break
-            largest = max(left, key=lambda name: left[name])
-            if left[largest] < left[scope] + 2 or running[largest] < 2:
+            largest = max(counts_after, key=lambda name: counts_after[name])
+            if counts_after[largest] < counts_after[scope] + 2 or running[largest] < 2:
                 return False
             youngest = reversed(self.running)
             victim = next(other for other in youngest if other.scope == largest and other not in victims)
             victims.append(victim)
-            left[largest] -= 1
+            counts_after[largest] -= 1
             running[largest] -= 1
             available += sum(self.pool.refs(block) == 1 for block in victim.blocks)
         for victim in victims:
@@ -364,7 +366,9 @@ class Batcher:
         return hits
 
     def _with_snapshot(self, sequence: Sequence, hits: list[int], usable: int) -> list[int] | None:
-        """The same for stateful models, which also need a state after the last reused block."""
+        """Cached blocks up to a snapshot that a sequence of a stateful model can reuse; None if it should wait for a
+        block in computation.
+        """
         assert self.snapshots is not None
         if len(hits) < usable and sequence.key(usable - 1, self.block_size) in self._computing:
             return None  # a prompt with the same blocks will store a snapshot after them
@@ -395,9 +399,9 @@ class Batcher:
         insort(self.running, sequence, key=_order)
         return True
 
-    def _make_writable(self, sequence: Sequence, step: SamplerStep, spanned: Container[int]) -> bool:
+    def _make_writable(self, sequence: Sequence, step: SamplerStep, scheduled_ids: Container[int]) -> bool:
         """Give a decoding sequence its own block for the next token; False if it was itself preempted. Sequences in
-        `spanned` are already part of the step and keep their blocks.
+        `scheduled_ids` are already part of the step and keep their blocks.
         """
         index = sequence.num_cached // self.block_size
         while True:
@@ -407,7 +411,7 @@ class Batcher:
             allocated = self.pool.allocate(1)
             if allocated is not None:
                 break
-            victim = self._victim(sequence, spanned)
+            victim = self._victim(sequence, scheduled_ids)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -419,25 +423,25 @@ class Batcher:
             sequence.blocks.append(allocated[0])
         return True
 
-    def _victim(self, sequence: Sequence, spanned: Container[int]) -> Sequence:
+    def _victim(self, sequence: Sequence, scheduled_ids: Container[int]) -> Sequence:
         """Which sequence is preempted for this one: the youngest of the largest scope, if that scope runs at least two
         more; otherwise the youngest of all, which may be this one.
         """
-        candidates = [other for other in self.running if id(other) not in spanned]
+        candidates = [other for other in self.running if id(other) not in scheduled_ids]
         counts = Counter(other.scope for other in self.running)
         largest = max(counts, key=lambda scope: counts[scope])
         if counts[largest] >= counts[sequence.scope] + 2:
             of_largest = [other for other in self.running if other.scope == largest][1:]
-            if youngest := next((other for other in reversed(of_largest) if id(other) not in spanned), None):
+            if youngest := next((other for other in reversed(of_largest) if id(other) not in scheduled_ids), None):
                 return youngest
         return candidates[-1]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._give_back(sequence)
+        self._free_blocks(sequence)
         self.add(sequence)
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _free_blocks(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_cached = 0

@@ -1,8 +1,9 @@
 """Weight versions loaded in an external engine: their names, their files, and which one is evicted.
 
 Each version is written once, into its own directory, and never changed. Each load gives it a name that was never used
-before, so that no cache of the engine can mix weights. At most `most` versions are loaded; the least recently used one
-without running requests is evicted. A retired version is unloaded and its files are deleted when no request uses it.
+before, so that no cache of the engine can mix weights. At most `max_adapters` versions are loaded; the least recently
+used one without running requests is evicted. A retired version is unloaded and its files are deleted when no request
+uses it.
 This module runs on one event loop and does not know HTTP.
 """
 
@@ -23,20 +24,20 @@ from safetensors import SafetensorError
 
 from tinsmith.errors import TinsmithError
 
-NOT_A_NAME = re.compile(r"[^A-Za-z0-9_.-]+")
-IN_A_LAYER = re.compile(r"\.\d+\.")
+UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]+")
+LAYER_INDEX = re.compile(r"\.\d+\.")
 
 log = structlog.get_logger()
 
-Write = Callable[[Path], None]
+WriteFiles = Callable[[Path], None]
 
 
 class Version:
     """A weight version. `write` puts its files into a directory and may run on any thread."""
 
-    def __init__(self, version_id: str, write: Write) -> None:
+    def __init__(self, version_id: str, write: WriteFiles) -> None:
         self.version_id = version_id
-        self._write: Write | None = write
+        self._write: WriteFiles | None = write
         self._directory: Path | None = None
         self.name = ""  # its name in the engine while it is loaded
         self.era = -1  # the era of the engine that loaded it
@@ -46,8 +47,8 @@ class Version:
         self.adapts_unembedding = False
         self.loading = asyncio.Lock()
 
-    def files(self, directory: Path) -> Path:
-        """The directory of its files, which are written by the first call."""
+    def ensure_files(self, directory: Path) -> Path:
+        """The directory of its files; the first call writes them into `directory`."""
         if self._write is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._write(directory)
@@ -69,10 +70,10 @@ def _adapts_unembedding(directory: Path) -> bool:
             names = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError):
         return False
-    return any(".lora_" in name and not IN_A_LAYER.search(name) for name in names)
+    return any(".lora_" in name and not LAYER_INDEX.search(name) for name in names)
 
 
-class Adapters:
+class LoadedAdapters:
     """The versions that an engine has loaded. `load` raises UserError if the engine refuses; `unload` takes a name.
     Files go to `memory`, a directory in memory, if one is given and has space, else to `directory`.
     """
@@ -80,23 +81,23 @@ class Adapters:
     def __init__(
         self,
         directory: Path,
-        most: int,
+        max_adapters: int,
         load: Callable[[Version, Path], Awaitable[None]],
         unload: Callable[[str], Awaitable[None]],
         memory: Path | None = None,
     ) -> None:
         self._directory = directory
         self._memory = memory
-        self._most = most
+        self._max_adapters = max_adapters
         self._load = load
         self._unload = unload
         self._loaded: dict[Version, None] = {}  # least recently used first
-        self._freed = asyncio.Condition()
-        self._numbers = itertools.count()
+        self._slot_available = asyncio.Condition()
+        self._serials = itertools.count()
         self._process = secrets.token_hex(4)  # several processes may share an engine
 
     @contextlib.asynccontextmanager
-    async def held(self, version: Version, era: int) -> AsyncIterator[str]:
+    async def acquire(self, version: Version, era: int) -> AsyncIterator[str]:
         """Load the version into the engine of this era and yield its name; it stays loaded during the block."""
         version.users += 1
         try:
@@ -133,35 +134,36 @@ class Adapters:
 
     async def _load_new(self, version: Version, era: int) -> None:
         await self._make_room(era)
-        number = next(self._numbers)
+        serial = next(self._serials)
         # The slot is taken before the files are written, so that concurrent loads count it.
-        version.era, version.name = era, f"{NOT_A_NAME.sub('-', version.version_id)[-80:]}-{self._process}-{number}"
+        readable = UNSAFE_CHARACTERS.sub("-", version.version_id)[-80:]
+        version.era, version.name = era, f"{readable}-{self._process}-{serial}"
         self._loaded[version] = None
         try:
-            directory = await asyncio.to_thread(self._written, version)
+            directory = await asyncio.to_thread(self._write_files, version)
             await self._load(version, directory)
         except BaseException:
             self._loaded.pop(version, None)
             version.era = -1
             raise
 
-    def _written(self, version: Version) -> Path:
+    def _write_files(self, version: Version) -> Path:
         if self._memory is not None:
-            place = self._memory / version.name
+            directory = self._memory / version.name
             try:
-                return version.files(place)
+                return version.ensure_files(directory)
             except (OSError, SafetensorError) as error:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)
                 log.warning("no space for an adapter in memory; its files go to the disk", error=str(error))
-        return version.files(self._directory / version.name)
+        return version.ensure_files(self._directory / version.name)
 
     async def _make_room(self, era: int) -> None:
-        while len(self._loaded) >= self._most:
-            stale = next((one for one in self._loaded if one.era != era), None)
-            oldest = stale or next((one for one in self._loaded if not one.users), None)
+        while len(self._loaded) >= self._max_adapters:
+            stale = next((version for version in self._loaded if version.era != era), None)
+            oldest = stale or next((version for version in self._loaded if not version.users), None)
             if oldest is None:
-                async with self._freed:
-                    await self._freed.wait()
+                async with self._slot_available:
+                    await self._slot_available.wait()
             else:
                 await self._evict(oldest)
 
@@ -179,5 +181,5 @@ class Adapters:
             if version in self._loaded:
                 await self._evict(version)
             await asyncio.to_thread(version.discard)
-        async with self._freed:
-            self._freed.notify_all()
+        async with self._slot_available:
+            self._slot_available.notify_all()

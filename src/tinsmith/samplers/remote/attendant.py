@@ -1,4 +1,4 @@
-"""Runs a command, and ends it with all its children when standard input closes, however the parent process ended.
+"""Runs a command, and ends it with all its children when standard input closes, which any end of the parent causes.
 
     python attendant.py COMMAND...
 
@@ -17,33 +17,34 @@ import sys
 import threading
 import time
 
-PATIENCE_S = 10.0
+KILL_DELAY_S = 10.0
 
 
 def main() -> int:
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    ended = threading.Event()
+    exit_event = threading.Event()
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        end(child, ended)
+        terminate(child, exit_event)
 
     threading.Thread(target=watch, daemon=True).start()
     status = child.wait()
-    ended.set()
+    exit_event.set()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)  # children that it left
     return status if status >= 0 else 128 - status
 
 
-def end(child: subprocess.Popen[bytes], ended: threading.Event) -> None:
+def terminate(child: subprocess.Popen[bytes], exit_event: threading.Event) -> None:
+    """Send SIGTERM to the child's session, and SIGKILL if it has not exited after KILL_DELAY_S."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
-    if not ended.wait(PATIENCE_S):
+    if not exit_event.wait(KILL_DELAY_S):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-    time.sleep(PATIENCE_S)  # main returns before this
+    time.sleep(KILL_DELAY_S)  # main returns before this
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The engine thread submits, cancels and collects. Everything else runs on an event loop in a separate thread, so sampling
 continues while the trainer computes. One job answers one request: it asks for each sample separately, with a separate
-seed, and assembles the result when all samples have arrived. If the external engine dies or fails, the jobs it was
-working on start again; jobs with a seed give the same samples. A job that was running at two failures then runs alone.
+seed, and assembles the result when all samples have arrived. If the external engine dies or fails, its running
+jobs start again; jobs with a seed give the same samples. A job that was running at two failures then runs alone.
 If the engine fails a third time, this job must be the cause, and it fails with a message that says so.
 
 A version is captured when a request first names it, and the external engine loads it from files under a new name
@@ -29,16 +29,16 @@ import structlog
 
 from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, UserError
 from tinsmith.samplers import CacheUse
-from tinsmith.samplers.remote.adapters import Adapters, Version, Write
-from tinsmith.samplers.remote.answering import Answering, OnPart, new_tokens
+from tinsmith.samplers.remote.adapters import LoadedAdapters, Version, WriteFiles
+from tinsmith.samplers.remote.answering import OnDelta, SampleTranslator, new_tokens
 from tinsmith.samplers.remote.connection import (
     FIRST_PAUSE_S,
-    QUICK_S,
+    PROBE_TIMEOUT_S,
     EngineConnection,
-    EngineGone,
+    EngineLost,
     RemoteEngine,
 )
-from tinsmith.samplers.remote.dialect import Ask, Dialect, EngineCall, EngineReply, Json, PromptAsk
+from tinsmith.samplers.remote.dialect import Dialect, EngineCall, EngineReply, EngineRequest, Json, PromptScoring
 from tinsmith.samplers.remote.links import AdapterLinks
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
@@ -99,26 +99,26 @@ class Gate:
 MAX_CONCURRENT = 256
 """Concurrent requests to the external engine, which queues what it cannot run yet."""
 
-PROBED_TOKENS = 8
-WAIT_S = 0.005
+PROBE_TOKENS = 8
+STEP_WAIT_S = 0.005
 """How long a step waits for a finished sample; between steps the engine thread does its other work."""
 
-DEATHS = 3
-STOP_S = 15.0
-DRAIN_S = 60.0
+MAX_DEATHS = 3
+STOP_TIMEOUT_S = 15.0
+DRAIN_TIMEOUT_S = 60.0
 """How long running requests may continue when a trainer needs the device; then they are aborted and start again."""
 
 log = structlog.get_logger()
 
-Capture = Callable[[str], Write | None]
+Capture = Callable[[str], WriteFiles | None]
 """Returns a function that writes the current files of a version, or None if the version does not exist."""
 
 
 class _Job:
-    def __init__(self, sample: Sample, version: Version | None, answering: Answering) -> None:
+    def __init__(self, sample: Sample, version: Version | None, translator: SampleTranslator) -> None:
         self.sample = sample
         self.version = version
-        self.answering = answering
+        self.translator = translator
         self.deaths = 0
         self.published: dict[int, int] = {}  # tokens by the index of the answer
         self.task: asyncio.Task[None] | None = None
@@ -145,7 +145,7 @@ class ExternalSampler:
         self._aborting: set[asyncio.Task[None]] = set()
         self._asleep = False
         self._sleeping_era = -1
-        self._to_wake: list[EngineCall] = []
+        self._wake_calls: list[EngineCall] = []
         self.before_wake_up: Callable[[], None] = lambda: None
         """Frees the device for the engine."""
         self._loop = asyncio.new_event_loop()
@@ -165,9 +165,9 @@ class ExternalSampler:
         return bool(self._jobs)
 
     def submit(self, sample: Sample) -> None:
-        answering = Answering(self._dialect, sample, self._shape.max_context_length, self._shape.vocab_size)
+        translator = SampleTranslator(self._dialect, sample, self._shape.max_context_length, self._shape.vocab_size)
         version = None if sample.version_id is None else self._version(sample.version_id)
-        job = self._jobs[sample.request_id] = _Job(sample, version, answering)
+        job = self._jobs[sample.request_id] = _Job(sample, version, translator)
         self._loop.call_soon_threadsafe(self._start, job)
 
     def cancel(self, request_id: str) -> bool:
@@ -178,8 +178,8 @@ class ExternalSampler:
 
     def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
         self.wake_up()
-        settled: list[tuple[str, SampleResult | TinsmithError]] = []
-        wait_s: float | None = WAIT_S
+        outcomes: list[tuple[str, SampleResult | TinsmithError]] = []
+        wait_s: float | None = STEP_WAIT_S
         with contextlib.suppress(queue.Empty):
             while True:
                 job, outcome = self._finished.get(timeout=wait_s) if wait_s else self._finished.get_nowait()
@@ -187,15 +187,15 @@ class ExternalSampler:
                 request_id = job.sample.request_id
                 if self._jobs.get(request_id) is job:
                     del self._jobs[request_id]
-                    settled.append((request_id, outcome))
-        return settled
+                    outcomes.append((request_id, outcome))
+        return outcomes
 
     def partials(self) -> list[Partial]:
-        found: list[Partial] = []
+        partials: list[Partial] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._partials.get_nowait())
-        return found
+                partials.append(self._partials.get_nowait())
+        return partials
 
     def cache_use(self) -> CacheUse:
         return CacheUse(0, 0, 0)  # the external engine has its own metrics
@@ -252,9 +252,9 @@ class ExternalSampler:
         """Cancel all jobs, and end the external engine if this process started it."""
         if not self._loop.is_closed():
             with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_S)
+                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(STOP_TIMEOUT_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(STOP_S)
+            self._thread.join(STOP_TIMEOUT_S)
             if self._links:
                 self._links.close()
 
@@ -270,69 +270,72 @@ class ExternalSampler:
 
     async def _open(self, engine: RemoteEngine) -> None:
         self._connection = EngineConnection(self._dialect, engine, self._shape.path, self._learn)
-        self._adapters = Adapters(engine.directory, engine.most_adapters, self._load, self._unload, engine.memory)
+        self._adapters = LoadedAdapters(engine.directory, engine.max_adapters, self._load, self._unload, engine.memory)
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._gate = Gate()
         self._scoring = Gate()  # held exclusively while prompts are scored
-        self._keeping = asyncio.create_task(self._connection.run())
+        self._connection_task = asyncio.create_task(self._connection.run())
 
     async def _close(self) -> None:
         for job in self._jobs.values():
             _cancel(job)
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        self._connection_task.cancel()
+        await asyncio.gather(self._connection_task, return_exceptions=True)
 
     async def _learn(self) -> None:
-        """Read the engine's facts, and find out by two requests which logprobs it reports."""
-        self._dialect.learn([await self._asked(path) for path in self._dialect.questions])
-        half = SamplingParams(max_tokens=PROBED_TOKENS, temperature=0.5)
+        """Read the engine's properties, and determine by two requests which logprobs it reports."""
+        self._dialect.learn([await self._get_info(path) for path in self._dialect.info_paths])
+        params = SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.5)
         prompt = [1 % self._shape.vocab_size]
-        drawn = await self._ask(Ask(secrets.token_hex(8), None, prompt, half, PROBED_TOKENS))
-        whole = Ask(secrets.token_hex(8), None, [*prompt, *drawn.tokens], SamplingParams(1), 1, prompt=PromptAsk())
-        rows = (await self._ask(whole)).prompt_rows or [{}]
+        drawn = await self._send_request(EngineRequest(secrets.token_hex(8), None, prompt, params, PROBE_TOKENS))
+        tokens = [*prompt, *drawn.tokens]
+        request = EngineRequest(secrets.token_hex(8), None, tokens, SamplingParams(1), 1, prompt=PromptScoring())
+        rows = (await self._send_request(request)).prompt_rows or [{}]
         scored = [row.get(token) for token, row in zip(drawn.tokens, rows[1:], strict=False)]
-        found = [logprob for logprob in scored if logprob is not None]
-        if not found or not len(found) == len(drawn.tokens) == len(drawn.logprobs):
+        finite = [logprob for logprob in scored if logprob is not None]
+        if not finite or not len(finite) == len(drawn.tokens) == len(drawn.logprobs):
             raise EngineFailedError(f"{self._dialect.name} answered a request for logprobs without any")
-        self._dialect.learn_mode(drawn.logprobs, found)
+        self._dialect.learn_mode(drawn.logprobs, finite)
 
-    async def _asked(self, path: str) -> Json:
+    async def _get_info(self, path: str) -> Json:
         try:
             return await self._connection.get(path)
         except NotFoundError:
             return await self._connection.get(path.replace("/", "/get_", 1))
 
-    async def _ask(self, ask: Ask) -> EngineReply:
-        return self._dialect.read(ask, await self._connection.post(self._dialect.call(ask)))
+    async def _send_request(self, request: EngineRequest) -> EngineReply:
+        return self._dialect.read(request, await self._connection.post(self._dialect.call(request)))
 
     async def _load(self, version: Version, directory: Path) -> None:
-        refused = f"the weights {version.version_id!r} cannot be sampled from: "
+        refusal = f"the weights {version.version_id!r} cannot be sampled from: "
         if version.adapts_unembedding and not self._dialect.takes_unembeddings:
             raise UserError(
-                f"{refused}{self._dialect.name} with these options does not support adapters of the unembedding; "
+                f"{refusal}{self._dialect.name} with these options does not support adapters of the unembedding; "
                 "train with train_unembed=False"
             )
-        place = self._links.open(directory) if self._links else str(directory)
+        location = self._links.open(directory) if self._links else str(directory)
         try:
-            answer = await self._connection.order(self._dialect.load(version.name, place))
+            answer = await self._connection.send_command(self._dialect.load(version.name, location))
         except TinsmithError as error:
-            raise UserError(f"{refused}{error}") from error
+            raise UserError(f"{refusal}{error}") from error
         finally:
             if self._links:
-                self._links.close_link(place)
+                self._links.close_link(location)
         if answer.get("success") is False:
-            raise UserError(f"{refused}{self._dialect.name} answers: {answer.get('error_message') or answer}")
+            raise UserError(f"{refusal}{self._dialect.name} answers: {answer.get('error_message') or answer}")
 
     async def _unload(self, name: str) -> None:
-        with contextlib.suppress(EngineGone):
-            await self._connection.order(self._dialect.unload(name))
+        with contextlib.suppress(EngineLost):
+            await self._connection.send_command(self._dialect.unload(name))
 
     async def _sleep(self) -> None:
-        """Hold new requests, wait up to DRAIN_S for running ones, abort the rest, and put the engine to sleep."""
+        """Hold new requests, wait up to DRAIN_TIMEOUT_S for running ones, abort those that remain, and put the engine
+        to sleep.
+        """
         jobs = [job for job in self._jobs.values() if job.attempt is not None]
 
         async def abort_late() -> None:
-            await asyncio.sleep(DRAIN_S)
+            await asyncio.sleep(DRAIN_TIMEOUT_S)
             for job in jobs:
                 if job.attempt is not None:
                     job.attempt.cancel()
@@ -342,7 +345,7 @@ class ExternalSampler:
             await self._gate.close()
         finally:
             aborting.cancel()
-        self._to_wake = []
+        self._wake_calls = []
         await asyncio.gather(*self._aborting)
         await self._connection.pause()
         self._sleeping_era = self._connection.era
@@ -350,23 +353,23 @@ class ExternalSampler:
             return
         try:
             await self._adapters.clear()
-            for place, call in enumerate(self._dialect.sleep(), 1):
+            for num_slept, call in enumerate(self._dialect.sleep(), 1):
                 await self._order_when_idle(call)
-                self._to_wake = self._dialect.wake_after(place)
-        except (EngineGone, TinsmithError) as error:
-            if isinstance(error, EngineGone) and not await self._connection.is_healthy():
+                self._wake_calls = self._dialect.wake_after(num_slept)
+        except (EngineLost, TinsmithError) as error:
+            if isinstance(error, EngineLost) and not await self._connection.is_healthy():
                 return  # it ended, and its memory is free
             with contextlib.suppress(TinsmithError):
-                await self._take_back()
+                await self._reclaim_device()
             self._reopen()
             raise EngineFailedError(f"{self.name} did not leave the device to the trainer: {error}") from error
 
     async def _order_when_idle(self, call: EngineCall) -> None:
         """An aborted request may end a little later, and SGLang refuses to flush its cache until then."""
-        deadline = time.monotonic() + QUICK_S
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
         while True:
             try:
-                await self._connection.order(call)
+                await self._connection.send_command(call)
                 return
             except UserError as error:
                 if isinstance(error, NotFoundError) or time.monotonic() > deadline:
@@ -374,15 +377,15 @@ class ExternalSampler:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def _wake(self) -> None:
-        await self._take_back()
+        await self._reclaim_device()
         self._reopen()
 
-    async def _take_back(self) -> None:
+    async def _reclaim_device(self) -> None:
         # An engine that ended asleep, and one that took its place, have nothing to take back.
-        with contextlib.suppress(EngineGone):
-            while self._to_wake and self._connection.is_up(self._sleeping_era):
-                await self._connection.order(self._to_wake[0])
-                del self._to_wake[0]
+        with contextlib.suppress(EngineLost):
+            while self._wake_calls and self._connection.is_up(self._sleeping_era):
+                await self._connection.send_command(self._wake_calls[0])
+                del self._wake_calls[0]
 
     def _reopen(self) -> None:
         self._connection.resume()
@@ -395,7 +398,7 @@ class ExternalSampler:
 
     async def _run(self, job: _Job) -> None:
         try:
-            outcome: SampleResult | TinsmithError = await self._answered(job)
+            outcome: SampleResult | TinsmithError = await self._complete(job)
         except TinsmithError as error:
             outcome = error
         except Exception as error:  # only this request fails
@@ -406,11 +409,11 @@ class ExternalSampler:
                 await self._adapters.release(job.version)
         self._finished.put((job, outcome))
 
-    async def _answered(self, job: _Job) -> SampleResult:
+    async def _complete(self, job: _Job) -> SampleResult:
         while True:
             era = await self._connection.ready()
-            passing = self._gate.exclusive() if job.deaths >= DEATHS - 1 else self._gate.shared()
-            async with passing:
+            gate = self._gate.exclusive() if job.deaths >= MAX_DEATHS - 1 else self._gate.shared()
+            async with gate:
                 if not self._connection.is_up(era):
                     continue  # the engine died while this job waited
                 job.attempt = asyncio.create_task(self._attempt(job, era))
@@ -421,18 +424,19 @@ class ExternalSampler:
                         job.attempt.cancel()
                         raise
                     continue  # aborted for the trainer
-                except EngineGone as error:
-                    reason, sent = str(error), error.sent
-                    await self._connection.gone(era)  # before the next job passes the gate, and is blamed for this end
+                except EngineLost as error:
+                    reason, is_cause = str(error), error.reached_engine
+                    # Before the next job passes the gate, and is blamed for this end.
+                    await self._connection.report_lost(era)
                 except EngineFailedError as error:  # the engine is up, but failed on this request
-                    reason, sent = str(error), True
+                    reason, is_cause = str(error), True
                 finally:
                     job.attempt = None
-            if not sent:
+            if not is_cause:
                 continue  # a request that was not sent is not the cause
             job.deaths += 1
             log.warning("the sampling engine failed", request_id=job.sample.request_id, deaths=job.deaths, error=reason)
-            if job.deaths >= DEATHS:
+            if job.deaths >= MAX_DEATHS:
                 raise EngineFailedError(
                     f"{self._dialect.name} failed {job.deaths} times while it worked on this request, the last time on "
                     f"no other request: {reason}"
@@ -441,51 +445,51 @@ class ExternalSampler:
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
         publish = partial(self._publish, job)
         if job.version is None:
-            return await job.answering.result(self, None, publish, by_token=False)
+            return await job.translator.result(self, None, publish, by_token=False)
         for last in (False, True):
-            async with self._adapters.held(job.version, era) as name:
+            async with self._adapters.acquire(job.version, era) as name:
                 try:
                     by_token = job.version.adapts_unembedding
-                    return await job.answering.result(self, name, publish, by_token=by_token)
+                    return await job.translator.result(self, name, publish, by_token=by_token)
                 except NotFoundError:
                     if last:
                         raise
                     await self._adapters.forget(job.version)  # another client of the engine unloaded it
         raise AssertionError("unreachable")
 
-    async def send(self, ask: Ask, on_part: OnPart) -> EngineReply:
-        """Called by `Answering` on the event loop."""
+    async def send(self, request: EngineRequest, on_delta: OnDelta) -> EngineReply:
+        """Called by `SampleTranslator` on the event loop."""
         async with self._scoring.shared():
-            return await self._sent(ask, on_part)
+            return await self._send(request, on_delta)
 
-    async def send_exclusively(self, asks: Sequence[Ask]) -> list[EngineReply]:
-        """Called by `Answering` on the event loop."""
+    async def send_exclusively(self, requests: Sequence[EngineRequest]) -> list[EngineReply]:
+        """Called by `SampleTranslator` on the event loop."""
         async with self._scoring.exclusive(), asyncio.TaskGroup() as group:
-            sent = [group.create_task(self._sent(ask, lambda _start, _part: None)) for ask in asks]
-        return [one.result() for one in sent]
+            tasks = [group.create_task(self._send(request, lambda _start, _part: None)) for request in requests]
+        return [task.result() for task in tasks]
 
-    async def _sent(self, ask: Ask, on_part: OnPart) -> EngineReply:
+    async def _send(self, request: EngineRequest, on_delta: OnDelta) -> EngineReply:
         async with self._slots:
             try:
-                call = self._dialect.call(ask)
+                call = self._dialect.call(request)
                 if not call.body.get("stream"):
-                    return await self._ask(ask)
-                whole = EngineReply([], [], [])
+                    return await self._send_request(request)
+                reply = EngineReply([], [], [])
                 async for event in self._connection.events(call):
-                    part = self._dialect.read(ask, event, len(whole.tokens))
-                    on_part(len(whole.tokens), part)
-                    whole.add(part)
-                return whole
+                    part = self._dialect.read(request, event, len(reply.tokens))
+                    on_delta(len(reply.tokens), part)
+                    reply.add(part)
+                return reply
             except asyncio.CancelledError:
-                if call := self._dialect.abort(ask.request_id):
+                if call := self._dialect.abort(request.request_id):
                     aborting = asyncio.create_task(self._abort(call))
                     self._aborting.add(aborting)
                     aborting.add_done_callback(self._aborting.discard)
                 raise
 
     async def _abort(self, call: EngineCall) -> None:
-        with contextlib.suppress(EngineGone, TinsmithError):
-            await self._connection.order(call)
+        with contextlib.suppress(EngineLost, TinsmithError):
+            await self._connection.send_command(call)
 
     def _publish(self, job: _Job, index: int, start: int, part: EngineReply) -> None:
         """Publish the tokens of a streaming request. After a restart, tokens that were published are skipped."""

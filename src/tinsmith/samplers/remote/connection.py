@@ -1,7 +1,7 @@
 """Connection to one external sampling engine: its health, its restarts, and requests to it.
 
 `EngineConnection` starts a command and restarts it when it dies, or watches an address. An era is the time from one
-start of the engine to its end; what the engine had loaded is lost with it. Requests raise `EngineGone` if the engine
+start of the engine to its end; what the engine had loaded is lost with it. Requests raise `EngineLost` if the engine
 dies while it handles them, and UserError if it refuses them. After 429 or 503 they are sent again, with growing
 pauses. It lives on one event loop and does not know what a request means.
 """
@@ -26,28 +26,28 @@ import structlog
 from tinsmith.errors import EngineFailedError, NotFoundError, SettingsError, UserError
 from tinsmith.samplers.remote.dialect import Dialect, EngineCall, Json
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
-LONGEST_BACKOFF_S = 2.0
-HEALTH_S = 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 30.0
+MAX_BACKOFF_S = 2.0
+HEALTH_INTERVAL_S = 5.0
 """Seconds between health checks of an engine that is up."""
-UNHEALTHY = 3
-"""Failed health checks after which the engine counts as dead."""
-QUICK_S = 10.0
-"""Timeout of health checks and of questions about the engine."""
-BUSY = (429, 503)
-UNAUTHORISED = (401, 403)
-FAILED_STARTS = 3
-MOST_ADAPTERS = 32
+MAX_MISSED_CHECKS = 3
+"""Failed health checks in succession after which the engine counts as dead."""
+PROBE_TIMEOUT_S = 10.0
+"""Timeout of health checks and of requests for the engine's properties."""
+BUSY_STATUSES = (429, 503)
+UNAUTHORISED_STATUSES = (401, 403)
+MAX_FAILED_STARTS = 3
+MAX_ADAPTERS = 32
 
 log = structlog.get_logger()
 
 
-class EngineGone(Exception):
-    """The engine or its connection ended before the answer; `sent` says whether the request had reached the engine."""
+class EngineLost(Exception):
+    """The engine or its connection ended before the answer; `reached_engine`: whether it had the request."""
 
-    def __init__(self, message: str, *, sent: bool = True) -> None:
+    def __init__(self, message: str, *, reached_engine: bool = True) -> None:
         super().__init__(message)
-        self.sent = sent
+        self.reached_engine = reached_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class EngineAccess:
                 ) from None
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         # By default an answer has no time limit: health checks find an engine that died.
-        timeout = httpx.Timeout(self.timeout_s or None, connect=QUICK_S)
+        timeout = httpx.Timeout(self.timeout_s or None, connect=PROBE_TIMEOUT_S)
         return httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout, headers=self.headers, verify=verify)
 
 
@@ -95,7 +95,7 @@ class RemoteEngine:
     python: str = ""
     options: tuple[str, ...] = ()
     shares_device: bool = False
-    most_adapters: int = MOST_ADAPTERS
+    max_adapters: int = MAX_ADAPTERS
 
 
 class EngineConnection:
@@ -116,20 +116,20 @@ class EngineConnection:
             self._command = dialect.command(engine.python, model, port, engine.options, engine.shares_device)
         self.era = 0
         self._up = asyncio.Event()
-        self._look = asyncio.Event()
+        self._check_now = asyncio.Event()
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._has_child = False
         self._num_checks = 0
         self._failed_starts = 0
-        self._refusal: UserError | EngineFailedError | SettingsError | None = None
+        self._start_error: UserError | EngineFailedError | SettingsError | None = None
         self._client = engine.access.client(self.url)
 
     async def ready(self) -> int:
         """Wait until the engine is up and return its era. Raises the error that keeps it from starting."""
         while not self._up.is_set():
-            if self._refusal is not None:
-                raise self._refusal
+            if self._start_error is not None:
+                raise self._start_error
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._up.wait()
@@ -137,12 +137,12 @@ class EngineConnection:
 
     async def pause(self) -> None:
         """Leave the device to another process until `resume`: an engine that ends meanwhile is not started again, and
-        one that was started by others gets no requests. Returns when an engine that is starting is up or has ended.
+        one that another process started gets no requests. Returns when an engine that is starting is up or has ended.
         """
-        while self._command and not self._up.is_set() and self._refusal is None:
+        while self._command and not self._up.is_set() and self._start_error is None:
             await asyncio.sleep(FIRST_PAUSE_S)
         self._may_start.clear()
-        self._look.set()
+        self._check_now.set()
         while self._has_child and not self._up.is_set():
             await asyncio.sleep(FIRST_PAUSE_S)
         while self._num_checks:  # a health check of SGLang is a request
@@ -150,19 +150,19 @@ class EngineConnection:
 
     def resume(self) -> None:
         self._may_start.set()
-        self._look.set()
+        self._check_now.set()
 
     def is_up(self, era: int) -> bool:
         return self.era == era and self._up.is_set()
 
-    async def gone(self, era: int) -> None:
-        """Check the health at once, because a request of this era found the engine dead."""
+    async def report_lost(self, era: int) -> None:
+        """Check the health at once, because a request of this era lost its connection to the engine."""
         if era == self.era and not self._command:
-            self._down()
-            self._look.set()
-        deadline = time.monotonic() + QUICK_S
+            self._mark_down()
+            self._check_now.set()
+        deadline = time.monotonic() + PROBE_TIMEOUT_S
         while self.is_up(era) and time.monotonic() < deadline:  # the end of a child process is noticed soon
-            self._look.set()
+            self._check_now.set()
             await asyncio.sleep(FIRST_PAUSE_S)
 
     async def run(self) -> None:
@@ -174,23 +174,23 @@ class EngineConnection:
                     await self._may_start.wait()
                 started = time.monotonic()
                 try:
-                    await (self._keep_child() if self._command else self._watch())
+                    await (self._run_child() if self._command else self._watch())
                 except OSError as error:
                     log.error("the sampling engine could not be started", engine=self._name, exc_info=error)
-                self._down()
-                pause_s = FIRST_PAUSE_S if time.monotonic() - started > LONGEST_PAUSE_S else pause_s * 2
-                pause_s = min(pause_s, LONGEST_PAUSE_S if self._command else 1.0)
+                self._mark_down()
+                pause_s = FIRST_PAUSE_S if time.monotonic() - started > MAX_PAUSE_S else pause_s * 2
+                pause_s = min(pause_s, MAX_PAUSE_S if self._command else 1.0)
                 await asyncio.sleep(pause_s)
         finally:
             await self._client.aclose()
 
     async def post(self, call: EngineCall) -> Json:
-        async with self._sent(call) as response:
+        async with self._open_response(call) as response:
             return _json(await response.aread(), self._name)
 
-    async def order(self, call: EngineCall) -> Json:
+    async def send_command(self, call: EngineCall) -> Json:
         """Send a command. Its answer is JSON, a sentence or empty; the last two become {}."""
-        async with self._sent(call) as response:
+        async with self._open_response(call) as response:
             text = await response.aread()
         with contextlib.suppress(EngineFailedError):
             return _json(text, self._name)
@@ -198,30 +198,30 @@ class EngineConnection:
 
     async def events(self, call: EngineCall) -> AsyncIterator[Json]:
         """The server-sent events of a streaming request."""
-        async with self._sent(call) as response:
+        async with self._open_response(call) as response:
             try:
                 async for line in _lines(response.aiter_bytes()):
                     if line.startswith(b"data:") and (text := line.removeprefix(b"data:").strip()) != b"[DONE]":
                         yield _json(text, self._name)
             except httpx.ReadTimeout as error:
-                raise self._late() from error
+                raise self._timeout_error() from error
             except httpx.TransportError as error:
-                raise EngineGone(str(error)) from error
+                raise EngineLost(str(error)) from error
 
     async def get(self, path: str) -> Json:
         try:
-            response = await self._client.get(path, timeout=QUICK_S)
+            response = await self._client.get(path, timeout=PROBE_TIMEOUT_S)
         except httpx.TransportError as error:
-            raise EngineGone(str(error)) from error
-        if response.status_code in UNAUTHORISED:
-            raise self._unauthorised(response.status_code)
+            raise EngineLost(str(error)) from error
+        if response.status_code in UNAUTHORISED_STATUSES:
+            raise self._credentials_error(response.status_code)
         if response.status_code != 200:
             kind = NotFoundError if response.status_code == 404 else EngineFailedError
             raise kind(f"{self._name} answers {path} with {response.status_code}")
         return _json(response.content, self._name)
 
     @contextlib.asynccontextmanager
-    async def _sent(self, call: EngineCall) -> AsyncIterator[httpx.Response]:
+    async def _open_response(self, call: EngineCall) -> AsyncIterator[httpx.Response]:
         pause_s = FIRST_PAUSE_S
         headers = {"content-type": "application/json"}
         while True:
@@ -231,41 +231,42 @@ class EngineConnection:
                 )
                 response = await self._client.send(request, stream=True)
                 try:
-                    if response.status_code not in BUSY:
-                        if response.status_code in UNAUTHORISED:
-                            raise self._unauthorised(response.status_code)
+                    if response.status_code not in BUSY_STATUSES:
+                        if response.status_code in UNAUTHORISED_STATUSES:
+                            raise self._credentials_error(response.status_code)
                         if response.status_code >= 300:
                             text = await response.aread()
                             if response.status_code >= 500 and not await self.is_healthy():
-                                raise EngineGone(f"it answers {response.status_code}, and is not healthy any more")
-                            raise _refusal(response.status_code, text, self._name)
+                                raise EngineLost(f"it answers {response.status_code}, and is not healthy any more")
+                            raise _status_error(response.status_code, text, self._name)
                         yield response
                         return
-                    wanted = response.headers.get("retry-after", "")
+                    retry_after = response.headers.get("retry-after", "")
                 finally:
                     await response.aclose()
             except httpx.ReadTimeout as error:
-                raise self._late() from error
+                raise self._timeout_error() from error
             except httpx.TransportError as error:
-                sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                raise EngineGone(f"{type(error).__name__}: {error}", sent=sent) from error
+                reached_engine = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                raise EngineLost(f"{type(error).__name__}: {error}", reached_engine=reached_engine) from error
             if self._command and not self._up.is_set():
-                raise EngineGone("it is not healthy", sent=False)
-            pause_s = min(pause_s * 2, LONGEST_BACKOFF_S)
-            await asyncio.sleep(max(pause_s * random.uniform(0.5, 1.0), float(wanted) if wanted.isdigit() else 0.0))
+                raise EngineLost("it is not healthy", reached_engine=False)
+            pause_s = min(pause_s * 2, MAX_BACKOFF_S)
+            retry_after_s = float(retry_after) if retry_after.isdigit() else 0.0
+            await asyncio.sleep(max(pause_s * random.uniform(0.5, 1.0), retry_after_s))
 
-    def _unauthorised(self, status: int) -> SettingsError:
+    def _credentials_error(self, status: int) -> SettingsError:
         return SettingsError(
             f"{self._name} at {self.url} answers {status}: it refuses the credentials in sampler_api_key and "
             "sampler_headers"
         )
 
-    def _late(self) -> EngineFailedError:
+    def _timeout_error(self) -> EngineFailedError:
         return EngineFailedError(
             f"{self._name} sent nothing for {self._engine.access.timeout_s:g} s (sampler_timeout_s)"
         )
 
-    async def _keep_child(self) -> None:
+    async def _run_child(self) -> None:
         self._has_child = True
         attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
         with self._engine.log_path.open("ab") as output:
@@ -290,17 +291,17 @@ class EngineConnection:
                 log=str(self._engine.log_path),
             )
         finally:
-            self._down()
+            self._mark_down()
             watching.cancel()
             assert process.stdin is not None
             process.stdin.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(exited)
             self._has_child = False
-        if not was_up and self._refusal is None:
+        if not was_up and self._start_error is None:
             self._failed_starts += 1
-            if self._failed_starts >= FAILED_STARTS:
-                self._refusal = EngineFailedError(
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                self._start_error = EngineFailedError(
                     f"{self._name} ends before it is up; its log is {self._engine.log_path}"
                 )
 
@@ -312,46 +313,46 @@ class EngineConnection:
                 return
             healthy = await self.is_healthy()
             if healthy and not self._up.is_set() and self._may_start.is_set():
-                await self._arrived()
+                await self._come_up()
             misses = 0 if healthy else misses + 1
-            if self._up.is_set() and misses >= UNHEALTHY:
+            if self._up.is_set() and misses >= MAX_MISSED_CHECKS:
                 log.error("the sampling engine does not answer", engine=self._name)
                 return
-            waiting_s = HEALTH_S if healthy and self._up.is_set() else 0.2
-            self._look.clear()
+            pause_s = HEALTH_INTERVAL_S if healthy and self._up.is_set() else 0.2
+            self._check_now.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(waiting_s):
-                    await self._look.wait()
+                async with asyncio.timeout(pause_s):
+                    await self._check_now.wait()
 
-    async def _arrived(self) -> None:
+    async def _come_up(self) -> None:
         try:
             await self._learn()
         except SettingsError as error:
-            self._refusal = error
+            self._start_error = error
             log.error("the sampling engine cannot be used", engine=self._name, error=str(error))
             return
-        except (EngineGone, EngineFailedError, UserError) as error:
+        except (EngineLost, EngineFailedError, UserError) as error:
             log.warning("the sampling engine is not ready", engine=self._name, error=str(error))
             return
-        self._refusal, self._failed_starts = None, 0
+        self._start_error, self._failed_starts = None, 0
         self.era += 1
         self._up.set()
         log.info("the sampling engine is up", engine=self._name, url=self.url)
 
     async def is_healthy(self) -> bool:
-        awake = self._may_start.is_set()
-        path = self._dialect.health if awake else self._dialect.health_asleep
+        is_awake = self._may_start.is_set()
+        path = self._dialect.health if is_awake else self._dialect.health_asleep
         self._num_checks += 1
         try:
-            status = (await self._client.get(path, timeout=QUICK_S)).status_code
+            status = (await self._client.get(path, timeout=PROBE_TIMEOUT_S)).status_code
         except httpx.TransportError:
             return False
         finally:
             self._num_checks -= 1
         # `learn` reports wrong credentials; an older version may not know the path for an engine that is asleep.
-        return status in (200, *UNAUTHORISED) or (status == 404 and not awake)
+        return status in (200, *UNAUTHORISED_STATUSES) or (status == 404 and not is_awake)
 
-    def _down(self) -> None:
+    def _mark_down(self) -> None:
         self._up.clear()
 
 
@@ -368,19 +369,19 @@ async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 def _json(text: bytes, name: str) -> Json:
     try:
-        found = orjson.loads(text) if text.strip() else {}
+        document = orjson.loads(text) if text.strip() else {}
     except ValueError as error:
         raise EngineFailedError(f"{name} answered with something other than JSON: {text[:80]!r}") from error
-    return found if isinstance(found, dict) else {"answer": found}
+    return document if isinstance(document, dict) else {"answer": document}
 
 
-def _refusal(status: int, text: bytes, name: str) -> Exception:
+def _status_error(status: int, text: bytes, name: str) -> Exception:
     """The error for a status of 300 or more: a wrong request below 500, a failed engine otherwise."""
     message = text[:2000].decode(errors="replace")
     with contextlib.suppress(ValueError, AttributeError, TypeError):
-        found = orjson.loads(text)
-        told = found.get("error", found)
-        message = str((told.get("message") if isinstance(told, dict) else told) or message)
+        document = orjson.loads(text)
+        detail = document.get("error", document)
+        message = str((detail.get("message") if isinstance(detail, dict) else detail) or message)
     if status == 404:
         return NotFoundError(f"{name} answers: {message}")
     return (UserError if status < 500 else EngineFailedError)(f"{name} answers {status}: {message}")

@@ -24,7 +24,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import start_supervised_thread
 
 OWNER = "adapters"
-SILENCE_S = 60.0
+IDLE_TIMEOUT_S = 60.0
 """A connection that is idle for this long is closed."""
 
 
@@ -64,7 +64,7 @@ class AdapterLinks:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = SILENCE_S
+    timeout = IDLE_TIMEOUT_S
 
     def __init__(self, directories: dict[str, Path], *arguments: object) -> None:
         self._directories = directories
@@ -78,25 +78,25 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         """/api/models/REPOSITORY[/revision/R or /tree/R], or /REPOSITORY/resolve/R/FILE; of /OWNER/TOKEN alone."""
-        words = unquote(urlsplit(self.path).path).strip("/").split("/")
-        about = words[:2] == ["api", "models"]
-        owner, token, *rest = [*(words[2:] if about else words), "", ""][:6]
+        segments = unquote(urlsplit(self.path).path).strip("/").split("/")
+        is_api = segments[:2] == ["api", "models"]
+        owner, token, *route = [*(segments[2:] if is_api else segments), "", ""][:6]
         directory = self._directories.get(f"{owner}/{token}")
         if directory is None:
             self._fail("RepoNotFound")
             return
         names = sorted(path.name for path in directory.iterdir() if path.is_file())
         commit = hashlib.sha1(token.encode()).hexdigest()
-        if about and rest[0] == "tree":
+        if is_api and route[0] == "tree":
             entries = [{"type": "file", "path": name, "oid": _etag(directory / name)} for name in names]
             sized = [entry | {"size": (directory / str(entry["path"])).stat().st_size} for entry in entries]
             self._send_json(sized, commit, body=body)
-        elif about:
-            found = {"id": f"{owner}/{token}", "modelId": f"{owner}/{token}", "sha": commit, "private": True}
-            found |= {"siblings": [{"rfilename": name} for name in names], "tags": [], "downloads": 0, "likes": 0}
-            self._send_json(found, commit, body=body)
-        elif rest[0] == "resolve" and len(rest) > 2 and rest[2] in names:
-            self._send_file(directory / rest[2], commit, body=body)
+        elif is_api:
+            model_info = {"id": f"{owner}/{token}", "modelId": f"{owner}/{token}", "sha": commit, "private": True}
+            model_info |= {"siblings": [{"rfilename": name} for name in names], "tags": [], "downloads": 0, "likes": 0}
+            self._send_json(model_info, commit, body=body)
+        elif route[0] == "resolve" and len(route) > 2 and route[2] in names:
+            self._send_file(directory / route[2], commit, body=body)
         else:
             self._fail("EntryNotFound")
 
@@ -130,5 +130,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(path: Path) -> str:
-    facts = path.stat()
-    return hashlib.sha256(f"{path}\n{facts.st_mtime_ns}\n{facts.st_size}".encode()).hexdigest()
+    status = path.stat()
+    return hashlib.sha256(f"{path}\n{status.st_mtime_ns}\n{status.st_size}".encode()).hexdigest()

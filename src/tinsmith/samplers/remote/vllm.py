@@ -23,17 +23,17 @@ from typing import cast
 
 from tinsmith.errors import NotSupportedError, SettingsError
 from tinsmith.samplers.remote.dialect import (
-    MAX_ADAPTERS_AT_ONCE,
-    MAX_RANK,
-    Ask,
+    MAX_BATCH_ADAPTERS,
+    MAX_LORA_RANK,
     Dialect,
     EngineCall,
     EngineReply,
+    EngineRequest,
     Json,
-    PromptAsk,
-    Row,
-    agree,
+    LogprobRow,
+    PromptScoring,
     logprob_of,
+    logprobs_match,
     penalises,
     sampling_fields,
     truncates,
@@ -41,17 +41,17 @@ from tinsmith.samplers.remote.dialect import (
 from tinsmith.types import SamplingParams
 
 COMPLETIONS = "/v1/completions"
-BASE = "tinsmith-base"
+BASE_MODEL_NAME = "tinsmith-base"
 """The name of the base model in an engine that this process starts."""
 
-MOST_CELLS = 2**18
+MAX_REPLY_LOGPROBS = 2**18
 """The most logprobs of one prompt that a reply may have: about 16 MiB of JSON."""
 
 
 class VllmDialect(Dialect):
     name = "vLLM"
     health = health_asleep = "/health"
-    questions = ("/v1/models",)
+    info_paths = ("/v1/models",)
     seed_bits = 62
     root = "/v1"
     environment = (
@@ -63,13 +63,13 @@ class VllmDialect(Dialect):
     module = "vllm.entrypoints.openai.api_server"
     model_option = "--model"
     fixed_options = (
-        *("--served-model-name", BASE, "--generation-config", "vllm"),
+        *("--served-model-name", BASE_MODEL_NAME, "--generation-config", "vllm"),
         *("--enable-lora", "--enable-prompt-tokens-details"),
     )
     sleep_option = "--enable-sleep-mode"
     default_options: Mapping[str, str] = {
-        "--max-lora-rank": str(MAX_RANK),
-        "--max-loras": str(MAX_ADAPTERS_AT_ONCE),
+        "--max-lora-rank": str(MAX_LORA_RANK),
+        "--max-loras": str(MAX_BATCH_ADAPTERS),
         "--max-logprobs": "-1",
         "--logprobs-mode": "processed_logprobs",
     }
@@ -77,18 +77,18 @@ class VllmDialect(Dialect):
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         super().__init__(eos_token_ids, vocab_size)
         self.scores_alone = True
-        self._base = BASE
+        self._base = BASE_MODEL_NAME
         self._processed = True
 
-    def learn(self, facts: Sequence[Json]) -> None:
-        models = [model for model in facts[0].get("data", []) if not model.get("parent")]
+    def learn(self, answers: Sequence[Json]) -> None:
+        models = [model for model in answers[0].get("data", []) if not model.get("parent")]
         if not models:
             raise SettingsError("vLLM serves no base model: /v1/models names none")
         self._base = str(models[0]["id"])
         self.max_context_length = cast("int | None", models[0].get("max_model_len"))
 
     def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
-        self._processed = not agree(drawn, scored)
+        self._processed = not logprobs_match(drawn, scored)
 
     def check(self, params: SamplingParams, *, alternatives: int) -> None:
         super().check(params, alternatives=alternatives)
@@ -105,53 +105,53 @@ class VllmDialect(Dialect):
                 "vLLM has no logprobs of the whole distribution then; use temperature 1, or leave the others out"
             )
 
-    def about_prompt(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptAsk:
-        if ids and length * self._vocab_size > MOST_CELLS:
+    def prompt_scoring(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptScoring:
+        if ids and length * self._vocab_size > MAX_REPLY_LOGPROBS:
             raise NotSupportedError(
                 f"target_prompt_logprobs is not supported where vLLM samples, for a prompt of {length} tokens and a "
                 f"vocabulary of {self._vocab_size}: vLLM reports logprobs of chosen ids only with all others, and "
-                f"{MOST_CELLS} are the most; use topk_prompt_logprobs"
+                f"{MAX_REPLY_LOGPROBS} are the most; use topk_prompt_logprobs"
             )
-        return PromptAsk(first, topk, ids, everything=bool(ids))
+        return PromptScoring(first, topk, ids, whole_vocabulary=bool(ids))
 
     def rescores(self, params: SamplingParams) -> bool:
         return self._processed and (truncates(params) or penalises(params))
 
-    def call(self, ask: Ask) -> EngineCall:
-        params = ask.params
+    def call(self, request: EngineRequest) -> EngineCall:
+        params = request.params
         stops = set(params.stop_tokens) | (self._eos_token_ids if params.stop_eos else frozenset())
         body: Json = sampling_fields(params, 0) | {
-            "model": ask.adapter or self._base,
-            "prompt": list(ask.tokens),
+            "model": request.adapter or self._base,
+            "prompt": list(request.tokens),
             "add_special_tokens": False,
-            "max_tokens": ask.max_tokens,
+            "max_tokens": request.max_tokens,
             "ignore_eos": True,
             "stop_token_ids": sorted(stops),
             "stop": list(params.stop_strings),
             "include_stop_str_in_output": True,
-            "logprobs": ask.topk,
+            "logprobs": request.topk,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
-            "request_id": ask.request_id,
+            "request_id": request.request_id,
         }
-        if ask.only:
-            body["logprob_token_ids"] = list(ask.only)
-        if ask.seed is not None:
-            body["seed"] = ask.seed
-        if ask.cache_scope:
-            body["cache_salt"] = ask.cache_scope[:1024]
-        if ask.prompt is not None:
-            body["prompt_logprobs"] = -1 if ask.prompt.everything else ask.prompt.topk
-        if ask.stream:
+        if request.only_ids:
+            body["logprob_token_ids"] = list(request.only_ids)
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if request.cache_scope:
+            body["cache_salt"] = request.cache_scope[:1024]
+        if request.prompt is not None:
+            body["prompt_logprobs"] = -1 if request.prompt.whole_vocabulary else request.prompt.topk
+        if request.stream:
             body["stream"] = True
             body["stream_options"] = {"include_usage": True}
         return EngineCall(COMPLETIONS, body)
 
-    def _read(self, ask: Ask, answer: Json, start: int) -> EngineReply:
+    def _read(self, request: EngineRequest, answer: Json, start: int) -> EngineReply:
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         reply = EngineReply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
         for choice in answer["choices"]:
-            _add(reply, choice, ask)
+            _add(reply, choice, request)
         return reply
 
     def sleep(self) -> Sequence[EngineCall]:
@@ -168,20 +168,20 @@ class VllmDialect(Dialect):
         return super().command(python, model, port, options, shares_device)
 
 
-def _add(reply: EngineReply, choice: Json, ask: Ask) -> None:
+def _add(reply: EngineReply, choice: Json, request: EngineRequest) -> None:
     tokens = [int(token) for token in choice.get("token_ids") or []]
-    told = choice.get("logprobs") or {}
-    logprobs = [logprob_of(value) for value in told.get("token_logprobs") or []]
+    logprobs_object = choice.get("logprobs") or {}
+    logprobs = [logprob_of(value) for value in logprobs_object.get("token_logprobs") or []]
     if len(tokens) != len(logprobs):
         raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} logprobs")
-    named = (told.get("top_logprobs") or []) if ask.topk or ask.only else []
-    topk: list[Row] = [
-        {int(name.removeprefix("token_id:")): logprob_of(value) for name, value in row.items()} for row in named
+    top_logprobs = (logprobs_object.get("top_logprobs") or []) if request.topk or request.only_ids else []
+    topk: list[LogprobRow] = [
+        {int(name.removeprefix("token_id:")): logprob_of(value) for name, value in row.items()} for row in top_logprobs
     ]
-    if (ask.topk or ask.only) and len(topk) != len(tokens):
+    if (request.topk or request.only_ids) and len(topk) != len(tokens):
         raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
     reply.add(EngineReply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
-    if ask.prompt is not None and choice.get("prompt_logprobs") is not None:
+    if request.prompt is not None and choice.get("prompt_logprobs") is not None:
         reply.prompt_rows = [
             {int(token): logprob_of(entry["logprob"]) for token, entry in (row or {}).items()}
             for row in choice["prompt_logprobs"]
