@@ -19,8 +19,8 @@ from support.compatibility import (
     TESTS,
     Witness,
     cli_commands,
-    declared,
-    known_names,
+    collect_coverage,
+    coverable_names,
     ledger,
     render,
     sdk_methods,
@@ -36,15 +36,15 @@ def test_the_document_matches_the_tests() -> None:
 
 
 def test_every_method_command_and_endpoint_is_driven_or_excepted() -> None:
-    driven = set(declared())
-    undriven = known_names() - driven - set(EXCEPTIONS)
+    driven = set(collect_coverage())
+    undriven = coverable_names() - driven - set(EXCEPTIONS)
     assert not undriven, f"no test covers {sorted(undriven)}, and EXCEPTIONS gives no reason"
     assert not driven & set(EXCEPTIONS), f"both covered and excepted: {sorted(driven & set(EXCEPTIONS))}"
     assert all(EXCEPTIONS.values())
 
 
 def test_declarations_name_existing_things() -> None:
-    unknown = (set(declared()) | set(EXCEPTIONS)) - known_names()
+    unknown = (set(collect_coverage()) | set(EXCEPTIONS)) - coverable_names()
     assert not unknown, f"{sorted(unknown)} is no method, command or endpoint"
 
 
@@ -58,7 +58,7 @@ def test_every_row_of_the_ledger_has_tests_that_exist() -> None:
     expected = {f"{letter}{index}" for letter, count in LEDGER_ROWS.items() for index in range(1, count + 1)}
     assert sorted(row.row for row in rows) == sorted(expected | {"B46", "Z"})
     for row in rows:
-        assert row.what and row.tests, f"{row.row} has no test"
+        assert row.promise and row.tests, f"{row.row} has no test"
         assert row.against in (*AGAINST, MISSING), f"{row.row} runs against {row.against!r}"
         assert row.lacks or row.against != MISSING, f"{row.row} does not say what is missing"
         for test in row.tests:

@@ -16,7 +16,7 @@ import pytest
 import tinker
 from tinker import types
 
-from support.cluster import BASE, Cluster, clustered
+from support.cluster import BASE, Cluster, start_cluster
 from support.databases import SQLITE
 from support.live import API_KEY, LiveServer, environment
 from tinsmith import batch
@@ -74,7 +74,7 @@ def test_doctor_reports_the_missing_package(bare_python: Path, tmp_path: Path) -
 @pytest.fixture
 def service(tmp_path: Path, bare_python: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """A server and a worker of bulk jobs without the packages of engines, and an engine that has them."""
-    with clustered(tmp_path, SQLITE) as cluster, contextlib.ExitStack() as stack:
+    with start_cluster(tmp_path, SQLITE) as cluster, contextlib.ExitStack() as stack:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", str(bare_python))
             server = _start(stack, cluster, "server")

@@ -19,8 +19,8 @@ def test_a_session_over_a_base_model_names_no_version(harness: Harness) -> None:
     opened = CreateSamplingSessionResponse.model_validate(harness.ok("create_sampling_session", body))
     assert opened.sampling_session_id == f"{session_id}:sample:0"
     assert harness.ok("create_sampling_session", body)["sampling_session_id"] == opened.sampling_session_id
-    found = GetSamplerResponse.model_validate(harness.get(f"samplers/{opened.sampling_session_id}").json())
-    assert (found.sampler_id, found.base_model, found.model_path) == (opened.sampling_session_id, BASE, None)
+    sampler = GetSamplerResponse.model_validate(harness.get(f"samplers/{opened.sampling_session_id}").json())
+    assert (sampler.sampler_id, sampler.base_model, sampler.model_path) == (opened.sampling_session_id, BASE, None)
     assert harness.services.sampling_sessions.get("alice", opened.sampling_session_id).version_id is None
 
 
@@ -29,8 +29,8 @@ def test_a_session_over_a_checkpoint_names_it_as_its_version(harness: Harness, k
     session_id = harness.session()
     path = harness.checkpoint(harness.model(session_id), kind)
     opened = harness.ok("create_sampling_session", opening(session_id, model_path=path))
-    found = harness.services.sampling_sessions.get("alice", opened["sampling_session_id"])
-    assert (found.model_path, found.version_id, found.base_model) == (path, path, BASE)
+    session = harness.services.sampling_sessions.get("alice", opened["sampling_session_id"])
+    assert (session.model_path, session.version_id, session.base_model) == (path, path, BASE)
     assert harness.get(f"samplers/{opened['sampling_session_id']}").json()["model_path"] == path
 
 
@@ -81,7 +81,7 @@ def test_a_sample_is_stored_with_an_id_for_each_sequence(harness: Harness) -> No
     (row,) = harness.pending()
     assert (row.kind, row.seq_id, row.sampling_session_id) == ("sample", 5, sampler_id)
     assert row.num_tokens == 2 + 2 * 3
-    stored = harness.stored_body(row.request_id)
+    stored = harness.read_request_body(row.request_id)
     assert stored == json_bytes(body)
     assert read_sample(stored, row.request_id, None).prompt_T.tolist() == [1, 2]
     assert harness.woken[-1] == BASE
