@@ -226,7 +226,7 @@ def _free_bytes(settings: Settings) -> list[int]:
 def _read_architecture(shape: ModelShape) -> Architecture:
     """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
     model = read_directory(Path(shape.path))
-    return model if shape.vision is not None else replace(model, vision_numbers=0, tower_numbers=0.0)
+    return model if shape.vision is not None else replace(model, vision_parameters=0, tower_activations=0.0)
 
 
 def _read_degrees(settings: Settings) -> Degrees:
