@@ -36,7 +36,7 @@ def backend(shape: ModelShape) -> TorchBackend:
 
 
 def train(backend: TorchBackend, model_id: str, steps: range) -> list[float]:
-    seen = []
+    losses = []
     for step in steps:
         rng = np.random.default_rng(step)
         tokens = rng.integers(0, tiny_models.VOCAB, 20)
@@ -44,9 +44,9 @@ def train(backend: TorchBackend, model_id: str, steps: range) -> list[float]:
         datum = Datum(tokens.astype(np.int32), inputs)
         (result,) = run_to_end(backend.run_passes([Pass("r", model_id, (datum,), "cross_entropy", {}, False)]))
         assert isinstance(result, PassResult)
-        seen.append(result.metrics["loss:sum"])
+        losses.append(result.metrics["loss:sum"])
         backend.optim_step([OptimStep("o", model_id, AdamParams(5e-3, weight_decay=0.01))])
-    return seen
+    return losses
 
 
 def logits(backend: TorchBackend, adapter: Adapter) -> Tensor:
@@ -118,8 +118,8 @@ def test_an_adapters_own_alpha_counts_in_training_in_samples_and_in_files(
 
     # A model with another alpha gets the same function; one with the same alpha is equal bit for bit.
     backend.load("default", LoraSpec(4, seed=0), tmp_path / "peft", optimizer=False)
-    same = logits(backend, backend._models["default"].adapter)
-    torch.testing.assert_close(same.double(), theirs, rtol=1e-4, atol=1e-4)
+    default_logits = logits(backend, backend._models["default"].adapter)
+    torch.testing.assert_close(default_logits.double(), theirs, rtol=1e-4, atol=1e-4)
     backend.load("resumed", spec, tmp_path / "peft", optimizer=True)
     assert train(backend, "resumed", range(3, 5)) == train(backend, "m", range(3, 5))
 
@@ -160,14 +160,14 @@ def test_a_version_is_a_copy_that_training_does_not_touch(backend: TorchBackend)
     backend.create_model("m", LoraSpec(4, seed=1))
     train(backend, "m", range(2))
     backend.publish("m", "v")
-    held = backend._versions["v"]
-    before = logits(backend, held)
+    version = backend._versions["v"]
+    before = logits(backend, version)
     assert torch.equal(before, logits(backend, backend._models["m"].adapter))
     train(backend, "m", range(2, 4))
-    assert torch.equal(before, logits(backend, held))
+    assert torch.equal(before, logits(backend, version))
     assert not torch.equal(before, logits(backend, backend._models["m"].adapter))
     backend.publish("m", "v")
-    assert backend._versions["v"] is not held and torch.equal(before, logits(backend, held))
+    assert backend._versions["v"] is not version and torch.equal(before, logits(backend, version))
     backend.unload_model("m")
     assert backend.has_version("v") and not backend.has_model("m")
     backend.drop_version("v")

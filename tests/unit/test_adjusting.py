@@ -57,29 +57,34 @@ def reference_draw(
     logits: np.ndarray, prompt: np.ndarray, answer: list[int], params: SamplingParams, position: int
 ) -> tuple[int, float]:
     """The token that these parameters draw, and its margin to another token."""
-    found = params.adjustments
-    assert found is not None
+    adjustments = params.adjustments
+    assert adjustments is not None
     row = logits.copy()
     for token in range(len(row)):
         completes = any(
-            word[-1] == token and answer[len(answer) + 1 - len(word) :] == [*word[:-1]] for word in found.bad_words
+            word[-1] == token and answer[len(answer) + 1 - len(word) :] == [*word[:-1]]
+            for word in adjustments.bad_words
         )
-        stops = token in params.stop_tokens and position < found.min_tokens
-        if completes or stops or (found.allowed_token_ids and token not in found.allowed_token_ids):
+        stops = token in params.stop_tokens and position < adjustments.min_tokens
+        if completes or stops or (adjustments.allowed_token_ids and token not in adjustments.allowed_token_ids):
             row[token] = -np.inf
-    for token, bias in found.logit_bias:
+    for token, bias in adjustments.logit_bias:
         row[token] += bias
     for token in {*prompt.tolist(), *answer}:
-        row[token] = row[token] / found.repetition_penalty if row[token] > 0 else row[token] * found.repetition_penalty
+        row[token] = (
+            row[token] / adjustments.repetition_penalty
+            if row[token] > 0
+            else row[token] * adjustments.repetition_penalty
+        )
     for token in set(answer):
-        row[token] -= found.frequency_penalty * answer.count(token) + found.presence_penalty
+        row[token] -= adjustments.frequency_penalty * answer.count(token) + adjustments.presence_penalty
     if params.temperature == 0:
         best = np.sort(row)[::-1]
         return int(row.argmax()), float(best[0] - best[1])
     row = row / params.temperature
     weights = np.exp(row - row.max())
     weights /= weights.sum()
-    weights[weights < found.min_p * weights.max()] = 0
+    weights[weights < adjustments.min_p * weights.max()] = 0
     cumulative = np.cumsum(weights) / weights.sum()
     target = uniform(SEED, 0, position)
     token = int(np.searchsorted(cumulative, target, side="right"))
@@ -108,8 +113,8 @@ def test_tokens_are_those_of_a_float64_reference_and_logprobs_the_models_own(
 ) -> None:
     params = SamplingParams(max_tokens=24, seed=SEED, stop_eos=False, temperature=temperature, adjustments=CASES[name])
     prompt = make_prompt(9, seed=2)
-    found = sequence(base, params, prompt)
-    answer = found.tokens_T.tolist()
+    sampled = sequence(base, params, prompt)
+    answer = sampled.tokens_T.tolist()
     logits = model_logits(base, prompt, answer)
     sure = 0
     for position, row in enumerate(logits):
@@ -119,7 +124,7 @@ def test_tokens_are_those_of_a_float64_reference_and_logprobs_the_models_own(
             sure += 1
         scaled = row / (temperature or 1.0)
         logprob = scaled[answer[position]] - np.logaddexp.reduce(scaled)
-        assert found.logprobs_T[position] == pytest.approx(logprob, abs=1e-4)
+        assert sampled.logprobs_T[position] == pytest.approx(logprob, abs=1e-4)
     assert sure > 15
     if temperature == 0 and name in ("min_p", "negative"):
         return  # the most likely token becomes more likely
@@ -136,9 +141,9 @@ def test_an_answer_has_at_least_so_many_tokens(base: BaseModel, temperature: flo
         max_tokens=40, seed=SEED, stop_eos=False, stop_tokens=stops, temperature=temperature,
         adjustments=Adjustments(min_tokens=11),
     )  # fmt: skip
-    found = sequence(base, params, prompt)
-    answer = found.tokens_T.tolist()
-    assert found.stop_reason == "stop" and len(answer) > 11 and answer[-1] in stops
+    sampled = sequence(base, params, prompt)
+    answer = sampled.tokens_T.tolist()
+    assert sampled.stop_reason == "stop" and len(answer) > 11 and answer[-1] in stops
     assert not set(answer[:11]) & set(stops)
     for position, row in enumerate(model_logits(base, prompt, answer)):
         token, margin = reference_draw(row, prompt, answer[:position], params, position)
@@ -180,23 +185,23 @@ SCHEMA = {
 }
 
 
-def held_to(grammar: Grammar, **changes: object) -> SamplingParams:
+def constrain(grammar: Grammar, **changes: object) -> SamplingParams:
     return replace(SamplingParams(max_tokens=200, adjustments=Adjustments(grammar=grammar)), **changes)  # type: ignore[arg-type]
 
 
-def text_of(base: BaseModel, found: SampledSequence) -> str:
-    return base.tokenizer.decode(found.tokens_T.tolist(), skip_special_tokens=True)
+def text_of(base: BaseModel, sampled: SampledSequence) -> str:
+    return base.tokenizer.decode(sampled.tokens_T.tolist(), skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("model", ["base", "chatty"])
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_that_is_held_to_a_schema_fits_it(request: pytest.FixtureRequest, model: str, seed: int) -> None:
     base = request.getfixturevalue(model)
-    params = held_to(Grammar("json_schema", json.dumps(SCHEMA)), seed=seed, temperature=1.0)
-    found = alone(base, make_sample("r", make_prompt(6), params, num_samples=3))
-    for one in found.sequences:
-        assert one.stop_reason == "stop"
-        value = json.loads(text_of(base, one))
+    params = constrain(Grammar("json_schema", json.dumps(SCHEMA)), seed=seed, temperature=1.0)
+    result = alone(base, make_sample("r", make_prompt(6), params, num_samples=3))
+    for sampled in result.sequences:
+        assert sampled.stop_reason == "stop"
+        value = json.loads(text_of(base, sampled))
         assert set(value) == {"name", "age"} and len(value["name"]) <= 8 and 0 <= value["age"] <= 99
 
 
@@ -217,46 +222,46 @@ SCHEMAS: dict[str, dict[str, object]] = {
     "number": thing(x={"type": "number"}, y={"type": "number"}),
     "either": thing(v={"anyOf": [{"type": "boolean"}, thing(k={"type": "null"})]}),
 }
-ASKED = ("Say hello.", "What is 2+2?")
+QUESTIONS = ("Say hello.", "What is 2+2?")
 
 
-def held_answers(base: BaseModel, grammar: Grammar, max_tokens: int = 160) -> list[tuple[str, str]]:
+def sample_constrained(base: BaseModel, grammar: Grammar, max_tokens: int = 160) -> list[tuple[str, str]]:
     """The texts and stop reasons of answers to several prompts at temperatures 1 and 0."""
     samples = []
-    for seed, question in enumerate(ASKED):
+    for seed, question in enumerate(QUESTIONS):
         prompt = base.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
         for temperature in (1.0, 0.0):
-            params = held_to(grammar, seed=seed, temperature=temperature, max_tokens=max_tokens)
+            params = constrain(grammar, seed=seed, temperature=temperature, max_tokens=max_tokens)
             ids = np.array(prompt, np.int32)
             samples.append(make_sample(f"{seed} {temperature}", ids, params, num_samples=3 if temperature else 1))
-    found = run(LocalSampler(base, {}), *samples).values()
-    return [(text_of(base, one), one.stop_reason) for result in found for one in result.sequences]
+    results = run(LocalSampler(base, {}), *samples).values()
+    return [(text_of(base, sampled), sampled.stop_reason) for result in results for sampled in result.sequences]
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name: str) -> None:
     """Endless white space and digits are prevented."""
-    for text, reason in held_answers(chatty, json_grammar(SCHEMAS[name])):
+    for text, reason in sample_constrained(chatty, json_grammar(SCHEMAS[name])):
         assert reason == "stop", text
         jsonschema.validate(json.loads(text), SCHEMAS[name])
         assert "\n" not in text and "  " not in text
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("name", ["flat", "nested", "array", "integer"])
-def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named: bool) -> None:
+def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_name: bool) -> None:
     tools = Tool(name, SCHEMAS[name], {}), Tool("other", {"type": "object", "additionalProperties": False}, {})
-    use = ToolUse(tools, name if named else "required", named, parallel=not named, form="hermes")
+    use = ToolUse(tools, name if by_name else "required", by_name, parallel=not by_name, form="hermes")
     grammar = use.grammar()
     assert grammar is not None
-    for text, reason in held_answers(chatty, grammar, 400):
+    for text, reason in sample_constrained(chatty, grammar, 400):
         assert reason == "stop", text
         assembler = use.new_assembler()
         assembler.feed(text)
         assembler.finish()
         parts = assembler.take_parts()
         calls = [part for part in parts if isinstance(part, ToolCall)]
-        assert calls == parts and calls and (not named or [call.name for call in calls] == [name])
+        assert calls == parts and calls and (not by_name or [call.name for call in calls] == [name])
         for call in calls:
             jsonschema.validate(
                 json.loads(call.arguments), SCHEMAS[name] if call.name == name else {"maxProperties": 0}
@@ -270,7 +275,7 @@ def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseM
     dice = np.random.default_rng(seed)
     digits = [chatty.tokenizer.encode(digit)[0] for digit in "0123456789"]
 
-    def drawn(schema: object) -> object:
+    def draw_value(schema: object) -> object:
         constraint = grammars.constraint(json_grammar({"type": "array", "prefixItems": [schema], "items": False,
                                                        "minItems": 1}))  # fmt: skip
         tokens: list[int] = []
@@ -282,10 +287,10 @@ def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseM
             constraint.push(tokens[-1])
         return json.loads(chatty.tokenizer.decode(tokens, skip_special_tokens=True))[0]
 
-    assert 1 <= len(str(drawn({"type": "integer"}))) <= MAX_NUMBER_LENGTH
-    text = drawn({"type": "string", "pattern": "^[0-9]{60}$"})
+    assert 1 <= len(str(draw_value({"type": "integer"}))) <= MAX_NUMBER_LENGTH
+    text = draw_value({"type": "string", "pattern": "^[0-9]{60}$"})
     assert isinstance(text, str) and len(text) == 60, "digits of a text are not counted"
-    assert drawn({"enum": [10**59]}) == 10**59, "a schema may want a longer one"
+    assert draw_value({"enum": [10**59]}) == 10**59, "a schema may want a longer one"
 
 
 def test_a_grammar_goes_with_penalties_and_survives_a_crowd(chatty: BaseModel) -> None:
@@ -301,8 +306,8 @@ def test_a_grammar_goes_with_penalties_and_survives_a_crowd(chatty: BaseModel) -
 
 
 def test_an_answer_ends_where_nothing_may_follow_even_if_end_tokens_stop_nothing(chatty: BaseModel) -> None:
-    found = sequence(chatty, held_to(Grammar("regex", "[0-9]{4}"), stop_eos=False, seed=1), make_prompt(4))
-    assert found.stop_reason == "stop" and len(found.tokens_T) == 4
+    sampled = sequence(chatty, constrain(Grammar("regex", "[0-9]{4}"), stop_eos=False, seed=1), make_prompt(4))
+    assert sampled.stop_reason == "stop" and len(sampled.tokens_T) == 4
 
 
 @pytest.mark.parametrize(
@@ -320,14 +325,14 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_at_submission(
 ) -> None:
     sampler = LocalSampler(chatty, {})
     with pytest.raises(UserError, match=words):
-        sampler.submit(make_sample("r", make_prompt(4), held_to(grammar)))
+        sampler.submit(make_sample("r", make_prompt(4), constrain(grammar)))
     assert not sampler.has_work
 
 
 def test_a_grammar_that_explodes_ends_its_own_request_only(chatty: BaseModel) -> None:
     sampler = LocalSampler(chatty, {})
-    many = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(900)}}
-    sampler.submit(make_sample("bad", make_prompt(4), held_to(Grammar("json_schema", json.dumps(many)))))
+    schema = {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(900)}}
+    sampler.submit(make_sample("bad", make_prompt(4), constrain(Grammar("json_schema", json.dumps(schema)))))
     sampler.submit(make_sample("good", make_prompt(4), SamplingParams(max_tokens=4, stop_eos=False)))
     outcomes = finish(sampler)
     assert isinstance(outcomes["bad"], UserError) and "grammar" in str(outcomes["bad"])
@@ -339,16 +344,18 @@ def test_a_streams_partials_are_its_result(base: BaseModel) -> None:
     sampler = LocalSampler(base, {})
     sampler.submit(make_sample("r", make_prompt(4), params, num_samples=2, topk_sample_logprobs=2, stream=True))
     sampler.submit(make_sample("quiet", make_prompt(4), params))
-    told, outcomes = [], {}
+    partials, outcomes = [], {}
     while sampler.has_work:
         outcomes |= dict(sampler.step())
-        told += sampler.partials()
-    assert {partial.request_id for partial in told} == {"r"}
-    for index, found in enumerate(outcomes["r"].sequences):
-        mine = [partial for partial in told if partial.index == index]
-        assert [partial.start for partial in mine] == list(range(10))
-        assert [token for partial in mine for token in partial.tokens] == found.tokens_T.tolist()
-        assert [lp for partial in mine for lp in partial.logprobs] == pytest.approx(found.logprobs_T.tolist())
-        assert [row[0] for partial in mine for row in partial.topk] == [
-            tuple(r) for r in found.topk.token_ids_Tk.tolist()
+        partials += sampler.partials()
+    assert {partial.request_id for partial in partials} == {"r"}
+    for index, sampled in enumerate(outcomes["r"].sequences):
+        sequence_partials = [partial for partial in partials if partial.index == index]
+        assert [partial.start for partial in sequence_partials] == list(range(10))
+        assert [token for partial in sequence_partials for token in partial.tokens] == sampled.tokens_T.tolist()
+        assert [lp for partial in sequence_partials for lp in partial.logprobs] == pytest.approx(
+            sampled.logprobs_T.tolist()
+        )
+        assert [row[0] for partial in sequence_partials for row in partial.topk] == [
+            tuple(r) for r in sampled.topk.token_ids_Tk.tolist()
         ]

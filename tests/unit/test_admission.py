@@ -190,16 +190,16 @@ def test_answers_beyond_memory_are_refused_before_they_begin(options: dict[str, 
     ],
 )
 def test_an_adam_parameter_out_of_range_is_refused_by_name(name: str, value: float) -> None:
-    for field, more in (("adam_params", {}), ("optimizer_params", {"type": "adamw"})):
+    for field, extra in (("adam_params", {}), ("optimizer_params", {"type": "adamw"})):
         with pytest.raises(UserError, match=rf"{field}\.{name} is "):
-            adam(field, **{name: value}, **more)
+            adam(field, **{name: value}, **extra)
 
 
 def adam(field: str = "adam_params", **params: object) -> AdamParams:
     request = validate(OptimStepRequest, {"model_id": "m", field: params})
-    found = optim_step_of(request, "r").params
-    assert isinstance(found, AdamParams)
-    return found
+    adam_params = optim_step_of(request, "r").params
+    assert isinstance(adam_params, AdamParams)
+    return adam_params
 
 
 def test_the_default_and_the_extreme_adam_parameters_are_admitted() -> None:

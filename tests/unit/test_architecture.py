@@ -100,7 +100,7 @@ def modules() -> dict[str, Path]:
     return {name_of(path): path for path in source_files()}
 
 
-def imported(path: Path) -> Iterator[str]:
+def imports_of(path: Path) -> Iterator[str]:
     """The modules of tinsmith that a file imports anywhere, including imports for types."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -111,17 +111,17 @@ def imported(path: Path) -> Iterator[str]:
         else:
             continue
         for name in names:
-            package, _, rest = name.partition(".")
+            package, _, module = name.partition(".")
             if package != "tinsmith":
                 continue
-            while rest and rest not in modules():
-                rest = rest.rpartition(".")[0]
-            yield rest
+            while module and module not in modules():
+                module = module.rpartition(".")[0]
+            yield module
 
 
 @cache
 def graph() -> dict[str, set[str]]:
-    return {name: set(imported(path)) - {name, ""} for name, path in modules().items()}
+    return {name: set(imports_of(path)) - {name, ""} for name, path in modules().items()}
 
 
 def cycles() -> list[list[str]]:
@@ -129,7 +129,7 @@ def cycles() -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(name: str) -> None:
         index[name] = low[name] = len(index)
@@ -144,19 +144,19 @@ def cycles() -> list[list[str]]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
     for name in graph():
         if name not in index:
             visit(name)
-    return found
+    return groups
 
 
 def test_a_package_imports_only_what_the_table_allows() -> None:
     forbidden = [
         f"{module} imports {other}"
-        for module, others in graph().items()
-        for other in sorted(others)
+        for module, imports in graph().items()
+        for other in sorted(imports)
         if module and (top := module.split(".")[0]) != (below := other.split(".")[0]) and below not in MAY_IMPORT[top]
     ]
     assert not forbidden
@@ -168,8 +168,8 @@ def test_the_table_has_a_row_for_each_entry_of_the_first_level() -> None:
 
 
 def test_the_table_has_no_cycle() -> None:
-    for package, others in MAY_IMPORT.items():
-        for other in others:
+    for package, allowed in MAY_IMPORT.items():
+        for other in allowed:
             assert package not in MAY_IMPORT[other] or frozenset({package, other}) in ONE_LAYER, (package, other)
 
 
@@ -184,7 +184,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
-    shared = {name: found for name, found in homes.items() if len(found) > 1}
+    shared = {name: owners for name, owners in homes.items() if len(owners) > 1}
     assert set(shared) == SHARED_NAMES, shared
 
 

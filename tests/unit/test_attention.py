@@ -52,12 +52,12 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
     *given_rows, grad = (rows(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
     mask = None if window is None else causal_mask(length, window, grad)
     options: AttentionOptions = {"scale": 0.3}
-    found = []
+    results = []
     for attend in (prefill, reference):
         leaves = [x.clone().requires_grad_() for x in given_rows]
         out = attend(*leaves, mask, **options)
-        found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    for ours, expected in zip(*found, strict=True):
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -69,18 +69,18 @@ def test_short_bfloat16_sequences_are_as_exact_as_the_reference(num: int, length
     given_rows = [rows(heads, num, max(heads, 2), length, dim).bfloat16() for heads, dim in dims.items()]
     grad = rows(9, num, 4, length, value_dim).bfloat16()
 
-    def computed(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def differentiate(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in given_rows]
         out = attend(*leaves, None, scale=0.25)
         assert ("ShortCausal" in str(out.grad_fn)) == (attend is prefill)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
-    ours, plain = computed(prefill, torch.bfloat16), computed(reference, torch.bfloat16)
-    for own, other, exact in zip(ours, plain, computed(reference_in_float64, torch.float64), strict=True):
-        assert (own - exact).norm() <= 2 * (other - exact).norm() + 1e-2 * exact.norm()
+    ours, plain = differentiate(prefill, torch.bfloat16), differentiate(reference, torch.bfloat16)
+    for actual, other, exact in zip(ours, plain, differentiate(reference_in_float64, torch.float64), strict=True):
+        assert (actual - exact).norm() <= 2 * (other - exact).norm() + 1e-2 * exact.norm()
     given_rows[1][0] = float("nan")
-    for own, other in zip(computed(prefill, torch.bfloat16), ours, strict=True):
-        assert torch.equal(own[1:], other[1:])
+    for actual, other in zip(differentiate(prefill, torch.bfloat16), ours, strict=True):
+        assert torch.equal(actual[1:], other[1:])
 
 
 def reference_in_float64(
@@ -101,7 +101,7 @@ def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
     total = sum(lengths)
     q, k, v = (rows(seed + i, total, heads, 8).requires_grad_() for i, heads in enumerate((4, 2, 2)))
     options: AttentionOptions = {"scale": 0.3, "window": window, **extra}
-    found = PackedCausal(lengths).attend(0, q, k, v, **options)
+    actual = PackedCausal(lengths).attend(0, q, k, v, **options)
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
     expected = torch.cat(
         [
@@ -111,7 +111,7 @@ def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
     )
     grad = rows(seed + 3, *expected.shape)
     for ours, theirs in zip(
-        (found, *torch.autograd.grad(found, (q, k, v), grad)),
+        (actual, *torch.autograd.grad(actual, (q, k, v), grad)),
         (expected, *torch.autograd.grad(expected, (q, k, v), grad)),
         strict=True,
     ):

@@ -41,7 +41,7 @@ class World:
                     execute(connection, statement)
 
     def events(self) -> list[str]:
-        return [each.event for each in self.audit.entries(TENANT, "all", 0.0, now() + 60)]
+        return [entry.event for entry in self.audit.entries(TENANT, "all", 0.0, now() + 60)]
 
 
 @pytest.fixture

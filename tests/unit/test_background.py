@@ -71,18 +71,18 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_work_that_raises_is_counted_logged_and_begun_again() -> None:
     failures: Counter[str] = Counter()
-    begun: list[int] = []
+    runs: list[int] = []
 
     async def work() -> None:
-        begun.append(1)
-        if len(begun) < 4:
+        runs.append(1)
+        if len(runs) < 4:
             raise RuntimeError("nothing expected this")
         await asyncio.Event().wait()
 
     async def main() -> None:
         background = Background(lambda name: failures.update([name]), first_pause_s=0.001)
         task = background.start("sweeps", work, pool="default")
-        await until(lambda: len(begun) == 4)
+        await until(lambda: len(runs) == 4)
         assert not task.done()
         await background.stop()
         assert task.cancelled()
@@ -90,9 +90,9 @@ def test_work_that_raises_is_counted_logged_and_begun_again() -> None:
     with capture_logs() as lines:
         asyncio.run(main())
     assert failures == {"sweeps": 3}
-    told = [line for line in lines if line["log_level"] == "error"]
-    assert [(line["task"], line["pool"]) for line in told] == [("sweeps", "default")] * 3
-    assert isinstance(told[0]["exc_info"], RuntimeError)
+    errors = [line for line in lines if line["log_level"] == "error"]
+    assert [(line["task"], line["pool"]) for line in errors] == [("sweeps", "default")] * 3
+    assert isinstance(errors[0]["exc_info"], RuntimeError)
 
 
 def test_work_that_returns_has_ended() -> None:
@@ -115,24 +115,24 @@ def test_pauses_double_up_to_a_bound_and_start_again_after_steady_work() -> None
 
 def test_a_thread_is_kept_as_a_task_is() -> None:
     failures: Counter[str] = Counter()
-    begun: list[int] = []
+    runs: list[int] = []
 
     def work() -> None:
-        begun.append(1)
-        if len(begun) < 3:
+        runs.append(1)
+        if len(runs) < 3:
             raise RuntimeError("nothing expected this")
 
     start_supervised_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
-    assert (len(begun), failures) == (3, {"lease": 2})
+    assert (len(runs), failures) == (3, {"lease": 2})
 
 
 def test_a_thread_that_pauses_ends_when_its_work_is_over() -> None:
     def work() -> None:
         raise RuntimeError("nothing expected this")
 
-    ended = threading.Event()
-    ended.set()
-    thread = start_supervised_thread("lease", work, ended.wait)
+    stop = threading.Event()
+    stop.set()
+    thread = start_supervised_thread("lease", work, stop.wait)
     thread.join(20)
     assert not thread.is_alive()
 
@@ -145,11 +145,11 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     looks: list[int] = []
     waiting = jobs.waiting
 
-    def once_broken(*given: Any) -> list[int]:  # noqa: ANN401
+    def once_broken(*args: Any) -> list[int]:  # noqa: ANN401
         looks.append(1)
         if len(looks) == 1:
             raise KeyError("nothing expected this")
-        return waiting(*given)
+        return waiting(*args)
 
     monkeypatch.setattr(jobs, "waiting", once_broken)
 

@@ -29,7 +29,7 @@ from tinsmith.storage.stores import LocalStore
 Rows = list[dict[str, Any]]
 
 
-def written(
+def publish_rows(
     writer: OutputWriter, rows: Sequence[dict[str, Any] | None], tmp_path: Path, batch_size: int = 3
 ) -> OutputInfo:
     """Publish rows as a job with this batch size would."""
@@ -95,12 +95,12 @@ def test_a_batch_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.Mo
     read: list[int] = []
     ranges = LocalStore.get_ranges
 
-    def counted(store: LocalStore, key: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        found = ranges(store, key, wanted)
-        read.append(sum(map(len, found)))
-        return found
+    def count_bytes(store: LocalStore, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        chunks = ranges(store, key, spans)
+        read.append(sum(map(len, chunks)))
+        return chunks
 
-    monkeypatch.setattr(LocalStore, "get_ranges", counted)
+    monkeypatch.setattr(LocalStore, "get_ranges", count_bytes)
     monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not index the file again
     reader = batch.JsonReader(str(path))
     for start in (0, 50_000, 99_990):
@@ -155,7 +155,7 @@ def test_json_holds_what_real_rows_hold(tmp_path: Path) -> None:
         "large": 2**70,
         "path": Path("/a"),
     }
-    written(batch.JsonWriter(f"{tmp_path}/o.jsonl"), [{**row, "large": 1}, {"large": 2**70}], tmp_path)
+    publish_rows(batch.JsonWriter(f"{tmp_path}/o.jsonl"), [{**row, "large": 1}, {"large": 2**70}], tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
     assert lines[0] == {
         "text": row["text"],
@@ -181,7 +181,7 @@ def test_rows_come_back_as_they_went(ending: str, tmp_path: Path) -> None:
     format = {"csv": "csv", "parquet": "parquet", "txt": "text", "text.gz": "text"}.get(ending, "json")
     path = f"{tmp_path}/o.{ending}"
     writer = batch.OutputWriter.from_dict({"format": format, "path": path})
-    info = written(writer, [*rows[:5], None, *rows[5:]], tmp_path)
+    info = publish_rows(writer, [*rows[:5], None, *rows[5:]], tmp_path)
     assert (info.rows, info.bytes) == (10, Path(path).stat().st_size)
     reader = batch.InputReader.from_dict({"format": format, "path": path})
     assert all_rows(reader) == rows
@@ -211,7 +211,7 @@ def test_no_rows_are_an_output_without_rows(tmp_path: Path) -> None:
 
 def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
     rows = [{"a": 1, "b": 'x,\n"y'}, {"a": None}, {"a": [1, 2], "c": True}, {"c": 0.5, "b": b"\0"}]
-    written(batch.CsvWriter(f"{tmp_path}/o.csv"), rows, tmp_path, batch_size=2)
+    publish_rows(batch.CsvWriter(f"{tmp_path}/o.csv"), rows, tmp_path, batch_size=2)
     assert all_rows(batch.CsvReader(f"{tmp_path}/o.csv")) == [
         {"a": "1", "b": 'x,\n"y', "c": ""},
         {"a": "", "b": "", "c": ""},
@@ -225,14 +225,14 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
 
 def test_parquet_takes_the_wider_type_and_reads_row_groups(tmp_path: Path) -> None:
     rows = [{"n": 1, "v": None}, {"n": 2, "v": None}, {"n": 0.5, "v": [1, 2]}, {"v": [3], "w": np.float32(2)}]
-    written(batch.ParquetWriter(f"{tmp_path}/o.parquet"), rows, tmp_path, batch_size=2)
+    publish_rows(batch.ParquetWriter(f"{tmp_path}/o.parquet"), rows, tmp_path, batch_size=2)
     assert all_rows(batch.ParquetReader(f"{tmp_path}/o.parquet")) == [
         {"n": 1.0, "v": None, "w": None},
         {"n": 2.0, "v": None, "w": None},
         {"n": 0.5, "v": [1, 2], "w": None},
         {"n": None, "v": [3], "w": 2.0},
     ]
-    info = written(batch.ParquetWriter(f"{tmp_path}/dir/"), [{"n": index} for index in range(7)], tmp_path / "d")
+    info = publish_rows(batch.ParquetWriter(f"{tmp_path}/dir/"), [{"n": index} for index in range(7)], tmp_path / "d")
     reader = batch.ParquetReader(f"{tmp_path}/dir/", columns=["n"])
     assert info.rows == len(reader) == 7 and reader.download_batch(2, 6, "") == [{"n": index} for index in range(2, 7)]
 
@@ -242,10 +242,10 @@ def test_images_are_named_after_their_rows_and_come_back(tmp_path: Path) -> None
 
     pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
     rows: list[dict[str, Any] | None] = [{"image": pixels}, None, {"image": Image.fromarray(pixels)}]
-    written(batch.ImageWriter(f"{tmp_path}/out"), rows, tmp_path)
+    publish_rows(batch.ImageWriter(f"{tmp_path}/out"), rows, tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["00000000.png", "00000002.png"]
-    found = all_rows(batch.ImageReader(f"{tmp_path}/out/", decode=True))
-    assert len(found) == 2 and all(np.array_equal(np.asarray(row["image"]), pixels) for row in found)
+    read_rows = all_rows(batch.ImageReader(f"{tmp_path}/out/", decode=True))
+    assert len(read_rows) == 2 and all(np.array_equal(np.asarray(row["image"]), pixels) for row in read_rows)
     encoded = all_rows(batch.ImageReader(f"{tmp_path}/out/"))[0]
     batch.ImageWriter("x", kind="webp").check(encoded)
     for bad in ({"image": "text"}, {"image": b"no image"}, {"image": np.zeros(3)}, {}):
@@ -257,9 +257,9 @@ def test_webdataset_samples_come_back(tmp_path: Path) -> None:
     rows: Rows = [
         {"txt": f"t{index}", "cls": index, "json": {"a": [index]}, "seg.bin": bytes([index])} for index in range(5)
     ]
-    written(batch.WebdatasetWriter(f"{tmp_path}/out"), rows, tmp_path, batch_size=2)
-    found = all_rows(batch.WebdatasetReader(f"{tmp_path}/out/*.tar"))
-    assert found == [{"__key__": f"{index:08d}", **row} for index, row in enumerate(rows)]
+    publish_rows(batch.WebdatasetWriter(f"{tmp_path}/out"), rows, tmp_path, batch_size=2)
+    read_rows = all_rows(batch.WebdatasetReader(f"{tmp_path}/out/*.tar"))
+    assert read_rows == [{"__key__": f"{index:08d}", **row} for index, row in enumerate(rows)]
     with pytest.raises(TypeError, match="column 'text'"):
         batch.WebdatasetWriter("x").check({"text": "belongs in txt"})
 
@@ -269,9 +269,9 @@ def test_huggingface_data_sets_from_memory_and_from_disk(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows: Rows = [{"text": f"t{index}", "n": index} for index in range(5)]
-    made = datasets.Dataset.from_list(rows)
-    assert all_rows(batch.from_huggingface(made).reader) == rows
-    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "saved"))
+    dataset = datasets.Dataset.from_list(rows)
+    assert all_rows(batch.from_huggingface(dataset).reader) == rows
+    datasets.DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "saved"))
     reader = batch.HuggingFaceReader(str(tmp_path / "saved"), split="train")
     assert len(reader) == 5 and reader.download_batch(1, 2, "") == rows[1:3]
     with pytest.raises(UserError, match="splits"):
@@ -286,7 +286,7 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
     lines = [good, {**good, "method": "GET", "custom_id": "b"}, good, {**good, "custom_id": "c", "url": "/v2"}, 5]
     path.write_text("\n".join(map(json.dumps, lines)))
     problems = batch.OpenAIBatchReader(str(path)).problems()
-    assert [(each["line"], each["param"]) for each in problems] == [
+    assert [(problem["line"], problem["param"]) for problem in problems] == [
         (2, "method"),
         (3, "custom_id"),
         (4, "url"),
@@ -294,7 +294,7 @@ def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path
     ]
     with pytest.raises(UserError, match="earlier request"):
         len(batch.OpenAIBatchReader(str(path)))
-    written(
+    publish_rows(
         batch.OpenAIBatchWriter(f"{tmp_path}/o.jsonl"), [{"custom_id": "a", "response": {"status_code": 200}}], tmp_path
     )
     [line] = all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl"))
@@ -466,9 +466,9 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
     (tmp_path / "winners").write_text(lines)
     winners = utility.Winners(str(tmp_path / "winners"), 1)
-    wanted = [second for _, second in parts]
-    assert len(winners) == 500 and list(winners) == wanted == list(winners)
-    assert winners[0] == wanted[0] and winners[-1] == wanted[-1] and winners[7:9] == wanted[7:9]
+    second_parts = [second for _, second in parts]
+    assert len(winners) == 500 and list(winners) == second_parts == list(winners)
+    assert winners[0] == second_parts[0] and winners[-1] == second_parts[-1] and winners[7:9] == second_parts[7:9]
     with pytest.raises(IndexError):
         winners[500]
     (tmp_path / "winners").write_text("")
@@ -483,7 +483,7 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         published = utility.publish_output(spec, 0, 1, utility.Winners(str(tmp_path / "winners"), 0))
-        _, most = tracemalloc.get_traced_memory()
+        _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert published.rows == 20_000 and most < 4 * 2**20
+    assert published.rows == 20_000 and peak_bytes < 4 * 2**20

@@ -134,22 +134,22 @@ Version = tuple[str, str]
 def identities(directory: Path, seed: str, *versions: Version) -> list[dict[str, str]]:
     """The identities of all callables in each version, computed by another process."""
     directories = []
-    for number, (script, helpers) in enumerate(versions):
-        directories.append(directory / str(number))
+    for index, (script, helpers) in enumerate(versions):
+        directories.append(directory / str(index))
         directories[-1].mkdir(exist_ok=True)
         (directories[-1] / "script.py").write_text(script)
         (directories[-1] / "helpers.py").write_text(helpers)
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     command = [sys.executable, "-c", REPORT, *map(str, directories)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    [found] = identities(tmp_path_factory.mktemp("identity"), "0", (SCRIPT, HELPERS))
-    return found
+    [baseline] = identities(tmp_path_factory.mktemp("identity"), "0", (SCRIPT, HELPERS))
+    return baseline
 
 
 def test_an_unchanged_script_has_the_same_functions_in_every_run(first: dict[str, str], tmp_path: Path) -> None:
@@ -202,15 +202,15 @@ CHANGES_OF_HELPERS = {
 }
 
 
-def _changed(source: str, old: str, new: str) -> str:
+def _replace_once(source: str, old: str, new: str) -> str:
     assert source.count(old) == 1, old
     return source.replace(old, new)
 
 
 def test_a_real_change_changes_what_it_reaches_and_nothing_else(first: dict[str, str], tmp_path: Path) -> None:
     changes = {**CHANGES, **CHANGES_OF_HELPERS}
-    versions = [(_changed(SCRIPT, old, new), HELPERS) for old, new, _ in CHANGES.values()]
-    versions += [(SCRIPT, _changed(HELPERS, old, new)) for old, new, _ in CHANGES_OF_HELPERS.values()]
+    versions = [(_replace_once(SCRIPT, old, new), HELPERS) for old, new, _ in CHANGES.values()]
+    versions += [(SCRIPT, _replace_once(HELPERS, old, new)) for old, new, _ in CHANGES_OF_HELPERS.values()]
     for (change, (_, _, words)), after in zip(changes.items(), identities(tmp_path, "7", *versions), strict=True):
         reached = set(words.split())
         different = {name for name in first if first[name] != after[name]}
@@ -244,19 +244,19 @@ def rebuilt(value: object) -> object:
 
 @given(VALUES, VALUES)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_values_are_the_same_exactly_if_their_contents_and_types_are(one: object, other: object) -> None:
-    assert with_value(one) == with_value(rebuilt(one))
-    assert (with_value(one) == with_value(other)) == (typed(one) == typed(other))
+def test_values_are_the_same_exactly_if_their_contents_and_types_are(value: object, another: object) -> None:
+    assert with_value(value) == with_value(rebuilt(value))
+    assert (with_value(value) == with_value(another)) == (with_types(value) == with_types(another))
 
 
-def typed(value: object) -> object:
+def with_types(value: object) -> object:
     """The value with the types of its parts, so that 1, 1.0 and True differ."""
     if isinstance(value, dict):
-        return "dict", frozenset((typed(key), typed(inner)) for key, inner in value.items())
+        return "dict", frozenset((with_types(key), with_types(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(map(typed, value))
+        return type(value).__name__, tuple(map(with_types, value))
     if isinstance(value, frozenset):
-        return "set", frozenset(map(typed, value))
+        return "set", frozenset(map(with_types, value))
     return type(value).__name__, repr(value)
 
 
@@ -278,9 +278,9 @@ def test_a_value_that_refers_to_itself_and_one_that_cannot_be_pickled_have_an_id
 def test_tensors_count_with_their_values() -> None:
     torch = pytest.importorskip("torch", reason="a test of tensors")
     values = [torch.zeros(3), torch.zeros(3).reshape(1, 3), torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)]
-    found = [with_value({"weights": value}) for value in values]
-    assert len(set(found)) == len(found)
-    assert found == [with_value({"weights": value.clone()}) for value in values]
+    hashes = [with_value({"weights": value}) for value in values]
+    assert len(set(hashes)) == len(hashes)
+    assert hashes == [with_value({"weights": value.clone()}) for value in values]
 
 
 STOP = {"a", "b", "c", "d"}
@@ -298,5 +298,5 @@ def test_a_pickled_payload_is_recognized_by_its_identity() -> None:
     assert identity_of(packed(payload)) != identity_of(packed({**payload, "kwargs": {"n": 1}}))
     without = {name: value for name, value in payload.items() if name != "identity"}
     assert identity_of(packed(without)) != identity_of(repickled), "an older payload is compared by its bytes"
-    sent = functions.described(lambda row: {"n": 1}, kind="row", serializer="cloudpickle")
-    assert functions.mapper_of(sent).call({}) == {"n": 1}
+    lambda_payload = functions.described(lambda row: {"n": 1}, kind="row", serializer="cloudpickle")
+    assert functions.mapper_of(lambda_payload).call({}) == {"n": 1}

@@ -139,10 +139,10 @@ def test_a_function_is_accepted_exactly_if_it_can_run_alone(name: str, tmp_path:
     text, refused = CASES[name]
     if refused is None:
         function = module_of(text, tmp_path).gen
-        found = load_mapper(serialize_function(function)).call
-        assert found.__name__ == "gen" and found is not function
-        made = found()
-        assert (asyncio.run(made) if asyncio.iscoroutine(made) else made) is not None
+        loaded = load_mapper(serialize_function(function)).call
+        assert loaded.__name__ == "gen" and loaded is not function
+        returned = loaded()
+        assert (asyncio.run(returned) if asyncio.iscoroutine(returned) else returned) is not None
         return
     with pytest.raises(ValueError, match=refused):
         serialize_function(module_of(text, tmp_path).gen)
@@ -163,8 +163,8 @@ def test_the_decorator_marks_the_function_and_returns_it(tmp_path: Path) -> None
 
     marked = batch.remote_function(plain)
     assert marked is plain and is_remote_function(marked) and not is_remote_function(print)
-    found = load_mapper(serialize_function(marked)).call
-    assert (found.__name__, found.__doc__, found()) == ("plain", "Its words.", 1)
+    loaded = load_mapper(serialize_function(marked)).call
+    assert (loaded.__name__, loaded.__doc__, loaded()) == ("plain", "Its words.", 1)
 
 
 def test_text_in_an_indented_function_keeps_its_spaces(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ bound = Adder(1).method
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "made"),
+    ("name", "kwargs", "expected"),
     [
         ("shout", {}, {"n": 15, "text": "5"}),
         ("add", {}, {"n": 15}),
@@ -260,7 +260,7 @@ bound = Adder(1).method
     ],
 )
 def test_a_function_that_uses_its_module_is_pickled_with_it(
-    name: str, kwargs: dict[str, Any], made: dict[str, Any], tmp_path: Path
+    name: str, kwargs: dict[str, Any], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     """It runs in a process that cannot import the module."""
     payload = serialize_function(getattr(module_of(HELPERS, tmp_path), name), kind="row", kwargs=kwargs)
@@ -268,7 +268,7 @@ def test_a_function_that_uses_its_module_is_pickled_with_it(
     load = "from tinsmith.batch.client.functions import mapper_of; from tinsmith.batch.types import unpacked"
     script = f"{load}; print(mapper_of(unpacked({payload!r})).instance()({{'n': 5}}))"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=False)
-    assert ran.stdout == f"{made}\n", ran.stderr
+    assert ran.stdout == f"{expected}\n", ran.stderr
 
 
 def test_a_function_that_cannot_be_sent_or_pickled_has_both_reasons(tmp_path: Path) -> None:

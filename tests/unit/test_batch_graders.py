@@ -17,9 +17,9 @@ from tinsmith.errors import NotSupportedError, UserError
 ROW_ONLY: Any = None  # a grade by a rule does not call the service
 
 
-def graded(text: str, reference: object = None, **fields: Any) -> float:  # noqa: ANN401
-    named = {} if reference is None else {"reference": "wanted"}
-    grade = batch.Grade(**{**named, **fields})
+def score_of(text: str, reference: object = None, **fields: Any) -> float:  # noqa: ANN401
+    reference_field = {} if reference is None else {"reference": "wanted"}
+    grade = batch.Grade(**{**reference_field, **fields})
     grade.check()
     service: RowService = ROW_ONLY
     return asyncio.run(grade.answer({"output": text, "wanted": reference}, service))["score"]
@@ -63,51 +63,51 @@ def graded(text: str, reference: object = None, **fields: Any) -> float:  # noqa
     ],
 )
 def test_scores(by: str, text: str, reference: object, score: float) -> None:
-    assert graded(text, reference, by=by) == pytest.approx(score)
+    assert score_of(text, reference, by=by) == pytest.approx(score)
 
 
 def test_options_of_a_grade() -> None:
-    assert graded("TWO", "two", by="exact", ignore_case=True) == 1
-    assert graded("3.1", "3.14159", by="numeric", tolerance=0.02) == 1
-    assert graded("3.0", "3.14159", by="numeric", tolerance=0.02) == 0
-    assert graded("so <answer>7</answer>, not 8", "7", by="numeric", extract="<answer>(.*?)</answer>") == 1
-    assert graded("so 7", "7", by="numeric", extract="<answer>(.*?)</answer>") == 0
-    assert graded("ab12", by="regex", pattern=r"^[a-z]+\d+$") == 1
-    assert graded("12ab", by="regex", pattern=r"^[a-z]+\d+$") == 0
+    assert score_of("TWO", "two", by="exact", ignore_case=True) == 1
+    assert score_of("3.1", "3.14159", by="numeric", tolerance=0.02) == 1
+    assert score_of("3.0", "3.14159", by="numeric", tolerance=0.02) == 0
+    assert score_of("so <answer>7</answer>, not 8", "7", by="numeric", extract="<answer>(.*?)</answer>") == 1
+    assert score_of("so 7", "7", by="numeric", extract="<answer>(.*?)</answer>") == 0
+    assert score_of("ab12", by="regex", pattern=r"^[a-z]+\d+$") == 1
+    assert score_of("12ab", by="regex", pattern=r"^[a-z]+\d+$") == 0
     schema = {"type": "object", "properties": {"n": {"type": "string", "pattern": "^a+$"}}, "required": ["n"]}
-    assert graded('{"n": "aa"}', by="json_schema", schema=schema) == 1
-    assert graded('{"n": "b"}', by="json_schema", schema=schema) == 0
-    assert graded("{", by="json_schema", schema=schema) == 0
+    assert score_of('{"n": "aa"}', by="json_schema", schema=schema) == 1
+    assert score_of('{"n": "b"}', by="json_schema", schema=schema) == 0
+    assert score_of("{", by="json_schema", schema=schema) == 0
 
 
 @pytest.mark.parametrize("by", ["numeric", "choice"])
 def test_a_reference_that_holds_no_answer_fails_the_row(by: str) -> None:
     with pytest.raises(ValueError, match="reference"):
-        graded("1", "??", by=by)
+        score_of("1", "??", by=by)
 
 
 def test_distances_are_those_of_the_usual_tables() -> None:
     drawn = random.Random(0)
     for _ in range(300):
-        one, other = ("".join(drawn.choices("abc", k=drawn.randrange(12))) for _ in range(2))
-        assert graders.edit_distance(one, other) == _edit_table(one, other)
-        assert graders.common_length(one, other) == _common_table(one, other)
+        first, second = ("".join(drawn.choices("abc", k=drawn.randrange(12))) for _ in range(2))
+        assert graders.edit_distance(first, second) == _edit_table(first, second)
+        assert graders.common_length(first, second) == _common_table(first, second)
 
 
-def _edit_table(one: str, other: str) -> int:
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+def _edit_table(first: str, second: str) -> int:
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
         above, row = row, [i]
-        for j, b in enumerate(other, 1):
+        for j, b in enumerate(second, 1):
             row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
     return row[-1]
 
 
-def _common_table(one: str, other: str) -> int:
-    row = [0] * (len(other) + 1)
-    for a in one:
+def _common_table(first: str, second: str) -> int:
+    row = [0] * (len(second) + 1)
+    for a in first:
         above, row = row, [0]
-        for j, b in enumerate(other, 1):
+        for j, b in enumerate(second, 1):
             row.append(above[j - 1] + 1 if a == b else max(above[j], row[-1]))
     return row[-1]
 
@@ -118,7 +118,7 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_one_that_passed() -> None:
             continue
         for k in range(1, size + 1):
             subsets = list(itertools.combinations([index < passed for index in range(size)], k))
-            share = sum(any(each) for each in subsets) / len(subsets)
+            share = sum(any(subset) for subset in subsets) / len(subsets)
             assert graders.pass_at_k(size, passed, k) == pytest.approx(share)
 
 
@@ -142,7 +142,7 @@ def test_a_template_takes_columns_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"by": "vibes"}, "by is 'vibes'"),
         ({"by": "exact"}, "needs 'reference'"),
@@ -157,10 +157,10 @@ def test_a_template_takes_columns_and_nothing_else() -> None:
         ({"by": "exact", "reference": "r", "pass_at": [0]}, "pass_at is 0"),
     ],
 )
-def test_a_grade_that_cannot_be_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+def test_a_grade_that_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         payload_of([batch.Grade(**fields)])
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_schema_fetches_nothing() -> None:
@@ -188,6 +188,6 @@ def test_an_environment_of_ones_own_is_a_function() -> None:
     class Mine:
         def step(self) -> None: ...
 
-    mine: Any = Mine()
+    environment: Any = Mine()
     with pytest.raises(NotSupportedError, match=r"environment is a Mine.*Dataset\.map\(function"):
-        batch.Rollout("m", messages="q", environment=mine)
+        batch.Rollout("m", messages="q", environment=environment)

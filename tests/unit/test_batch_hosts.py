@@ -18,7 +18,7 @@ from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
 
-FLEET = [f"10.0.0.{number}" for number in range(91)]
+FLEET = [f"10.0.0.{index}" for index in range(91)]
 
 
 class Clock:

@@ -92,12 +92,12 @@ CHANGED: dict[str, object] = {"str": "other", "bool": True, "int": 7, "list": ["
 
 @pytest.mark.parametrize("kind", [registry.INPUT_READER_REGISTRY, registry.OUTPUT_WRITER_REGISTRY])
 def test_every_field_of_every_format_is_part_of_its_identity(kind: registry.Registry[Any]) -> None:
-    needed = {"sql": {"table": "t"}}
+    required = {"sql": {"table": "t"}}
     for name in registry.FORMATS:
         if name not in kind.names():
             continue
         path = "sqlite:///in.db" if name == "sql" else "dir/path"
-        endpoint = kind.find(name)(path=path, **needed.get(name, {}))
+        endpoint = kind.find(name)(path=path, **required.get(name, {}))
         for field in fields(endpoint):
             if not field.init:
                 continue
@@ -343,8 +343,8 @@ def test_a_tilde_is_the_home_of_whoever_submits_in_every_reader_and_writer(home:
             if name not in classes.names() or not format.has_location:
                 continue
             if name == "sql":
-                sent = request_form(classes.find(name)(path="sqlite:///~/x.db#t"))
-                assert sent["path"] == f"sqlite:///{home}/x.db#t"
+                request = request_form(classes.find(name)(path="sqlite:///~/x.db#t"))
+                assert request["path"] == f"sqlite:///{home}/x.db#t"
                 continue
             (home / "x").mkdir(exist_ok=True)
             for path in ("~/x", "~/x/"):

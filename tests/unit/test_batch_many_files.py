@@ -91,7 +91,7 @@ print(len(os.listdir("/proc/self/fd")))
 """
 
 
-def extended(kind: str) -> Any:  # noqa: ANN401  what pytest takes as a parameter
+def mark_extended(kind: str) -> Any:  # noqa: ANN401  what pytest takes as a parameter
     return pytest.param(kind, marks=pytest.mark.extended)
 
 
@@ -103,7 +103,7 @@ def run_script(script: str, directory: Path, kind: str) -> None:
     assert int(ran.stdout) < MAX_OPEN
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar", *map(extended, ["jsonl.gz", "txt", "png"])])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "tar", *map(mark_extended, ["jsonl.gz", "txt", "png"])])
 def test_two_thousand_input_files_need_few_descriptors(kind: str, tmp_path: Path) -> None:
     run_script(READ, tmp_path, kind)
 
@@ -114,7 +114,7 @@ def test_two_thousand_input_files_need_few_descriptors(kind: str, tmp_path: Path
         "csv",
         "parquet directory",
         "webdataset",
-        *map(extended, ["json", "csv late", "parquet", "huggingface", "images"]),
+        *map(mark_extended, ["json", "csv late", "parquet", "huggingface", "images"]),
     ],
 )
 def test_two_thousand_parts_need_few_descriptors(kind: str, tmp_path: Path) -> None:

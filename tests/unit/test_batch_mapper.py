@@ -62,7 +62,7 @@ class Ran:
 
     @property
     def failed_rows(self) -> dict[int, str]:
-        return {each.idx: each.error_type for outcome in self.outcomes for each in outcome.row_failures}
+        return {failure.idx: failure.error_type for outcome in self.outcomes for failure in outcome.row_failures}
 
 
 def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
@@ -77,7 +77,9 @@ def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
 
     ran = Ran(tmp_path, gen, kwargs={"factor": 2})
     assert ran.output() == [{"n": 2 * index, "loads": 1} for index in range(10)]
-    assert [(each.rows_ok, each.rows_failed, each.tokens_out) for each in ran.outcomes] == [(3, 0, 3)] * 3 + [(1, 0, 1)]
+    assert [(outcome.rows_ok, outcome.rows_failed, outcome.tokens_out) for outcome in ran.outcomes] == [
+        (3, 0, 3)
+    ] * 3 + [(1, 0, 1)]
 
 
 def test_an_async_loop_is_awaited(tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ def test_a_batch_function_that_raises_fails_its_batch_alone(tmp_path: Path) -> N
         return rows
 
     ran = Ran(tmp_path, some, kind="batch")
-    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
     assert ran.outcomes[1].error_type == "ValueError" and "three" in ran.outcomes[1].error
     assert [row["n"] for row in ran.output()] == [0, 1, 2, 6, 7, 8, 9]
 
@@ -166,7 +168,7 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
             batch.save_results(rows)
 
     ran = Ran(tmp_path, gen)
-    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
     assert 'raise ValueError("three")' in ran.outcomes[1].error.replace("'", '"')
 
 
@@ -192,8 +194,8 @@ def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: 
     namespace: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), namespace)
     ran = Ran(tmp_path, namespace["gen"])
-    assert [bool(each.error) for each in ran.outcomes] == [False, True, False, False]
-    assert [each.final for each in ran.outcomes] == [False, True, False, False]
+    assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
+    assert [outcome.final for outcome in ran.outcomes] == [False, True, False, False]
     assert message in ran.outcomes[1].error
 
 
@@ -235,24 +237,26 @@ def test_any_number_of_rows_is_taken_where_the_job_says_so(tmp_path: Path) -> No
 
     ran = Ran(tmp_path, regroup, kind="batch", rows_mode="any")
     assert ran.output() == [{"sum": 3}, *({"n": n} for n in range(6, 11)), {"sum": 9}]
-    assert [each.rows_ok for each in ran.outcomes] == [3, 3, 3, 1]
-    assert [each.parts[0].rows for each in ran.outcomes] == [1, 0, 5, 1]
+    assert [outcome.rows_ok for outcome in ran.outcomes] == [3, 3, 3, 1]
+    assert [outcome.parts[0].rows for outcome in ran.outcomes] == [1, 0, 5, 1]
     strict = Ran(tmp_path / "strict", regroup, kind="batch")
-    assert [(bool(each.error), each.final) for each in strict.outcomes] == [(True, True)] * 3 + [(False, False)]
+    assert [(bool(outcome.error), outcome.final) for outcome in strict.outcomes] == [(True, True)] * 3 + [
+        (False, False)
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [3, 1])
 def test_an_error_among_any_number_of_results_is_that_of_its_row_once_the_batch_is_that_row(
     batch_size: int, tmp_path: Path
 ) -> None:
-    def doubled(rows: list[dict[str, Any]]) -> list[Any]:
+    def double_rows(rows: list[dict[str, Any]]) -> list[Any]:
         return [{"n": row["n"], "bad": object()} if row["n"] == 4 else row for row in rows for _ in range(2)]
 
-    ran = Ran(tmp_path, doubled, kind="batch", rows_mode="any", batch_size=batch_size)
+    ran = Ran(tmp_path, double_rows, kind="batch", rows_mode="any", batch_size=batch_size)
     if batch_size == 1:
         assert ran.failed_rows == {4: "TypeError"} and len(ran.output()) == 18
     else:
-        assert [(bool(each.error), each.final) for each in ran.outcomes] == [(n == 1, False) for n in range(4)]
+        assert [(bool(outcome.error), outcome.final) for outcome in ran.outcomes] == [(n == 1, False) for n in range(4)]
         assert "column 'bad'" in ran.outcomes[1].error
 
 
@@ -269,19 +273,19 @@ def test_row_errors_are_rows_without_a_result_in_every_output(tmp_path: Path) ->
         from tinsmith.batch import RowError, load, save_results
 
         for rows in load():
-            made = [
+            results = [
                 RowError(KeyError("lost")) if row["n"] == 1 else object() if row["n"] == 2 else {"n": row["n"]}
                 for row in rows
             ]
             save_results(
-                [{"n": 5, "bad": object()} if isinstance(row, dict) and row["n"] == 5 else row for row in made]
+                [{"n": 5, "bad": object()} if isinstance(row, dict) and row["n"] == 5 else row for row in results]
             )
 
     writers = [batch.JsonWriter(f"{tmp_path}/a.jsonl"), batch.JsonWriter(f"{tmp_path}/b.jsonl", column="n")]
     ran = Ran(tmp_path, gen, writers=writers)
     assert ran.failed_rows == {1: "KeyError", 2: "TypeError", 5: "TypeError"}
     assert ran.output(0) == ran.output(1) == [{"n": n} for n in (0, 3, 4, 6, 7, 8, 9)]
-    assert [(each.rows_ok, each.rows_failed) for each in ran.outcomes] == [(1, 2), (2, 1), (3, 0), (1, 0)]
+    assert [(outcome.rows_ok, outcome.rows_failed) for outcome in ran.outcomes] == [(1, 2), (2, 1), (3, 0), (1, 0)]
 
 
 def test_rows_can_be_dropped_and_multiplied_where_the_job_says_so(tmp_path: Path) -> None:
@@ -311,8 +315,8 @@ def test_rows_that_cannot_be_read_fail_alone(tmp_path: Path) -> None:
     assignments = [Assignment(0, 0, 3, 1, (f"{tmp_path}/p",)), Assignment(1, 4, 4, 1, (f"{tmp_path}/p",))]
     runtime.run(spec, assignments, outcomes.extend)
     first, second = sorted(outcomes, key=lambda outcome: outcome.batch_idx)
-    assert [each.idx for each in first.row_failures] == [1] and first.rows_ok == 3
-    assert [each.idx for each in second.row_failures] == [4] and second.rows_ok == 0
+    assert [failure.idx for failure in first.row_failures] == [1] and first.rows_ok == 3
+    assert [failure.idx for failure in second.row_failures] == [4] and second.rows_ok == 0
     assert AttemptOutcome.from_dict(first.to_dict()) == first
 
 
@@ -354,7 +358,7 @@ def data_set() -> Dataset:
 def test_steps_go_over_a_batch_in_one_pass_and_each_row_fails_alone(tmp_path: Path) -> None:
     limit = 8
 
-    def halved(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def halve(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if row["n"] == 4:
             raise KeyError("four")
         yield {"half": row["n"] // 2, "square": row["square"]}
@@ -364,14 +368,14 @@ def test_steps_go_over_a_batch_in_one_pass_and_each_row_fails_alone(tmp_path: Pa
         data_set()
         .map(lambda row: {"square": 1 / (row["n"] - 3)}, batch_size=5)
         .filter(lambda row: row["n"] < limit)
-        .flat_map(halved)
+        .flat_map(halve)
         .filter(lambda row: row["half"] != 0)
         .map(lambda row, index: {"index": index}, with_indices=True, remove_columns="square")
     )
     ran = Ran(tmp_path, chain, batch_size=5)
     assert ran.output() == [{"half": n // 2 * sign, "index": n} for n in (2, 5, 6, 7) for sign in (1, -1)]
     assert ran.failed_rows == {3: "ZeroDivisionError", 4: "KeyError"}
-    assert [(each.rows_ok, each.rows_failed) for each in ran.outcomes] == [(3, 2), (5, 0)]
+    assert [(outcome.rows_ok, outcome.rows_failed) for outcome in ran.outcomes] == [(3, 2), (5, 0)]
 
 
 def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Path) -> None:
@@ -392,14 +396,14 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     sums = [1, 2, 4, 11, 7, 8, 9]
     assert ran.output() == [{"sum": n, "double": 2 * n} for n in sums]
     failing = Ran(tmp_path / "b", chain.map(picky, fn_kwargs={"at": 4}), batch_size=5)
-    assert [(bool(each.error), each.retry, each.final) for each in failing.outcomes] == [
+    assert [(bool(outcome.error), outcome.retry, outcome.final) for outcome in failing.outcomes] == [
         (True, False, False),
         (False, True, False),
     ]
     strict = data_set().map_batches(pairs, batch_format="numpy").map(picky, fn_kwargs={"at": -1})
     assert [
-        (each.final, "returned 4 rows for a batch of 5" in each.error)
-        for each in Ran(tmp_path / "c", strict, batch_size=5).outcomes
+        (outcome.final, "returned 4 rows for a batch of 5" in outcome.error)
+        for outcome in Ran(tmp_path / "c", strict, batch_size=5).outcomes
     ] == [(True, True)] * 2
 
 
@@ -408,17 +412,17 @@ def test_the_method_determines_the_output_columns(tmp_path: Path) -> None:
         def __init__(self, by: int) -> None:
             self.by = by
 
-        def __call__(self, given: Any) -> Any:  # noqa: ANN401
-            many = isinstance(given, list)
-            made = [{"m": row["n"] + self.by} for row in (given if many else [given])]
-            return made if many else made[0]
+        def __call__(self, data: Any) -> Any:  # noqa: ANN401
+            is_batch = isinstance(data, list)
+            results = [{"m": row["n"] + self.by} for row in (data if is_batch else [data])]
+            return results if is_batch else results[0]
 
-    over, alone = [{"n": n, "m": n + 1} for n in range(10)], [{"m": n + 1} for n in range(10)]
-    given: dict[str, Any] = {"fn_constructor_kwargs": {"by": 1}}
-    assert Ran(tmp_path / "a", data_set().map(Next, **given)).output() == over
-    assert Ran(tmp_path / "b", data_set().map(Next, batched=True, **given)).output() == over
-    assert Ran(tmp_path / "c", data_set().map_batches(Next, **given)).output() == alone
-    assert Ran(tmp_path / "d", data_set().flat_map(lambda row: [{"m": row["n"] + 1}])).output() == alone
+    merged_rows, replaced_rows = [{"n": n, "m": n + 1} for n in range(10)], [{"m": n + 1} for n in range(10)]
+    options: dict[str, Any] = {"fn_constructor_kwargs": {"by": 1}}
+    assert Ran(tmp_path / "a", data_set().map(Next, **options)).output() == merged_rows
+    assert Ran(tmp_path / "b", data_set().map(Next, batched=True, **options)).output() == merged_rows
+    assert Ran(tmp_path / "c", data_set().map_batches(Next, **options)).output() == replaced_rows
+    assert Ran(tmp_path / "d", data_set().flat_map(lambda row: [{"m": row["n"] + 1}])).output() == replaced_rows
     assert Ran(tmp_path / "e", data_set().filter(lambda row: row["n"] != 0)).output() == ROWS[1:]
 
 
@@ -452,13 +456,13 @@ def test_a_row_is_tried_again_after_the_errors_that_the_job_names(tmp_path: Path
             raise TimeoutError("always") if row["n"] == 2 else KeyError("bad row")
         return {"tries": tried[row["n"]]}
 
-    given: dict[str, Any] = {"kind": "row", "limits": {"backoff_s": 0.0, "max_retries": 2}}
+    options: dict[str, Any] = {"kind": "row", "limits": {"backoff_s": 0.0, "max_retries": 2}}
     mapper = serialize_function(flaky, kind="row")
     assert mapper  # it is pickled, and `tried` with it: the counts of the copy are in the results
-    ran = Ran(tmp_path, flaky, retry_on=["ConnectionError", "builtins.TimeoutError"], rows=ROWS[:4], **given)
+    ran = Ran(tmp_path, flaky, retry_on=["ConnectionError", "builtins.TimeoutError"], rows=ROWS[:4], **options)
     assert ran.output() == [{"n": 0, "tries": 1}, {"n": 1, "tries": 3}]
     assert ran.failed_rows == {2: "TimeoutError", 3: "KeyError"}
-    once = Ran(tmp_path / "once", flaky, rows=ROWS[:4], **given)
+    once = Ran(tmp_path / "once", flaky, rows=ROWS[:4], **options)
     assert once.failed_rows == {1: "ConnectionResetError", 2: "TimeoutError", 3: "KeyError"}
 
 
@@ -484,7 +488,7 @@ def test_a_batch_is_tried_again_unless_its_rows_raise_the_same_again(
         raise getattr(builtins, error)("no")
 
     ran = Ran(tmp_path, fails, kind="batch", kwargs={"error": error}, retry_on=retry_on, rows=ROWS[:3])
-    assert [(bool(each.error), each.retry) for each in ran.outcomes] == [(True, retried)]
+    assert [(bool(outcome.error), outcome.retry) for outcome in ran.outcomes] == [(True, retried)]
 
 
 class OnOneLoop:
@@ -494,7 +498,7 @@ class OnOneLoop:
         import asyncio
 
         self.loop = asyncio.get_running_loop()
-        self.few = asyncio.Semaphore(1)
+        self.semaphore = asyncio.Semaphore(1)
         self.ticks = 0
         self.ticking = asyncio.create_task(self.tick(), name="ticking")
 
@@ -508,7 +512,7 @@ class OnOneLoop:
     async def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         import asyncio
 
-        async with self.few:
+        async with self.semaphore:
             await asyncio.sleep(0.001)
         return {"same": asyncio.get_running_loop() is self.loop, "ticks": self.ticks}
 

@@ -49,20 +49,20 @@ def simulate(jobs: BatchJobs, directory: Path, batches: int) -> int:
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 3600)
     jobs.save_batch_states(job_id, "token", range(0, batches * 32, 32), batches * 32)
     with jobs._db.write() as connection:
-        done = {"status": "COMPLETED", "parts": json.dumps([PART.to_dict()]), "rows_ok": 31, "rows_failed": 1}
+        completed = {"status": "COMPLETED", "parts": json.dumps([PART.to_dict()]), "rows_ok": 31, "rows_failed": 1}
         connection.execute(
             sa.text(
                 "UPDATE batch_state SET status = :status, parts = :parts, rows_ok = :rows_ok, "
                 "rows_failed = :rows_failed, attempt_id = 1 WHERE job_id = :job"
             ),
-            {**done, "job": job_id},
+            {**completed, "job": job_id},
         )
         totals = {"completed_batches": batches, "rows_ok": 31 * batches, "rows_failed": batches}
         connection.execute(BATCH_JOBS.update().where(BATCH_JOBS.c.job_id == job_id).values(status="FAILED", **totals))
         details = {"row": {"text": "x" * 100}, "traceback": "t" * 300, "attempts": 1, "worker": "w"}
         error = {"job_id": job_id, "attempt_id": 1, "error_class": "ValueError", "message": "bad", "details": details}
         for first in range(0, batches, 5000):
-            rows = [{**error, "row_idx": 32 * number} for number in range(first, min(batches, first + 5000))]
+            rows = [{**error, "row_idx": 32 * index} for index in range(first, min(batches, first + 5000))]
             connection.execute(BATCH_ROW_ERRORS.insert(), rows)
     return job_id
 
@@ -75,18 +75,24 @@ class LocalClient(Client):
         self._jobs = jobs
 
     def _call(self, method: str, path: str, *, query: Any = None, **_: object) -> Any:  # noqa: ANN401
-        job_id, _, what = path.removeprefix("/api/v1/batch/jobs/").partition("/")
+        job_id, _, resource = path.removeprefix("/api/v1/batch/jobs/").partition("/")
         query = query or {}
-        if what == "batches":
+        if resource == "batches":
             return {"batches": self._jobs.get_batch_states(int(job_id), PAGE, query["offset"])}
-        if what == "errors":
+        if resource == "errors":
             rows = self._jobs.row_errors(int(job_id), PAGE, query["after"])
             return {"errors": list(map(job_run.error_row, rows))}
         spec = self._jobs.spec(int(job_id))
-        if what == "partial":
+        if resource == "partial":
             committed = self._jobs.committed(int(job_id), query["after"], PAGE)
-            found = [{"start_idx": span[0], "end_idx": span[1], "parts": parts} for span, parts in committed]
-            return {"outputs": spec.batch_output_formats, "part_formats": spec.part_formats, "batches": found}
+            committed_batches = [
+                {"start_idx": span[0], "end_idx": span[1], "parts": parts} for span, parts in committed
+            ]
+            return {
+                "outputs": spec.batch_output_formats,
+                "part_formats": spec.part_formats,
+                "batches": committed_batches,
+            }
         job = self._jobs.find("local", int(job_id))
         names = ("created_at", "started_at", "ended_at", "tokens_in", "tokens_out", "rows_ok", "rows_failed")
         status = {name: getattr(job, name) for name in names}
@@ -151,22 +157,22 @@ def measure(directory: Path, batches: int) -> dict[str, int]:
     return peaks
 
 
-@pytest.mark.parametrize("number", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
-def test_memory_does_not_grow_with_batches_and_failed_rows(number: int, measured: list[dict[str, int]]) -> None:
-    few, many = ([*peaks.values()][number] for peaks in measured)
-    assert many < few + ALLOWED, (few, many)
+@pytest.mark.parametrize("index", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
+def test_memory_does_not_grow_with_batches_and_failed_rows(index: int, peak_measurements: list[dict[str, int]]) -> None:
+    small, large = ([*peaks.values()][index] for peaks in peak_measurements)
+    assert large < small + ALLOWED, (small, large)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, int]]]:
+def peak_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, int]]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(JsonWriter, "publish", publish_nothing)
         patched.setattr(jobs_of_clients, "delete_staging", lambda *_: None)
         patched.setattr(states, "PAGE", PAGE)
         patched.setattr(job_run, "FAILED_PAGE", PAGE)
         patched.setattr(utility, "FAILURES_IN_A_PART", PAGE)
-        found = [measure(tmp_path_factory.mktemp(str(count)), count) for count in (FEW, MANY)]
-    yield found
+        measurements = [measure(tmp_path_factory.mktemp(str(count)), count) for count in (FEW, MANY)]
+    yield measurements
 
 
 def test_failed_rows_come_in_pages_that_are_bounded_in_bytes(tmp_path: Path) -> None:
@@ -185,7 +191,7 @@ def test_failed_rows_come_in_pages_that_are_bounded_in_bytes(tmp_path: Path) -> 
 def test_a_status_has_the_start_of_a_large_row() -> None:
     small = {"idx": 1, "row": {"text": "x" * 1000}}
     assert _short_error(small) == small
-    row = {"image": "i" * 10**6, "tokens": list(range(10**5)), "n": 1} | {f"c{number}": 0 for number in range(1000)}
+    row = {"image": "i" * 10**6, "tokens": list(range(10**5)), "n": 1} | {f"c{index}": 0 for index in range(1000)}
     short = _short_error({"idx": 1, "row": row})["row"]
     assert isinstance(short, dict) and len(json.dumps(short)) < MAX_SHOWN_ROW
     assert short["n"] == 1 and str(short["image"]).endswith("... (1000000 characters)")
@@ -196,7 +202,7 @@ def test_failed_rows_are_published_in_their_order_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(utility, "FAILURES_IN_A_PART", 3)
-    rows = [{"idx": number, "row": {"text": "t"}} for number in range(10)]
+    rows = [{"idx": index, "row": {"text": "t"}} for index in range(10)]
     for count in (0, 1, 3, 10):
         spec = spec_in(tmp_path / str(count))
         published = utility.publish_errors(spec, 1, iter(rows[:count]))

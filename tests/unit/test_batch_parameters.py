@@ -232,14 +232,14 @@ def test_data_sets_in_memory_take_no_option_of_the_hub(tmp_path: Path, monkeypat
     import datasets
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = datasets.Dataset.from_list([{"v": 1}])
-    chosen = batch.from_huggingface(datasets.DatasetDict({"a": made}), split="a")
+    dataset = datasets.Dataset.from_list([{"v": 1}])
+    chosen = batch.from_huggingface(datasets.DatasetDict({"a": dataset}), split="a")
     assert chosen.reader.download_batch(0, 0, "") == [{"v": 1}]
     with pytest.raises(UserError, match=r"split is 'a'; the splits of this data set are none"):
-        batch.from_huggingface(made, split="a")
+        batch.from_huggingface(dataset, split="a")
     with pytest.raises(UserError, match=r"\['revision'\] are of data sets on the hub"):
-        Dataset.from_hf(made, revision="r")
-    made.save_to_disk(str(tmp_path / "saved"))
+        Dataset.from_hf(dataset, revision="r")
+    dataset.save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UserError, match=r"split is 'test', and .* has one split"):
         len(Dataset.from_hf(str(tmp_path / "saved"), "test"))
 
@@ -272,25 +272,25 @@ def run_steps(data: Dataset, directory: Path, batch_size: int = 3) -> Rows:
 INPUT: Rows = [{"n": index, "x": "x"} for index in range(5)]
 
 
-def probe(*given: Any, **options: Any) -> Any:  # noqa: ANN401
+def probe(*args: Any, **options: Any) -> Any:  # noqa: ANN401
     """Returns what it was called with, in a form that every method accepts as a result."""
-    subject = given[0]
-    text = repr([type(subject).__name__, given[1:], sorted(options)])
+    subject = args[0]
+    text = repr([type(subject).__name__, args[1:], sorted(options)])
     if isinstance(subject, dict) and "n" in subject and isinstance(subject["n"], int):
         return {"seen": text}
     return [{"seen": text} for _ in range(len(subject))]
 
 
-def probe_many(*given: Any, **options: Any) -> Any:  # noqa: ANN401
-    return [{"seen": repr([type(given[0]).__name__, given[1:], sorted(options)])}]
+def probe_many(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+    return [{"seen": repr([type(args[0]).__name__, args[1:], sorted(options)])}]
 
 
-def probe_filter(*given: Any, **options: Any) -> Any:  # noqa: ANN401
-    subject, rest = given[0], (*given[1:], *options.values())
+def probe_filter(*args: Any, **options: Any) -> Any:  # noqa: ANN401
+    subject, parameters = args[0], (*args[1:], *options.values())
     if isinstance(subject, dict) and isinstance(subject.get("n"), int):
-        return not rest or subject["n"] > 2
+        return not parameters or subject["n"] > 2
     names = subject if isinstance(subject, list) else list(subject["n"])
-    return [index == 1 or (bool(rest) and index == 2) for index in range(len(names))]
+    return [index == 1 or (bool(parameters) and index == 2) for index in range(len(names))]
 
 
 class Constructed:
@@ -301,7 +301,7 @@ class Constructed:
         return [{"by": self.by}] if self.by == 2 else {"by": self.by}
 
 
-def constructed(method: str) -> Callable[..., object]:
+def make_class(method: str) -> Callable[..., object]:
     class Made(Constructed):
         def __call__(self, subject: Any) -> Any:  # noqa: ANN401
             if method == "filter":
@@ -341,7 +341,7 @@ def test_every_option_of_a_step_has_a_probe() -> None:
 @pytest.mark.parametrize("option", STEP_VALUES)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_option_of_a_step_changes_the_rows_or_is_refused(method: str, option: str, tmp_path: Path) -> None:
-    function = constructed(method) if option == "fn_constructor_kwargs" else METHODS[method]
+    function = make_class(method) if option == "fn_constructor_kwargs" else METHODS[method]
     if option == "rows" and method in ("map", "map_batches"):
         function = no_rows if method == "map" else one_row
     if option == "serializer":  # a lambda travels only as a pickle
@@ -600,8 +600,10 @@ def operation_class(name: str) -> type[RowOperation]:
 
 
 def test_every_field_of_an_operation_has_a_probe() -> None:
-    found = {(name, field.name) for name in ("sample", "grade", "rollout") for field in fields(operation_class(name))}
-    assert found == OPERATIONS.keys()
+    probed_fields = {
+        (name, field.name) for name in ("sample", "grade", "rollout") for field in fields(operation_class(name))
+    }
+    assert probed_fields == OPERATIONS.keys()
 
 
 def answer_of(operation: RowOperation, said: str = "7") -> object:
@@ -622,10 +624,10 @@ def test_a_field_of_an_operation_changes_requests_or_results_or_is_refused(name:
     "by", ["exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit", "regex"]
 )
 def test_a_grade_refuses_what_its_kind_does_not_use(by: str) -> None:
-    needed = {"pattern": "a"} if by == "regex" else {"reference": "r"}
+    required = {"pattern": "a"} if by == "regex" else {"reference": "r"}
     uses = {"exact": "ignore_case", "contains": "ignore_case", "regex": "ignore_case", "numeric": "tolerance"}.get(by)
     for name, value in {"ignore_case": True, "tolerance": 1.0, "temperature": 0.5, "seed": 7}.items():
-        grade = batch.Grade(by=by, **needed, **{name: value})  # type: ignore[arg-type]
+        grade = batch.Grade(by=by, **required, **{name: value})  # type: ignore[arg-type]
         if name == uses:
             grade.check()
         else:

@@ -192,7 +192,7 @@ def test_the_rules_of_a_running_job_are_those_of_arrow(first: object, second: ob
         types = [schemas.schema_of({"v": value}) for value in (first, second)]
     except TypeError:
         return  # a list of types that do not merge
-    fields = [arrow_schemas.schema_of_types(each) for each in types]
+    fields = [arrow_schemas.schema_of_types(schema_types) for schema_types in types]
     try:
         merged = schemas.merged(types[0], types[1], values={"v": second})
     except schemas.SchemaConflictError as conflict:
@@ -233,8 +233,8 @@ writer.publish(parts, {str(tmp_path)!r} + "/s", "error")
 print(pyarrow.default_memory_pool().max_memory(), parts[0].bytes)
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    most, size = map(int, ran.stdout.split())
-    assert size > 40_000_000 and most < size * 1.5, "one row group and what is made of it, not all parts"
+    peak_bytes, size = map(int, ran.stdout.split())
+    assert size > 40_000_000 and peak_bytes < size * 1.5, "one row group and what is made of it, not all parts"
     assert pq.read_table(f"{tmp_path}/out", columns=["n"]).num_rows == 60_001
 
 
@@ -256,9 +256,9 @@ class Decodes:
         original = pq.ParquetFile.iter_batches
 
         def counting(file: pq.ParquetFile, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-            for found in original(file, *args, **options):
-                self.rows += found.num_rows
-                yield found
+            for record_batch in original(file, *args, **options):
+                self.rows += record_batch.num_rows
+                yield record_batch
 
         monkeypatch.setattr(pq.ParquetFile, "iter_batches", counting)
 
@@ -284,8 +284,8 @@ def test_a_row_group_beyond_the_bound_is_decoded_in_order_and_not_kept(
     reader = batch.ParquetReader(f"{tmp_path}/in.parquet")
     for start in range(0, 5000, 50):
         assert reader.download_batch(start, start + 49, "")[0]["i"] == start
-        kept = reader._decoder._decoded
-        assert sum(table.nbytes for table in kept.values()) == reader._decoder._decoded_bytes <= 10_000
+        decoded = reader._decoder._decoded
+        assert sum(table.nbytes for table in decoded.values()) == reader._decoder._decoded_bytes <= 10_000
     assert decodes.rows == 5000
     assert reader.download_batch(0, 0, "")[0]["i"] == 0 and decodes.rows == 5100, "a late batch decodes again"
 
@@ -307,8 +307,8 @@ def test_any_span_of_any_files_is_read(
         patch.setattr(row_groups, "DECODED_BYTES", 200)
         patch.setattr(row_groups, "MAX_OPEN", 1)
         expected: Rows = []
-        for number, size in enumerate(sizes):
-            table = make_file(Path(directory) / f"{number}.parquet", size, group_rows)
+        for index, size in enumerate(sizes):
+            table = make_file(Path(directory) / f"{index}.parquet", size, group_rows)
             expected += table.to_pylist()
         reader = batch.ParquetReader(f"{directory}/")
         assert len(reader) == len(expected)

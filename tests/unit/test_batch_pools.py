@@ -52,10 +52,10 @@ def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_pat
     writes = task["run"].splitlines()[0]
     subprocess.run(["bash", "-c", writes], check=True, env={**os.environ, "HOME": str(tmp_path)})
     assert pool_from_yaml("gpu", path) == PoolSpec("gpu", 3, 2)
-    given = {name.removeprefix("TINSMITH_").lower(): value for name, value in task["envs"].items()}
-    assert json.loads(given.pop("batch_pools")) == ["gpu=~/pool.yaml"] and json.loads(given.pop("models")) == ["a=b"]
-    assert {*given} | {name.removeprefix("TINSMITH_").lower() for name in task["secrets"]} <= {*Settings.model_fields}
-    assert Settings.model_validate(given).storage_dir == "s3://bucket/x"
+    values = {name.removeprefix("TINSMITH_").lower(): value for name, value in task["envs"].items()}
+    assert json.loads(values.pop("batch_pools")) == ["gpu=~/pool.yaml"] and json.loads(values.pop("models")) == ["a=b"]
+    assert {*values} | {name.removeprefix("TINSMITH_").lower() for name in task["secrets"]} <= {*Settings.model_fields}
+    assert Settings.model_validate(values).storage_dir == "s3://bucket/x"
     refused = CliRunner(env=environment).invoke(cli.app, ("batch", "task", f"gpu={path}"))
     assert isinstance(refused.exception, SettingsError) and "infra is 'local'" in str(refused.exception)
 
@@ -71,19 +71,21 @@ def keep() -> None:
 def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server runs its own jobs, and ends cancelled ones of every pool. A machine runs only jobs of its pool."""
     monkeypatch.setattr(coordinators, "POLL_S", 0.05)
-    rented, there = tmp_path / "rented.yaml", tmp_path / "there.yaml"
+    rented, machine_pool = tmp_path / "rented.yaml", tmp_path / "there.yaml"
     rented.write_text("pool: {workers: 1}\nresources: {infra: k8s}\n")
-    there.write_text("pool: {workers: 1}\n")
-    given = {"data_dir": tmp_path / "server", "backend": "fake", "batch_pools": (f"gpu={rented}",)}
-    own: dict[str, object] = {"data_dir": tmp_path / "machine", "role": "batch-worker", "batch_workers": 0}
+    machine_pool.write_text("pool: {workers: 1}\n")
+    server_settings = {"data_dir": tmp_path / "server", "backend": "fake", "batch_pools": (f"gpu={rented}",)}
+    machine_settings: dict[str, object] = {"data_dir": tmp_path / "machine", "role": "batch-worker", "batch_workers": 0}
     with contextlib.closing(Database(fresh_url(tmp_path))) as database:
         jobs = BatchJobs(database)
-        server = Coordinator(Settings.model_validate(given), jobs, "server")
+        server = Coordinator(Settings.model_validate(server_settings), jobs, "server")
         machine = Coordinator(
-            Settings.model_validate(given | own | {"batch_pools": (f"gpu={there}",)}), jobs, "machine"
+            Settings.model_validate(server_settings | machine_settings | {"batch_pools": (f"gpu={machine_pool}",)}),
+            jobs,
+            "machine",
         )
 
-        def submitted(name: str, pool: str) -> int:
+        def submit_job(name: str, pool: str) -> int:
             output = {"format": "json", "path": str(tmp_path / f"{name}.jsonl")}
             return submit(jobs, tmp_path, keep, rows=2, batch_pool_name=pool, batch_output_formats=[output])
 
@@ -96,10 +98,10 @@ def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypa
         async def run() -> None:
             server.start()
             try:
-                theirs, cancelled = submitted("theirs", "gpu"), submitted("cancelled", "gpu")
+                theirs, cancelled = submit_job("theirs", "gpu"), submit_job("cancelled", "gpu")
                 jobs.cancel("local", cancelled)
                 await until(cancelled, "CANCELLED")
-                await until(submitted("ours", "local"), "SUCCEEDED")
+                await until(submit_job("ours", "local"), "SUCCEEDED")
                 assert jobs.find("local", theirs).status == "PENDING"
                 with pytest.raises(UserError, match="num_nodes"):
                     server.resize("gpu", 2)

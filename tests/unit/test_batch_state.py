@@ -35,16 +35,16 @@ def jobs(db: Database) -> BatchJobs:
 
 
 def spec(**changes: object) -> JobSpec:
-    given = {
+    fields = {
         "batch_serialized_fn": "payload",
         "batch_input_format": {"format": "json", "path": "/in.jsonl"},
         "batch_output_formats": [{"format": "json", "path": "/out.jsonl"}],
         "batch_size": 2,
     }
-    return JobSpec.from_dict({**given, **changes})
+    return JobSpec.from_dict({**fields, **changes})
 
 
-def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> JobRecord:
+def create_owned_job(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> JobRecord:
     job_id = jobs.create("alice", spec(**changes))
     assert jobs.acquire_batch_coordinator(job_id, token, "here", LEASE_S)
     jobs.save_batch_states(job_id, token, range(0, rows, size), rows)
@@ -67,19 +67,24 @@ def statuses(jobs: BatchJobs, job: JobRecord) -> list[str]:
 
 
 def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_are_committed(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=5)
+    job = create_owned_job(jobs, rows=5)
     claims = claim(jobs, job, 2)
-    assert [one.span for one in claims] == [(0, 1), (2, 3)]
-    done = jobs.settle_and_claim(job.job_id, "one", [(one, outcome(one)) for one in claims], {"w": 5}, LEASE_S)
-    assert not done.rejected and [one.span for one in done.claims["w"]] == [(4, 4)]
-    (last,) = done.claims["w"]
-    ended = jobs.settle_and_claim(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
-    assert ended.done and (ended.completed_batches, ended.rows_ok, ended.tokens_in, ended.tokens_out) == (3, 5, 15, 21)
+    assert [batch.span for batch in claims] == [(0, 1), (2, 3)]
+    turn = jobs.settle_and_claim(job.job_id, "one", [(batch, outcome(batch)) for batch in claims], {"w": 5}, LEASE_S)
+    assert not turn.rejected and [batch.span for batch in turn.claims["w"]] == [(4, 4)]
+    (last,) = turn.claims["w"]
+    finished_job = jobs.settle_and_claim(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
+    assert finished_job.done and (
+        finished_job.completed_batches,
+        finished_job.rows_ok,
+        finished_job.tokens_in,
+        finished_job.tokens_out,
+    ) == (3, 5, 15, 21)
     assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
 
 
 def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJobs) -> None:
-    job = owned(jobs)
+    job = create_owned_job(jobs)
     (zombie,) = claim(jobs, job)
     jobs.settle_and_claim(job.job_id, "one", [(zombie, INFRA)], {}, LEASE_S)
     (again,) = claim(jobs, job)
@@ -93,13 +98,13 @@ def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJ
 
 
 def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> None:
-    job = owned(jobs)
-    (held,) = claim(jobs, job)
+    job = create_owned_job(jobs)
+    (attempt,) = claim(jobs, job)
     assert jobs.acquire_batch_coordinator(job.job_id, "two", "elsewhere", LEASE_S) is None
     assert jobs.waiting("elsewhere") == []
     assert jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
     for change in (
-        lambda: jobs.settle_and_claim(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
+        lambda: jobs.settle_and_claim(job.job_id, "one", [(attempt, outcome(attempt))], {"w": 1}, LEASE_S),
         lambda: jobs.renew(job.job_id, "one", LEASE_S),
         lambda: jobs.set_status(job.job_id, "one", "FAILED"),
         lambda: jobs.save_batch_states(job.job_id, "one", range(2), 2),
@@ -110,21 +115,21 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
             change()
     jobs.release(job.job_id, "one")
     assert statuses(jobs, job) == ["PENDING"] * 3
-    stale = jobs.settle_and_claim(job.job_id, "two", [(held, outcome(held))], {}, LEASE_S)
-    assert stale.rejected == [held], "an attempt of the old coordinator, reported by the new one"
+    stale = jobs.settle_and_claim(job.job_id, "two", [(attempt, outcome(attempt))], {}, LEASE_S)
+    assert stale.rejected == [attempt], "an attempt of the old coordinator, reported by the new one"
 
 
 def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=4, size=4)
+    job = create_owned_job(jobs, rows=4, size=4)
     hopeless = replace(APP, retry=False)
-    (one,) = claim(jobs, job)
+    (batch,) = claim(jobs, job)
     assert jobs.at_work(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
-    jobs.settle_and_claim(job.job_id, "one", [(one, hopeless)], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [(batch, hopeless)], {}, LEASE_S)
     halves = claim(jobs, job, 2)
     assert [half.span for half in halves] == [(0, 1), (2, 3)]
     jobs.settle_and_claim(job.job_id, "one", [(half, hopeless) for half in halves], {}, LEASE_S)
     single = claim(jobs, job, 4)
-    assert [each.span.rows for each in single] == [1] * 4
+    assert [part.span.rows for part in single] == [1] * 4
     assert jobs.at_work(job.job_id) == {"w": {"batches": 4, "rows": 4, "first_row": 0, "retried": 0}}
 
 
@@ -137,20 +142,22 @@ def test_a_job_with_an_expired_lease_can_be_acquired(jobs: BatchJobs) -> None:
 
 
 def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=4, size=4)
+    job = create_owned_job(jobs, rows=4, size=4)
     for retry in range(1, 4):
-        (one,) = claim(jobs, job)
-        assert one.retry_count == retry - 1
-        jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0.1)
+        (batch,) = claim(jobs, job)
+        assert batch.retry_count == retry - 1
+        jobs.settle_and_claim(job.job_id, "one", [(batch, APP)], {}, LEASE_S, backoff_s=0.1)
         assert claim(jobs, job) == [], "it waits"
         assert 0 < (jobs.next_retry_in(job.job_id) or 0) <= 0.1 * 2**retry
         time.sleep(0.1 * 2**retry + 0.02)
-    (one,) = claim(jobs, job)
-    assert jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S).job.total_batches == 2
-    left, right = claim(jobs, job, 2)
-    assert (left.span, right.span) == ((0, 1), (2, 3))
-    assert (left.retry_count, right.retry_count) == (0, 0), "a part has a retry of its own"
-    turn = jobs.settle_and_claim(job.job_id, "one", [(left, APP), (right, outcome(right))], {"w": 5}, LEASE_S)
+    (batch,) = claim(jobs, job)
+    assert jobs.settle_and_claim(job.job_id, "one", [(batch, APP)], {}, LEASE_S).job.total_batches == 2
+    first_half, second_half = claim(jobs, job, 2)
+    assert (first_half.span, second_half.span) == ((0, 1), (2, 3))
+    assert (first_half.retry_count, second_half.retry_count) == (0, 0), "a part has a retry of its own"
+    turn = jobs.settle_and_claim(
+        job.job_id, "one", [(first_half, APP), (second_half, outcome(second_half))], {"w": 5}, LEASE_S
+    )
     (again,) = turn.claims["w"]
     assert again.span == (0, 1) and again.retry_count == 1
     turn = jobs.settle_and_claim(job.job_id, "one", [(again, APP)], {"w": 5}, LEASE_S)
@@ -161,18 +168,22 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
     turn = jobs.settle_and_claim(job.job_id, "one", [(again, APP)], {"w": 1}, LEASE_S)
     (given_up,) = turn.claims["w"]
     assert given_up.retry_count == 4 and given_up.error == "the row is bad"
-    ended = jobs.settle_and_claim(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
-    assert ended.done and (ended.rows_ok, ended.rows_failed) == (3, 1) and ended.failed_too_many
+    finished_job = jobs.settle_and_claim(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
+    assert (
+        finished_job.done
+        and (finished_job.rows_ok, finished_job.rows_failed) == (3, 1)
+        and finished_job.failed_too_many
+    )
     assert [(error["row_idx"], error["message"]) for error in jobs.row_errors(job.job_id)] == [(1, "bad")]
     assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
 
 
 def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=1)
+    job = create_owned_job(jobs, rows=1)
     failed = []
     for _ in range(5):
-        (one,) = claim(jobs, job)
-        failed.append(jobs.settle_and_claim(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0).failed)
+        (batch,) = claim(jobs, job)
+        failed.append(jobs.settle_and_claim(job.job_id, "one", [(batch, APP)], {}, LEASE_S, backoff_s=0).failed)
     assert failed == [False, False, False, False, True]
     assert statuses(jobs, job) == ["FAILED"]
     assert jobs.failure(job.job_id) == "row 0: ValueError: the row is bad"
@@ -180,7 +191,7 @@ def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: Batc
 
 def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
     """Neither after its coordinator released it, nor after the coordinator was killed."""
-    released, killed, runs = (owned(jobs, rows=1) for _ in range(3))
+    released, killed, runs = (create_owned_job(jobs, rows=1) for _ in range(3))
     for job in (released, killed, runs):
         jobs.record_launch("local", f"w{job.job_id}", job.job_id, "one", "local")
     for job in (released, killed):
@@ -195,7 +206,7 @@ def test_the_time_of_workers_is_counted_however_they_end(
     jobs: BatchJobs, db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of a dead coordinator's workers is counted until its last write."""
-    job, clock = owned(jobs), [time.time()]
+    job, clock = create_owned_job(jobs), [time.time()]
     monkeypatch.setattr(state, "now", lambda: clock[0])
     for name in ("ends", "is released", "is left"):
         jobs.record_launch("local", name, job.job_id, "one", "local")
@@ -215,47 +226,47 @@ def test_the_time_of_workers_is_counted_however_they_end(
 
 
 def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=1)
+    job = create_owned_job(jobs, rows=1)
     for lost in range(MAX_INFRA_RETRIES + 1):
-        (one,) = claim(jobs, job)
-        assert (one.retry_count, one.infra_retries) == (0, lost)
-        jobs.settle_and_claim(job.job_id, "one", [(one, INFRA)], {}, LEASE_S)
+        (batch,) = claim(jobs, job)
+        assert (batch.retry_count, batch.infra_retries) == (0, lost)
+        jobs.settle_and_claim(job.job_id, "one", [(batch, INFRA)], {}, LEASE_S)
     assert statuses(jobs, job) == ["FAILED"]
 
 
 def test_returned_batches_do_not_count_as_retries(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=1)
+    job = create_owned_job(jobs, rows=1)
     for tries in range(MAX_INFRA_RETRIES + 2):
-        (one,) = claim(jobs, job)
-        assert (one.attempt_id, one.retry_count, one.infra_retries) == (tries + 1, 0, 0)
+        (batch,) = claim(jobs, job)
+        assert (batch.attempt_id, batch.retry_count, batch.infra_retries) == (tries + 1, 0, 0)
         jobs.settle_and_claim(
-            job.job_id, "one", [(one, LostAttempt("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
+            job.job_id, "one", [(batch, LostAttempt("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
         )
     assert statuses(jobs, job) == ["PENDING"]
 
 
 def test_an_expired_attempt_is_put_back_once_and_a_renewed_one_is_not(jobs: BatchJobs) -> None:
-    job = owned(jobs)
-    held, kept = jobs.settle_and_claim(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
-    jobs.renew(job.job_id, "one", LEASE_S, [kept.batch_idx])
+    job = create_owned_job(jobs)
+    expired, renewed = jobs.settle_and_claim(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
+    jobs.renew(job.job_id, "one", LEASE_S, [renewed.batch_idx])
     time.sleep(0.1)
     jobs.renew(job.job_id, "one", LEASE_S)
     jobs.renew(job.job_id, "one", LEASE_S)
     assert statuses(jobs, job) == ["PENDING", "DISPATCHED", "PENDING"]
     (again,) = claim(jobs, job)
-    assert again.span == held.span and again.infra_retries == 1
+    assert again.span == expired.span and again.infra_retries == 1
 
 
 def test_max_failed_rows_is_a_count_or_a_share(jobs: BatchJobs) -> None:
     for allowed, failed, too_many in ((0, 1, True), (1, 1, False), (1, 2, True), (0.4, 2, False), (0.2, 2, True)):
-        job = owned(jobs, rows=6, size=2, max_failed_rows=allowed)
-        (one,) = claim(jobs, job)
-        job = jobs.settle_and_claim(job.job_id, "one", [(one, outcome(one, failed))], {}, LEASE_S).job
+        job = create_owned_job(jobs, rows=6, size=2, max_failed_rows=allowed)
+        (batch,) = claim(jobs, job)
+        job = jobs.settle_and_claim(job.job_id, "one", [(batch, outcome(batch, failed))], {}, LEASE_S).job
         assert job.failed_too_many is too_many, (allowed, failed)
 
 
 def test_a_job_that_is_being_cancelled_can_only_be_cancelled(jobs: BatchJobs) -> None:
-    job = owned(jobs)
+    job = create_owned_job(jobs)
     assert jobs.cancel("alice", job.job_id).status == "CANCELLING"
     assert not jobs.set_status(job.job_id, "one", "WINDING_DOWN")
     assert not jobs.finish(job.job_id, "one", [])
@@ -265,7 +276,7 @@ def test_a_job_that_is_being_cancelled_can_only_be_cancelled(jobs: BatchJobs) ->
 
 
 def test_a_job_belongs_to_its_tenant(jobs: BatchJobs) -> None:
-    job = owned(jobs)
+    job = create_owned_job(jobs)
     for ask in (
         lambda: jobs.find("bob", job.job_id),
         lambda: jobs.cancel("bob", job.job_id),
@@ -277,7 +288,7 @@ def test_a_job_belongs_to_its_tenant(jobs: BatchJobs) -> None:
 
 
 def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: BatchJobs) -> None:
-    job = owned(jobs, rows=8, max_failed_rows=5)
+    job = create_owned_job(jobs, rows=8, max_failed_rows=5)
     good, bad, _ = claim(jobs, job, 3)
     jobs.settle_and_claim(job.job_id, "one", [(good, outcome(good)), (bad, outcome(bad, failed=1))], {}, LEASE_S)
     jobs.cancel("alice", job.job_id)
@@ -293,7 +304,7 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
     assert jobs.chain(resumed.job_id) == [job.job_id, resumed.job_id]
     jobs.acquire_batch_coordinator(resumed.job_id, "two", "here", LEASE_S)
     claims = claim(jobs, resumed, 9, "two")
-    assert [one.span for one in claims] == [(2, 3), (4, 5), (6, 7)]
+    assert [batch.span for batch in claims] == [(2, 3), (4, 5), (6, 7)]
     with pytest.raises(UserError, match=f"job {resumed.job_id} is PENDING"):
         jobs.create("alice", spec(resume_from=job.job_id))
     jobs.finish(resumed.job_id, "two", [("json", OutputInfo("/out.jsonl", 8, 100, "b" * 64))])
@@ -302,7 +313,7 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
 
 
 def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
-    job = owned(jobs)
+    job = create_owned_job(jobs)
     assert jobs.finish(job.job_id, "one", [("json", OutputInfo("/out.jsonl", 6, 100, "b" * 64))])
     assert jobs.find("alice", job.job_id).status == "SUCCEEDED"
     (stored,) = jobs.outputs(job.job_id)
@@ -315,10 +326,10 @@ def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
 class Broken(list[int]):
     """The first rows of batches; iteration fails in the second chunk."""
 
-    def __getitem__(self, wanted: object) -> object:
-        if isinstance(wanted, slice) and wanted.start >= INSERT_CHUNK:
+    def __getitem__(self, index: object) -> object:
+        if isinstance(index, slice) and index.start >= INSERT_CHUNK:
             raise OSError("the input went away")
-        return super().__getitem__(wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return super().__getitem__(index)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_an_interrupted_split_is_repeated(jobs: BatchJobs) -> None:
@@ -347,12 +358,12 @@ def test_batches_of_many_chunks_cover_each_row_once(jobs: BatchJobs, even: bool)
 
 
 def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs: BatchJobs, db: Database) -> None:
-    job = owned(jobs, rows=2 * INSERT_CHUNK, size=1)
+    job = create_owned_job(jobs, rows=2 * INSERT_CHUNK, size=1)
     claim(jobs, job, 3)
     statements: list[str] = []
 
     def explain(
-        _: object, cursor: sqlite3.Cursor, statement: str, parameters: tuple[object, ...], *more: object
+        _: object, cursor: sqlite3.Cursor, statement: str, parameters: tuple[object, ...], *args: object
     ) -> None:
         if statement.startswith("UPDATE batch_state"):
             cursor.execute(f"EXPLAIN {'QUERY PLAN ' if db.is_sqlite else ''}{statement}", parameters)

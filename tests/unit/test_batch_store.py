@@ -51,8 +51,8 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def cloud() -> Iterator[tuple[Bucket, CloudStorage]]:
-    with cloud_bucket() as found:
-        yield found
+    with cloud_bucket() as bucket_and_storage:
+        yield bucket_and_storage
 
 
 @pytest.fixture(params=["file", "url", "memory", "s3", "gs"])
@@ -202,14 +202,14 @@ def test_parts_that_share_an_object_are_the_parts_that_do_not(base: str, kind: s
         spans = [RowRange(start, start + 2) for start in range(0, 9, 3)]
         return [writer.write_part(rows[s.start_idx : s.end_idx + 1], s, join(base, name)) for s in spans], writer
 
-    alone, writer = parts("alone", f"a.{kind}")
+    separate, writer = parts("alone", f"a.{kind}")
     with publishing.in_segments():
         together, other = parts("together", f"b.{kind}")
         assert not open_store(base)[0].exists(open_store(together[0].path)[1]), "durable at the end of the block"
     assert len({part.path for part in together}) == 1 and len({part.offset for part in together}) == 3
     assert [PartInfo.from_dict(part.to_dict()) for part in together] == together
-    assert [list(writer.read_part(part)) for part in alone] == [list(other.read_part(part)) for part in together]
-    first = writer.publish(alone, join(base, "staging-a"), "error")
+    assert [list(writer.read_part(part)) for part in separate] == [list(other.read_part(part)) for part in together]
+    first = writer.publish(separate, join(base, "staging-a"), "error")
     second = other.publish(together, join(base, "staging-b"), "error")
     assert (first.rows, first.sha256) == (9, second.sha256)
     store, key = open_store(together[0].path)
@@ -272,10 +272,10 @@ def test_a_bucket_of_cloud_storage_lists_more_than_a_page(cloud: tuple[Bucket, C
 
     bucket, server = cloud
     store, root = open_store(f"{bucket.url}/many")
-    for number in range(1005):
-        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket.name, f"many/{number:04d}", b"x")
+    for index in range(1005):
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(bucket.name, f"many/{index:04d}", b"x")
     before = server.lists
-    assert sorted(store.list(root)) == [f"many/{number:04d}" for number in range(1005)]
+    assert sorted(store.list(root)) == [f"many/{index:04d}" for index in range(1005)]
     assert server.lists == before + 2
 
 
@@ -307,15 +307,15 @@ def test_directories_of_stored_files_are_fsynced(tmp_path: Path, monkeypatch: py
     synced: list[str] = []
     fsync = os.fsync
 
-    def noted(descriptor: int) -> None:
+    def record_fsync(descriptor: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     store, key = open_store(str(tmp_path / "a" / "b" / "part"))
     store.put_create(key, b"rows")
-    *made, unfinished, at_last = synced
-    assert made == [str(tmp_path), str(tmp_path / "a")]
+    *parent_directories, unfinished, at_last = synced
+    assert parent_directories == [str(tmp_path), str(tmp_path / "a")]
     assert unfinished.startswith(f"{tmp_path}/a/b/.part.") and at_last == str(tmp_path / "a" / "b")
     synced.clear()
     store.put_create(key, b"rows")

@@ -101,20 +101,20 @@ ROWS = st.lists(
 def test_rows_are_written_and_read_one_for_one_or_refused(rows: list[Any], batch_size: int, key: str | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         writer = WebdatasetWriter(f"{directory}/out", key=key)
-        kept: list[Any] = []
+        checked: list[Any] = []
         for row in rows:
             try:
-                kept.append(row if row is None or writer.check(row) is None else None)
+                checked.append(row if row is None or writer.check(row) is None else None)
             except (ValueError, TypeError):
-                kept.append(None)  # the row has failed
+                checked.append(None)  # the row has failed
         expected = [
             {"__key__": f"{index:08d}", **{name: row[name] for name in row if name != "__key__" or key is not None}}
-            for index, row in enumerate(kept)
+            for index, row in enumerate(checked)
             if row is not None
         ]
         keys = [row["__key__"] for row in expected]
         try:
-            parts = write_parts(writer, kept, f"{directory}/parts", batch_size)
+            parts = write_parts(writer, checked, f"{directory}/parts", batch_size)
             info = writer.publish(parts, f"{directory}/staging", "error")
         except (ValueError, UserError) as refusal:
             assert len(set(keys)) < len(keys) and "key is unique" in str(refusal)
@@ -124,7 +124,7 @@ def test_rows_are_written_and_read_one_for_one_or_refused(rows: list[Any], batch
         assert read_all(f"{directory}/out/") == expected
         shards = sorted(Path(directory).glob("out/*.tar"))
         samples = list(library_samples(shards))
-        assert [(each["__key__"], set(each)) for each in samples] == [
+        assert [(sample["__key__"], set(sample)) for sample in samples] == [
             (row["__key__"], {*row, "__key__"}) for row in expected
         ]
         root = Path(directory) / "extracted"

@@ -70,9 +70,9 @@ class Connection:
     def _exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            piece = self.socket.recv(size - len(data))
-            assert piece, "the connection ended"
-            data += piece
+            chunk = self.socket.recv(size - len(data))
+            assert chunk, "the connection ended"
+            data += chunk
         return data
 
     def rest(self) -> bytes:
@@ -106,7 +106,7 @@ class Worker:
         return {**indices, "part_bases": [base]}
 
     def feed(self, *batches: int) -> dict[int, dict[str, Any]]:
-        return settled_in(self.feeding(*batches))
+        return index_settlements(self.feeding(*batches))
 
     def feeding(self, *batches: int, attempt_id: int = 1) -> Iterator[dict[str, Any]]:
         """The messages of the reply; the request is sent at once."""
@@ -123,8 +123,8 @@ class Worker:
         return messages()
 
 
-def settled_in(messages: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {each["key"][0]: each for message in messages for each in message.get("settled", ())}
+def index_settlements(messages: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {settlement["key"][0]: settlement for message in messages for settlement in message.get("settled", ())}
 
 
 def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
@@ -158,37 +158,39 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 def test_an_attempt_runs_once_and_its_results_are_stored(worker: Worker) -> None:
     assert worker.call("configure", spec=worker.spec)[0] == 200
-    done = worker.feed(0)[0]["outcome"]
-    assert done["rows_ok"] == 2
-    assert Path(done["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
+    outcome = worker.feed(0)[0]["outcome"]
+    assert outcome["rows_ok"] == 2
+    assert Path(outcome["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
     assert worker.call("health") == (200, {"state": "ready"})
 
 
 def test_a_group_is_answered_in_few_messages_and_has_a_limit(worker: Worker) -> None:
     worker.call("configure", spec=worker.spec)
     worker.feed(0)
-    left = list(range(32))
+    remaining = list(range(32))
     for attempt_id in range(2, 12):
-        messages = list(worker.feeding(*left, attempt_id=attempt_id))
-        settled = settled_in(messages)
-        assert sorted(settled) == left and len(messages) < 32
-        left = [index for index in left if settled[index].get("lost", {}).get("error_class") == "GivenBack"]
-        assert all(settled[index]["outcome"]["rows_ok"] == 2 for index in settled.keys() - left)
-        if not left:  # a machine that stalls for a second returns some batches
+        messages = list(worker.feeding(*remaining, attempt_id=attempt_id))
+        settled = index_settlements(messages)
+        assert sorted(settled) == remaining and len(messages) < 32
+        remaining = [index for index in remaining if settled[index].get("lost", {}).get("error_class") == "GivenBack"]
+        assert all(settled[index]["outcome"]["rows_ok"] == 2 for index in settled.keys() - remaining)
+        if not remaining:  # a machine that stalls for a second returns some batches
             break
-    assert not left
+    assert not remaining
     assert worker.call("feed_batch", assignments=[])[0] == 400
     assert worker.call("feed_batch", assignments=[worker.assignment(index) for index in range(257)])[0] == 400
 
 
 def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_path: Path) -> None:
     worker.call("configure", spec=spec_of(tmp_path, 1.4))
-    settled = settled_in(worker.feeding(*range(6)))
+    settled = index_settlements(worker.feeding(*range(6)))
     assert sorted(settled) == list(range(6))
-    outcomes = {index for index, each in settled.items() if "outcome" in each}
+    outcomes = {index for index, settlement in settled.items() if "outcome" in settlement}
     assert outcomes == {0, 1, 2}, "what the child works on is not taken from it"
-    assert {each["lost"]["error_class"] for each in settled.values() if "lost" in each} == {"GivenBack"}
-    assert not any(each["lost"]["begun"] for each in settled.values() if "lost" in each)
+    assert {settlement["lost"]["error_class"] for settlement in settled.values() if "lost" in settlement} == {
+        "GivenBack"
+    }
+    assert not any(settlement["lost"]["begun"] for settlement in settled.values() if "lost" in settlement)
 
 
 def test_it_serves_its_coordinator_and_its_job_alone(worker: Worker) -> None:
@@ -213,7 +215,7 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Wor
     assert next(streams[0]) == {"alive": True}
     assert worker.call("shutdown", grace_s=0)[0] == 200
     for batch_idx, stream in enumerate(streams):
-        lost = settled_in(stream)[batch_idx]["lost"]
+        lost = index_settlements(stream)[batch_idx]["lost"]
         assert lost["infra"] and lost["error_class"] == "Shutdown"
     assert worker.process.wait(5) == 0
 
@@ -228,16 +230,16 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(rpc, "READ_S", 0.3)
     monkeypatch.setattr(rpc, "MAX_UNAUTHENTICATED", 8)
     monkeypatch.setattr(worker_service, "FLUSH_S", 0.1)
-    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     async def serve() -> None:
         worker = worker_service.Worker("secret", tmp_path / "log", tmp_path)
-        found.put(await worker.listen(None, "127.0.0.1"))
+        addresses.put(await worker.listen(None, "127.0.0.1"))
         await worker.serve()
 
     serving = threading.Thread(target=lambda: asyncio.run(serve()))
     serving.start()
-    port = int(found.get(timeout=10).rpartition(":")[2])
+    port = int(addresses.get(timeout=10).rpartition(":")[2])
     yield port
     Connection(port).send(pack({"call": "shutdown"}))
     serving.join(10)
@@ -265,8 +267,8 @@ def test_a_frame_that_is_not_allowed_is_refused_before_its_body(
     """The refusal arrives and the connection is closed before any byte of a body is sent."""
     connection = Connection(port, token)
     connection.send(data)
-    kind, why = connection.frame()
-    assert kind == REFUSED and why["status"] == status
+    kind, refusal = connection.frame()
+    assert kind == REFUSED and refusal["status"] == status
     assert connection.rest() == b""
 
 
@@ -274,8 +276,8 @@ def test_a_frame_that_is_not_allowed_is_refused_before_its_body(
 def test_a_file_is_refused_before_its_bytes_are_sent(port: int, size: object, status: int) -> None:
     connection = Connection(port)
     connection.send(pack({"call": "receive", "size": size}))
-    kind, why = connection.frame()
-    assert kind == REFUSED and why["status"] == status
+    kind, refusal = connection.frame()
+    assert kind == REFUSED and refusal["status"] == status
     connection.send(pack({"call": "health"}))
     assert connection.frame() == [DONE, {"state": "starting"}]
     connection.socket.close()
@@ -305,20 +307,20 @@ def test_half_a_request_ends_soon(port: int) -> None:
 
 def test_many_unauthenticated_connections_do_not_keep_others_out(port: int) -> None:
     """Each new one replaces the oldest; an authenticated one stays."""
-    known = Connection(port)
-    known.send(pack({"call": "health"}))
-    assert known.frame() == [DONE, {"state": "starting"}]
+    authenticated = Connection(port)
+    authenticated.send(pack({"call": "health"}))
+    assert authenticated.frame() == [DONE, {"state": "starting"}]
     threads = threading.active_count()
     unauthenticated = [Connection(port, "") for _ in range(60)]
     another = Connection(port)
     another.send(pack({"call": "health"}))
     assert another.frame()[0] == DONE
     assert threading.active_count() - threads < 30
-    assert [each.rest() for each in unauthenticated] == [b""] * 60
+    assert [connection.rest() for connection in unauthenticated] == [b""] * 60
     time.sleep(0.4)  # longer than an unauthenticated connection lives
-    known.send(pack({"call": "health"}))
-    assert known.frame() == [DONE, {"state": "starting"}]
-    known.socket.close()
+    authenticated.send(pack({"call": "health"}))
+    assert authenticated.frame() == [DONE, {"state": "starting"}]
+    authenticated.socket.close()
     another.socket.close()
 
 
@@ -337,7 +339,7 @@ def test_a_type_that_json_lacks_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "words"),
+    ("reply", "words"),
     [
         (b"", "before the reply did"),
         (LENGTH.pack(9)[:2], "before the reply did"),
@@ -347,11 +349,11 @@ def test_a_type_that_json_lacks_is_not_sent() -> None:
     ],
 )
 def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
-    tmp_path: Path, sent: bytes, words: str
+    tmp_path: Path, reply: bytes, words: str
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(LENGTH.size)
-        writer.write(sent)
+        writer.write(reply)
         await rpc.close(writer)
 
     async def call() -> None:
@@ -385,9 +387,9 @@ def test_a_handlers_error_refuses_its_call_and_is_logged(tmp_path: Path, caplog:
 
 def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
     async def slow(_: rpc.Message, _reader: asyncio.StreamReader) -> AsyncGenerator[rpc.Message, None]:
-        for number in range(3):
+        for index in range(3):
             await asyncio.sleep(0.001)
-            yield {"number": number}
+            yield {"number": index}
 
     async def cancel_everywhere() -> None:
         server = rpc.RpcServer("secret", {"slow": slow})
@@ -459,7 +461,7 @@ def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: di
     """Slot-seconds of each job with batches of 0.05 s, in simulated time."""
     now = 0.0
     fair = FairShare(lambda: now, 0.2)
-    held: dict[int, int] = {}
+    job_by_slot: dict[int, int] = {}
     worked = dict.fromkeys(weights, 0.0)
     present: list[int] = []
     while now < seconds:
@@ -468,13 +470,13 @@ def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: di
                 fair.join(job, weights[job], 0)
                 present.append(job)
         for slot in range(slots):
-            job = held.get(slot)
+            job = job_by_slot.get(slot)
             if job is not None and fair.should_yield(job, slot, [other for other in present if other != job]):
-                fair.release(held.pop(slot), slot)
-            if slot not in held and (chosen := fair.choose(present)) is not None:
+                fair.release(job_by_slot.pop(slot), slot)
+            if slot not in job_by_slot and (chosen := fair.choose(present)) is not None:
                 fair.acquire(chosen, slot)
-                held[slot] = chosen
-        for job in held.values():
+                job_by_slot[slot] = chosen
+        for job in job_by_slot.values():
             worked[job] += 0.05
         now += 0.05
     return worked
@@ -501,25 +503,25 @@ def test_the_higher_priority_has_the_slots() -> None:
 
 
 def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[asyncio.subprocess.Process] = []
+    processes: list[asyncio.subprocess.Process] = []
     create = asyncio.create_subprocess_exec
 
-    async def noted(*command: Any, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401
-        made.append(await create(*command, **options))
-        return made[-1]
+    async def record_process(*command: Any, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401
+        processes.append(await create(*command, **options))
+        return processes[-1]
 
-    async def given_up() -> None:
+    async def cancel_start() -> None:
         starting = asyncio.create_task(LocalPool(PoolSpec("default", 1), JobLogs(tmp_path)).start("w", None))
-        while not made:
+        while not processes:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)  # it waits for the worker's first word
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert made[0].returncode is not None
+        assert processes[0].returncode is not None
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
-    asyncio.run(given_up())
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", record_process)
+    asyncio.run(cancel_start())
 
 
 def asking(**needs: object) -> JobSpec:
@@ -578,8 +580,10 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
         client = rpc.RpcClient(worker.address, worker.token, connect_s=60, silence_s=60)
         try:
             await client.call("configure", job_id=JOB, spec=spec)
-            settled = [each async for each in client.stream("feed_batch", {"job_id": JOB, "assignments": [parts]})]
-            assert settled_in(settled)[0]["outcome"]["rows_ok"] == 2, settled
+            settled = [
+                message async for message in client.stream("feed_batch", {"job_id": JOB, "assignments": [parts]})
+            ]
+            assert index_settlements(settled)[0]["outcome"]["rows_ok"] == 2, settled
             planned = await client.call("operate", job_id=JOB, op="plan")
             assert planned["end"]["total_rows"] == 80
         finally:
@@ -592,9 +596,9 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
         assert again.process.pid != second
         await again.kill()
         await pool.warm_up()
-        left = list(pool._spares)
+        spares = list(pool._spares)
         await pool.close()
-        assert len(left) == 2 and all(process.returncode is not None for process in left) and not pool._spares
+        assert len(spares) == 2 and all(process.returncode is not None for process in spares) and not pool._spares
 
     with tempfile.TemporaryDirectory(prefix="tn-") as temporary, pytest.MonkeyPatch.context() as patched:
         patched.setattr(tempfile, "tempdir", temporary)
@@ -603,15 +607,15 @@ def test_the_next_job_gets_processes_that_wait_for_it(tmp_path: Path) -> None:
 
 def test_the_next_host_on_a_node_deletes_an_ended_ones_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    left, other = tmp_path / f"{PREFIX}{gone.pid}-abc", tmp_path / "tinsmith-worker-local"
-    for directory in (left, other):
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    leftover, other = tmp_path / f"{PREFIX}{ended_process.pid}-abc", tmp_path / "tinsmith-worker-local"
+    for directory in (leftover, other):
         directory.mkdir()
     WorkerHost("token", "")
-    kept = WorkerHost("token", "")
-    assert not left.exists() and other.exists(), "another pool's directories are its own"
-    assert len(list(tmp_path.glob(f"{PREFIX}{os.getpid()}-*"))) == 2 and kept
+    host = WorkerHost("token", "")
+    assert not leftover.exists() and other.exists(), "another pool's directories are its own"
+    assert len(list(tmp_path.glob(f"{PREFIX}{os.getpid()}-*"))) == 2 and host
 
 
 def test_a_worker_leaves_nothing_when_its_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,24 +623,24 @@ def test_a_worker_leaves_nothing_when_its_server_is_killed(tmp_path: Path, monke
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         logs, other = JobLogs(tmp_path / "logs"), JobLogs(tmp_path / "other")
 
-        async def killed() -> None:
+        async def kill_server() -> None:
             worker = await LocalPool(PoolSpec("default", 1), logs).start("w", None)
             assert worker.directory.is_dir() and worker.directory.parent == Path(temporary)
             assert worker.process.stdin is not None
             worker.process.stdin.close()  # as the kernel does for a server that is killed
             await worker.process.wait()
 
-        asyncio.run(killed())
+        asyncio.run(kill_server())
         assert list(Path(temporary).iterdir()) == [], "the worker tidied up"
-        left = []
-        for each in (logs, other):
+        directories = []
+        for server_logs in (logs, other):
 
-            async def both_killed(logs: JobLogs = each) -> Path:
+            async def kill_both(logs: JobLogs = server_logs) -> Path:
                 worker = await LocalPool(PoolSpec("default", 1), logs).start("w", None)
                 os.killpg(worker.process.pid, signal.SIGKILL)
                 await worker.process.wait()
                 return worker.directory
 
-            left.append(asyncio.run(both_killed()))
+            directories.append(asyncio.run(kill_both()))
         sweep(logs)
-        assert [path.exists() for path in left] == [False, True], "another server's workers are its own"
+        assert [path.exists() for path in directories] == [False, True], "another server's workers are its own"

@@ -76,9 +76,9 @@ def state(backend: TorchBackend, model_id: str) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.clone() for tensor in (*tensors, *(trained.moments or ()))]
 
 
-def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
+def same(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> bool:
     return all(
-        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other, strict=True)
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(first, second, strict=True)
     )
 
 
@@ -155,20 +155,22 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
 # Memory that runs out.
 
 
-def limit_tokens(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception, *, late: bool = False) -> list[int]:
+def limit_tokens(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, error: Exception, *, late: bool = False
+) -> list[int]:
     """Simulate memory for `most` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
     run_one = Trainer._run_one
 
-    def limited(self: Trainer, batch, *args, **more):
+    def run_limited(self: Trainer, batch, *args, **kwargs):
         sizes.append(sum(batch.lengths))
-        if sizes[-1] > most:
+        if sizes[-1] > max_tokens:
             if late:
-                run_one(self, batch, *args, **more)
+                run_one(self, batch, *args, **kwargs)
             raise error
-        return run_one(self, batch, *args, **more)
+        return run_one(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "_run_one", limited)
+    monkeypatch.setattr(Trainer, "_run_one", run_limited)
     return sizes
 
 
@@ -187,9 +189,9 @@ def test_a_step_that_does_not_fit_is_split_until_it_does(
     sizes = limit_tokens(monkeypatch, 12, error, late=late)
     results = run_to_end(backend.run_passes(passes))
     assert sizes[0] == 39 and max(sizes[-5:]) <= 12, sizes
-    for result, whole, name, gradient in zip(results, expected, "ab", gradients, strict=True):
-        assert isinstance(result, PassResult) and isinstance(whole, PassResult)
-        for ours, theirs in zip(result.logprobs, whole.logprobs, strict=True):
+    for result, unsplit, name, gradient in zip(results, expected, "ab", gradients, strict=True):
+        assert isinstance(result, PassResult) and isinstance(unsplit, PassResult)
+        for ours, theirs in zip(result.logprobs, unsplit.logprobs, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(backend._models[name].gradient_P, gradient, rtol=1e-4, atol=1e-5)
 
@@ -207,11 +209,11 @@ def test_a_sequence_that_does_not_fit_alone_fails_its_pass_with_the_numbers(
     assert isinstance(too_long, UserError)
     assert "a sequence of 20 tokens does not fit" in str(too_long) and "GiB free" in str(too_long)
     monkeypatch.undo()
-    alone = TorchBackend(backend.base.shape, device="cpu")
-    alone.create_model("b", SPEC)
-    alone._models["b"].adapter.flat_P.copy_(backend._models["b"].adapter.flat_P)
-    run_to_end(alone.run_passes([a_pass("b", 3, (12,))]))
-    torch.testing.assert_close(backend._models["b"].gradient_P, alone._models["b"].gradient_P, rtol=1e-4, atol=1e-6)
+    separate = TorchBackend(backend.base.shape, device="cpu")
+    separate.create_model("b", SPEC)
+    separate._models["b"].adapter.flat_P.copy_(backend._models["b"].adapter.flat_P)
+    run_to_end(separate.run_passes([a_pass("b", 3, (12,))]))
+    torch.testing.assert_close(backend._models["b"].gradient_P, separate._models["b"].gradient_P, rtol=1e-4, atol=1e-6)
 
 
 def test_micro_batches_grow_again_when_there_was_no_trouble_for_a_while(
@@ -221,14 +223,14 @@ def test_micro_batches_grow_again_when_there_was_no_trouble_for_a_while(
     limit_tokens(monkeypatch, 12, OUT_OF_MEMORY[0])
     run_to_end(backend.run_passes([a_pass("a", 1, (9, 8, 7))]))
     monkeypatch.undo()
-    trainer, most = backend._trainer, backend._trainer._max_tokens
+    trainer, max_tokens = backend._trainer, backend._trainer._max_tokens
     assert trainer._limit == 12
     for _ in range(GROW_AFTER):
         run_to_end(backend.run_passes([a_pass("a", 1, (2,))]))
     assert trainer._limit == 24
-    trainer._limit, trainer._steps_at_limit = most - 1, GROW_AFTER
+    trainer._limit, trainer._steps_at_limit = max_tokens - 1, GROW_AFTER
     run_to_end(backend.run_passes([a_pass("a", 1, (2,))]))
-    assert trainer._limit == most
+    assert trainer._limit == max_tokens
 
 
 def test_errors_other_than_out_of_memory_are_unchanged(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +246,7 @@ def test_no_memory_for_the_gradient_is_for_the_engine_to_tell(
 ) -> None:
     backend.create_model("a", SPEC)
 
-    def fail(*_args: object, **_more: object) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
         raise OUT_OF_MEMORY[0]
 
     monkeypatch.setattr("tinsmith.backends.torch.adapters.Adapter.open_gradients", fail)

@@ -9,29 +9,29 @@ from tinsmith.engine.snapshots import SnapshotWriter, WriteTask
 
 
 def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
-    told: list[object] = []
+    reports: list[object] = []
     writer = SnapshotWriter()
 
     def fail() -> None:
         raise OSError("the disk is full")
 
-    writer.submit(WriteTask(1, lambda: told.append("first"), lambda error: told.append(error)))
-    writer.submit(WriteTask(1, fail, lambda error: told.append(str(error))))
+    writer.submit(WriteTask(1, lambda: reports.append("first"), lambda error: reports.append(error)))
+    writer.submit(WriteTask(1, fail, lambda error: reports.append(str(error))))
     writer.flush()
-    assert told == ["first", None, "the disk is full"]
+    assert reports == ["first", None, "the disk is full"]
 
 
 def test_the_end_of_the_engine_is_raised_on_its_own_thread_and_nothing_more_is_written() -> None:
-    told: list[object] = []
+    reports: list[object] = []
     writer = SnapshotWriter()
 
     def lose() -> None:
         raise LeaseLostError("taken for dead")
 
-    for work in (lose, lambda: told.append("written all the same")):
-        writer.submit(WriteTask(1, work, told.append))
+    for write in (lose, lambda: reports.append("written all the same")):
+        writer.submit(WriteTask(1, write, reports.append))
     with pytest.raises(LeaseLostError, match="taken for dead"):
         writer.flush()
     with pytest.raises(LeaseLostError):
         writer.collect()
-    assert "written all the same" not in told
+    assert "written all the same" not in reports

@@ -26,10 +26,10 @@ async def app(scope: dict, receive, send) -> None:
         return
     content = b"no"
     if scope["path"] == "/read":
-        size, more = 0, True
-        while more:
+        size, has_more = 0, True
+        while has_more:
             message = await receive()
-            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+            size, has_more = size + len(message.get("body", b"")), message.get("more_body", False)
         content = b"%d %s" % (size, b" ".join(name for name, _ in scope["headers"]))
     if scope["path"] == "/big":
         content = bytes(BIG)
@@ -71,12 +71,12 @@ def read_all(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def drip(client: socket.socket, piece: bytes, seconds: float) -> bool:
+def drip(client: socket.socket, chunk: bytes, seconds: float) -> bool:
     """Send one piece after another; return whether the server accepted all."""
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:
-            client.sendall(piece)
+            client.sendall(chunk)
             time.sleep(LITTLE_S)
     except (BrokenPipeError, ConnectionResetError):
         return False
@@ -93,13 +93,13 @@ def test_a_head_that_does_not_come_ends_the_connection(client: socket.socket, st
     assert time.monotonic() - began < LONG_S / 2
 
 
-@pytest.mark.parametrize("piece", [b"X: y\r\n", b"\r\n"], ids=["fields", "empty lines"])
+@pytest.mark.parametrize("chunk", [b"X: y\r\n", b"\r\n"], ids=["fields", "empty lines"])
 @pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["first", "second"])
-def test_a_head_that_comes_by_the_drop_ends_the_connection(client: socket.socket, before: bytes, piece: bytes) -> None:
+def test_a_head_that_comes_by_the_drop_ends_the_connection(client: socket.socket, before: bytes, chunk: bytes) -> None:
     if before:
         client.sendall(before)
         assert client.recv(1000).endswith(b"no")
-    assert not drip(client, (b"GET / HTTP/1.1\r\n" if piece != b"\r\n" else b"") + piece, 8 * HEAD_S)
+    assert not drip(client, (b"GET / HTTP/1.1\r\n" if chunk != b"\r\n" else b"") + chunk, 8 * HEAD_S)
 
 
 def test_a_body_that_stops_coming_ends_the_connection(client: socket.socket) -> None:
@@ -178,18 +178,18 @@ def test_chunks_of_one_byte_are_read(client: socket.socket) -> None:
     assert b"\r\n\r\n50000 " in client.recv(1000)
 
 
-@pytest.mark.parametrize("more", [b"1;", b"1\r\nx\r\n0\r\nX: "], ids=["extension", "trailer"])
-def test_framing_without_end_is_refused(client: socket.socket, more: bytes) -> None:
+@pytest.mark.parametrize("framing", [b"1;", b"1\r\nx\r\n0\r\nX: "], ids=["extension", "trailer"])
+def test_framing_without_end_is_refused(client: socket.socket, framing: bytes) -> None:
     """Chunk extensions and trailer fields are not part of the body, so the body limit does not cover them."""
     client.sendall(CHUNKED)
-    taken = 0
+    sent_bytes = 0
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        client.sendall(more)
-        while taken < 64 * MAX_HEAD_BYTES:
+        client.sendall(framing)
+        while sent_bytes < 64 * MAX_HEAD_BYTES:
             client.sendall(b"x" * 10_000)
-            taken += 10_000
+            sent_bytes += 10_000
             time.sleep(0.001)
-    assert taken < 64 * MAX_HEAD_BYTES
+    assert sent_bytes < 64 * MAX_HEAD_BYTES
 
 
 def test_a_field_behind_the_body_is_no_header(client: socket.socket) -> None:

@@ -71,13 +71,13 @@ class World:
         for layer, shape in enumerate(SHAPES):
             k, v = self.random(len(names), shape)
             q = torch.randn(len(names), HEADS, shape.key_dim, generator=self.generator)
-            found = plan.attend(layer, q, k, v, scale=0.3, **options)  # pyright: ignore[reportArgumentType]
+            output = plan.attend(layer, q, k, v, scale=0.3, **options)  # pyright: ignore[reportArgumentType]
             for row, name in enumerate(names):
-                own = self.sequences[name]
-                own[2 * layer] = torch.cat([own[2 * layer], k[row : row + 1]])
-                own[2 * layer + 1] = torch.cat([own[2 * layer + 1], v[row : row + 1]])
-                expected = attention(q[row], own[2 * layer], own[2 * layer + 1], **options)  # pyright: ignore
-                torch.testing.assert_close(found[row].double(), expected, atol=2e-5, rtol=1e-4)
+                history = self.sequences[name]
+                history[2 * layer] = torch.cat([history[2 * layer], k[row : row + 1]])
+                history[2 * layer + 1] = torch.cat([history[2 * layer + 1], v[row : row + 1]])
+                expected = attention(q[row], history[2 * layer], history[2 * layer + 1], **options)  # pyright: ignore
+                torch.testing.assert_close(output[row].double(), expected, atol=2e-5, rtol=1e-4)
         return sum(len(step.slot_n) for step in plan._contiguous)
 
 
@@ -127,9 +127,9 @@ def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
 def come_and_go(events: list[tuple[str, int]], seed: int, options: dict[str, object]) -> None:
     world = World(seed)
     names: list[str] = []
-    for number, (event, argument) in enumerate(events):
+    for index, (event, argument) in enumerate(events):
         if event == "j":
-            names += [f"{number}.{i}" for i in range(1 + argument % 7)]
+            names += [f"{index}.{i}" for i in range(1 + argument % 7)]
             for name in names[-(1 + argument % 7) :]:
                 world.join(name, 1 + argument)
         elif names and event == "l":
@@ -142,8 +142,8 @@ def come_and_go(events: list[tuple[str, int]], seed: int, options: dict[str, obj
 
 def test_many_of_a_length_have_slots_and_few_have_none() -> None:
     world = World(0)
-    for number in range(12):
-        world.join(f"s{number}", 70 if number < 9 else 10)
+    for index in range(12):
+        world.join(f"s{index}", 70 if index < 9 else 10)
     names = list(world.sequences)
     assert world.step(names) == 9
     assert world.step(names) == 9
@@ -153,16 +153,16 @@ def test_many_of_a_length_have_slots_and_few_have_none() -> None:
 
 def test_the_newest_position_is_seen_wherever_it_is() -> None:
     world = World(2)
-    for number in range(4):
-        world.join(f"s{number}", contiguous_kv.LENGTH_STEP - 1)
+    for index in range(4):
+        world.join(f"s{index}", contiguous_kv.LENGTH_STEP - 1)
     for _ in range(3):
         assert world.step(list(world.sequences)) == 4
 
 
 def test_free_slots_are_compacted_and_used_again() -> None:
     world = World(1)
-    for number in range(40):
-        world.join(f"s{number}", 20 + number % 5)
+    for index in range(40):
+        world.join(f"s{index}", 20 + index % 5)
     names = list(world.sequences)
     world.step(names)
     (group,) = world.contiguous._groups.values()
@@ -177,14 +177,14 @@ def test_free_slots_are_compacted_and_used_again() -> None:
 def test_slots_stay_within_their_memory() -> None:
     cells = position_bytes(KVCache(dict(enumerate(SHAPES)), BLOCK, CPU).members)
     world = World(2, max_bytes=8 * CAPACITY_STEP * cells)
-    for number in range(20):
-        world.join(f"s{number}", 30)
+    for index in range(20):
+        world.join(f"s{index}", 30)
     names = list(world.sequences)
     assert world.step(names[:8]) == 8
     assert world.step(names) == 0, "there is no room for so many"
     assert world.step(names[:8]) == 8
-    for number in range(4):
-        world.join(f"long{number}", 70)
+    for index in range(4):
+        world.join(f"long{index}", 70)
     assert world.step([*names[:8], "long0", "long1", "long2", "long3"]) == 8
     assert world.step(["long0", "long1", "long2", "long3"]) == 0, "slots are taken in eights"
     assert world.contiguous.num_bytes <= 8 * CAPACITY_STEP * cells
@@ -192,18 +192,18 @@ def test_slots_stay_within_their_memory() -> None:
 
 def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> None:
     world = World(3)
-    for number in range(6):
-        world.join(f"s{number}", 9)
+    for index in range(6):
+        world.join(f"s{index}", 9)
     names = list(world.sequences)
     world.step(names)
     steps = world.contiguous.place([DecodeRow(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
     q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     clean = steps[0].attend(0, q, k, v, scale=0.3)
     k[2], v[2] = torch.nan, torch.inf
-    found = steps[0].attend(0, q, k, v, scale=0.3)
-    assert found[2].isnan().all()
-    others = [0, 1, 3, 4, 5]
-    assert torch.equal(found[others], clean[others])
+    output = steps[0].attend(0, q, k, v, scale=0.3)
+    assert output[2].isnan().all()
+    neighbours = [0, 1, 3, 4, 5]
+    assert torch.equal(output[neighbours], clean[neighbours])
     world.join("next", 5)  # in the slot that holds NaN
     remaining = [name for name in names if name != "s2"]
     for name in remaining:
@@ -212,8 +212,8 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
 
 
 def test_slots_grow_in_steps_of_a_half() -> None:
-    found = sorted({capacity_for(length, 16) for length in range(1, 1600)})
-    assert found == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    capacities = sorted({capacity_for(length, 16) for length in range(1, 1600)})
+    assert capacities == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
     assert all(capacity_for(length, 16) >= length for length in range(1, 5000, 7))
     assert capacity_for(64, 16) == 64 and capacity_for(65, 16) == 128
     assert capacity_for(64, 24) == 72, "whole blocks"
@@ -225,18 +225,18 @@ def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch:
     versions = {f"v{seed}": make_adapter(base, seed) for seed in range(2)}
     samples = [
         make_sample(
-            f"r{number}",
-            make_prompt(50 + number, number),
-            replace(HOT, max_tokens=10 + 2 * number, seed=number),
-            version_id=[None, "v0", "v1"][number % 3],
-            num_samples=1 + number % 2,
+            f"r{index}",
+            make_prompt(50 + index, index),
+            replace(HOT, max_tokens=10 + 2 * index, seed=index),
+            version_id=[None, "v0", "v1"][index % 3],
+            num_samples=1 + index % 2,
         )
-        for number in range(6)
+        for index in range(6)
     ]
-    found = run(LocalSampler(base, versions), *samples)
+    results = run(LocalSampler(base, versions), *samples)
     monkeypatch.setattr(contiguous_kv, "MIN_GROUP_SIZE", 10**6)
     for sample in samples:
-        assert_same(found[sample.request_id], alone(base, sample, versions))
+        assert_same(results[sample.request_id], alone(base, sample, versions))
 
 
 @pytest.mark.parametrize("intel", [True, False])
@@ -264,7 +264,7 @@ def test_in_bfloat16_slots_are_as_exact_as_blocks(
     errors = []
     for contiguous in (None, ContiguousKV(cache, 2**30, CPU)):
         plan = PagedPlan(cache, rows, CPU, contiguous)
-        found = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3, **options)
-        errors.append(float((found.double() - expected).norm() / expected.norm()))
+        output = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3, **options)
+        errors.append(float((output.double() - expected).norm() / expected.norm()))
     assert errors[1] < max(1.2 * errors[0], 4e-3), errors
     assert np.isfinite(errors).all()

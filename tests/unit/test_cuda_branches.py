@@ -27,7 +27,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.samplers.local import kv_cache
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, ModelShape, OptimStep, Pass, PassResult, SamplingParams
-from unit.test_fake_cuda import data, opened
+from unit.test_fake_cuda import data, open_backend
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 @pytest.mark.parametrize("options", [{"recompute": "on"}, {"quantize": "int8"}, {"quantize": "nf4"}])
 def test_a_step_and_a_sample_read_once_with_any_option(qwen: ModelShape, options: dict[str, str]) -> None:
     with fake_cuda() as device:
-        backend = opened(qwen, **options)
+        backend = open_backend(qwen, **options)
         device.strict, device.reads = True, 0  # codes are made on the host, at load
         passes = [Pass("a", "0", data(9, 4), "cross_entropy", {}, False), Pass("b", "2", data(30), "ppo", {}, False)]
         results = run_to_end(backend.run_passes(passes))
@@ -51,17 +51,17 @@ def test_a_step_and_a_sample_read_once_with_any_option(qwen: ModelShape, options
 
 def test_optimizer_state_leaves_the_device_and_returns(qwen: ModelShape) -> None:
     with fake_cuda():
-        backend = opened(qwen)
+        backend = open_backend(qwen)
         run_to_end(backend.run_passes([Pass("a", "0", data(9), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", "0", AdamParams(1e-3))])
         trained = backend._models["0"]
-        assert trained.moments is not None and {moment.device for moment in trained.moments} == {DEVICE}
-        freed = trained.offloadable_bytes
-        assert freed == 2 * trained.adapter.flat_P.nbytes == trained.offload()
-        assert {moment.device.type for moment in trained.moments} == {"cpu"} and not trained.offloadable_bytes
+        assert trained.moments is not None and {moment_P.device for moment_P in trained.moments} == {DEVICE}
+        offloaded_bytes = trained.offloadable_bytes
+        assert offloaded_bytes == 2 * trained.adapter.flat_P.nbytes == trained.offload()
+        assert {moment_P.device.type for moment_P in trained.moments} == {"cpu"} and not trained.offloadable_bytes
         run_to_end(backend.run_passes([Pass("a", "0", data(9), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", "0", AdamParams(1e-3))])
-        assert {moment.device for moment in trained.moments} == {DEVICE}
+        assert {moment_P.device for moment_P in trained.moments} == {DEVICE}
 
 
 def test_determinism_is_refused_by_name(qwen: ModelShape) -> None:
@@ -96,31 +96,31 @@ def test_free_memory_is_asked_of_the_driver(two_gpus: None, monkeypatch: pytest.
     assert engine_main._device(Settings(), 1) == (FREE_BYTES, True)
     assert engine_main._device(Settings(device="cuda:1", sampler_shares_device=True), 1) == (2 * FREE_BYTES, True)
     assert engine_main._device(Settings(device="cpu"), 1)[1] is False
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, "70 80\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     assert engine_main._free_bytes(Settings()) == [70, 80]
-    assert len(asked) == 1, "in a process of its own, whose context ends with it"
+    assert len(commands) == 1, "in a process of its own, whose context ends with it"
     assert engine_main._free_bytes(Settings(device="cuda:1")) == []
     compile(engine_main.FREE_BYTES, "child", "exec")
 
 
 def test_ranks_take_a_device_each_and_both_transports(two_gpus: None) -> None:
     assert sharded._device("auto", 2) == sharded._device("cuda", 2) == "cuda"
-    for name, why in (("cuda:1", "2 devices are needed"), ("cuda", "there are 2 CUDA devices")):
-        with pytest.raises(SettingsError, match=why):
+    for name, message in (("cuda:1", "2 devices are needed"), ("cuda", "there are 2 CUDA devices")):
+        with pytest.raises(SettingsError, match=message):
             sharded._device(name, 2 if ":" in name else 4)
     with (
-        mock.patch.object(torch.cuda, "set_device") as chosen,
-        mock.patch.object(ranks.dist, "init_process_group") as joined,
+        mock.patch.object(torch.cuda, "set_device") as set_device,
+        mock.patch.object(ranks.dist, "init_process_group") as init_group,
     ):
         ranks.join_process_group(1, 2, mock.Mock(), device="cuda:1")
-    chosen.assert_called_once_with(torch.device("cuda:1"))
-    assert joined.call_args.args[0] == "cpu:gloo,cuda:nccl"
+    set_device.assert_called_once_with(torch.device("cuda:1"))
+    assert init_group.call_args.args[0] == "cpu:gloo,cuda:nccl"
 
 
 def test_nccl_is_aborted_since_the_other_ranks_have_ended(two_gpus: None) -> None:
@@ -133,14 +133,14 @@ def test_nccl_is_aborted_since_the_other_ranks_have_ended(two_gpus: None) -> Non
     aborted.assert_called_once_with()
 
 
-@pytest.mark.parametrize("given", ["", "max_split_size_mb:200"])
-def test_segments_expand_unless_the_environment_says_otherwise(two_gpus: None, given: str) -> None:
+@pytest.mark.parametrize("settings", ["", "max_split_size_mb:200"])
+def test_segments_expand_unless_the_environment_says_otherwise(two_gpus: None, settings: str) -> None:
     with (
-        mock.patch.object(torch._C, "_accelerator_getAllocatorSettings", lambda: given),
-        mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as chosen,
+        mock.patch.object(torch._C, "_accelerator_getAllocatorSettings", lambda: settings),
+        mock.patch.object(torch._C, "_accelerator_setAllocatorSettings") as set_settings,
     ):
         memory.use_expandable_segments()
-    assert chosen.call_args_list == ([] if given else [mock.call("expandable_segments:True")])
+    assert set_settings.call_args_list == ([] if settings else [mock.call("expandable_segments:True")])
 
 
 def test_doctor_names_the_devices(two_gpus: None) -> None:
@@ -148,46 +148,46 @@ def test_doctor_names_the_devices(two_gpus: None) -> None:
 
 
 def test_a_trace_covers_the_device(two_gpus: None, tmp_path: Path) -> None:
-    with mock.patch.object(profiling, "profile") as made:
+    with mock.patch.object(profiling, "profile") as profile:
         traces = profiling.StepTraces(tmp_path)
         with traces.optimizer():
             pass
-    assert made.call_args.kwargs["activities"] == [profiling.ProfilerActivity.CPU, profiling.ProfilerActivity.CUDA]
+    assert profile.call_args.kwargs["activities"] == [profiling.ProfilerActivity.CPU, profiling.ProfilerActivity.CUDA]
 
 
 def test_micro_batches_are_as_large_as_their_activations_may_be_kept(
     qwen: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_cuda():
-        backend = opened(qwen)
-        trainer, each = backend._trainer, backend.base.recompute
+        backend = open_backend(qwen)
+        trainer, recompute = backend._trainer, backend.base.recompute
         sizes: list[int] = []
         monkeypatch.setattr("tinsmith.backends.torch.trainer.pack", lambda _, limit: sizes.append(limit) or [])
         largest, usual, small = FITTING_TOKENS
-        for size, others in ((largest, 1.01), (largest, 0.99), (usual, 0.99), (small, 0.99)):
-            free = others * size * each.bytes_per_token() / RECOMPUTE_SHARE
+        for size, margin in ((largest, 1.01), (largest, 0.99), (usual, 0.99), (small, 0.99)):
+            free = margin * size * recompute.bytes_per_token() / RECOMPUTE_SHARE
             monkeypatch.setattr("tinsmith.backends.torch.recompute._free_bytes", lambda _, free=free: free)
             trainer._pack(())
-            opened(qwen)._trainer._pack(())
-            opened(qwen, max_tokens_per_microbatch=largest)._trainer._pack(())
-    found = [sizes[first : first + 3] for first in range(0, len(sizes), 3)]
-    assert found == [[size, size, largest] for size in (largest, usual, small, usual)], "the last are recomputed"
+            open_backend(qwen)._trainer._pack(())
+            open_backend(qwen, max_tokens_per_microbatch=largest)._trainer._pack(())
+    size_groups = [sizes[first : first + 3] for first in range(0, len(sizes), 3)]
+    assert size_groups == [[size, size, largest] for size in (largest, usual, small, usual)], "the last are recomputed"
 
 
 def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, own = [0], attention._cudnn
-    monkeypatch.setattr(attention, "_cudnn", lambda *given: taken.append(taken.pop() + 1) or own(*given))
+    calls, cudnn = [0], attention._cudnn
+    monkeypatch.setattr(attention, "_cudnn", lambda *arguments: calls.append(calls.pop() + 1) or cudnn(*arguments))
     monkeypatch.setattr(attention, "_counts", {})
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
     def step(length: int, *, train: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
-        taken[0], plan = 0, attention.PackedCausal([length, length], DEVICE)
+        calls[0], plan = 0, attention.PackedCausal([length, length], DEVICE)
         q, k, v = (torch.empty(2 * length, heads, 64, dtype=dtype, device=DEVICE) for heads in (4, 2, 2))
         with torch.set_grad_enabled(train):
-            given = [x.requires_grad_(train) for x in (q, k, v)]
-            outputs = [plan.attend(layer, *given, scale=0.1) for layer in range(3)]
+            arguments = [x.requires_grad_(train) for x in (q, k, v)]
+            outputs = [plan.attend(layer, *arguments, scale=0.1) for layer in range(3)]
         assert {(out.shape, out.dtype) for out in outputs} == {(q.shape, dtype)}
-        return taken[0]
+        return calls[0]
 
     with fake_cuda():
         assert [step(1024) for _ in range(attention.OFTEN + 2)] == [0] * attention.OFTEN + [3, 3]

@@ -42,28 +42,28 @@ BY_NAME = {"all_gather_single": ("output_tensor", "input_tensor")}
 NCCL_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
 
-def _checked(name: str, own: Callable[..., Any], calls: Counter[tuple[str, str]]) -> Callable[..., Any]:
+def _wrap_collective(name: str, collective: Callable[..., Any], calls: Counter[tuple[str, str]]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if name in BY_NAME:  # FSDP's way
             args, kwargs = (*args, *(kwargs.pop(key) for key in BY_NAME[name] if key in kwargs)), kwargs
         lists = [arg if isinstance(arg, list) else [arg] for arg in args]
-        tensors = [each for part in lists for each in part if isinstance(each, Tensor)]
-        (where,) = {each.device for each in tensors}
-        assert where in (DEVICE, torch.device("cpu")), f"{name} on {where}"
-        (dtype,) = {each.dtype for each in tensors}
+        tensors = [tensor for part in lists for tensor in part if isinstance(tensor, Tensor)]
+        (device,) = {tensor.device for tensor in tensors}
+        assert device in (DEVICE, torch.device("cpu")), f"{name} on {device}"
+        (dtype,) = {tensor.dtype for tensor in tensors}
         assert dtype in NCCL_DTYPES, f"{name} of {dtype}"
-        assert all(each.is_contiguous() for each in tensors), f"{name} of a tensor with gaps"
-        assert not any(each.requires_grad for each in tensors) or not torch.is_grad_enabled()
+        assert all(tensor.is_contiguous() for tensor in tensors), f"{name} of a tensor with gaps"
+        assert not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled()
         if name == "all_gather":
-            assert {each.shape for each in args[0]} == {args[1].shape}
+            assert {tensor.shape for tensor in args[0]} == {args[1].shape}
         if name == "all_gather_single":
             assert args[0].numel() == args[1].numel() * kwargs["group"].size()
         if name == "all_to_all_single":
             for x, way in zip(args, ("output_split_sizes", "input_split_sizes"), strict=True):
                 sizes, count = kwargs.get(way), kwargs["group"].size()
                 assert (len(sizes), sum(sizes)) == (count, len(x)) if sizes else len(x) % count == 0
-        calls[name, where.type] += 1
-        return own(*args, **kwargs)
+        calls[name, device.type] += 1
+        return collective(*args, **kwargs)
 
     return call
 
@@ -71,11 +71,11 @@ def _checked(name: str, own: Callable[..., Any], calls: Counter[tuple[str, str]]
 def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
     """The counts that experts read, whose values a simulated device has not."""
     pairs: list[int] = []
-    own = expert_parallel.PairOrder.by
+    order_by = expert_parallel.PairOrder.by
 
     def by(key_N: Tensor) -> object:
         pairs.append(len(key_N))
-        return own(key_N)
+        return order_by(key_N)
 
     def read(counts_EK: Tensor, received_EK: Tensor) -> list[np.ndarray]:
         assert counts_EK.device == received_EK.device == DEVICE
@@ -87,9 +87,9 @@ def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
     stack.enter_context(mock.patch.object(expert_parallel.PairOrder, "by", by))
 
     def read_ends(*ends: Tensor) -> list[np.ndarray]:
-        assert {each.device for each in ends} == {DEVICE}
+        assert {end.device for end in ends} == {DEVICE}
         device.reads += 1
-        return [np.arange(1, len(each) + 1) * pairs[-1] // len(each) for each in ends]
+        return [np.arange(1, len(end) + 1) * pairs[-1] // len(end) for end in ends]
 
     stack.enter_context(mock.patch.object(expert_parallel, "read", read))
     stack.enter_context(mock.patch.object(moe, "read", read_ends))
@@ -112,16 +112,18 @@ def fake_rank(degrees: Degrees, rank: int) -> Iterator[tuple[FakeDevice, Ranks, 
             (
                 _fsdp_init,
                 "_move_states_to_device",
-                lambda parameters, buffers, where: _moved(parameters + buffers, where),
+                lambda parameters, buffers, destination: _move_tensors(parameters + buffers, destination),
             ),
             (_fsdp_state, "Variable", mock.Mock(_execution_engine=mock.Mock(queue_callback=device.callbacks.append))),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
         for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(dist, name, _checked(name, getattr(dist, name), calls)))
+            stack.enter_context(mock.patch.object(dist, name, _wrap_collective(name, getattr(dist, name), calls)))
         stack.enter_context(mock.patch.object(Ranks, "gather", lambda self, value: [value] * degrees.devices))
-        own = Ranks.any_of_forward
-        stack.enter_context(mock.patch.object(Ranks, "any_of_forward", lambda self, flag: (own(self, flag), flag)[1]))
+        any_of_forward = Ranks.any_of_forward
+        stack.enter_context(
+            mock.patch.object(Ranks, "any_of_forward", lambda self, flag: (any_of_forward(self, flag), flag)[1])
+        )
         _spread_evenly(device, stack)
         yield device, Ranks(degrees, rank, str(DEVICE), 60.0), calls
 
@@ -144,15 +146,15 @@ replica_mesh = cast("Callable[[Ranks], DeviceMesh]", cast(property, Ranks.replic
 
 def _move(module: nn.Module, device: torch.device) -> nn.Module:
     """`Module.to` of fake tensors, which keeps the parameters' identity as it does for others."""
-    held = (each for own in module.modules() for each in (own._parameters, own._buffers))
-    _moved([value for values in held for value in values.values() if value is not None], device)
+    states = (tensors for submodule in module.modules() for tensors in (submodule._parameters, submodule._buffers))
+    _move_tensors([value for values in states for value in values.values() if value is not None], device)
     return module
 
 
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> None:
-    for each in (tensor for tensor in tensors if tensor.device != device):
-        each.data = each.data.to(device)
-        each.fake_device = device  # pyright: ignore[reportAttributeAccessIssue]
+def _move_tensors(tensors: Sequence[Tensor], device: torch.device) -> None:
+    for mismatched in (tensor for tensor in tensors if tensor.device != device):
+        mismatched.data = mismatched.data.to(device)
+        mismatched.fake_device = device  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Base(ShardedBase):
@@ -203,24 +205,24 @@ CASES = {
 
 def _check_shards(backend: RankBackend) -> None:
     """Between steps a device holds no layer whole."""
-    layers = [each for each in backend.base.model.modules() if isinstance(each, FSDPModule)]
+    layers = [module for module in backend.base.model.modules() if isinstance(module, FSDPModule)]
     groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]
     assert len(groups) == LAYERS
-    for each in (each for group in groups for each in group.fsdp_params):
-        share = -(-each._orig_size[0] // backend.ranks.replica_mesh.size())
-        own = cast(DTensor, each.sharded_param).to_local()
-        assert len(own) <= share and own.device == DEVICE
-        assert not any(gathered.untyped_storage().nbytes() for gathered in each.all_gather_outputs)
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        share = -(-parameter._orig_size[0] // backend.ranks.replica_mesh.size())
+        local_shard = cast(DTensor, parameter.sharded_param).to_local()
+        assert len(local_shard) <= share and local_shard.device == DEVICE
+        assert not any(gathered.untyped_storage().nbytes() for gathered in parameter.all_gather_outputs)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> None:
-    arch, recompute, degrees, number, reads, step_reads = CASES[case]
+    arch, recompute, degrees, rank, reads, step_reads = CASES[case]
     shape = tiny_models.make(tmp_path, arch)
-    with fake_rank(degrees, number) as (device, ranks, calls):
+    with fake_rank(degrees, rank) as (device, ranks, calls):
         backend = FakeCudaRank(shape, ranks, recompute=recompute)
         tensors = [*backend.base.model.parameters(), *backend.base.model.buffers()]
-        assert {each.device for each in tensors if each.numel()} == {DEVICE}
+        assert {tensor.device for tensor in tensors if tensor.numel()} == {DEVICE}
         backend.agree()
         for model_id in ("0", "1"):
             backend.create_model(model_id, LoraSpec(8), "adamw" if model_id == "0" else "dimuon")
@@ -239,20 +241,20 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> 
         backend.publish("0", "v2")
         assert device.reads == 1
         calls.clear()
-        wanted = SamplingParams(max_tokens=8, stop_eos=False)
+        sampling = SamplingParams(max_tokens=8, stop_eos=False)
         for sample in (
-            make_sample("s", make_prompt(9), wanted, version_id="v2", num_samples=2, topk_sample_logprobs=2),
-            make_sample("t", make_prompt(5), wanted, version_id=None, prompt_logprobs=True),
+            make_sample("s", make_prompt(9), sampling, version_id="v2", num_samples=2, topk_sample_logprobs=2),
+            make_sample("t", make_prompt(5), sampling, version_id=None, prompt_logprobs=True),
         ):
             if degrees.experts > 1:
                 sampler.hold(sample.request_id, sample.version_id)
             sampler.submit(sample)
-        found = []
+        reads_by_step = []
         for _ in range(4):
             device.reads = 0
             sampler.step()
-            found.append(device.reads)
-        assert found[1:] == [step_reads] * 3
+            reads_by_step.append(device.reads)
+        assert reads_by_step[1:] == [step_reads] * 3
         if degrees.shard_base:
             assert calls["all_gather_single", "cuda"] == 4 * LAYERS, "each layer once in each step"
             calls.clear()
@@ -263,13 +265,13 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> 
 
 @pytest.mark.parametrize("degrees", [Degrees(tensor=2), Degrees(context=2)])
 def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Path, degrees: Degrees) -> None:
-    shape, (loss, one) = tiny_models.make(tmp_path), custom("clipped")
+    shape, (loss, datum) = tiny_models.make(tmp_path), custom("clipped")
     with fake_rank(degrees, 1) as (device, ranks, calls):
         backend = FakeCudaRank(shape, ranks)
         backend.create_model("0", LoraSpec(8))
         device.strict, device.reads = True, 0
         calls.clear()
-        step(backend, Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, False, loss))
+        step(backend, Pass("a", "0", (datum, datum), "custom", {"loss_id": "1"}, False, loss))
         assert device.reads == 2, "the log probabilities that it is a function of, and those of the result"
         assert (calls["broadcast", "cpu"], calls["broadcast", "cuda"]) == (1, 0)
 
@@ -279,5 +281,5 @@ def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
     with fake_rank(degrees, 1) as (_, ranks, calls):
         with mock.patch.object(measuring, "measure_matmul", lambda *_: (1.0, 1.0)):
             assert len(measuring.measure(ranks, "bfloat16", 64, 1000)) == len(measuring.Rates._fields) - 1
-        assert {where for _, where in calls} == {"cuda"}
+        assert {device_type for _, device_type in calls} == {"cuda"}
         ranks.gather_tensor(torch.empty(4, 6, device=DEVICE).t())

@@ -29,10 +29,10 @@ ROW = {"base_model": "a", "engine_id": "b", "pid": 1, "state": "ready", "reason"
 
 @pytest.fixture
 def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(bare_url(tmp_path, database_kind))
-    made.migrate()
-    yield made
-    made.close()
+    database = Database(bare_url(tmp_path, database_kind))
+    database.migrate()
+    yield database
+    database.close()
 
 
 def schema(db: Database) -> dict[str, object]:
@@ -260,13 +260,17 @@ def test_a_database_that_cannot_be_is_refused_without_its_password(url: str, wor
 
 def test_a_named_lock_has_one_holder(tmp_path: Path) -> None:
     url = bare_url(tmp_path, POSTGRES)
-    one, two = Database(url), Database(url)
-    with one.try_lock("janitor") as first, two.try_lock("janitor") as second, two.try_lock("other") as other:
+    first_db, second_db = Database(url), Database(url)
+    with (
+        first_db.try_lock("janitor") as first,
+        second_db.try_lock("janitor") as second,
+        second_db.try_lock("other") as other,
+    ):
         assert (first, second, other) == (True, False, True)
-    with two.try_lock("janitor") as second:
+    with second_db.try_lock("janitor") as second:
         assert second
-    one.close()
-    two.close()
+    first_db.close()
+    second_db.close()
 
 
 def test_a_process_that_is_stopped_in_a_transaction_does_not_hold_its_locks_for_ever(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ class Uncaptured(DecodeGraphs):
     steps = 0
 
     def hidden(self, *args: object):
-        found = super().hidden(*args)  # pyright: ignore[reportArgumentType]
-        self.steps += found is not None
-        return found
+        hidden_TD = super().hidden(*args)  # pyright: ignore[reportArgumentType]
+        self.steps += hidden_TD is not None
+        return hidden_TD
 
     def _capture(self, key: object, step: object) -> bool:
         step.graph = self  # pyright: ignore
@@ -49,7 +49,7 @@ class Uncaptured(DecodeGraphs):
 
 
 @pytest.fixture(autouse=True)
-def undivided(monkeypatch: pytest.MonkeyPatch) -> None:
+def run_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after another."""
     if not THERE:
         monkeypatch.setattr(paged_kernel, "PROGRAMS", 1)
@@ -62,7 +62,7 @@ def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[LocalSampler, LocalSampler]:
     base = BaseModel.load(shape, device=WHERE, dtype="float32")
-    versions = {str(number): adapter_on(base, number, rank=rank) for number, rank in enumerate(ranks)}
+    versions = {str(index): adapter_on(base, index, rank=rank) for index, rank in enumerate(ranks)}
     plain, ours = (LocalSampler(base, versions, options=SamplerOptions(block_size=block_size)) for _ in range(2))
     plain._graphs = None
     if not THERE:
@@ -83,9 +83,9 @@ def test_rows_of_several_adapters_are_what_they_are_without_graphs(
         make_sample(f"s{i}", make_prompt(n, i), PARAMS, version_id=versions[i % len(versions)], num_samples=1 + i % 2)
         for i, n in enumerate((2, 9, 15, 1))
     ]
-    expected, found = run(plain, *samples), run(ours, *samples)
+    expected, results = run(plain, *samples), run(ours, *samples)
     for sample in samples:
-        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
     if not THERE:
         assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps > 3
     for store in ours._cache._stores.values():
@@ -95,9 +95,9 @@ def test_rows_of_several_adapters_are_what_they_are_without_graphs(
 def test_adapters_of_two_layouts_and_prompts_run_without_graphs(shape: ModelShape) -> None:
     plain, ours = samplers(shape, (4, 6), 4)
     samples = [make_sample(str(i), make_prompt(9, i), PARAMS, version_id=str(i)) for i in range(2)]
-    expected, found = run(plain, *samples), run(ours, *samples)
+    expected, results = run(plain, *samples), run(ours, *samples)
     for sample in samples:
-        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
     if not THERE:
         assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps == 0
 
@@ -119,8 +119,8 @@ def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
     routing = Routing.of([None, a, b], [2, 17, 1])
     scale = int(np.float32(a.scale).view(np.int32))
     at_a, at_b = a.compute_P.data_ptr(), b.compute_P.data_ptr()
-    found = [block for segment in routing.segments for block in blocks_of(segment)]
-    assert found == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
+    blocks = [block for segment in routing.segments for block in blocks_of(segment)]
+    assert blocks == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
 
 
 def test_a_graph_that_cannot_be_captured_is_given_up(shape: ModelShape, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def other(config: PreTrainedConfig, directory: Path) -> ModelShape:
     return ModelShape("tiny/other", str(directory), tiny_models.VOCAB, 256, type(model).__name__)
 
 
-def loaded(directory: Path, arch: str, dtype: str = "float32") -> BaseModel:
+def load_base(directory: Path, arch: str, dtype: str = "float32") -> BaseModel:
     if arch == "mistral":
         shape = other(MistralConfig(**tiny_models._COMMON, sliding_window=6), directory)
     elif arch == "qwen2":
@@ -54,74 +54,74 @@ def adapter(
     return Adapter(spec, layout, flat_P, base.dtype)
 
 
-def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states of the modules and of the fused layers."""
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
-    given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
+    inputs = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
     with torch.no_grad():
-        modules = base.through_modules(*given)
+        modules = base.through_modules(*inputs)
         assert base._fused is not None
-        ours = base.hidden(*given)
+        ours = base.hidden(*inputs)
         assert base._fused is not None and base._fused._is_packed, "the two were compared; it is in use"
     return modules, ours
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral", "qwen2"])
 def test_hidden_states_are_the_modules_own(tmp_path: Path, arch: str) -> None:
-    base = loaded(tmp_path, arch)
-    some = adapter(base, 1, 8)
-    mixed = [some, None, adapter(base, 2, 4, mlp=False), adapter(base, 3, 16, attn=False), some]
-    modules, ours = both(base, mixed)
+    base = load_base(tmp_path, arch)
+    first_adapter = adapter(base, 1, 8)
+    mixed = [first_adapter, None, adapter(base, 2, 4, mlp=False), adapter(base, 3, 16, attn=False), first_adapter]
+    modules, ours = forward_both(base, mixed)
     torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
-    plain, _ = both(base, [None] * len(LENGTHS))
+    plain, _ = forward_both(base, [None] * len(LENGTHS))
     assert float((plain - modules).abs().max()) > 0.1, "the adapters matter"
 
 
 def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "llama", "bfloat16")
+    base = load_base(tmp_path, "llama", "bfloat16")
     if not products.has_onednn(base.unembedding.weight):
         pytest.skip("this processor multiplies no bfloat16")
-    modules, ours = both(base, [adapter(base, seed, 8) for seed in range(5)])
+    modules, ours = forward_both(base, [adapter(base, seed, 8) for seed in range(5)])
     assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
 
 
 def test_an_adapter_that_has_changed_is_read_again(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "qwen3")
+    base = load_base(tmp_path, "qwen3")
     changing = adapter(base, 1, 8)
-    _, before = both(base, [changing] * len(LENGTHS))
+    _, before = forward_both(base, [changing] * len(LENGTHS))
     changing.flat_P.mul_(1.5)
     changing.refresh()
-    modules, after = both(base, [changing] * len(LENGTHS))
+    modules, after = forward_both(base, [changing] * len(LENGTHS))
     torch.testing.assert_close(after, modules, rtol=2e-5, atol=2e-5)
     assert float((after - before).abs().max()) > 0.1
 
 
 def test_non_finite_values_stay_in_their_rows(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "qwen3")
+    base = load_base(tmp_path, "qwen3")
     broken, sound = adapter(base, 1, 8), adapter(base, 2, 8)
-    _, alone = both(base, [sound, broken, sound, sound, sound])
+    _, clean = forward_both(base, [sound, broken, sound, sound, sound])
     broken.flat_P.fill_(float("nan"))
     broken.refresh()
-    _, beside = both(base, [sound, broken, sound, sound, sound])
-    assert beside[3:20].isnan().all()
-    assert torch.equal(beside[:3], alone[:3]) and torch.equal(beside[20:], alone[20:])
+    _, mixed = forward_both(base, [sound, broken, sound, sound, sound])
+    assert mixed[3:20].isnan().all()
+    assert torch.equal(mixed[:3], clean[:3]) and torch.equal(mixed[20:], clean[20:])
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
 def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
-    assert loaded(tmp_path, arch)._fused is None
+    assert load_base(tmp_path, arch)._fused is None
 
 
 def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = loaded(tmp_path, "qwen3")
+    base = load_base(tmp_path, "qwen3")
     monkeypatch.setattr(decoder_module, "SPARE_SHARE", 0.0)
-    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
     with torch.no_grad():
-        hidden = base.hidden(*given)
+        hidden = base.hidden(*inputs)
         assert base._fused is not None and not base._fused._is_packed
         assert base._fused.packed_bytes == 0
-        torch.testing.assert_close(hidden, base.through_modules(*given), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(hidden, base.through_modules(*inputs), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2"])  # without and with biases
@@ -131,10 +131,10 @@ def test_large_weights_are_stored_once_and_decode_as_the_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, dtype: str, lengths: list[int]
 ) -> None:
     monkeypatch.setattr(decoder_module, "MOST_PACKED", 0)
-    base = loaded(tmp_path, arch, dtype)
+    base = load_base(tmp_path, arch, dtype)
     before = base.num_bytes
     adapters = [adapter(base, seed, 8, unembed=True) for seed in range(len(lengths))]
-    modules, ours = stepped(base, list(adapters), lengths)
+    modules, ours = forward_both_with(base, list(adapters), lengths)
     routing = Routing.of(adapters, lengths)
     with torch.no_grad():
         logits = base.next_logits(ours, routing)
@@ -150,19 +150,19 @@ def test_large_weights_are_stored_once_and_decode_as_the_modules(
 
 
 def test_loaded_weights_do_not_map_their_file(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "qwen3")
+    base = load_base(tmp_path, "qwen3")
     assert base.has_fused_layers
     if (maps := Path("/proc/self/maps")).exists():
         assert str(tmp_path) not in maps.read_text()
 
 
 def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = loaded(tmp_path, "qwen3")
+    base = load_base(tmp_path, "qwen3")
     assert base._fused is not None
     monkeypatch.setattr(decoder_module, "silu", torch.relu)
-    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
     with torch.no_grad():
-        assert torch.equal(base.hidden(*given), base.through_modules(*given))
+        assert torch.equal(base.hidden(*inputs), base.through_modules(*inputs))
     assert base._fused is None
 
 
@@ -173,31 +173,33 @@ def rows_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_T, torch.cat([torch.arange(n) for n in lengths])
 
 
-def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `both`, for sequences of these lengths."""
-    given = (*rows_of(lengths), PackedCausal(lengths), Routing.of(adapters, lengths))
+def forward_both_with(
+    base: BaseModel, adapters: list[Adapter | None], lengths: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of the modules and of the fused layers, for sequences of these lengths."""
+    inputs = (*rows_of(lengths), PackedCausal(lengths), Routing.of(adapters, lengths))
     with torch.no_grad():
-        return base.through_modules(*given), base.hidden(*given)
+        return base.through_modules(*inputs), base.hidden(*inputs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_adapters_with_any_row_layout_equal_the_modules(tmp_path: Path, dtype: str) -> None:
-    base = loaded(tmp_path, "qwen3", dtype)
+    base = load_base(tmp_path, "qwen3", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
-    many = [adapter(base, seed, rank=5 + seed % 3, mlp=seed != 2, attn=seed != 3) for seed in range(6)]
+    pool = [adapter(base, seed, rank=5 + seed % 3, mlp=seed != 2, attn=seed != 3) for seed in range(6)]
     other = adapter(base, 9, 20)
     works: list[tuple[list[Adapter | None], list[int]]] = [
-        (list(many), [2] * 6),
-        (list(many), [2] * 6),
-        ([*many[1:4], None], [1, 3, 2, 4]),
-        ([None, many[5], None, many[0], many[2]], [2, 1, 1, 3, 3]),
-        ([many[4], many[1]], [9, 1]),
-        ([many[0], other], [2, 2]),
-        (list(many[::-1]), [3] * 6),
+        (list(pool), [2] * 6),
+        (list(pool), [2] * 6),
+        ([*pool[1:4], None], [1, 3, 2, 4]),
+        ([None, pool[5], None, pool[0], pool[2]], [2, 1, 1, 3, 3]),
+        ([pool[4], pool[1]], [9, 1]),
+        ([pool[0], other], [2, 2]),
+        (list(pool[::-1]), [3] * 6),
     ]
     for adapters, lengths in works:
-        modules, ours = stepped(base, adapters, lengths)
+        modules, ours = forward_both_with(base, adapters, lengths)
         if dtype == "float32":
             torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
         else:
@@ -205,34 +207,34 @@ def test_many_adapters_with_any_row_layout_equal_the_modules(tmp_path: Path, dty
 
 
 def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "llama")
-    many = [adapter(base, seed, 4) for seed in range(5)]
+    base = load_base(tmp_path, "llama")
+    pool = [adapter(base, seed, 4) for seed in range(5)]
     with torch.inference_mode():  # as the sampler does
         for chosen in ((0, 1, 2), (3, 4), (4, 3), (0, 4, 2), (1, 2), (0, 1, 2, 3)):
             for _ in range(3):
-                modules, ours = stepped(base, [many[i] for i in chosen], [2] * len(chosen))
+                modules, ours = forward_both_with(base, [pool[i] for i in chosen], [2] * len(chosen))
                 torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
         for _ in range(2):
-            many[1].flat_P.mul_(1.5)
-            many[1].refresh()
+            pool[1].flat_P.mul_(1.5)
+            pool[1].refresh()
             for _ in range(3):
-                modules, ours = stepped(base, [many[1], many[2]], [1, 1])
+                modules, ours = forward_both_with(base, [pool[1], pool[2]], [1, 1])
                 torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
     assert base._fused is not None
-    kept = base._fused._layers[0].down.delta._stack_cache
-    assert len(kept) == lora.MAX_STACKS and any(stacks is not None for stacks in kept.values())
+    stack_cache = base._fused._layers[0].down.delta._stack_cache
+    assert len(stack_cache) == lora.MAX_STACKS and any(stacks is not None for stacks in stack_cache.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_that_decode_together_are_batched_from_the_first_step(tmp_path: Path, dtype: str) -> None:
-    base = loaded(tmp_path, "qwen3", dtype)
+    base = load_base(tmp_path, "qwen3", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
-    delta, many = base._fused._layers[0].down.delta, [adapter(base, seed, 4) for seed in range(3)]
+    delta, pool = base._fused._layers[0].down.delta, [adapter(base, seed, 4) for seed in range(3)]
     # Sequences of unlike length are padded in bfloat16.
     for lengths, num_batches in (([2, 2, 2], 1), ([7, 8, 8], 1 if dtype == "bfloat16" else 2)):
-        modules, _ = stepped(base, [*many], lengths)
-        once, often = (Routing.of(many, lengths, repeats=repeats) for repeats in (False, True))
+        modules, _ = forward_both_with(base, [*pool], lengths)
+        once, often = (Routing.of(pool, lengths, repeats=repeats) for repeats in (False, True))
         delta._stack_cache.clear()
         with torch.inference_mode():
             assert len(delta.work(once)) == 3, "matrices that serve one step are not copied"
@@ -244,24 +246,24 @@ def test_adapters_that_decode_together_are_batched_from_the_first_step(tmp_path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: str) -> None:
-    base = loaded(tmp_path, "qwen3", dtype)
+    base = load_base(tmp_path, "qwen3", dtype)
     if not products.has_onednn(base.unembedding.weight):
         pytest.skip("this processor multiplies no bfloat16")
-    whole, without_mlp, without_attn = (
+    complete, without_mlp, without_attn = (
         adapter(base, 0, 8, unembed=True),
         adapter(base, 1, 5, mlp=False),
         adapter(base, 2, 3, attn=False),
     )
     long = lora.JOINED_ROWS + 1
     works: list[tuple[list[Adapter | None], list[int]]] = [
-        ([whole], [4]),
-        ([None, whole, without_mlp], [3, 2, 5]),
+        ([complete], [4]),
+        ([None, complete, without_mlp], [3, 2, 5]),
         ([without_attn, None], [7, 4]),
-        ([whole, without_attn], [long, 1]),
+        ([complete, without_attn], [long, 1]),
     ]
     for refreshed in range(2):
         for adapters, lengths in works:
-            modules, _ = stepped(base, adapters, lengths)
+            modules, _ = forward_both_with(base, adapters, lengths)
             routing = Routing.of(adapters, lengths, repeats=True)
             with torch.inference_mode():
                 ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), routing)
@@ -272,67 +274,67 @@ def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: st
             else:
                 assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
                 assert float((logits - expected).norm() / expected.norm()) < 0.03
-            found = [run for delta, runs in routing.work.items() for run in runs if delta in run.stacks]
-            short = {n for own, n in zip(adapters, lengths, strict=True) if own is not None and n < long}
-            assert {run.length for run in found} == short
+            batched_runs = [run for delta, runs in routing.work.items() for run in runs if delta in run.stacks]
+            short = {n for owner, n in zip(adapters, lengths, strict=True) if owner is not None and n < long}
+            assert {run.length for run in batched_runs} == short
         if not refreshed:
-            for own in (whole, without_mlp, without_attn):
-                own.flat_P.mul_(-1.5)
-                own.refresh()
+            for owner in (complete, without_mlp, without_attn):
+                owner.flat_P.mul_(-1.5)
+                owner.refresh()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_a_batched_product_non_finite_values_stay_in_their_rows(tmp_path: Path, dtype: str) -> None:
-    base = loaded(tmp_path, "qwen3", dtype)
+    base = load_base(tmp_path, "qwen3", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
-    many = [adapter(base, seed, 4) for seed in range(3)]
+    pool = [adapter(base, seed, 4) for seed in range(3)]
     for lengths in ([2, 2, 2], [3, 1, 2], [2, 2, 2]):
-        _, alone = stepped(base, [*many], lengths)
-    many[1].flat_P.fill_(float("nan"))
-    many[1].refresh()
+        _, clean = forward_both_with(base, [*pool], lengths)
+    pool[1].flat_P.fill_(float("nan"))
+    pool[1].refresh()
     for lengths in ([2, 2, 2], [2, 2, 2], [2, 2, 2]):
-        _, beside = stepped(base, [*many], lengths)
-    assert beside[2:4].isnan().all()
-    others = torch.cat((beside[:2], beside[4:])), torch.cat((alone[:2], alone[4:]))
+        _, mixed = forward_both_with(base, [*pool], lengths)
+    assert mixed[2:4].isnan().all()
+    finite_rows = torch.cat((mixed[:2], mixed[4:])), torch.cat((clean[:2], clean[4:]))
     if dtype == "float32":
-        assert torch.equal(*others)
+        assert torch.equal(*finite_rows)
     else:
-        assert float((others[0] - others[1]).float().norm() / others[1].float().norm()) < 0.05
+        assert float((finite_rows[0] - finite_rows[1]).float().norm() / finite_rows[1].float().norm()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_to_draw_from_are_those_of_the_unembedding(tmp_path: Path, dtype: str) -> None:
-    base = loaded(tmp_path, "llama", dtype)
+    base = load_base(tmp_path, "llama", dtype)
     if base._fused is None:
         pytest.skip("this processor multiplies no bfloat16")
-    many = [adapter(base, seed, 8, unembed=seed != 2) for seed in range(4)]
+    pool = [adapter(base, seed, 8, unembed=seed != 2) for seed in range(4)]
     works: list[tuple[list[Adapter | None], list[int]]] = [
-        ([None], [6]), ([many[0]], [6]), ([many[0]], [6]),
-        (list(many), [2] * 4), (list(many), [2] * 4), ([many[2], None, many[1]], [5, 1, 4]),
+        ([None], [6]), ([pool[0]], [6]), ([pool[0]], [6]),
+        (list(pool), [2] * 4), (list(pool), [2] * 4), ([pool[2], None, pool[1]], [5, 1, 4]),
     ]  # fmt: skip
     for adapters, lengths in works:
-        _, hidden_TD = stepped(base, adapters, lengths)
+        _, hidden_TD = forward_both_with(base, adapters, lengths)
         routing = Routing.of(adapters, lengths)
         with torch.no_grad():
-            expected, found = base.logits(hidden_TD, routing), base.next_logits(hidden_TD, routing)
-        assert found.dtype == torch.float32
+            expected, actual = base.logits(hidden_TD, routing), base.next_logits(hidden_TD, routing)
+        assert actual.dtype == torch.float32
         if dtype == "float32":
-            torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
         else:
-            assert float((found - expected).norm() / expected.norm()) < 0.01
+            assert float((actual - expected).norm() / expected.norm()) < 0.01
 
 
 def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
-    found = {decoder_module.round_up(num) for num in range(1, 513)}
-    assert len(found) < 50 and found >= {1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512}
+    sizes = {decoder_module.round_up(num) for num in range(1, 513)}
+    assert len(sizes) < 50 and sizes >= {1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512}
     assert all(num <= decoder_module.round_up(num) <= max(1.42 * num, num + 1) for num in range(1, 5000))
 
 
 def test_rotations_reach_as_far_as_positions_go(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "llama")
+    base = load_base(tmp_path, "llama")
     for length in (5, 9, 70):
-        modules, ours = stepped(base, [None], [length])
+        modules, ours = forward_both_with(base, [None], [length])
         torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
 
 
@@ -341,8 +343,8 @@ def test_small_float32_weights_are_packed_unless_mkl_is_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suits_mkl: bool
 ) -> None:
     monkeypatch.setattr(products, "SUITS_MKL", suits_mkl)
-    base = loaded(tmp_path, "qwen3")
-    modules, ours = stepped(base, [adapter(base, 1, 8)], [5])
+    base = load_base(tmp_path, "qwen3")
+    modules, ours = forward_both_with(base, [adapter(base, 1, 8)], [5])
     torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
     assert base._fused is not None
     linears = [linear for layer in base._fused._layers for linear in layer.linears]

@@ -69,7 +69,7 @@ def backend_of(shape: ModelShape, dtype: str = "float32", deterministic: str = "
 def data_of(tenant: int, step: int) -> list[Datum]:
     """Ragged sequences; some positions, and the last sequence, have no weight."""
     rng = np.random.default_rng([tenant, step])
-    found = []
+    data = []
     for index, length in enumerate(rng.integers(1, 70, NUM_DATA)):
         tokens, targets = rng.integers(0, tiny_models.VOCAB, (2, length))
         weights = rng.normal(size=length).astype(np.float32) * (rng.random(length) < 0.7) * (index != 2)
@@ -78,8 +78,8 @@ def data_of(tenant: int, step: int) -> list[Datum]:
             inputs["weights"] = weights
         else:
             inputs["advantages"], inputs["logprobs"] = weights, rng.normal(size=length).astype(np.float32) * 0.3 - 5
-        found.append(Datum(tokens.astype(np.int32), inputs))
-    return found
+        data.append(Datum(tokens.astype(np.int32), inputs))
+    return data
 
 
 def request(tenant: int, data: list[Datum], *, forward_only: bool = False) -> Pass:
@@ -97,12 +97,12 @@ def run(backend: TorchBackend, passes: list[Pass]) -> list[PassResult]:
     return results  # pyright: ignore[reportReturnType]
 
 
-Seen = list[list[np.ndarray]]
+StepLogprobs = list[list[np.ndarray]]
 
 
-def train(backend: TorchBackend, groups: list[list[int]], cut: int, steps: int) -> dict[int, Seen]:
+def train(backend: TorchBackend, groups: list[list[int]], cut: int, steps: int) -> dict[int, StepLogprobs]:
     """Each tenant's logprobs, step by step. `groups` of tenants share a step; `cut` sequences make a request."""
-    seen: dict[int, Seen] = {tenant: [] for group in groups for tenant in group}
+    logprobs: dict[int, StepLogprobs] = {tenant: [] for group in groups for tenant in group}
     for step in range(steps):
         for group in groups:
             passes = [
@@ -112,19 +112,21 @@ def train(backend: TorchBackend, groups: list[list[int]], cut: int, steps: int) 
             ]
             results = run(backend, passes)
             for tenant in group:
-                own = [r for p, r in zip(passes, results, strict=True) if p.model_id == f"m{tenant}"]
-                seen[tenant].append([array for result in own for array in result.logprobs])
+                tenant_results = [r for p, r in zip(passes, results, strict=True) if p.model_id == f"m{tenant}"]
+                logprobs[tenant].append([array for result in tenant_results for array in result.logprobs])
         for group in groups:
             outcomes = backend.optim_step([step_of(tenant) for tenant in group])
             assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
-    return seen
+    return logprobs
 
 
-def differences(first: tuple[TorchBackend, dict[int, Seen]], second: tuple[TorchBackend, dict[int, Seen]]) -> int:
+def differences(
+    first: tuple[TorchBackend, dict[int, StepLogprobs]], second: tuple[TorchBackend, dict[int, StepLogprobs]]
+) -> int:
     """The number of differing bits in arrays of logprobs, weights and moments."""
     count = 0
-    for tenant, seen in first[1].items():
-        for ours, theirs in zip(seen, second[1][tenant], strict=True):
+    for tenant, logprobs in first[1].items():
+        for ours, theirs in zip(logprobs, second[1][tenant], strict=True):
             count += sum(a.tobytes() != b.tobytes() for a, b in zip(ours, theirs, strict=True))
         models = [backend._models[f"m{tenant}"] for backend, _ in (first, second)]
         tensors = [[model.adapter.flat_P, *(model.moments or ())] for model in models]
@@ -143,19 +145,19 @@ def test_steps_have_the_same_bits_in_any_batch(
     shapes: dict[str, ModelShape], arch: str, dtype: str, steps: int
 ) -> None:
     ways = [([TENANTS], 3), ([[t] for t in TENANTS], 2), ([[7, 3, 5, 0], [6, 1, 4, 2]], 1)]
-    found = []
+    runs = []
     for groups, cut in ways:
         backend = backend_of(shapes[arch], dtype)
-        found.append((backend, train(backend, groups, cut, steps)))
-    assert [differences(found[0], other) for other in found[1:]] == [0, 0]
+        runs.append((backend, train(backend, groups, cut, steps)))
+    assert [differences(runs[0], other) for other in runs[1:]] == [0, 0]
 
 
 def test_without_it_the_same_steps_differ(shapes: dict[str, ModelShape]) -> None:
-    found = []
+    runs = []
     for groups in ([TENANTS], [[t] for t in TENANTS]):
         backend = backend_of(shapes["qwen3"], deterministic="off")
-        found.append((backend, train(backend, groups, 3, steps=1)))
-    assert differences(*found) > 0
+        runs.append((backend, train(backend, groups, 3, steps=1)))
+    assert differences(*runs) > 0
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt_oss"])
@@ -169,8 +171,8 @@ def test_gradients_do_not_depend_on_requests_and_their_number(shapes: dict[str, 
         for group in [passes] if together else [[pass_] for pass_ in passes]:
             run(backend, group)
         gradients.append([backend._models[f"m{t}"].gradient_P for t in (0, 5)])
-    for others in gradients[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
+    for repeated in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], repeated, strict=True))
     assert all(float(gradient.abs().max()) > 0 for gradient in gradients[0])
 
 
@@ -218,7 +220,7 @@ def test_an_exception_leaves_the_gradient_as_it_was(shapes: dict[str, ModelShape
 # Sampling
 
 
-def published(backend: TorchBackend) -> None:
+def publish_versions(backend: TorchBackend) -> None:
     """Versions with weights that matter."""
     for i in range(len(SPECS)):
         generator = torch.Generator().manual_seed(i)
@@ -230,7 +232,7 @@ def published(backend: TorchBackend) -> None:
 
 
 HOT = SamplingParams(max_tokens=20, temperature=1.0, stop_eos=False, seed=3)
-OWN = [
+COMPARED_SAMPLES = [
     make_sample("a", make_prompt(37, 1), HOT, version_id="v0", num_samples=3, topk_sample_logprobs=4),
     make_sample("b", make_prompt(5, 2), replace(HOT, temperature=0.7, top_k=30), version_id="v5", prompt_logprobs=True),
     make_sample("c", make_prompt(64, 3), replace(HOT, temperature=0.0), prompt_logprobs=True, topk_prompt_logprobs=3),
@@ -250,15 +252,15 @@ def sampler_of(backend: TorchBackend, **options: int) -> LocalSampler:
 
 def outcomes(sampler: LocalSampler, samples: list[Sample], at_once: int = 100) -> dict[str, bytes]:
     """Each request's result as bytes; `at_once` requests are submitted per step."""
-    waiting, found = list(samples), {}
+    waiting, results = list(samples), {}
     while waiting:
         for sample in waiting[:at_once]:
             sampler.submit(sample)
         waiting = waiting[at_once:]
         if waiting:
-            found |= dict(sampler.step())
-    found |= finish(sampler)
-    return {name: as_bytes(result) for name, result in found.items()}
+            results |= dict(sampler.step())
+    results |= finish(sampler)
+    return {name: as_bytes(result) for name, result in results.items()}
 
 
 def as_bytes(result: SampleResult | UserError) -> bytes:
@@ -273,15 +275,15 @@ def as_bytes(result: SampleResult | UserError) -> bytes:
     return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
 
 
-def alone(backend: TorchBackend, samples: list[Sample] = OWN) -> dict[str, bytes]:
-    found = {}
+def sample_alone(backend: TorchBackend, samples: list[Sample] = COMPARED_SAMPLES) -> dict[str, bytes]:
+    results = {}
     for sample in samples:
-        found |= outcomes(sampler_of(backend), [sample])
-    return found
+        results |= outcomes(sampler_of(backend), [sample])
+    return results
 
 
-def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
-    return {name: text for name, text in found.items() if not name.startswith("n")}
+def drop_noise(answers: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: text for name, text in answers.items() if not name.startswith("n")}
 
 
 @pytest.mark.extended
@@ -291,22 +293,24 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
 )
 def test_samples_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
-    published(backend)
-    expected = alone(backend)
-    assert own_of(outcomes(sampler_of(backend), [*NOISE[:5], *OWN, *NOISE[5:]])) == expected
-    pieces = sampler_of(backend, max_tokens_per_step=7, block_size=4)
-    assert own_of(outcomes(pieces, [*OWN[::-1], *NOISE], at_once=2)) == expected
+    publish_versions(backend)
+    expected = sample_alone(backend)
+    assert drop_noise(outcomes(sampler_of(backend), [*NOISE[:5], *COMPARED_SAMPLES, *NOISE[5:]])) == expected
+    chunked = sampler_of(backend, max_tokens_per_step=7, block_size=4)
+    assert drop_noise(outcomes(chunked, [*COMPARED_SAMPLES[::-1], *NOISE], at_once=2)) == expected
     # So few blocks that sequences are preempted and computed again.
-    token_bytes, states = pieces._cache.token_bytes, 20 * state_bytes(probe_layers(backend.base))
+    token_bytes, states = chunked._cache.token_bytes, 20 * state_bytes(probe_layers(backend.base))
     tight = sampler_of(backend, kv_cache_bytes=token_bytes * 160 + states, max_sequences=5)
-    assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
+    assert drop_noise(outcomes(tight, [*NOISE[:3], *COMPARED_SAMPLES])) == expected
 
 
 def test_samples_of_experts_have_the_same_bits_in_any_batch(shapes: dict[str, ModelShape]) -> None:
     backend = backend_of(shapes["gpt_oss"])
-    published(backend)
-    own = [replace(sample, prompt_T=sample.prompt_T[:9]) for sample in OWN[:3]]
-    assert own_of(outcomes(sampler_of(backend), [*NOISE[:2], *own])) == alone(backend, own)
+    publish_versions(backend)
+    short_samples = [replace(sample, prompt_T=sample.prompt_T[:9]) for sample in COMPARED_SAMPLES[:3]]
+    assert drop_noise(outcomes(sampler_of(backend), [*NOISE[:2], *short_samples])) == sample_alone(
+        backend, short_samples
+    )
 
 
 @pytest.mark.parametrize(("arch", "num_answer", "hits"), [("qwen3", 50, 64), ("qwen3_5", 60, 80), ("qwen3_5", 50, 16)])
@@ -315,7 +319,7 @@ def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(
 ) -> None:
     """Blocks may be of prompts or answers, in pieces of any size."""
     backend = backend_of(shapes[arch])
-    published(backend)
+    publish_versions(backend)
     warm = sampler_of(backend)
     first = make_sample("first", make_prompt(21), replace(HOT, max_tokens=60), version_id="v5")
     warm.submit(first)
@@ -331,8 +335,8 @@ def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(
 
 def test_without_it_the_same_samples_differ(shapes: dict[str, ModelShape]) -> None:
     backend = backend_of(shapes["qwen3"], "bfloat16", deterministic="off")
-    published(backend)
-    assert own_of(outcomes(sampler_of(backend), [*NOISE, *OWN])) != alone(backend)
+    publish_versions(backend)
+    assert drop_noise(outcomes(sampler_of(backend), [*NOISE, *COMPARED_SAMPLES])) != sample_alone(backend)
 
 
 # The check of the kernels
@@ -343,7 +347,7 @@ def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
 ) -> None:
     base = backend_of(shapes["qwen3"]).base
     hidden, rng = base.hidden, np.random.default_rng(0)
-    monkeypatch.setattr(base, "hidden", lambda *given, **more: hidden(*given, **more) * (1 + 1e-6 * rng.random()))
+    monkeypatch.setattr(base, "hidden", lambda *args, **kwargs: hidden(*args, **kwargs) * (1 + 1e-6 * rng.random()))
     with pytest.raises(SettingsError, match="repeating a forward gives different bits"):
         LocalSampler(base, {}, options=SamplerOptions(deterministic=True))
 
@@ -381,19 +385,19 @@ DATA = [datum(seed, length) for seed, length in enumerate((40, 7, 90))]
 def journey(service: tinker.ServiceClient, cut: int) -> list[object]:
     """A client's results of two steps, with `cut` datums per request, and of samples after them."""
     client = service.create_lora_training_client("tinsmith/nano", rank=8, seed=5).result()
-    seen: list[object] = []
+    results: list[object] = []
     for _ in range(2):
         passes = [client.forward_backward(DATA[at : at + cut], "cross_entropy") for at in range(0, len(DATA), cut)]
         stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
         for passed in passes:
-            seen += [output["logprobs"].tolist() for output in passed.result().loss_fn_outputs]
-        seen.append(stepped.result().metrics["grad_norm"])
+            results += [output["logprobs"].tolist() for output in passed.result().loss_fn_outputs]
+        results.append(stepped.result().metrics["grad_norm"])
     sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=10, seed=3, stop=[])
     for prompt in (DATA[0].model_input, DATA[2].model_input):
-        found = sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result()
-        seen += [found.prompt_logprobs, [(list(s.tokens), list(s.logprobs or ())) for s in found.sequences]]
-    return seen
+        sampled = sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result()
+        results += [sampled.prompt_logprobs, [(list(s.tokens), list(s.logprobs or ())) for s in sampled.sequences]]
+    return results
 
 
 def make_noise(url: str, seed: int, stop: threading.Event) -> None:
@@ -414,15 +418,15 @@ def make_noise(url: str, seed: int, stop: threading.Event) -> None:
 def test_a_server_gives_the_same_bits_beside_busy_tenants(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--deterministic") as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            alone = journey(service, len(DATA))
+            quiet_results = journey(service, len(DATA))
             stop = threading.Event()
             noise = [threading.Thread(target=make_noise, args=(server.url, seed, stop)) for seed in (1, 2)]
             for thread in noise:
                 thread.start()
             try:
-                beside = journey(service, 1)
+                busy_results = journey(service, 1)
             finally:
                 stop.set()
                 for thread in noise:
                     thread.join()
-    assert beside == alone
+    assert busy_results == quiet_results

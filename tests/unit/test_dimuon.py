@@ -29,7 +29,7 @@ SIZES = (Target("a", "mlp", 24, 40), Target("b", "attn", 40, 24), Target("c", "a
 RANK = 4
 
 
-def trained(seed: int, optimizer_type: str = "dimuon") -> Trained:
+def make_trained(seed: int, optimizer_type: str = "dimuon") -> Trained:
     layout = Layout.of(RANK, SIZES)
     flat_P = initialise(layout, seed, torch.device("cpu"))
     for _, b in layout.views(flat_P).values():
@@ -37,10 +37,10 @@ def trained(seed: int, optimizer_type: str = "dimuon") -> Trained:
     return Trained(Adapter(LoraSpec(RANK), layout, flat_P, torch.float32), optimizer_type=optimizer_type)
 
 
-def gradient_of(one: Trained, seed: int, scale: float = 1.0) -> Tensor:
-    flat_P = torch.zeros_like(one.adapter.flat_P)
+def gradient_of(tuned: Trained, seed: int, scale: float = 1.0) -> Tensor:
+    flat_P = torch.zeros_like(tuned.adapter.flat_P)
     generator = torch.Generator().manual_seed(seed)
-    for pair in one.adapter.layout.views(flat_P).values():
+    for pair in tuned.adapter.layout.views(flat_P).values():
         for matrix in pair:
             matrix.copy_(torch.randn(matrix.shape, generator=generator) * scale)
     return flat_P
@@ -63,17 +63,17 @@ def reference(weight: np.ndarray, gradients: list[np.ndarray], rate: float, beta
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
 def test_steps_equal_float64(beta1: float) -> None:
-    one = trained(0)
-    before = {name: [m.double().numpy().copy() for m in pair] for name, pair in one.adapter.weights.items()}
-    gradients = [gradient_of(one, seed) for seed in range(3)]
+    tuned = make_trained(0)
+    before = {name: [m.double().numpy().copy() for m in pair] for name, pair in tuned.adapter.weights.items()}
+    gradients = [gradient_of(tuned, seed) for seed in range(3)]
     for gradient in gradients:
-        one.gradient_P = gradient.clone()
-        step_together([(one, DimuonParams(0.01, beta1))])
-    assert float(one.step) == 3
-    for name, pair in one.adapter.weights.items():
-        for which, matrix in enumerate(pair):
-            each = [one.adapter.layout.views(g)[name][which].double().numpy() for g in gradients]
-            expected = reference(before[name][which], each, 0.01, beta1)
+        tuned.gradient_P = gradient.clone()
+        step_together([(tuned, DimuonParams(0.01, beta1))])
+    assert float(tuned.step) == 3
+    for name, pair in tuned.adapter.weights.items():
+        for side, matrix in enumerate(pair):
+            matrix_gradients = [tuned.adapter.layout.views(g)[name][side].double().numpy() for g in gradients]
+            expected = reference(before[name][side], matrix_gradients, 0.01, beta1)
             np.testing.assert_allclose(matrix.numpy(), expected, atol=1e-5)
 
 
@@ -82,17 +82,17 @@ def test_steps_equal_torchs_muon() -> None:
     muon = torch.optim.Muon(
         [matrix], lr=0.01, momentum=0.9, nesterov=False, weight_decay=0, adjust_lr_fn="match_rms_adamw"
     )
-    one = Trained(Adapter(LoraSpec(4), layout := Layout.of(4, [Target("x", "mlp", 24, 24)]), torch.zeros(layout.numel),
-                          torch.float32), optimizer_type="dimuon")  # fmt: skip
-    ours = one.adapter.weights["x"][0]
+    layout = Layout.of(4, [Target("x", "mlp", 24, 24)])
+    tuned = Trained(Adapter(LoraSpec(4), layout, torch.zeros(layout.numel), torch.float32), optimizer_type="dimuon")
+    ours = tuned.adapter.weights["x"][0]
     ours.copy_(matrix.detach())
     for seed in range(3):
         gradient = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
         matrix.grad = gradient
         muon.step()
-        one.gradient_P = torch.zeros(layout.numel)
-        layout.views(one.gradient_P)["x"][0].copy_(gradient)
-        step_together([(one, DimuonParams(0.01))])
+        tuned.gradient_P = torch.zeros(layout.numel)
+        layout.views(tuned.gradient_P)["x"][0].copy_(gradient)
+        step_together([(tuned, DimuonParams(0.01))])
     # torch's own works in bfloat16; each of three steps adds the rate times its rounding.
     tolerance = 3 * 0.01 * 0.2 * math.sqrt(24) * rounding(torch.bfloat16, sums=1, length=1)
     torch.testing.assert_close(ours, matrix.detach(), atol=tolerance, rtol=0)
@@ -119,26 +119,26 @@ def test_an_update_keeps_directions_bounds_its_size_and_ignores_the_gradients_sc
 
 
 def test_a_step_is_about_as_large_as_one_of_adamw() -> None:
-    one = trained(1)
-    before = one.adapter.flat_P.clone()
-    one.gradient_P = gradient_of(one, 2)
-    step_together([(one, DimuonParams(0.01))])
-    for a, b in one.adapter.layout.views(one.adapter.flat_P - before).values():
+    tuned = make_trained(1)
+    before = tuned.adapter.flat_P.clone()
+    tuned.gradient_P = gradient_of(tuned, 2)
+    step_together([(tuned, DimuonParams(0.01))])
+    for a, b in tuned.adapter.layout.views(tuned.adapter.flat_P - before).values():
         for change in (a, b):
             assert 0.5 * RMS < float(change.norm() / change.numel() ** 0.5) / 0.01 < 1.3 * RMS
 
 
 def test_a_matrix_without_a_gradient_does_not_move_and_a_step_without_one_coasts() -> None:
-    one = trained(1)
-    before = one.adapter.flat_P.clone()
-    (metrics,) = step_together([(one, DimuonParams(0.1))])
+    tuned = make_trained(1)
+    before = tuned.adapter.flat_P.clone()
+    (metrics,) = step_together([(tuned, DimuonParams(0.1))])
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
-    assert torch.equal(one.adapter.flat_P, before)
-    one.gradient_P = gradient_of(one, 0)
-    step_together([(one, DimuonParams(0.1))])
-    moved = one.adapter.flat_P.clone()
-    step_together([(one, DimuonParams(0.1))])
-    assert not torch.equal(one.adapter.flat_P, moved), "momentum goes on"
+    assert torch.equal(tuned.adapter.flat_P, before)
+    tuned.gradient_P = gradient_of(tuned, 0)
+    step_together([(tuned, DimuonParams(0.1))])
+    moved = tuned.adapter.flat_P.clone()
+    step_together([(tuned, DimuonParams(0.1))])
+    assert not torch.equal(tuned.adapter.flat_P, moved), "momentum goes on"
 
 
 def test_both_families_step_in_one_call_and_each_as_if_alone() -> None:
@@ -146,29 +146,29 @@ def test_both_families_step_in_one_call_and_each_as_if_alone() -> None:
         ("adamw", AdamParams(0.01)), ("dimuon", DimuonParams(0.01)), ("dimuon", DimuonParams(0.02, 0.5, 0.1)),
         ("adamw", AdamParams(0.02)),
     ]  # fmt: skip
-    together = [trained(i, kind) for i, (kind, _) in enumerate(kinds)]
-    alone = [trained(i, kind) for i, (kind, _) in enumerate(kinds)]
+    together = [make_trained(i, kind) for i, (kind, _) in enumerate(kinds)]
+    separate = [make_trained(i, kind) for i, (kind, _) in enumerate(kinds)]
     for _ in range(3):
-        for i, (one, other) in enumerate(zip(together, alone, strict=True)):
-            one.gradient_P, other.gradient_P = gradient_of(one, i), gradient_of(one, i)
+        for i, (tuned, other) in enumerate(zip(together, separate, strict=True)):
+            tuned.gradient_P, other.gradient_P = gradient_of(tuned, i), gradient_of(tuned, i)
             step_together([(other, kinds[i][1])])
-        step_together([(one, params) for one, (_, params) in zip(together, kinds, strict=True)])
-    for one, other in zip(together, alone, strict=True):
-        assert torch.equal(one.adapter.flat_P, other.adapter.flat_P)
-        assert torch.equal(one.adapter.compute_P, one.adapter.flat_P)
+        step_together([(tuned, params) for tuned, (_, params) in zip(together, kinds, strict=True)])
+    for tuned, other in zip(together, separate, strict=True):
+        assert torch.equal(tuned.adapter.flat_P, other.adapter.flat_P)
+        assert torch.equal(tuned.adapter.compute_P, tuned.adapter.flat_P)
 
 
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else_changes() -> None:
-    one, other = trained(0), trained(1)
-    one.gradient_P, other.gradient_P = gradient_of(one, 0), gradient_of(other, 1)
-    step_together([(one, DimuonParams(0.1))])
-    assert one.moments is not None
-    before = [one.adapter.flat_P.clone(), one.moments[0].clone()]
-    one.gradient_P = torch.full_like(one.adapter.flat_P, float("nan"))
-    first, second = step_together([(one, DimuonParams(0.1)), (other, DimuonParams(0.1))])
+    tuned, other = make_trained(0), make_trained(1)
+    tuned.gradient_P, other.gradient_P = gradient_of(tuned, 0), gradient_of(other, 1)
+    step_together([(tuned, DimuonParams(0.1))])
+    assert tuned.moments is not None
+    before = [tuned.adapter.flat_P.clone(), tuned.moments[0].clone()]
+    tuned.gradient_P = torch.full_like(tuned.adapter.flat_P, float("nan"))
+    first, second = step_together([(tuned, DimuonParams(0.1)), (other, DimuonParams(0.1))])
     assert isinstance(first, NonFiniteGradientError) and isinstance(second, dict)
-    assert one.gradient_P is None and float(one.step) == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, [one.adapter.flat_P, one.moments[0]], strict=True))
+    assert tuned.gradient_P is None and float(tuned.step) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, [tuned.adapter.flat_P, tuned.moments[0]], strict=True))
 
 
 @pytest.fixture(scope="module")

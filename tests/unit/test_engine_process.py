@@ -37,18 +37,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("script")
 def test_a_prestarted_engine_is_configured_once_and_can_be_ended(tmp_path: Path) -> None:
-    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
-    assert begun is not None
+    prestarted = EngineProcess.prestart(Settings(data_dir=tmp_path))
+    assert prestarted is not None
     out = tmp_path / "out"
 
     async def serve() -> int:
-        assert begun.configure(json.dumps({"out": str(out)}).encode() + b"\n") and begun.pid > 0
-        assert not begun.configure(b"{}\n")  # it has one seat
+        assert prestarted.configure(json.dumps({"out": str(out)}).encode() + b"\n") and prestarted.pid > 0
+        assert not prestarted.configure(b"{}\n")  # it has one seat
         while not out.exists() or not out.read_text():
             await asyncio.sleep(0.01)
-        begun.discard()  # the server ends; a configured process belongs to the supervisor
-        begun.kill()
-        return await begun.wait()
+        prestarted.discard()  # the server ends; a configured process belongs to the supervisor
+        prestarted.kill()
+        return await prestarted.wait()
 
     assert asyncio.run(serve()) == -9
     assert out.read_text() == f"--prestarted {tmp_path / 'metrics'}"
@@ -56,31 +56,31 @@ def test_a_prestarted_engine_is_configured_once_and_can_be_ended(tmp_path: Path)
 
 @pytest.mark.usefixtures("script")
 def test_an_ended_prestarted_engine_is_not_configured(tmp_path: Path) -> None:
-    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
-    assert begun is not None
-    begun._process.kill()
-    begun._process.wait()
-    assert begun._process.stdin is not None
-    begun._process.stdin.close()
-    assert not begun.configure(b"{}\n")
+    prestarted = EngineProcess.prestart(Settings(data_dir=tmp_path))
+    assert prestarted is not None
+    prestarted._process.kill()
+    prestarted._process.wait()
+    assert prestarted._process.stdin is not None
+    prestarted._process.stdin.close()
+    assert not prestarted.configure(b"{}\n")
 
 
 @pytest.mark.usefixtures("script")
 def test_an_unused_prestarted_engine_ends_with_its_server(tmp_path: Path) -> None:
-    begun = EngineProcess.prestart(Settings(data_dir=tmp_path))
-    assert begun is not None
-    process = begun._process
-    begun.discard()
+    prestarted = EngineProcess.prestart(Settings(data_dir=tmp_path))
+    assert prestarted is not None
+    process = prestarted._process
+    prestarted.discard()
     assert process.returncode is not None
-    begun.discard()
+    prestarted.discard()
 
 
-@pytest.mark.parametrize("given", [{"backend": "fake"}, {"role": "server"}, {"role": "batch-worker"}])
-def test_only_who_will_have_an_engine_that_loads_for_long_begins_one(tmp_path: Path, given: dict[str, str]) -> None:
-    assert EngineProcess.prestart(Settings.model_validate({"data_dir": tmp_path, **given})) is None
+@pytest.mark.parametrize("options", [{"backend": "fake"}, {"role": "server"}, {"role": "batch-worker"}])
+def test_only_who_will_have_an_engine_that_loads_for_long_begins_one(tmp_path: Path, options: dict[str, str]) -> None:
+    assert EngineProcess.prestart(Settings.model_validate({"data_dir": tmp_path, **options})) is None
 
 
 def test_without_a_server_it_ends_in_good_order() -> None:
     command = [sys.executable, "-m", "tinsmith.engine"]
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
-    assert ended.returncode == 0 and not ended.stderr
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert process.returncode == 0 and not process.stderr

@@ -25,20 +25,20 @@ LONG_S = 60.0
 
 
 @pytest.fixture
-def here(db: Database) -> Engines:
+def local_engines(db: Database) -> Engines:
     return Engines(db, "here")
 
 
 @pytest.fixture
-def there(db: Database) -> Engines:
+def peer_engines(db: Database) -> Engines:
     return Engines(db, "there")
 
 
-def taken(engines: Engines, lease_s: float = LONG_S, index: int = 0) -> Lease:
+def take_lease(engines: Engines, lease_s: float = LONG_S, index: int = 0) -> Lease:
     return engines.take(Seat(BASE, index=index), lease_s)
 
 
-def freed(engines: Engines, db: Database) -> list[str]:
+def free_dead_engines(engines: Engines, db: Database) -> list[str]:
     """The engines whose runs another engine frees because they are dead."""
     return Ownership(db, BASE, engines.id_of(Seat(BASE, index=9))).free_expired()
 
@@ -50,121 +50,130 @@ def run_of(db: Database, lease: Lease | None = None, model_id: str = "s:train:0"
 
 
 def owner(db: Database, model_id: str) -> str | None:
-    found = Models(db).find(model_id)
-    assert found is not None
-    return found.engine_id
+    model = Models(db).find(model_id)
+    assert model is not None
+    return model.engine_id
 
 
-def test_every_seat_has_a_lease_of_its_own(here: Engines, there: Engines) -> None:
-    leases = [taken(here), taken(here, index=1), taken(there), here.take(Seat(BASE, "sampler"), LONG_S)]
+def test_every_seat_has_a_lease_of_its_own(local_engines: Engines, peer_engines: Engines) -> None:
+    leases = [
+        take_lease(local_engines),
+        take_lease(local_engines, index=1),
+        take_lease(peer_engines),
+        local_engines.take(Seat(BASE, "sampler"), LONG_S),
+    ]
     assert len({lease.engine_id for lease in leases}) == 4
-    assert [here.renew(lease, LONG_S) for lease in leases] == [True] * 4
-    assert [row.kind for row in here.of_base(BASE)] == ["engine", "engine", "engine", "sampler"]
-    assert [row.engine_id for row in here.of_base(BASE, "sampler")] == [leases[3].engine_id]
-    assert here.of_base("local/other") == []
+    assert [local_engines.renew(lease, LONG_S) for lease in leases] == [True] * 4
+    assert [row.kind for row in local_engines.of_base(BASE)] == ["engine", "engine", "engine", "sampler"]
+    assert [row.engine_id for row in local_engines.of_base(BASE, "sampler")] == [leases[3].engine_id]
+    assert local_engines.of_base("local/other") == []
 
 
-def test_a_lapsed_lease_is_ended_by_an_engine_that_claims_its_runs(here: Engines, db: Database) -> None:
-    lease = taken(here, 0.01)
+def test_a_lapsed_lease_is_ended_by_an_engine_that_claims_its_runs(local_engines: Engines, db: Database) -> None:
+    lease = take_lease(local_engines, 0.01)
     model = run_of(db, lease)
     time.sleep(0.05)
-    assert freed(here, db) == [lease.engine_id]
+    assert free_dead_engines(local_engines, db) == [lease.engine_id]
     assert owner(db, model) is None
-    assert not here.renew(lease, LONG_S)
-    row = here.find(Seat(BASE))
+    assert not local_engines.renew(lease, LONG_S)
+    row = local_engines.find(Seat(BASE))
     assert row is not None and (row.state, row.epoch > lease.epoch) == ("lost", True)
-    assert freed(here, db) == [], "there is nothing more to free"
+    assert free_dead_engines(local_engines, db) == [], "there is nothing more to free"
 
 
-def test_a_lapsed_lease_of_an_engine_that_has_nothing_is_left_alone(here: Engines, db: Database) -> None:
-    lease = taken(here, 0.01)
+def test_a_lapsed_lease_of_an_engine_that_has_nothing_is_left_alone(local_engines: Engines, db: Database) -> None:
+    lease = take_lease(local_engines, 0.01)
     time.sleep(0.05)
-    assert freed(here, db) == []
-    assert here.renew(lease, LONG_S), "it is still good"
+    assert free_dead_engines(local_engines, db) == []
+    assert local_engines.renew(lease, LONG_S), "it is still good"
 
 
-def test_a_lease_that_has_not_lapsed_is_not_ended(here: Engines, db: Database) -> None:
-    lease = taken(here)
+def test_a_lease_that_has_not_lapsed_is_not_ended(local_engines: Engines, db: Database) -> None:
+    lease = take_lease(local_engines)
     run_of(db, lease)
-    assert freed(here, db) == []
-    assert here.renew(lease, LONG_S)
+    assert free_dead_engines(local_engines, db) == []
+    assert local_engines.renew(lease, LONG_S)
 
 
-def test_the_next_engine_on_a_seat_does_not_wait_and_goes_on_with_its_runs(here: Engines, db: Database) -> None:
-    first = taken(here)
+def test_the_next_engine_on_a_seat_does_not_wait_and_goes_on_with_its_runs(
+    local_engines: Engines, db: Database
+) -> None:
+    first = take_lease(local_engines)
     model = run_of(db, first)
-    second = taken(here)
+    second = take_lease(local_engines)
     assert (second.engine_id, second.epoch) == (first.engine_id, first.epoch + 1)
-    assert not here.renew(first, LONG_S)
+    assert not local_engines.renew(first, LONG_S)
     assert owner(db, model) == second.engine_id
 
 
 def test_a_seat_that_is_released_frees_its_runs_and_samples_at_once(
-    here: Engines, there: Engines, db: Database
+    local_engines: Engines, peer_engines: Engines, db: Database
 ) -> None:
-    mine, other = taken(here), taken(there)
-    runs = [run_of(db, mine), run_of(db, other, "s:train:1")]
+    local_lease, peer_lease = take_lease(local_engines), take_lease(peer_engines)
+    runs = [run_of(db, local_lease), run_of(db, peer_lease, "s:train:1")]
     futures = Futures(db)
-    for number, lease in enumerate((mine, mine, other)):
-        new = NewFuture(f"x:sample:0:{number}", "alice", "s", BASE, "sample", b"{}", executor=lease.engine_id)
+    for seq_id, lease in enumerate((local_lease, local_lease, peer_lease)):
+        new = NewFuture(f"x:sample:0:{seq_id}", "alice", "s", BASE, "sample", b"{}", executor=lease.engine_id)
         futures.submit(new)
     futures.settle([Settlement("x:sample:0:1", b"done")], {})
-    here.release(Seat(BASE), "stopped", suspects="a note")
-    assert [owner(db, run) for run in runs] == [None, other.engine_id]
+    local_engines.release(Seat(BASE), "stopped", suspects="a note")
+    assert [owner(db, run) for run in runs] == [None, peer_lease.engine_id]
     with db.read() as connection:
         executors = connection.execute(sa.select(FUTURES.c.executor).order_by(FUTURES.c.request_id)).scalars().all()
-    assert executors == [None, mine.engine_id, other.engine_id], "what was settled keeps its executor"
-    row = here.find(Seat(BASE))
+    assert executors == [None, local_lease.engine_id, peer_lease.engine_id], "what was settled keeps its executor"
+    row = local_engines.find(Seat(BASE))
     assert row is not None and (row.state, row.suspects, row.lease_expires_at) == ("stopped", "a note", 0)
-    assert taken(here).epoch > mine.epoch + 1
+    assert take_lease(local_engines).epoch > local_lease.epoch + 1
 
 
-def test_polls_report_the_engines_state(here: Engines, there: Engines) -> None:
-    assert here.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is starting")
-    taken(here)
-    assert there.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is loading")
-    here.set_state(Seat(BASE), "ready")
-    assert there.queue_state(BASE) == ("active", None)
-    taken(there)
-    here.release(Seat(BASE), "restarting", "it ended with status 1")
-    assert here.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is loading"), "the other one"
-    there.set_state(Seat(BASE), "ready")
-    assert here.queue_state(BASE) == ("active", None), "one is enough"
+def test_polls_report_the_engines_state(local_engines: Engines, peer_engines: Engines) -> None:
+    assert local_engines.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is starting")
+    take_lease(local_engines)
+    assert peer_engines.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is loading")
+    local_engines.set_state(Seat(BASE), "ready")
+    assert peer_engines.queue_state(BASE) == ("active", None)
+    take_lease(peer_engines)
+    local_engines.release(Seat(BASE), "restarting", "it ended with status 1")
+    assert local_engines.queue_state(BASE) == ("paused_capacity", f"the engine of {BASE} is loading"), "the other one"
+    peer_engines.set_state(Seat(BASE), "ready")
+    assert local_engines.queue_state(BASE) == ("active", None), "one is enough"
 
 
-def test_a_base_model_cannot_start_only_while_no_engine_of_it_may_yet_run(here: Engines, there: Engines) -> None:
-    assert here.cannot_start(BASE) is None
-    taken(here)
-    assert here.cannot_start(BASE) is None
-    why = f"{NO_START}it ended with status 1 (ImportError: x)"
-    here.release(Seat(BASE), "restarting", why)
-    assert there.cannot_start(BASE) == f"the engine of {BASE} does not run; {why}"
-    taken(here)  # the next start
-    assert (here.queue_state(BASE)[1] or "").endswith(why) and there.cannot_start(BASE)
-    taken(there)
-    assert here.cannot_start(BASE) is None, "the other one may get ready"
-    there.release(Seat(BASE), "lost")
-    assert here.cannot_start(BASE)
-    here.set_state(Seat(BASE), "ready")
-    assert here.cannot_start(BASE) is None and here.queue_state(BASE) == ("active", None)
-    here.release(Seat(BASE), "restarting", "it ended with status 1")
-    assert here.cannot_start(BASE) is None
+def test_a_base_model_cannot_start_only_while_no_engine_of_it_may_yet_run(
+    local_engines: Engines, peer_engines: Engines
+) -> None:
+    assert local_engines.cannot_start(BASE) is None
+    take_lease(local_engines)
+    assert local_engines.cannot_start(BASE) is None
+    reason = f"{NO_START}it ended with status 1 (ImportError: x)"
+    local_engines.release(Seat(BASE), "restarting", reason)
+    assert peer_engines.cannot_start(BASE) == f"the engine of {BASE} does not run; {reason}"
+    take_lease(local_engines)  # the next start
+    assert (local_engines.queue_state(BASE)[1] or "").endswith(reason) and peer_engines.cannot_start(BASE)
+    take_lease(peer_engines)
+    assert local_engines.cannot_start(BASE) is None, "the other one may get ready"
+    peer_engines.release(Seat(BASE), "lost")
+    assert local_engines.cannot_start(BASE)
+    local_engines.set_state(Seat(BASE), "ready")
+    assert local_engines.cannot_start(BASE) is None and local_engines.queue_state(BASE) == ("active", None)
+    local_engines.release(Seat(BASE), "restarting", "it ended with status 1")
+    assert local_engines.cannot_start(BASE) is None
 
 
-def test_a_sampler_alone_does_not_move_the_queue(here: Engines) -> None:
+def test_a_sampler_alone_does_not_move_the_queue(local_engines: Engines) -> None:
     sampler = Seat(BASE, "sampler")
-    here.take(sampler, LONG_S)
-    here.set_state(sampler, "ready", address="tcp://127.0.0.1:1")
-    assert here.queue_state(BASE)[0] == "paused_capacity"
-    row = here.find(sampler)
+    local_engines.take(sampler, LONG_S)
+    local_engines.set_state(sampler, "ready", address="tcp://127.0.0.1:1")
+    assert local_engines.queue_state(BASE)[0] == "paused_capacity"
+    row = local_engines.find(sampler)
     assert row is not None and row.address == "tcp://127.0.0.1:1"
 
 
-def test_polls_report_a_silent_engine(here: Engines) -> None:
-    taken(here, 0.01)
-    here.set_state(Seat(BASE), "ready")
+def test_polls_report_a_silent_engine(local_engines: Engines) -> None:
+    take_lease(local_engines, 0.01)
+    local_engines.set_state(Seat(BASE), "ready")
     time.sleep(0.05)
-    state, reason = here.queue_state(BASE)
+    state, reason = local_engines.queue_state(BASE)
     assert (state, "does not renew its lease" in (reason or "")) == ("paused_capacity", True)
 
 
@@ -185,16 +194,18 @@ def test_processes_that_take_one_seat_at_once_have_different_epochs(database_url
         database.close()
 
 
-def test_a_seat_unused_for_a_day_is_deleted_and_never_repeats_an_epoch(here: Engines, db: Database) -> None:
-    first, owning = taken(here), taken(here, index=1)
-    taken(here, index=2)
+def test_a_seat_unused_for_a_day_is_deleted_and_never_repeats_an_epoch(local_engines: Engines, db: Database) -> None:
+    first, owning = take_lease(local_engines), take_lease(local_engines, index=1)
+    take_lease(local_engines, index=2)
     run_of(db, owning)
     with db.write() as connection:
         old = ENGINES.update().where(ENGINES.c.engine_id.in_((first.engine_id, owning.engine_id)))
         connection.execute(old.values(lease_expires_at=1.0, started_at=1.0, epoch=3))
-    assert here.delete_unused() == 1
-    assert [row.engine_id for row in here.of_base(BASE)] == sorted((owning.engine_id, here.id_of(Seat(BASE, index=2))))
-    assert taken(here).epoch > first.epoch - 10**6 > 3
+    assert local_engines.delete_unused() == 1
+    assert [row.engine_id for row in local_engines.of_base(BASE)] == sorted(
+        (owning.engine_id, local_engines.id_of(Seat(BASE, index=2)))
+    )
+    assert take_lease(local_engines).epoch > first.epoch - 10**6 > 3
 
 
 def test_two_data_directories_have_separate_seats_on_any_hosts_and_paths(
@@ -209,7 +220,7 @@ def test_two_data_directories_have_separate_seats_on_any_hosts_and_paths(
         names.append(holder_of(tmp_path / "data"))
         assert holder_of(tmp_path / "data") == names[-1], "it stays"
         assert (tmp_path / volume / HOLDER).stat().st_mode & 0o077 == 0
-    leases = [taken(Engines(db, name)) for name in names]
+    leases = [take_lease(Engines(db, name)) for name in names]
     assert len({lease.engine_id for lease in leases}) == 2
     assert [Engines(db, name).renew(lease, LONG_S) for name, lease in zip(names, leases, strict=True)] == [True] * 2
 
@@ -221,25 +232,25 @@ def test_concurrent_requests_for_a_name_agree(tmp_path: Path, monkeypatch: pytes
         assert len(set(pool.map(lambda _: holder_of(tmp_path), range(32)))) == 1
 
 
-def test_a_seat_that_a_copy_of_the_data_directory_took_is_known_from_one_that_was_freed(here: Engines) -> None:
-    seat, lease = Seat(BASE), taken(here)
-    assert not here.is_taken(seat, lease)
-    here.release(seat, "lost")
-    assert not here.is_taken(seat, lease)
-    taken(here)
-    assert here.is_taken(seat, lease)
+def test_a_seat_that_a_copy_of_the_data_directory_took_is_known_from_one_that_was_freed(local_engines: Engines) -> None:
+    seat, lease = Seat(BASE), take_lease(local_engines)
+    assert not local_engines.is_taken(seat, lease)
+    local_engines.release(seat, "lost")
+    assert not local_engines.is_taken(seat, lease)
+    take_lease(local_engines)
+    assert local_engines.is_taken(seat, lease)
 
 
 def test_an_engine_that_lost_its_lease_writes_nothing(
-    database_url: str, here: Engines, there: Engines, db: Database
+    database_url: str, local_engines: Engines, peer_engines: Engines, db: Database
 ) -> None:
-    old = taken(here, 0.01)
+    old = take_lease(local_engines, 0.01)
     model = run_of(db, old)
     request = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=model, seq_id=1)
     Futures(db).submit(request)
     stale = Database(database_url, fence(old))
     time.sleep(0.05)
-    new = taken(there)
+    new = take_lease(peer_engines)
     current = Database(database_url, fence(new))
     ownership = Ownership(current, BASE, new.engine_id)
     assert ownership.free_expired() == [old.engine_id]
@@ -254,9 +265,9 @@ def test_an_engine_that_lost_its_lease_writes_nothing(
     with pytest.raises(LeaseLostError):
         Ownership(stale, BASE, old.engine_id).claim([request.request_id])
     assert Futures(db).outcome("alice", request.request_id) is None
-    found = Models(db).find(model)
-    assert found is not None and (found.reason, found.applied_seq_id, found.snapshot_seq_id) == (None, -1, None)
-    assert cleaned == [] and found.engine_id == new.engine_id
+    run = Models(db).find(model)
+    assert run is not None and (run.reason, run.applied_seq_id, run.snapshot_seq_id) == (None, -1, None)
+    assert cleaned == [] and run.engine_id == new.engine_id
     Futures(current).settle([Settlement(request.request_id, b"current")], {model: 1})
     outcome = Futures(stale).outcome("alice", request.request_id)
     assert outcome is not None and outcome.body == b"current", "reading stays free"
@@ -270,37 +281,37 @@ def test_a_lost_lease_is_no_failure_of_a_request() -> None:
 
 @pytest.mark.parametrize("database_kind", [POSTGRES])
 def test_a_release_waits_for_what_is_being_settled_and_a_renewal_does_not(
-    database_url: str, here: Engines, db: Database
+    database_url: str, local_engines: Engines, db: Database
 ) -> None:
-    lease = taken(here, 0.01)
+    lease = take_lease(local_engines, 0.01)
     run_of(db, lease)
     settling = Database(database_url, fence(lease))
-    releasing = threading.Thread(target=lambda: here.release(Seat(BASE), "stopped"))
+    releasing = threading.Thread(target=lambda: local_engines.release(Seat(BASE), "stopped"))
     with settling.write() as connection:
-        assert here.renew(lease, 0.0), "the lease is renewed while a transaction is open"
+        assert local_engines.renew(lease, 0.0), "the lease is renewed while a transaction is open"
         time.sleep(0.05)
-        assert freed(here, db) == [], "one that is in the middle of a transaction is there"
+        assert free_dead_engines(local_engines, db) == [], "one that is in the middle of a transaction is there"
         releasing.start()
         releasing.join(0.3)
         assert releasing.is_alive()
         connection.execute(ENGINES.update().values(reason="settled"))
     releasing.join(10)
-    row = here.find(Seat(BASE))
+    row = local_engines.find(Seat(BASE))
     assert row is not None and (row.state, row.epoch) == ("stopped", lease.epoch + 1)
     with pytest.raises(LeaseLostError), settling.write() as connection:
         connection.execute(sa.text("SELECT 1"))
     settling.close()
 
 
-def test_a_lease_is_renewed_however_long_a_step_takes_until_it_is_lost(here: Engines, db: Database) -> None:
+def test_a_lease_is_renewed_however_long_a_step_takes_until_it_is_lost(local_engines: Engines, db: Database) -> None:
     lost = threading.Event()
-    lease = taken(here, 0.3)
+    lease = take_lease(local_engines, 0.3)
     run_of(db, lease)
-    renewal = Renewal(here, lease, 0.3, lost.set)
+    renewal = Renewal(local_engines, lease, 0.3, lost.set)
     deadline = time.monotonic() + 0.8
     while time.monotonic() < deadline:
         time.sleep(0.05)
     assert not lost.is_set()
-    taken(here)  # another epoch
+    take_lease(local_engines)  # another epoch
     assert lost.wait(10)
     renewal.close()

@@ -1,5 +1,5 @@
 """Mixtures of experts: sampling and training choose the same experts and compute the same logprobs. Both use the same
-weights and modules, so only rounding differs, by the shape of batches. `measured` computes the figures of
+weights and modules, so only rounding differs, by the shape of batches. `measure_differences` computes the figures of
 docs/numerics.md.
 """
 
@@ -26,19 +26,19 @@ torch.set_num_threads(1)
 MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """`most` is the 95th percentile of the differences."""
 
     num_tokens: int
-    most: float
+    quantile_95: float
     worst: float
     share_of_other_experts: float
 
 
-def measured(family: str, dtype: str, directory: Path) -> Measured:
+def measure_differences(family: str, dtype: str, directory: Path) -> Measurement:
     """Answers of an adapter, sampled together in pieces of 9 rows, and scored by training in one packed row."""
-    (found,) = (each for each in FAMILIES if each.model_type == family)
-    backend = TorchBackend(make(directory, found), device="cpu", dtype=dtype)
+    (chosen_family,) = (candidate for candidate in FAMILIES if candidate.model_type == family)
+    backend = TorchBackend(make(directory, chosen_family), device="cpu", dtype=dtype)
     backend.create_model("m", LoraSpec(3, seed=1))
     backend.create_model("n", LoraSpec(5, seed=2))
     train(backend, "m", "n")
@@ -61,40 +61,40 @@ def measured(family: str, dtype: str, directory: Path) -> Measured:
         np.abs(logprobs[len(prompt) - 1 :] - answer.logprobs_T)
         for (prompt, answer), logprobs in zip(answers, scored.logprobs, strict=True)
     ]
-    others = np.concatenate([(whole != pieces).ravel() for whole, pieces in chosen])
+    changed_choices = np.concatenate([(in_one != in_pieces).ravel() for in_one, in_pieces in chosen])
     all_differences = np.concatenate(differences)
-    most = float(np.quantile(all_differences, 0.95))
-    return Measured(len(all_differences), most, float(all_differences.max()), float(others.mean()))
+    quantile_95 = float(np.quantile(all_differences, 0.95))
+    return Measurement(len(all_differences), quantile_95, float(all_differences.max()), float(changed_choices.mean()))
 
 
 def choices(backend: TorchBackend, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[layers, T, k] The experts of every token: of training's packed row, and of a sampler's prompt in pieces."""
-    seen: list[tuple[str, np.ndarray]] = []
+    calls: list[tuple[str, np.ndarray]] = []
 
     def note(module: MultiLoRAExperts, inputs: tuple[torch.Tensor, ...]) -> None:
-        seen.append((module.name, inputs[1].sort(-1).values.numpy()))
+        calls.append((module.name, inputs[1].sort(-1).values.numpy()))
 
     handles = [module.register_forward_pre_hook(note) for module in backend.base.experts]
-    both = []
+    experts_by_run = []
     try:
         score = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(len(tokens), np.float32)}
         run_to_end(backend.run_passes([Pass("r", "m", (Datum(tokens, score),), "cross_entropy", {}, True)]))
-        both.append(joined(seen))
-        seen.clear()
+        experts_by_run.append(stack_layers(calls))
+        calls.clear()
         options = SamplerOptions(block_size=4, max_tokens_per_step=7)
         sampler = LocalSampler(backend.base, backend._versions, options=options)
-        seen.clear()  # the sampler's probes before the first request
+        calls.clear()  # the sampler's probes before the first request
         run(sampler, make_sample("s", tokens, HOT, version_id="v"))
-        both.append(joined(seen)[:, : len(tokens)])
+        experts_by_run.append(stack_layers(calls)[:, : len(tokens)])
     finally:
         for handle in handles:
             handle.remove()
-    return both[0], both[1]
+    return experts_by_run[0], experts_by_run[1]
 
 
-def joined(seen: list[tuple[str, np.ndarray]]) -> np.ndarray:
+def stack_layers(calls: list[tuple[str, np.ndarray]]) -> np.ndarray:
     layers: dict[str, list[np.ndarray]] = {}
-    for name, index_Tk in seen:
+    for name, index_Tk in calls:
         layers.setdefault(name, []).append(index_Tk)
     return np.stack([np.concatenate(parts) for parts in layers.values()])
 
@@ -102,10 +102,10 @@ def joined(seen: list[tuple[str, np.ndarray]]) -> np.ndarray:
 @pytest.mark.extended
 @pytest.mark.parametrize("family", MIXTURES)
 def test_sampling_and_training_choose_the_same_experts(family: str, tmp_path: Path) -> None:
-    found = measured(family, "float32", tmp_path)
-    assert found.num_tokens > 150
-    assert found.share_of_other_experts == 0.0
-    assert found.worst < 1e-4
+    measurement = measure_differences(family, "float32", tmp_path)
+    assert measurement.num_tokens > 150
+    assert measurement.share_of_other_experts == 0.0
+    assert measurement.worst < 1e-4
 
 
 @pytest.mark.extended
@@ -114,6 +114,6 @@ def test_in_bfloat16_few_rows_choose_others(family: str, tmp_path: Path) -> None
     """Rounding changes the choice between experts with nearly equal scores, and with it the logprobs of few tokens by
     any amount: the worst difference depends on the processor.
     """
-    found = measured(family, "bfloat16", tmp_path)
-    assert found.share_of_other_experts < 0.05
-    assert found.most < 0.1
+    measurement = measure_differences(family, "bfloat16", tmp_path)
+    assert measurement.share_of_other_experts < 0.05
+    assert measurement.quantile_95 < 0.1

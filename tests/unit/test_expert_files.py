@@ -120,16 +120,16 @@ def test_one_number_that_experts_do_not_share_is_seen(backend: TorchBackend, tmp
 @pytest.mark.parametrize("train_attn", [True, False])
 def test_experts_without_a_gate_are_known_to_the_server_and_come_back(train_attn: bool, tmp_path: Path) -> None:
     """Without adapters of the mixers all ranks are equal; only the parameters show that these are experts."""
-    family = next(each for each in FAMILIES if each.title == "Nemotron-H with experts")
+    family = next(candidate for candidate in FAMILIES if candidate.title == "Nemotron-H with experts")
     backend = TorchBackend(make(tmp_path / "base", family), device="cpu")
     spec = LoraSpec(2, seed=1, train_attn=train_attn)
     backend.create_model("m", spec)
     adapter = backend._models["m"].adapter
     adapter.flat_P.normal_(generator=torch.Generator().manual_seed(0))
     backend.save("m", tmp_path / "peft", optimizer=False)
-    facts = adapters.read(tmp_path / "peft", plain=True)
-    assert facts.rank == 2 and facts.spec.train_attn == train_attn and facts.spec.train_mlp
-    assert {name.partition("mixer.")[2] for name in facts.experts} == {"experts", "experts.base_layer"}
+    description = adapters.read(tmp_path / "peft", plain=True)
+    assert description.rank == 2 and description.spec.train_attn == train_attn and description.spec.train_mlp
+    assert {name.partition("mixer.")[2] for name in description.experts} == {"experts", "experts.base_layer"}
     config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
     assert bool(config["rank_pattern"]) == train_attn
     expected = {pair.rpartition(".")[2] for pair in config["target_parameters"] if ".experts." in pair}

@@ -33,21 +33,21 @@ class Rows(NamedTuple):
     weights_Tk: Tensor
 
 
-def made(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExperts, nn.Module]:
+def make_experts(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExperts, nn.Module]:
     """Our module, and that of transformers that it replaces."""
     torch.manual_seed(0)
     if kind == "concatenated":
         config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
         config._experts_implementation = "eager"
-        own = Qwen3MoeExperts(config)
+        module = Qwen3MoeExperts(config)
     else:
         config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
         config._experts_implementation = "eager"
-        own = GptOssExperts(config)
-    for parameter in own.parameters():
+        module = GptOssExperts(config)
+    for parameter in module.parameters():
         nn.init.normal_(parameter, 0, 0.5)
-    own = own.to(dtype).requires_grad_(False)
-    return MultiLoRAExperts("mlp.experts", own, ForwardContext()), own
+    module = module.to(dtype).requires_grad_(False)
+    return MultiLoRAExperts("mlp.experts", module, ForwardContext()), module
 
 
 def adapter(experts: MultiLoRAExperts, seed: int, rank: int, dtype: torch.dtype = torch.float32) -> Adapter:
@@ -66,10 +66,10 @@ def rows(num: int, seed: int = 0) -> Rows:
     return Rows(torch.randn(num, HIDDEN, generator=generator), index_Tk, torch.rand(num, CHOICES, generator=generator))
 
 
-def call(experts: MultiLoRAExperts, routing: Routing, given: Rows) -> Tensor:
+def call(experts: MultiLoRAExperts, routing: Routing, inputs: Rows) -> Tensor:
     experts._context.routing = routing
     try:
-        return experts(*given)
+        return experts(*inputs)
     finally:
         experts._context.routing = None
 
@@ -84,37 +84,37 @@ def leaves_of(adapters: list[Adapter]) -> Leaves:
     }
 
 
-def oracle(own: nn.Module, kind: str, routing: Routing, given: Rows, leaves: Leaves) -> Tensor:
+def oracle(module: nn.Module, kind: str, routing: Routing, inputs: Rows, leaves: Leaves) -> Tensor:
     """Row by row, choice by choice, with plain products in float64."""
-    turned = kind == "interleaved"
-    weights = {name: p.double() for name, p in own.named_parameters()}
+    interleaved = kind == "interleaved"
+    weights = {name: p.double() for name, p in module.named_parameters()}
     owners = [segment.adapter for segment in routing.segments for _ in range(segment.stop - segment.start)]
     out = []
     for t, owner in enumerate(owners):
         total = torch.zeros(HIDDEN, dtype=torch.float64)
         for j in range(CHOICES):
-            e, x = int(given.index_Tk[t, j]), given.hidden_TD[t]
-            gate_up, down = (weights[n][e].t() if turned else weights[n][e] for n in ("gate_up_proj", "down_proj"))
+            e, x = int(inputs.index_Tk[t, j]), inputs.hidden_TD[t]
+            gate_up, down = (weights[n][e].t() if interleaved else weights[n][e] for n in ("gate_up_proj", "down_proj"))
             y = gate_up @ x
-            if turned:
+            if interleaved:
                 y = y + weights["gate_up_proj_bias"][e]
-            gate, up = (y[::2], y[1::2]) if turned else (y[:INNER], y[INNER:])
+            gate, up = (y[::2], y[1::2]) if interleaved else (y[:INNER], y[INNER:])
             if owner is not None:
                 (a1, b1), (a3, b3) = (leaves[id(owner)][f"mlp.experts.{n}"] for n in ("w1", "w3"))
                 gate = gate + owner.scale * b1[e] @ (a1[0] @ x)
                 up = up + owner.scale * b3[e] @ (a3[0] @ x)
-            if turned:
+            if interleaved:
                 gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
                 inner = (up + 1) * gate * torch.sigmoid(gate * ALPHA)
             else:
                 inner = nn.functional.silu(gate) * up
             y = down @ inner
-            if turned:
+            if interleaved:
                 y = y + weights["down_proj_bias"][e]
             if owner is not None:
                 a2, b2 = leaves[id(owner)]["mlp.experts.w2"]
                 y = y + owner.scale * b2[0] @ (a2[e] @ inner)
-            total = total + given.weights_Tk[t, j] * y
+            total = total + inputs.weights_Tk[t, j] * y
         out.append(total)
     return torch.stack(out)
 
@@ -129,74 +129,74 @@ def oracle(own: nn.Module, kind: str, routing: Routing, given: Rows, leaves: Lea
 def test_results_and_gradients_are_those_of_a_loop_in_float64(
     kind: str, parts: list[tuple[int, int]], trained: bool, seed: int
 ) -> None:
-    experts, own = made(kind)
+    experts, module = make_experts(kind)
     adapters = [adapter(experts, seed + i, rank) for i, rank in enumerate((1, 3, 4))]
     routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
-    given = rows(routing.num_rows, seed)
-    hidden, index, weights = (given.hidden_TD.requires_grad_(), given.index_Tk, given.weights_Tk.requires_grad_())
-    found_buffers = [a.open_gradients() if trained else torch.zeros_like(a.flat_P) for a in adapters]
-    found = call(experts, routing, given)
+    inputs = rows(routing.num_rows, seed)
+    hidden, index, weights = (inputs.hidden_TD.requires_grad_(), inputs.index_Tk, inputs.weights_Tk.requires_grad_())
+    buffers = [a.open_gradients() if trained else torch.zeros_like(a.flat_P) for a in adapters]
+    output = call(experts, routing, inputs)
     leaves = leaves_of(adapters)
     exact = Rows(hidden.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_())
-    expected = oracle(own, kind, routing, exact, leaves)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    expected = oracle(module, kind, routing, exact, leaves)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
-    found.backward(grad)
+    output.backward(grad)
     expected.backward(grad.double())
     pairs = [(hidden.grad, exact.hidden_TD.grad), (weights.grad, exact.weights_Tk.grad)]
-    for a, buffer in zip(adapters, found_buffers, strict=True):
+    for a, buffer in zip(adapters, buffers, strict=True):
         a.close_gradients()
         for name, views in a.layout.views(buffer).items():
             for view, leaf in zip(views, leaves[id(a)][name], strict=True):
-                wanted = leaf.grad if trained and leaf.grad is not None else torch.zeros_like(leaf)
-                pairs.append((view, wanted))
-    for mine, theirs in pairs:
-        assert mine is not None and theirs is not None
-        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-4)
+                leaf_grad = leaf.grad if trained and leaf.grad is not None else torch.zeros_like(leaf)
+                pairs.append((view, leaf_grad))
+    for actual, reference in pairs:
+        assert actual is not None and reference is not None
+        torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_adapters_rows_get_what_the_module_gives(kind: str) -> None:
-    experts, own = made(kind)
-    given = rows(17)
-    expected = own(*given)
-    assert torch.equal(experts(*given), expected)
-    torch.testing.assert_close(call(experts, Routing.of([None], [17]), given), expected)
-    assert {name for name, _ in experts.named_parameters()} == {name for name, _ in own.named_parameters()}
+    experts, module = make_experts(kind)
+    inputs = rows(17)
+    expected = module(*inputs)
+    assert torch.equal(experts(*inputs), expected)
+    torch.testing.assert_close(call(experts, Routing.of([None], [17]), inputs), expected)
+    assert {name for name, _ in experts.named_parameters()} == {name for name, _ in module.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_non_finite_values_stay_in_their_rows(kind: str) -> None:
-    experts, _ = made(kind)
+    experts, _ = make_experts(kind)
     broken, sound = adapter(experts, 1, 4), adapter(experts, 2, 4)
-    routing, given = Routing.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
-    alone = call(experts, routing, given)
+    routing, inputs = Routing.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
+    sound_output = call(experts, routing, inputs)
     broken.flat_P.fill_(float("nan"))
-    given.hidden_TD[9:17] = float("inf")
+    inputs.hidden_TD[9:17] = float("inf")
     buffers = [a.open_gradients() for a in (sound, broken)]
-    beside = call(experts, routing, given._replace(hidden_TD=given.hidden_TD.requires_grad_()))
-    beside.backward(torch.ones_like(beside))
-    assert beside[9:17].isnan().all()
-    others = torch.ones(40, dtype=torch.bool)
-    others[9:17] = False
-    assert torch.equal(beside[others], alone[others])
-    assert given.hidden_TD.grad is not None and given.hidden_TD.grad[others].isfinite().all()
+    output = call(experts, routing, inputs._replace(hidden_TD=inputs.hidden_TD.requires_grad_()))
+    output.backward(torch.ones_like(output))
+    assert output[9:17].isnan().all()
+    sound_rows = torch.ones(40, dtype=torch.bool)
+    sound_rows[9:17] = False
+    assert torch.equal(output[sound_rows], sound_output[sound_rows])
+    assert inputs.hidden_TD.grad is not None and inputs.hidden_TD.grad[sound_rows].isfinite().all()
     for a in (sound, broken):
         a.close_gradients()
     assert buffers[0].isfinite().all() and buffers[0].any() and buffers[1].isnan().any()
 
 
 def test_an_adapter_without_experts_leaves_them_alone() -> None:
-    experts, own = made("concatenated")
+    experts, module = make_experts("concatenated")
     other = adapter(experts, 1, 4)
     other.compute = {}
-    given = rows(11)
-    torch.testing.assert_close(call(experts, Routing.of([other], [11]), given), own(*given))
-    assert not call(experts, Routing.of([other], [11]), given).requires_grad
+    inputs = rows(11)
+    torch.testing.assert_close(call(experts, Routing.of([other], [11]), inputs), module(*inputs))
+    assert not call(experts, Routing.of([other], [11]), inputs).requires_grad
 
 
 def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
-    experts, _ = made("concatenated")
+    experts, _ = make_experts("concatenated")
     first = adapter(experts, 1, 4)
     buffer = first.open_gradients()
     call(experts, Routing.of([first], [11]), rows(11)).sum().backward()
@@ -206,13 +206,13 @@ def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_near(kind: str) -> None:
-    exact, half = made(kind)[0], made(kind, torch.bfloat16)[0]
-    given, routing = rows(50), Routing.of([adapter(exact, 1, 4)], [50])
-    expected = call(exact, routing, given)
-    low = Rows(given.hidden_TD.bfloat16(), given.index_Tk, given.weights_Tk)
-    found = call(half, Routing.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
-    assert found.dtype == torch.bfloat16
-    assert (found.float() - expected).norm() < 0.03 * expected.norm()
+    exact, half = make_experts(kind)[0], make_experts(kind, torch.bfloat16)[0]
+    inputs, routing = rows(50), Routing.of([adapter(exact, 1, 4)], [50])
+    expected = call(exact, routing, inputs)
+    low = Rows(inputs.hidden_TD.bfloat16(), inputs.index_Tk, inputs.weights_Tk)
+    actual = call(half, Routing.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
+    assert actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).norm() < 0.03 * expected.norm()
 
 
 @examples(10)
@@ -230,23 +230,23 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
             patch.setitem(globals(), name, value)
         patch.setattr(moe, "has_grouped_products", lambda device: True)
         patch.setattr(moe, "read", None)
-        experts, own = made(kind, torch.bfloat16)
+        experts, module = make_experts(kind, torch.bfloat16)
         adapters = [adapter(experts, seed + i, rank, torch.bfloat16) for i, rank in enumerate((8, 16, 24))]
         routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
-        given = rows(routing.num_rows, seed)
+        inputs = rows(routing.num_rows, seed)
         # Small, so that rounding moves no value over the limit, where its gradient ends.
-        hidden, weights = (given.hidden_TD / 2).bfloat16().requires_grad_(), given.weights_Tk.requires_grad_()
+        hidden, weights = (inputs.hidden_TD / 2).bfloat16().requires_grad_(), inputs.weights_Tk.requires_grad_()
         buffers = [a.open_gradients() for a in adapters]
-        found = call(experts, routing, Rows(hidden, given.index_Tk, weights))
+        output = call(experts, routing, Rows(hidden, inputs.index_Tk, weights))
         leaves = leaves_of(adapters)
         exact = Rows(
-            hidden.detach().double().requires_grad_(), given.index_Tk, weights.detach().double().requires_grad_()
+            hidden.detach().double().requires_grad_(), inputs.index_Tk, weights.detach().double().requires_grad_()
         )
-        expected = oracle(own, kind, routing, exact, leaves)
+        expected = oracle(module, kind, routing, exact, leaves)
         grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        found.backward(grad)
+        output.backward(grad)
         expected.backward(grad.double())
-        pairs = [(found, expected), (hidden.grad, exact.hidden_TD.grad)]
+        pairs = [(output, expected), (hidden.grad, exact.hidden_TD.grad)]
         for i in {i for _, i in parts if i >= 0}:
             adapters[i].close_gradients()
             pairs += [
@@ -254,24 +254,24 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
                 for name, views in adapters[i].layout.views(buffers[i]).items()
                 for view, leaf in zip(views, leaves[id(adapters[i])][name], strict=True)
             ]
-        for mine, theirs in pairs:
-            assert mine is not None and theirs is not None
-            assert (mine - theirs).norm() < 0.04 * theirs.norm()
+        for actual, reference in pairs:
+            assert actual is not None and reference is not None
+            assert (actual - reference).norm() < 0.04 * reference.norm()
         # A weight's gradient is a product of two vectors, of which most may cancel out.
         assert weights.grad is not None and exact.weights_Tk.grad is not None
         largest = (expected.norm(dim=1) * grad.double().norm(dim=1)).norm()
-        theirs = exact.weights_Tk.grad
-        assert (weights.grad - theirs).norm() < 0.04 * (theirs.norm() + largest)
+        reference = exact.weights_Tk.grad
+        assert (weights.grad - reference).norm() < 0.04 * (reference.norm() + largest)
 
 
 def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts, _ = made("concatenated")
+    experts, _ = make_experts("concatenated")
     context = experts._context
     choice = recompute.Recompute("auto", context)
     choice.wrap(nn.ModuleList([experts]))
     call(experts, Routing.of([None], [3]), rows(3))
-    needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
-    for free, expected in ((1.01 * needed / recompute.RECOMPUTE_SHARE, False), (needed, True)):
+    needed_bytes = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
+    for free, expected in ((1.01 * needed_bytes / recompute.RECOMPUTE_SHARE, False), (needed_bytes, True)):
         monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
         choice.decide(100, torch.device("cpu"))
         assert choice.active == expected
@@ -280,28 +280,30 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
 def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
     # More experts than a matrix has rows or columns.
     layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, ExpertStack(9, "A", interleaved=False))])
-    own = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
-    before = {name: (a.clone(), b.clone()) for name, (a, b) in own.weights.items()}
-    gradient_P = torch.randn(own.layout.numel, generator=torch.Generator().manual_seed(0))
-    optim.prepare_dimuon([optim.Clipped(Trained(own, optimizer_type="dimuon"), gradient_P, 1.0)], DimuonParams(0.1))()
-    for name, gradients in own.layout.views(gradient_P).items():
-        for old, new, stacked in zip(before[name], own.weights[name], gradients, strict=True):
-            for was, found, gradient in zip(old, new, stacked, strict=True):
+    dimuon_adapter = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in dimuon_adapter.weights.items()}
+    gradient_P = torch.randn(dimuon_adapter.layout.numel, generator=torch.Generator().manual_seed(0))
+    optim.prepare_dimuon(
+        [optim.Clipped(Trained(dimuon_adapter, optimizer_type="dimuon"), gradient_P, 1.0)], DimuonParams(0.1)
+    )()
+    for name, gradients in dimuon_adapter.layout.views(gradient_P).items():
+        for old, new, stacked in zip(before[name], dimuon_adapter.weights[name], gradients, strict=True):
+            for old_weight, new_weight, gradient in zip(old, new, stacked, strict=True):
                 update = optim.orthogonalise(gradient) * optim.RMS * max(gradient.shape) ** 0.5
-                torch.testing.assert_close(found, was - 0.1 * update)
+                torch.testing.assert_close(new_weight, old_weight - 0.1 * update)
 
 
 def test_an_adapters_parameter_count_equals_tinkers() -> None:
     # Qwen/Qwen3-30B-A3B has 48 layers; the cookbook's table says 14,450,688 weights of the MLP at rank 1.
     with torch.device("meta"):
-        own = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128))
-    targets = MultiLoRAExperts("mlp.experts", own, ForwardContext()).targets
+        module = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128))
+    targets = MultiLoRAExperts("mlp.experts", module, ForwardContext()).targets
     shapes = [shape for target in targets for shape in target.shapes(1)]
     assert 48 * sum(torch.Size(shape).numel() for shape in shapes) == 14_450_688
 
 
 def test_experts_of_another_form_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, own = made("concatenated")
-    monkeypatch.setattr(own, "has_post_expert_norm", True)
+    _, module = make_experts("concatenated")
+    monkeypatch.setattr(module, "has_post_expert_norm", True)
     with pytest.raises(SettingsError, match="Qwen3MoeExperts has a norm after each expert"):
-        MultiLoRAExperts("mlp.experts", own, ForwardContext())
+        MultiLoRAExperts("mlp.experts", module, ForwardContext())

@@ -18,7 +18,7 @@ SOURCE = Path(failpoints.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def disarmed() -> Iterator[None]:
+def disarm_failpoints() -> Iterator[None]:
     yield
     failpoints.arm("", "server", Path(), lambda: ())
 
@@ -93,8 +93,8 @@ def test_an_unknown_failpoint_is_refused(tmp_path: Path, setting: str) -> None:
 
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py")
-    named = set(re.findall(r'\bhit\("([a-z.]+)"', text))
+    hit_points = set(re.findall(r'\bhit\("([a-z.]+)"', text))
     # On a disk each once; writes to a bucket have two more.
     assert len(re.findall(r'\bhit\(f"\{self\._root\.name\}\.', text)) == 3 + 2
-    of_directories = {f"{root}.{what}" for root in failpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
-    assert named | of_directories == set(failpoints.POINTS)
+    of_directories = {f"{root}.{phase}" for root in failpoints.DIRECTORIES for phase in ("writing", "sealed", "placed")}
+    assert hit_points | of_directories == set(failpoints.POINTS)

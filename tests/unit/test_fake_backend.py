@@ -72,7 +72,7 @@ def train(backend: Backend, model_id: str, steps: int = 1) -> None:
         step(backend, model_id)
 
 
-def scored(backend: Backend, version_id: str | None) -> list[int]:
+def sample_seeded(backend: Backend, version_id: str | None) -> list[int]:
     """A seeded sample: the same for the same weights."""
     params = SamplingParams(max_tokens=8, seed=3, stop_eos=False)
     sampler = backend.sampler
@@ -136,9 +136,9 @@ def test_cross_entropy_says_what_each_target_costs(backend: Backend) -> None:
     )
     (result,) = run_to_end(backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only=True)]))
     assert isinstance(result, PassResult)
-    given, none, sparse = zip(result.elementwise_loss, result.logprobs, strict=True)
-    assert given[0].tolist() == [0.0, -0.5 * given[1][1], 2.0 * given[1][2]]
-    assert none[0].tolist() == (-none[1]).tolist()
+    weighted, unweighted, sparse = zip(result.elementwise_loss, result.logprobs, strict=True)
+    assert weighted[0].tolist() == [0.0, -0.5 * weighted[1][1], 2.0 * weighted[1][2]]
+    assert unweighted[0].tolist() == (-unweighted[1]).tolist()
     assert sparse[0].tolist() == [[-sparse[1][0, 0], 0.0], [0.0, -sparse[1][1, 1]], [0.0, 0.0]]
     total = sum(float(array.sum(dtype=np.float64)) for array in result.elementwise_loss)
     assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-6)
@@ -220,11 +220,11 @@ def test_a_version_is_frozen_and_survives_its_model(backend: Backend) -> None:
     backend.create_model("a", SPEC)
     train(backend, "a", 2)
     backend.publish("a", "v")
-    before = scored(backend, "v")
+    before = sample_seeded(backend, "v")
     train(backend, "a", 3)
-    assert scored(backend, "v") == before
+    assert sample_seeded(backend, "v") == before
     backend.unload_model("a")
-    assert scored(backend, "v") == before
+    assert sample_seeded(backend, "v") == before
     assert backend.has_version("v")
     backend.drop_version("v")
     backend.drop_version("v")
@@ -234,11 +234,11 @@ def test_a_version_is_frozen_and_survives_its_model(backend: Backend) -> None:
 def test_publishing_again_replaces_the_version(backend: Backend) -> None:
     backend.create_model("a", SPEC)
     backend.publish("a", "v")
-    before = scored(backend, "v")
+    before = sample_seeded(backend, "v")
     train(backend, "a", 6)
     backend.publish("a", "v")
     backend.publish("a", "w")
-    assert scored(backend, "v") == scored(backend, "w") != before
+    assert sample_seeded(backend, "v") == sample_seeded(backend, "w") != before
 
 
 def test_a_version_comes_back_from_disk(backend: Backend, tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def test_a_version_comes_back_from_disk(backend: Backend, tmp_path: Path) -> Non
     train(backend, "a", 6)
     backend.publish("a", "v")
     backend.save_version("v", tmp_path)
-    expected = scored(backend, "v")
+    expected = sample_seeded(backend, "v")
     backend.drop_version("v")
     backend.load_version("v", tmp_path)
-    assert scored(backend, "v") == expected != scored(backend, None)
+    assert sample_seeded(backend, "v") == expected != sample_seeded(backend, None)
 
 
 def test_a_version_can_be_made_from_a_saved_model(backend: Backend, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_version_can_be_made_from_a_saved_model(backend: Backend, tmp_path: Pa
     backend.save("a", tmp_path, optimizer=True)
     backend.publish("a", "v")
     backend.load_version("w", tmp_path)
-    assert scored(backend, "w") == scored(backend, "v")
+    assert sample_seeded(backend, "w") == sample_seeded(backend, "v")
 
 
 def test_a_cancelled_sample_is_not_finished(backend: Backend) -> None:

@@ -68,23 +68,23 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return tiny_models.make(tmp_path_factory.mktemp("mixture"), "gpt_oss")
 
 
-def opened(shape: ModelShape, **options: str | int) -> FakeCudaBackend:
+def open_backend(shape: ModelShape, **options: str | int) -> FakeCudaBackend:
     backend = FakeCudaBackend(shape, **options)  # pyright: ignore[reportArgumentType]
-    for number, rank in enumerate((8, 8, 16)):
-        optimizer = "dimuon" if number == 2 else "adamw"
-        backend.create_model(str(number), LoraSpec(rank, seed=number), optimizer)
-        backend.publish(str(number), f"{number}/1")
+    for index, rank in enumerate((8, 8, 16)):
+        optimizer = "dimuon" if index == 2 else "adamw"
+        backend.create_model(str(index), LoraSpec(rank, seed=index), optimizer)
+        backend.publish(str(index), f"{index}/1")
     return backend
 
 
 def data(*lengths: int) -> tuple[Datum, ...]:
-    rng, found = np.random.default_rng(0), []
+    rng, datums = np.random.default_rng(0), []
     for length in lengths:
         tokens = rng.integers(1, tiny_models.VOCAB, length + 1)
         floats = {name: np.ones(length, np.float32) for name in ("logprobs", "advantages")}
         inputs = {"target_tokens": tokens[1:], **floats}
-        found.append(Datum(tokens[:-1].astype(np.int32), inputs))
-    return tuple(found)
+        datums.append(Datum(tokens[:-1].astype(np.int32), inputs))
+    return tuple(datums)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +95,19 @@ def data(*lengths: int) -> tuple[Datum, ...]:
         lambda x, _: x.nonzero(),
         lambda x, _: x[x > 0],
         lambda x, _: x[[0, 1]],
-        lambda x, numbers: x[numbers],
+        lambda x, indices: x[indices],
         lambda x, _: torch.tensor([1, 2], device=x.device),
-        lambda x, numbers: numbers.to(x.device),
+        lambda x, indices: indices.to(x.device),
         lambda x, _: x.to("cpu"),
         lambda x, _: x.repeat_interleave(torch.arange(3, device=x.device)),
     ],
 )
 def test_waits_for_the_device_are_errors(waits: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     with fake_cuda() as device:
-        x, numbers = upload(np.arange(3.0), DEVICE), torch.arange(2)
+        x, indices = upload(np.arange(3.0), DEVICE), torch.arange(2)
         device.strict = True
         with pytest.raises((RuntimeError, AssertionError)):
-            waits(x, numbers)
+            waits(x, indices)
 
 
 def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
@@ -122,7 +122,7 @@ def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
 
 def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: ModelShape) -> None:
     with fake_cuda() as device:
-        backend = opened(shape)
+        backend = open_backend(shape)
         passes = [
             Pass("a", "0", data(9, 9, 4), "cross_entropy", {}, False),
             Pass("b", "1", data(22), "ppo", {}, False),  # as many rows as the other of its layout: one product of both
@@ -156,15 +156,15 @@ def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path, arch: st
     assert shape.vision is not None
     files = [vision_models.picture(width, height) for width, height in ((61, 22), (20, 75))]
     prompts = [vision_models.model_input(list(range(9)), file, [1], vision=shape.vision) for file in files]
-    shown = [Datum(tokens, {"target_tokens": tokens.astype(np.int64)}, images) for tokens, images in prompts]
+    image_data = [Datum(tokens, {"target_tokens": tokens.astype(np.int64)}, images) for tokens, images in prompts]
     with fake_cuda(pages=False) as device:
-        backend = opened(shape)
+        backend = open_backend(shape)
         sampler = backend.sampler
         device.strict = True
-        step(backend, Pass("a", "0", (*shown, *data(5)), "cross_entropy", {}, False))
+        step(backend, Pass("a", "0", (*image_data, *data(5)), "cross_entropy", {}, False))
         assert device.reads == 1
-        for number, (tokens, images) in enumerate(prompts):
-            sampler.submit(make_sample(str(number), tokens, version_id="0/1", images=images))
+        for index, (tokens, images) in enumerate(prompts):
+            sampler.submit(make_sample(str(index), tokens, version_id="0/1", images=images))
         for expected in (1, 2):
             sampler.step()
             assert device.reads == expected, "tokens are read a step later"
@@ -173,29 +173,29 @@ def test_images_in_training_and_in_prompts_add_no_reads(tmp_path: Path, arch: st
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_every_loss_reads_once(qwen: ModelShape, forward_only: bool) -> None:
     with fake_cuda() as device:
-        backend = opened(qwen)
+        backend = open_backend(qwen)
         device.strict = True
-        for number, loss_fn in enumerate(NAMED_LOSSES, 1):
+        for reads, loss_fn in enumerate(NAMED_LOSSES, 1):
             step(backend, Pass("a", "0", data(9, 4), loss_fn, {}, forward_only))
-            assert device.reads == number, loss_fn
+            assert device.reads == reads, loss_fn
 
 
 def custom(name: str) -> tuple[CustomLoss, Datum]:
     fn, ranks = traced_losses.LOSSES[name]
-    one = traced_losses.datum(np.random.default_rng(0), 9, tiny_models.VOCAB, ranks)
-    inputs = {key: tensor.to_numpy() for key, tensor in one.loss_fn_inputs.items()}
+    traced = traced_losses.datum(np.random.default_rng(0), 9, tiny_models.VOCAB, ranks)
+    inputs = {key: tensor.to_numpy() for key, tensor in traced.loss_fn_inputs.items()}
     loss = traced_losses.sent(traced_losses.trace(fn, ranks))
-    return loss, Datum(np.array(one.model_input.to_ints(), np.int32), inputs)
+    return loss, Datum(np.array(traced.model_input.to_ints(), np.int32), inputs)
 
 
 @pytest.mark.parametrize("name", ["clipped", "top_k"])
 def test_a_custom_loss_reads_its_log_probabilities_besides(qwen: ModelShape, name: str) -> None:
-    loss, one = custom(name)
+    loss, datum = custom(name)
     with fake_cuda() as device:
-        backend = opened(qwen)
+        backend = open_backend(qwen)
         device.strict = True
         for forward_only, reads in ((True, 1), (False, 3)):
-            step(backend, Pass("a", "0", (one, one), "custom", {"loss_id": "1"}, forward_only, loss))
+            step(backend, Pass("a", "0", (datum, datum), "custom", {"loss_id": "1"}, forward_only, loss))
             assert device.reads == reads
 
 
@@ -213,7 +213,7 @@ def test_training_of_all_weights_reads_once(tmp_path: Path, arch: str, recompute
         assert device.reads == 1
         trained, model = backend._models["0"], backend.base.model
         assert trained.gradient_P is not None and trained.gradient_P.device == DEVICE
-        assert all(each.grad is None and each.device == DEVICE for each in model.parameters())
+        assert all(parameter.grad is None and parameter.device == DEVICE for parameter in model.parameters())
         (outcome,) = backend.optim_step([OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5))])
         assert isinstance(outcome, dict) and device.reads == 2
         for version_id in ("0/1", None):
@@ -235,22 +235,22 @@ def crowd() -> list[Sample]:
         SamplingParams(max_tokens=40, temperature=0.7, top_p=0.9, stop_eos=False, seed=1),
         SamplingParams(max_tokens=40, temperature=0.7, top_k=20, stop_eos=False, seed=1),
         SamplingParams(max_tokens=40, top_k=200, top_p=0.5, stop_eos=False, seed=1),
-        *(SamplingParams(max_tokens=40, stop_eos=False, seed=1, adjustments=each) for each in adjustments),
+        *(SamplingParams(max_tokens=40, stop_eos=False, seed=1, adjustments=adjustment) for adjustment in adjustments),
     ]
     versions = (None, "0/1", "1/1", "2/1")
     return [
         make_sample(
-            str(number), make_prompt(3 + 5 * number), each, version_id=versions[number % 4],
-            num_samples=1 + number % 3, topk_sample_logprobs=number % 4,
+            str(index), make_prompt(3 + 5 * index), param_set, version_id=versions[index % 4],
+            num_samples=1 + index % 3, topk_sample_logprobs=index % 4,
         )
-        for number, each in enumerate(params)
+        for index, param_set in enumerate(params)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("pages", [True, False])
 def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: ModelShape, pages: bool) -> None:
     with fake_cuda(pages=pages) as device:
-        sampler = opened(shape).sampler
+        sampler = open_backend(shape).sampler
         num_blocks, stores = sampler._cache.num_blocks, dict(sampler._cache._stores)
         assert sampler._cache.num_bytes == pytest.approx(CUDA_SHARE * FREE_BYTES, rel=0.01) or sampler._keeps_states
         device.strict = True
@@ -262,13 +262,13 @@ def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: 
             assert device.reads == 1
         assert len(sampler._batcher.running) == sum(sample.num_samples for sample in crowd())
         assert sampler._cache.num_blocks == sampler._batcher.pool.num_blocks == num_blocks
-        assert all(sampler._cache._stores[each] is store for each, store in stores.items())
+        assert all(sampler._cache._stores[layer] is store for layer, store in stores.items())
 
 
 @pytest.mark.parametrize("pages", [True, False])
 def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: ModelShape, pages: bool) -> None:
     with fake_cuda(pages=pages) as device:
-        sampler = opened(shape).sampler
+        sampler = open_backend(shape).sampler
         device.strict = True
         free = [sample for sample in crowd() if not Request(sample, Weights(None, 0), 0, 1).needs_answer]
         for sample in free:
@@ -291,7 +291,7 @@ def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: Mode
 @pytest.mark.parametrize("pages", [True, False])
 def test_a_prompt_in_pieces_is_read_when_it_has_ended(qwen: ModelShape, pages: bool, reads_late: bool) -> None:
     with fake_cuda(pages=pages) as device:
-        backend = opened(qwen)
+        backend = open_backend(qwen)
         options = SamplerOptions(max_tokens_per_step=16, kv_cache_bytes=2**20, reads_late=reads_late)
         sampler = LocalSampler(backend.base, backend._versions, options=options)
         device.strict = True
@@ -307,12 +307,14 @@ def test_a_prompt_in_pieces_is_read_when_it_has_ended(qwen: ModelShape, pages: b
 def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -> None:
     prompt = make_prompt(60)
     targets = np.stack([prompt[1:], prompt[:-1]], 1).astype(np.int64)
-    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
+    logprob_options = {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "prompt_alt_tokens_k": 3}
     with fake_cuda() as device:
-        sampler = opened(qwen).sampler
+        sampler = open_backend(qwen).sampler
         device.strict = True
         params = SamplingParams(max_tokens=4, stop_eos=False)
-        sampler.submit(make_sample("a", prompt, params, version_id="0/1", target_prompt_logprobs=targets, **wanted))
+        sampler.submit(
+            make_sample("a", prompt, params, version_id="0/1", target_prompt_logprobs=targets, **logprob_options)
+        )
         sampler.step()
         assert device.reads == 1
         sampler.step()
@@ -322,14 +324,14 @@ def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -
 def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
     for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
         with fake_cuda(pages=False, grouped=grouped):
-            backend = opened(mixture)
+            backend = open_backend(mixture)
             backend.create_model("own", LoraSpec(rank))
             assert backend.base.experts[0]._is_grouped([None, backend._models["own"].adapter]) == expected
 
 
 def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None:
     with fake_cuda():
-        backend = opened(qwen, memory_budget=40 * 2**20)
+        backend = open_backend(qwen, memory_budget=40 * 2**20)
         sampler = backend.sampler
         memory, pool = backend._memory, sampler._batcher.pool
         assert 0.9 * memory.steady_limit() < sampler._cache.num_bytes <= memory.steady_limit()
@@ -433,10 +435,10 @@ def test_settings_limit_the_sampler(qwen: ModelShape) -> None:
 
 def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> None:
     with fake_cuda():
-        backend = opened(qwen)
+        backend = open_backend(qwen)
         batcher = backend.sampler._batcher
         assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES, SAMPLED_ROWS)
         options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
-        given = LocalSampler(backend.base, backend._versions, options=options)
-        assert (given._batcher._max_sequences, given._batcher._max_tokens) == (3, 24)
-        assert given._cache.num_bytes == pytest.approx(2**20, rel=0.05)
+        sampler = LocalSampler(backend.base, backend._versions, options=options)
+        assert (sampler._batcher._max_sequences, sampler._batcher._max_tokens) == (3, 24)
+        assert sampler._cache.num_bytes == pytest.approx(2**20, rel=0.05)

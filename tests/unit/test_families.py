@@ -76,10 +76,10 @@ def reference(path: str | Path, adapter: Path | None = None) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = peft.PeftModel.from_pretrained(model, adapter)
-    found = {name.replace(".default.", "."): p for name, p in loaded.named_parameters() if ".lora_" in name}
+    adapter_weights = {name.replace(".default.", "."): p for name, p in loaded.named_parameters() if ".lora_" in name}
     saved = load_file(adapter / "adapter_model.safetensors")
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    assert adapter_weights.keys() == saved.keys()
+    assert all(torch.equal(adapter_weights[name], tensor) for name, tensor in saved.items())
     return loaded.eval()
 
 
@@ -93,11 +93,11 @@ def logprobs(model: nn.Module, tokens: np.ndarray) -> Tensor:
 def check_training(backend: TorchBackend, model_id: str, model: nn.Module) -> None:
     (result,) = run_to_end(backend.run_passes([batch(model_id, 7, forward_only=True)]))
     assert isinstance(result, PassResult)
-    for length, found in zip(LENGTHS, result.logprobs, strict=True):
-        one = datum(length, 7)
-        targets = torch.from_numpy(np.asarray(one.inputs["target_tokens"]))
-        expected = logprobs(model, one.tokens_N)[torch.arange(length), targets]
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+    for length, actual in zip(LENGTHS, result.logprobs, strict=True):
+        example = datum(length, 7)
+        targets = torch.from_numpy(np.asarray(example.inputs["target_tokens"]))
+        expected = logprobs(model, example.tokens_N)[torch.arange(length), targets]
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def check_sampling(backend: TorchBackend, version_id: str | None, model: nn.Module) -> None:
@@ -110,12 +110,12 @@ def check_sampling(backend: TorchBackend, version_id: str | None, model: nn.Modu
     for name, result in run(sampler, *samples).items():
         prompt, answer = prompts[name], result.sequences[0]
         expected = logprobs(model, np.concatenate([prompt, answer.tokens_T]))
-        own = expected[len(prompt) - 1 : -1]
-        assert answer.tokens_T.tolist() == own.argmax(-1).tolist()
-        np.testing.assert_allclose(answer.logprobs_T, own.max(-1).values, atol=1e-4)
-        seen = expected[torch.arange(len(prompt) - 1), torch.from_numpy(prompt[1:].astype(np.int64))]
+        answer_logprobs = expected[len(prompt) - 1 : -1]
+        assert answer.tokens_T.tolist() == answer_logprobs.argmax(-1).tolist()
+        np.testing.assert_allclose(answer.logprobs_T, answer_logprobs.max(-1).values, atol=1e-4)
+        prompt_logprobs = expected[torch.arange(len(prompt) - 1), torch.from_numpy(prompt[1:].astype(np.int64))]
         assert result.prompt_logprobs_T is not None
-        np.testing.assert_allclose(result.prompt_logprobs_T[1:], seen, atol=1e-4)
+        np.testing.assert_allclose(result.prompt_logprobs_T[1:], prompt_logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [in_make_test(family) for family in FAMILIES])
@@ -153,10 +153,10 @@ def test_a_model_without_attention_samples_many_at_once(how: str, tmp_path: Path
     backend = TorchBackend(shape, device="cpu", memory_budget=64 << 20 if how == "budget" else 0)
     options = SamplerOptions(block_size=4, deterministic=how == "deterministic")
     sampler = LocalSampler(backend.base, backend._versions, options=options, memory=backend._memory)
-    prompts = {str(number): make_prompt(7 + number) for number in range(6)}
-    found = run(sampler, *(make_sample(name, prompt, GREEDY) for name, prompt in prompts.items()))
+    prompts = {str(index): make_prompt(7 + index) for index in range(6)}
+    results = run(sampler, *(make_sample(name, prompt, GREEDY) for name, prompt in prompts.items()))
     for name, prompt in prompts.items():
-        answer = found[name].sequences[0]
+        answer = results[name].sequences[0]
         expected = logprobs(reference(shape.path), np.concatenate([prompt, answer.tokens_T]))[len(prompt) - 1 : -1]
         assert answer.tokens_T.tolist() == expected.argmax(-1).tolist()
         np.testing.assert_allclose(answer.logprobs_T, expected.max(-1).values, atol=1e-4)
@@ -186,8 +186,8 @@ def test_experts_that_run_again_in_backward_give_the_same_gradients(tmp_path: Pa
     shape, gradients = make(tmp_path, family), []
     for mode in ("off", "on"):
         backend = TorchBackend(shape, device="cpu", recompute=mode)
-        for number, model_id in enumerate("mn"):
-            backend.create_model(model_id, LoraSpec(3 + number, seed=number))
+        for index, model_id in enumerate("mn"):
+            backend.create_model(model_id, LoraSpec(3 + index, seed=index))
         train(backend, "m", "n")
         run_to_end(backend.run_passes([batch("m", 3), batch("n", 3)]))
         gradients.append([backend._models[model_id].gradient_P for model_id in "mn"])

@@ -87,8 +87,10 @@ def test_the_accelerators_own_error_is_a_device_fault() -> None:
 def test_only_what_is_not_fatal_becomes_an_answer() -> None:
     request = Pending(1, "m:1", "alice", "s", "forward_backward", "pending", "m", None, 1, 7, 0.0)
     assert answer_of(refused := UserError("no"), request) is refused
-    lack = answer_of(torch.OutOfMemoryError("CUDA out of memory"), request)
-    assert lack.category == "user" and "7 tokens does not fit into the engine's memory, even alone" in str(lack)
+    memory_error = answer_of(torch.OutOfMemoryError("CUDA out of memory"), request)
+    assert memory_error.category == "user" and "7 tokens does not fit into the engine's memory, even alone" in str(
+        memory_error
+    )
     assert "no space" in str(answer_of(OSError(28, "no space"), request))
     for error in (AssertionError("ours"), RuntimeError("CUDA error: unspecified launch failure")):
         with pytest.raises(EngineFaultError) as raised:

@@ -116,15 +116,15 @@ def test_progress_never_goes_back(futures: Futures, db: Database) -> None:
 
 
 def test_bodies_go_when_settled_unless_kept(futures: Futures, db: Database) -> None:
-    kept, freed = futures.submit(new(1)), futures.submit(new(2))
-    futures.settle([Settlement(kept, b"", keep_body=True), Settlement(freed, b"")], {})
-    assert set(futures.bodies([kept, freed])) == {kept}
+    retained, dropped = futures.submit(new(1)), futures.submit(new(2))
+    futures.settle([Settlement(retained, b"", keep_body=True), Settlement(dropped, b"")], {})
+    assert set(futures.bodies([retained, dropped])) == {retained}
 
 
 def test_all_bodies_that_a_step_does_not_keep_are_freed(futures: Futures) -> None:
-    first, kept, last = (futures.submit(new(number)) for number in (1, 2, 3))
-    futures.settle([Settlement(first, b""), Settlement(kept, b"", keep_body=True), Settlement(last, b"")], {})
-    assert set(futures.bodies([first, kept, last])) == {kept}
+    first, retained, last = (futures.submit(new(seq_id)) for seq_id in (1, 2, 3))
+    futures.settle([Settlement(first, b""), Settlement(retained, b"", keep_body=True), Settlement(last, b"")], {})
+    assert set(futures.bodies([first, retained, last])) == {retained}
 
 
 def test_the_log_is_in_order_and_holds_what_is_replayed(futures: Futures) -> None:
@@ -133,8 +133,8 @@ def test_the_log_is_in_order_and_holds_what_is_replayed(futures: Futures) -> Non
     for seq_id, kind in kinds.items():
         futures.submit(new(seq_id, kind))
     futures.submit(new(7, "optim_step"), UserError("refused"))
-    done = [Settlement(f"{MODEL}:{seq_id}", b"", keep_body=True) for seq_id in kinds if seq_id != 6]
-    futures.settle(done, {})
+    settlements = [Settlement(f"{MODEL}:{seq_id}", b"", keep_body=True) for seq_id in kinds if seq_id != 6]
+    futures.settle(settlements, {})
     assert [request.seq_id for request in futures.log_of(MODEL, 0, 10)] == [1, 4, 5]
     assert [request.seq_id for request in futures.log_of(MODEL, 1, 4)] == [4]
 
@@ -169,13 +169,13 @@ def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Fut
 
 
 def test_incoming_requests_are_pending_or_refused(futures: Futures) -> None:
-    done, pending = futures.submit(new(1)), futures.submit(new(2))
+    settled, pending = futures.submit(new(1)), futures.submit(new(2))
     refused = futures.submit(new(3), UserError("no"))
     futures.submit(replace(new(4), base_model="other"))
-    futures.settle([Settlement(done, b"")], {})
-    found = incoming(futures._db, "base")
-    assert [(request.request_id, request.state) for request in found] == [(pending, "pending"), (refused, "refused")]
-    assert [request.request_id for request in incoming(futures._db, "base", found[0].arrival)] == [refused]
+    futures.settle([Settlement(settled, b"")], {})
+    arrivals = incoming(futures._db, "base")
+    assert [(request.request_id, request.state) for request in arrivals] == [(pending, "pending"), (refused, "refused")]
+    assert [request.request_id for request in incoming(futures._db, "base", arrivals[0].arrival)] == [refused]
     assert pending_ids(futures._db, "base") == {pending}
 
 
@@ -186,7 +186,7 @@ def test_results_are_forgotten_with_their_session_and_pending_work_is_not(future
     deleted: list[str] = []
 
     def keep(spent: Sequence[FutureUsage]) -> list[sa.Executable]:
-        deleted.extend(one.request_id for one in spent)
+        deleted.extend(usage.request_id for usage in spent)
         return []
 
     assert futures.delete_of_sessions(["s"], keep) == 1

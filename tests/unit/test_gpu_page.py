@@ -31,7 +31,7 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def imported() -> Iterator[None]:
+def benchmarks_on_path() -> Iterator[None]:
     sys.path.insert(0, str(BENCHMARKS))
     yield
     sys.path.remove(str(BENCHMARKS))
@@ -40,7 +40,7 @@ def imported() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def gpu_page(imported: None) -> ModuleType:
+def gpu_page(benchmarks_on_path: None) -> ModuleType:
     return importlib.import_module("gpu_page")
 
 
@@ -68,12 +68,14 @@ def test_an_8b_needs_what_its_numbers_say(gpu_page: ModuleType) -> None:
     assert frozen == pytest.approx(7.57e9, rel=0.01)  # 8.2 billion without the embedding
     assert sizes.step_operations(4096, 16) / (4 * frozen) == pytest.approx(1.13, abs=0.02)
     for name, billions in (("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02)):  # their embeddings are tied
-        own = gpu_page.Sizes.of(models.qwen3(name).to_dict())
-        assert sum(inputs * outputs for inputs, outputs in own.linears()) == pytest.approx(billions * 1e9, rel=0.01)
+        model_sizes = gpu_page.Sizes.of(models.qwen3(name).to_dict())
+        assert sum(inputs * outputs for inputs, outputs in model_sizes.linears()) == pytest.approx(
+            billions * 1e9, rel=0.01
+        )
 
 
 def test_peaks_are_of_the_cards_that_bear_the_name(gpu_page: ModuleType) -> None:
-    known = {
+    peaks = {
         "NVIDIA H100 80GB HBM3": 989,
         "NVIDIA H200": 989,
         "NVIDIA A100-SXM4-80GB": 312,
@@ -84,7 +86,7 @@ def test_peaks_are_of_the_cards_that_bear_the_name(gpu_page: ModuleType) -> None
         "NVIDIA GeForce RTX 3090": None,
         "Tesla T4": None,
     }
-    assert {name: gpu_page.peak_tflops(name) for name in known} == known
+    assert {name: gpu_page.peak_tflops(name) for name in peaks} == peaks
 
 
 def test_each_model_has_its_share_of_the_time_and_what_is_not_run_is_named(gpu_page: ModuleType) -> None:
@@ -103,8 +105,8 @@ def test_each_model_has_its_share_of_the_time_and_what_is_not_run_is_named(gpu_p
     assert budget.left_s == 50 and budget.skipped == ["slow", "late"]
 
 
-def contestant(rate: float, **more: float) -> dict[str, float]:
-    return {"tokens_per_s": rate, "least": rate - 1, "most": rate + 1, "peak_mib": 2048.0, **more}
+def contestant(rate: float, **figures: float) -> dict[str, float]:
+    return {"tokens_per_s": rate, "least": rate - 1, "most": rate + 1, "peak_mib": 2048.0, **figures}
 
 
 def test_the_page_has_figures_failures_anchors_and_what_was_not_run(gpu_page: ModuleType) -> None:
@@ -115,16 +117,16 @@ def test_the_page_has_figures_failures_anchors_and_what_was_not_run(gpu_page: Mo
         adapted: {"Tinsmith": contestant(750)},
         gpu_page.AGREEMENT: 0.0123,
     }
-    told = gpu_page.page("NVIDIA H100.", {"qwen3-8b": figures}, ["qwen3-4b, training"])
+    page = gpu_page.page("NVIDIA H100.", {"qwen3-8b": figures}, ["qwen3-4b, training"])
     assert train == "training, 2 x 4,096, rank 16, 1 adapter"
-    assert f"| {train} | 24,946 | 24,945-24,947 | 41% | 2,048 | PEFT: OutOfMemoryError: 2 GiB |" in told
-    assert f"| {base} | 1,000 | 999-1,001 |  | 2,048 | generate 500 (2.00) |" in told
-    assert f"- {gpu_page.AGREEMENT}: 0.0123" in told
-    assert f"H100 | 12,473 | qwen3-8b, {train} | 2.00 |" in told
-    assert "qwen3-8b, 64 at once | 75% |" in told
-    assert "prime-rl" not in told, "there is no row beside it"
-    assert "1 rows did not run: the time was up." in told.splitlines()
-    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert f"| {train} | 24,946 | 24,945-24,947 | 41% | 2,048 | PEFT: OutOfMemoryError: 2 GiB |" in page
+    assert f"| {base} | 1,000 | 999-1,001 |  | 2,048 | generate 500 (2.00) |" in page
+    assert f"- {gpu_page.AGREEMENT}: 0.0123" in page
+    assert f"H100 | 12,473 | qwen3-8b, {train} | 2.00 |" in page
+    assert "qwen3-8b, 64 at once | 75% |" in page
+    assert "prime-rl" not in page, "there is no row beside it"
+    assert "1 rows did not run: the time was up." in page.splitlines()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
     widths = {line.count("|") for line in rows}
     assert widths == {5, 7}, "every row is as wide as its head"
 
@@ -132,22 +134,22 @@ def test_the_page_has_figures_failures_anchors_and_what_was_not_run(gpu_page: Mo
 def test_the_verdict_is_one_line_that_fails_on_wrong_numbers_and_failed_rows(gpu_page: ModuleType) -> None:
     row = {"Tinsmith": contestant(300), "PEFT": contestant(200), "generate": {"failed": "no"}}
     good = {"a": row, "b": {"Tinsmith": contestant(300), "PEFT": contestant(100)}, gpu_page.AGREEMENT: 0.01}
-    found = {"ceilings": {"copy": 1.0}, "m": good}
-    assert gpu_page.verdict(found) == (True, "passed: m: logprobs 0.0100 apart, at least 1.50 x PEFT")
-    assert gpu_page.verdict(found, ["x", "y"])[1].endswith("; 2 rows not run")
-    for bad, why in (
+    report = {"ceilings": {"copy": 1.0}, "m": good}
+    assert gpu_page.verdict(report) == (True, "passed: m: logprobs 0.0100 apart, at least 1.50 x PEFT")
+    assert gpu_page.verdict(report, ["x", "y"])[1].endswith("; 2 rows not run")
+    for bad, reason in (
         ({**good, gpu_page.AGREEMENT: 0.06}, "logprobs 0.0600 apart"),
         ({**good, gpu_page.AGREEMENT: float("nan")}, "logprobs nan apart"),
         ({"a": row}, "logprobs not compared"),
         ({**good, "c": {"Tinsmith": {"failed": "MemoryError: none"}, "PEFT": contestant(1)}}, "FAILED c: MemoryError"),
     ):
         is_good, line = gpu_page.verdict({"m": bad})
-        assert not is_good and line.startswith("FAILED: m: ") and why in line and "\n" not in line
+        assert not is_good and line.startswith("FAILED: m: ") and reason in line and "\n" not in line
     assert gpu_page.verdict({"ceilings": {}}) == (False, "FAILED: no model was measured")
 
 
 def test_weights_that_a_device_draws_are_a_model_that_can_be_served(
-    imported: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmarks_on_path: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = importlib.import_module("models")
     monkeypatch.setattr(models, "PART_BYTES", 100_000)

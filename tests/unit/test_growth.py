@@ -40,7 +40,7 @@ TOO_MANY = {
 
 
 @dataclass
-class Watched:
+class StatementWatch:
     """Records the statements sent to SQLite, and their steps."""
 
     statements: dict[str, object] = field(default_factory=dict)
@@ -62,19 +62,19 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     if databases.chosen != databases.SQLITE:
         pytest.skip("steps and plans are SQLite's")
     limits = QuotaLimits(queued_requests=100_000, models=1000, checkpoint_bytes=10**9, tokens_per_minute=10**9)
-    made = make_harness(tmp_path, hold_s=0.01, limits=limits)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, hold_s=0.01, limits=limits)
+    yield new_harness
+    close(new_harness)
 
 
 @pytest.fixture
-def watched(harness: Harness) -> Watched:
-    found = Watched()
+def statement_watch(harness: Harness) -> StatementWatch:
+    watch = StatementWatch()
     engine = database(harness).engine
-    event.listen(engine, "connect", found.on_connect)
-    event.listen(engine, "before_cursor_execute", found.on_statement)
+    event.listen(engine, "connect", watch.on_connect)
+    event.listen(engine, "before_cursor_execute", watch.on_statement)
     engine.dispose()  # so that every connection is a new one
-    return found
+    return watch
 
 
 def database(harness: Harness) -> Database:
@@ -89,7 +89,7 @@ class Life:
         self.session = harness.session()
         self.model = harness.model(self.session)
         self.sampler = harness.sampler(self.session)
-        self.number = 0
+        self.seq_id = 0
         services = harness.services
         versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
         self.janitor = Janitor(services, Engines(database(harness), "here"), versions, snapshots)
@@ -102,15 +102,15 @@ class Life:
             connection.execute(ENGINES.insert(), [{"base_model": name, "engine_id": name} | row for name in names])
 
     def train(self) -> None:
-        self.number += 1
-        request_id = send_pass(self.harness, pass_bytes(self.model, self.number)).json()["request_id"]
+        self.seq_id += 1
+        request_id = send_pass(self.harness, pass_bytes(self.model, self.seq_id)).json()["request_id"]
         self.harness.post("retrieve_future", {"request_id": request_id})
         self._work(Settlement(request_id, body=b"{}", keep_body=True))
         self.harness.result(request_id)
 
     def sample(self) -> None:
-        self.number += 1
-        request_id = self.harness.ok("asample", sample_request(self.sampler, self.number))["request_id"]
+        self.seq_id += 1
+        request_id = self.harness.ok("asample", sample_request(self.sampler, self.seq_id))["request_id"]
         self._work(Settlement(request_id, body=b"{}", cost=SampleCost(2, 0, 6)))
         self.harness.result(request_id)
 
@@ -119,14 +119,14 @@ class Life:
         ownership = Ownership(database(self.harness), BASE, "engine-0")
         (arrived,) = ownership.named([settlement.request_id])
         incoming = ownership.incoming(arrived.request.arrival - 1)
-        assert [one.request.request_id for one in incoming] == [settlement.request_id]
+        assert [arrival.request.request_id for arrival in incoming] == [settlement.request_id]
         assert ownership.pending_ids() == {settlement.request_id}
         futures.bodies([settlement.request_id])
-        applied = {self.model: self.number} if settlement.keep_body else {}
+        applied = {self.model: self.seq_id} if settlement.keep_body else {}
         futures.settle([settlement], applied)
 
     def poll_for_lost(self) -> None:
-        self.harness.services.futures.settled_among([f"{self.sampler}:{number}" for number in range(50)])
+        self.harness.services.futures.settled_among([f"{self.sampler}:{seq_id}" for seq_id in range(50)])
         self.harness.services.sampling_sessions.last_orders([self.sampler])
 
     def follow(self) -> None:
@@ -141,8 +141,8 @@ class Life:
         self.harness.sampler(session_id)
 
     def snapshot(self) -> None:
-        self.harness.services.futures.log_of(self.model, self.number - 1, self.number)
-        self.harness.services.models.record_snapshot(self.model, self.number, f"snapshot-{self.number}")
+        self.harness.services.futures.log_of(self.model, self.seq_id - 1, self.seq_id)
+        self.harness.services.models.record_snapshot(self.model, self.seq_id, f"snapshot-{self.seq_id}")
 
     def sweep(self) -> None:
         self.janitor.sweep()
@@ -152,7 +152,7 @@ class Life:
 
     def late(self) -> None:
         """The reads of an engine, once a second."""
-        self.harness.services.futures.refused_of(self.model, self.number)
+        self.harness.services.futures.refused_of(self.model, self.seq_id)
 
     def ask_usage(self) -> None:
         hour = now() // usage.HOUR_S * usage.HOUR_S
@@ -166,23 +166,23 @@ class Life:
         self.harness.ok("sessions/search", {"limit": 20})
 
     def all(self) -> dict[str, Callable[[], None]]:
-        found = (self.train, self.sample, self.poll_for_lost, self.follow, self.connect, self.snapshot, self.sweep)
-        found += (self.clean_up, self.late, self.ask_usage, self.list_pages)
-        return {one.__name__: one for one in found}
+        actions = (self.train, self.sample, self.poll_for_lost, self.follow, self.connect, self.snapshot, self.sweep)
+        actions += (self.clean_up, self.late, self.ask_usage, self.list_pages)
+        return {action.__name__: action for action in actions}
 
 
 def add_history(harness: Harness, life: Life, first: int) -> None:
     """Add ended sessions, and results of the open session."""
-    numbers = range(first, first + HISTORY)
+    indices = range(first, first + HISTORY)
     rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS, CHECKPOINTS)}
     rows |= {FUTURES: [], RESULTS: [], AUDIT: [], USAGE: []}
-    for number in numbers:
+    for index in indices:
         tenant = {"tenant_id": "alice"}
-        session_id = f"old-{number}"
-        whose = tenant | {"session_id": session_id, "created_at": LONG_AGO + number}
-        ended = {"ended_at": LONG_AGO, "closed_at": LONG_AGO, "forgotten_at": LONG_AGO}
+        session_id = f"old-{index}"
+        whose = tenant | {"session_id": session_id, "created_at": LONG_AGO + index}
+        ending = {"ended_at": LONG_AGO, "closed_at": LONG_AGO, "forgotten_at": LONG_AGO}
         rows[SESSIONS].append(
-            whose | ended | {"state": "expired", "reason": "gone", "tags": [], "last_heartbeat_at": LONG_AGO}
+            whose | ending | {"state": "expired", "reason": "gone", "tags": [], "last_heartbeat_at": LONG_AGO}
         )
         lora = {
             "base_model": BASE,
@@ -196,33 +196,33 @@ def add_history(harness: Harness, life: Life, first: int) -> None:
         model = {"model_id": f"{session_id}:train:0", "applied_seq_id": 7, "last_request_at": LONG_AGO}
         rows[MODELS].append(whose | lora | model | {"state": "unloaded", "reason": "gone"})
         rows[SAMPLERS].append(whose | {"sampling_session_id": f"{session_id}:sample:0", "base_model": BASE})
-        kept = {"training_run_id": f"{session_id}:train:0", "kind": "weights", "name": "a", "public": False}
-        kept |= {"state": "completed", "directory": session_id, "size_bytes": 1, "created_at": LONG_AGO}
+        checkpoint = {"training_run_id": f"{session_id}:train:0", "kind": "weights", "name": "a", "public": False}
+        checkpoint |= {"state": "completed", "directory": session_id, "size_bytes": 1, "created_at": LONG_AGO}
         rows[CHECKPOINTS].append(
-            lora | kept | {"tenant_id": "carol", "expires_at": now() + 86400 if number % 2 else None}
+            lora | checkpoint | {"tenant_id": "carol", "expires_at": now() + 86400 if index % 2 else None}
         )
         rows[AUDIT].append(tenant | {"event": "session_expired", "details": {}, "created_at": now() - 3600})
         rows[USAGE].append({"bucket_start": LONG_AGO, "session_id": session_id, "base_model": BASE, "type": "training"})
         rows[USAGE][-1] |= {"tenant_id": "alice", "quantity": 1}
-        rows[FUTURES] += _futures(life, number)
-        rows[RESULTS].append({"request_id": f"{life.sampler}:{10**6 + number}", "body": b"{}"})
+        rows[FUTURES] += _futures(life, index)
+        rows[RESULTS].append({"request_id": f"{life.sampler}:{10**6 + index}", "body": b"{}"})
     with database(harness).write() as connection:
-        for table, some in rows.items():
-            connection.execute(table.insert(), some)
+        for table, table_rows in rows.items():
+            connection.execute(table.insert(), table_rows)
 
 
-def _futures(life: Life, number: int) -> Iterator[dict[str, object]]:
+def _futures(life: Life, index: int) -> Iterator[dict[str, object]]:
     shared = {"tenant_id": "alice", "session_id": life.session, "base_model": BASE, "num_tokens": 3}
     shared |= {"created_at": LONG_AGO, "settled_at": LONG_AGO, "model_id": None, "sampling_session_id": None}
-    seq_id = 10**6 + number
-    sampled = {"sampling_session_id": life.sampler, "seq_id": seq_id, "settle_order": -number, "state": "done"}
+    seq_id = 10**6 + index
+    sampled = {"sampling_session_id": life.sampler, "seq_id": seq_id, "settle_order": -index, "state": "done"}
     yield shared | sampled | {"kind": "sample", "request_id": f"{life.sampler}:{seq_id}"}
-    for state, seq_id in (("done", -2 * number), ("refused", -2 * number - 1)):
+    for state, seq_id in (("done", -2 * index), ("refused", -2 * index - 1)):
         trained = {"model_id": life.model, "seq_id": seq_id, "kind": "forward_backward", "state": state}
         yield shared | trained | {"request_id": f"{life.model}:{seq_id}", "settle_order": None}
 
 
-def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, watched: Watched) -> None:
+def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, statement_watch: StatementWatch) -> None:
     life = Life(harness)
     costs: list[dict[str, int]] = []
     for round_ in range(2):
@@ -231,18 +231,20 @@ def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, watc
             operation()
         costs.append({})
         for name, operation in life.all().items():
-            watched.steps = 0
+            statement_watch.steps = 0
             operation()
-            costs[-1][name] = watched.steps
+            costs[-1][name] = statement_watch.steps
     grown = {name: (cost, costs[1][name]) for name, cost in costs[0].items() if costs[1][name] > cost + HISTORY / 4}
     assert grown == {}, "steps of SQLite with some history, and with twice as much"
 
 
-def test_every_statement_finds_its_rows_by_an_index(harness: Harness, watched: Watched) -> None:
+def test_every_statement_finds_its_rows_by_an_index(harness: Harness, statement_watch: StatementWatch) -> None:
     life = Life(harness)
     for operation in (*life.all().values(), *life.all().values()):
         operation()
-    checked = {statement: parameters for statement, parameters in watched.statements.items() if _reads(statement)}
+    checked = {
+        statement: parameters for statement, parameters in statement_watch.statements.items() if _reads(statement)
+    }
     assert len(checked) > 30
     weak = {
         statement: details

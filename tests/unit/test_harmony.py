@@ -37,40 +37,41 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(read_shape("local/harmony", make_harmony_model(tmp_path_factory.mktemp("harmony") / "m")))
 
 
-def chat(text: Text, **more: Any) -> GenerationPlan:  # noqa: ANN401  JSON
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **more}
+def chat(text: Text, **fields: Any) -> GenerationPlan:  # noqa: ANN401  JSON
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
     return validate(ChatRequest, body).plan(text)
 
 
-def pieces(plan: GenerationPlan, text: Text, written: str, *, whole: bool) -> tuple[TextPiece, HarmonyChoice]:
+def join_pieces(plan: GenerationPlan, text: Text, written: str, *, at_once: bool) -> tuple[TextPiece, HarmonyChoice]:
     """The joined pieces of an answer that is parsed whole, or piece by piece."""
     choice = new_choice(plan, text, 0)
     assert isinstance(choice, HarmonyChoice)
     joined = TextPiece()
 
     def take() -> None:
-        piece = choice.piece()
-        joined.reasoning += piece.reasoning
-        joined.text += piece.text
-        joined.parts += piece.parts
-        joined.tokens += piece.tokens
+        text_piece = choice.piece()
+        joined.reasoning += text_piece.reasoning
+        joined.text += text_piece.text
+        joined.parts += text_piece.parts
+        joined.tokens += text_piece.tokens
 
     for token_id in text.encode(written, special=False):
         choice.push(token_id, -0.5)
-        if not whole:
+        if not at_once:
             take()
     choice.finish()
     take()
     return joined, choice
 
 
-def both(plan: GenerationPlan, text: Text, written: str) -> tuple[TextPiece, HarmonyChoice]:
-    once, choice = pieces(plan, text, written, whole=True)
-    streamed, other = pieces(plan, text, written, whole=False)
-    same = [
-        (each.reasoning, each.text, [(call.name, call.arguments) for call in each.calls]) for each in (once, streamed)
+def parse_both_ways(plan: GenerationPlan, text: Text, written: str) -> tuple[TextPiece, HarmonyChoice]:
+    once, choice = join_pieces(plan, text, written, at_once=True)
+    streamed, other = join_pieces(plan, text, written, at_once=False)
+    summaries = [
+        (text_piece.reasoning, text_piece.text, [(call.name, call.arguments) for call in text_piece.calls])
+        for text_piece in (once, streamed)
     ]
-    assert same[0] == same[1]
+    assert summaries[0] == summaries[1]
     assert [token.token_id for token in once.tokens] == [token.token_id for token in streamed.tokens]
     assert choice.reasoning_tokens == other.reasoning_tokens and choice.stopped_by == other.stopped_by
     return once, choice
@@ -78,20 +79,20 @@ def both(plan: GenerationPlan, text: Text, written: str) -> tuple[TextPiece, Har
 
 def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
     written = f'{ANALYSIS}Rome?{NEXT}<|channel|>commentary<|message|>I look.{NEXT}{CALL}{{"city": "Rome"}}<|call|>'
-    found, choice = both(chat(text), text, written)
-    assert (found.reasoning, found.text) == ("Rome?", "I look.")
-    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [("weather", {"city": "Rome"})]
+    answer, choice = parse_both_ways(chat(text), text, written)
+    assert (answer.reasoning, answer.text) == ("Rome?", "I look.")
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("weather", {"city": "Rome"})]
     thought = text.encode(f"{ANALYSIS}Rome?<|end|>", special=False)
     assert choice.reasoning_tokens == len(thought) + len(text.encode("assistant", special=False))
-    found, _ = both(chat(text), text, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c<|return|>")
-    assert (found.reasoning, found.text, found.calls) == ("a\nb", "c", [])
+    answer, _ = parse_both_ways(chat(text), text, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c<|return|>")
+    assert (answer.reasoning, answer.text, answer.calls) == ("a\nb", "c", [])
     role = 'assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>'
-    found, _ = both(chat(text), text, f"{ANALYSIS}a<|end|><|start|>{role}")
-    assert [call.arguments for call in found.calls] == ['{"city": "Oslo"}']
+    answer, _ = parse_both_ways(chat(text), text, f"{ANALYSIS}a<|end|><|start|>{role}")
+    assert [call.arguments for call in answer.calls] == ['{"city": "Oslo"}']
 
 
 @pytest.mark.parametrize(
-    ("written", "shown"),
+    ("written", "expected"),
     [
         (CALL.replace("weather", "other") + '{"a": 1}<|call|>', '{"a": 1}'),  # a tool that the request does not have
         (CALL + '{"city": "Ro', '{"city": "Ro'),  # cut off
@@ -100,21 +101,21 @@ def test_channels_are_thoughts_text_and_a_call(text: Text) -> None:
         (f"{FINAL}half{NEXT}<|channel|>fin", "half"),  # cut off in a header
     ],
 )
-def test_text_that_resembles_a_call_or_a_message_stays_text(text: Text, written: str, shown: str) -> None:
-    found, _ = both(chat(text), text, written)
-    assert (found.reasoning, found.text, found.calls) == ("", shown, [])
+def test_text_that_resembles_a_call_or_a_message_stays_text(text: Text, written: str, expected: str) -> None:
+    answer, _ = parse_both_ways(chat(text), text, written)
+    assert (answer.reasoning, answer.text, answer.calls) == ("", expected, [])
 
 
 def test_thoughts_are_apart_or_text_or_left_out(text: Text) -> None:
     written = f"{ANALYSIS}hm{NEXT}{FINAL}yes<|return|>"
-    found, _ = both(chat(text, separate_reasoning=False), text, written)
-    assert (found.reasoning, found.text) == ("", "hm\nyes")
-    asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-    found, choice = both(validate(MessageRequest, asked).plan(text), text, written)
-    assert (found.reasoning, found.text) == ("", "yes") and choice.reasoning_tokens > 2
+    answer, _ = parse_both_ways(chat(text, separate_reasoning=False), text, written)
+    assert (answer.reasoning, answer.text) == ("", "hm\nyes")
+    request = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    answer, choice = parse_both_ways(validate(MessageRequest, request).plan(text), text, written)
+    assert (answer.reasoning, answer.text) == ("", "yes") and choice.reasoning_tokens > 2
     thinks = {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    found, _ = both(validate(MessageRequest, asked | thinks).plan(text), text, written)
-    assert (found.reasoning, found.text) == ("hm", "yes")
+    answer, _ = parse_both_ways(validate(MessageRequest, request | thinks).plan(text), text, written)
+    assert (answer.reasoning, answer.text) == ("hm", "yes")
 
 
 def test_special_tokens_that_are_shown_and_answers_in_a_grammar_are_no_messages(text: Text) -> None:
@@ -124,10 +125,12 @@ def test_special_tokens_that_are_shown_and_answers_in_a_grammar_are_no_messages(
 
 
 def test_a_stop_string_ends_a_thought_or_a_text(text: Text) -> None:
-    found, choice = both(chat(text, stop=["END"]), text, f"{ANALYSIS}a{NEXT}{FINAL}words EN ENDmore<|return|>")
-    assert (found.reasoning, found.text, choice.stopped_by) == ("a", "words EN ", "END")
-    found, choice = both(chat(text, stop=["b c"]), text, f"{ANALYSIS}a b c d{NEXT}{FINAL}x<|return|>")
-    assert (found.reasoning, found.text, choice.stopped_by) == ("a ", "", "b c")
+    answer, choice = parse_both_ways(
+        chat(text, stop=["END"]), text, f"{ANALYSIS}a{NEXT}{FINAL}words EN ENDmore<|return|>"
+    )
+    assert (answer.reasoning, answer.text, choice.stopped_by) == ("a", "words EN ", "END")
+    answer, choice = parse_both_ways(chat(text, stop=["b c"]), text, f"{ANALYSIS}a b c d{NEXT}{FINAL}x<|return|>")
+    assert (answer.reasoning, answer.text, choice.stopped_by) == ("a ", "", "b c")
 
 
 def test_an_answer_goes_on_with_the_message_that_the_prompt_began(text: Text) -> None:
@@ -135,8 +138,8 @@ def test_an_answer_goes_on_with_the_message_that_the_prompt_began(text: Text) ->
     channels = channels_of(text, prompt)
     assert channels is not None and channels.begun
     plan = replace(chat(text), channels=channels)
-    found, _ = both(plan, text, " is 4.<|return|>")
-    assert (found.reasoning, found.text) == ("", " is 4.")
+    answer, _ = parse_both_ways(plan, text, " is 4.<|return|>")
+    assert (answer.reasoning, answer.text) == ("", " is 4.")
 
 
 _WORDS = st.text(st.sampled_from("ab \u00e9\U0001f600{}\n"), max_size=6)
@@ -151,7 +154,7 @@ def test_pieces_of_a_stream_are_the_whole_answer(
     written = NEXT.join(header + words for header, words in messages)
     plan = chat(text, **({"stop": [stop]} if stop else {}))
     ids = text.encode(written, special=False)
-    both(plan, text, text.decode(ids[: len(ids) - cut], special=True))
+    parse_both_ways(plan, text, text.decode(ids[: len(ids) - cut], special=True))
 
 
 @pytest.mark.parametrize(
@@ -176,8 +179,8 @@ def test_a_required_call_is_held_to_the_format_and_the_schema(
     ids = text.encode(CALL + call, special=False)
     assert (matcher.validate_tokens(ids) == len(ids)) == fits
     if fits:
-        found, _ = both(plan, text, CALL + call + "<|call|>")
-        assert [each.arguments for each in found.calls] == [call]
+        answer, _ = parse_both_ways(plan, text, CALL + call + "<|call|>")
+        assert [parsed_call.arguments for parsed_call in answer.calls] == [call]
 
 
 def test_earlier_turns_are_written_in_the_format(text: Text) -> None:

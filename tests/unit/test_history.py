@@ -36,7 +36,7 @@ def record(db: Database, run: str, step: int, **metrics: float) -> None:
         execute(connection, Curves(db).step_statement(run, step, metrics))
 
 
-def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
+def read_logged_metrics(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
     return {point.step: dict(point.metrics) for point in Curves(db).points(run) if point.source == "client"}
 
 
@@ -45,7 +45,7 @@ def test_points_of_one_step_are_merged(db: Database) -> None:
     assert curves.log(RUN, 3, {"reward": 1.0, "length": 5.0}) == 3
     assert curves.log(RUN, 3, {"reward": 2.0, "entropy": 0.5}) == 3
     curves.log(OTHER, 3, {"reward": 9.0})
-    assert logged(db) == {3: {"reward": 2.0, "length": 5.0, "entropy": 0.5}}
+    assert read_logged_metrics(db) == {3: {"reward": 2.0, "length": 5.0, "entropy": 0.5}}
 
 
 def test_without_a_step_the_newest_optimizer_step_is_meant(db: Database) -> None:
@@ -55,15 +55,15 @@ def test_without_a_step_the_newest_optimizer_step_is_meant(db: Database) -> None
     record(db, RUN, 2, loss=0.5)
     record(db, OTHER, 7, loss=0.5)
     assert curves.log(RUN, None, {"a": 2.0}) == 2
-    assert logged(db) == {0: {"a": 1.0}, 2: {"a": 2.0}}
+    assert read_logged_metrics(db) == {0: {"a": 1.0}, 2: {"a": 2.0}}
 
 
 def test_a_step_has_a_bounded_number_of_metrics(db: Database) -> None:
     curves = Curves(db)
-    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MAX_NAMES)})
+    curves.log(RUN, 0, {f"n{index}": 1.0 for index in range(MAX_NAMES)})
     with pytest.raises(UserError, match=f"step 0 would have {MAX_NAMES + 1} metrics"):
         curves.log(RUN, 0, {"one": 1.0, "n0": 2.0})
-    assert logged(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
+    assert read_logged_metrics(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
 
 
 def test_non_finite_values_are_null_and_a_step_is_recorded_once(db: Database) -> None:
@@ -84,14 +84,14 @@ def test_points_are_thinned_evenly_and_unchanged(db: Database) -> None:
     record(db, RUN, 5, loss=1.0)
     last = 10 * MAX_POINTS
     assert Curves(db).log(RUN, last, {"a": 1.0}) == last
-    found = logged(db)
-    steps = sorted(found)
+    metrics_by_step = read_logged_metrics(db)
+    steps = sorted(metrics_by_step)
     assert KEPT_POINTS / 2 < len(steps) <= KEPT_POINTS + 1
-    assert steps[-1] == last and found[last] == {"a": 1.0}
-    assert all(found[step] == {"a": step / 10} for step in steps[:-1])
+    assert steps[-1] == last and metrics_by_step[last] == {"a": 1.0}
+    assert all(metrics_by_step[step] == {"a": step / 10} for step in steps[:-1])
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert max(gaps) <= 40 and steps[0] <= 40, "no stretch of the run is lost"
-    assert len(logged(db, OTHER)) == MAX_POINTS
+    assert len(read_logged_metrics(db, OTHER)) == MAX_POINTS
     assert [point.step for point in Curves(db).points(RUN) if point.source == "server"] == [5]
 
 
@@ -116,18 +116,18 @@ def test_a_cursor_returns_new_points(db: Database) -> None:
     assert list(Curves(db).newest([OTHER])) == []
 
 
-def step(number: int) -> RecentStep:
-    return RecentStep(float(number), 0.5, 1, 0, 0, number, {"alice": {RUN: number}})
+def step(index: int) -> RecentStep:
+    return RecentStep(float(index), 0.5, 1, 0, 0, index, {"alice": {RUN: index}})
 
 
 def test_the_last_steps_of_a_base_model_are_kept(db: Database) -> None:
     steps = RecentSteps(db)
     steps.add("other", [step(1)])
-    steps.add("base", [step(number) for number in range(KEPT_STEPS)])
-    steps.add("base", [step(number) for number in range(KEPT_STEPS, KEPT_STEPS + 3)])
-    found = [one for _, one in steps.newest("base", 10 * KEPT_STEPS)]
-    assert [one.num_tokens for one in found] == list(range(KEPT_STEPS + 2, 2, -1))
-    assert found[0] == step(KEPT_STEPS + 2)
+    steps.add("base", [step(index) for index in range(KEPT_STEPS)])
+    steps.add("base", [step(index) for index in range(KEPT_STEPS, KEPT_STEPS + 3)])
+    recent_steps = [recent for _, recent in steps.newest("base", 10 * KEPT_STEPS)]
+    assert [recent.num_tokens for recent in recent_steps] == list(range(KEPT_STEPS + 2, 2, -1))
+    assert recent_steps[0] == step(KEPT_STEPS + 2)
     assert len(steps.newest("other")) == 1
 
 
@@ -135,17 +135,17 @@ def test_snapshots_are_among_the_steps_and_not_shown_as_such(db: Database) -> No
     steps = RecentSteps(db)
     snapshot = RecentStep(3.0, 0.25, 0, 0, 0, 0, {"alice": {RUN: 0}})
     steps.add("base", [step(1), snapshot, step(2)])
-    assert [one for _, one in steps.newest("base")] == [step(2), step(1)]
-    assert [one for _, one in steps.newest("base", snapshots=True)] == [snapshot]
+    assert [recent for _, recent in steps.newest("base")] == [step(2), step(1)]
+    assert [recent for _, recent in steps.newest("base", snapshots=True)] == [snapshot]
 
 
 def keep(
-    db: Database, number: int, tenant: str = "alice", most: int = 3, *, prompt: list[int], answer: list[int]
+    db: Database, index: int, tenant: str = "alice", limit: int = 3, *, prompt: list[int], answer: list[int]
 ) -> str:
     content = SampleContent(prompt, 0, {"temperature": 1.0}, [KeptSequence(answer, [-0.5, None], "stop")])
-    sample = replace(new_sample(f"{tenant}:sample:0:{number}", tenant, "s", "base", None), prompt_tokens=len(prompt))
+    sample = replace(new_sample(f"{tenant}:sample:0:{index}", tenant, "s", "base", None), prompt_tokens=len(prompt))
     with db.write() as connection:
-        for statement in keep_sample(sample, content, most):
+        for statement in keep_sample(sample, content, limit):
             execute(connection, statement)
     return sample.request_id
 
@@ -153,9 +153,9 @@ def keep(
 def test_a_tenant_has_so_many_samples_and_no_more(db: Database) -> None:
     samples = KeptSamples(db)
     keep(db, 0, "bob", prompt=[1], answer=[2])
-    ids = [keep(db, number, prompt=[1], answer=[2, 3]) for number in range(5)]
-    found, total = samples.page("alice", 10, 0)
-    assert [one.request_id for one, _ in found] == ids[:1:-1] and total == 3
+    ids = [keep(db, index, prompt=[1], answer=[2, 3]) for index in range(5)]
+    page, total = samples.page("alice", 10, 0)
+    assert [kept_sample.request_id for kept_sample, _ in page] == ids[:1:-1] and total == 3
     assert samples.page("alice", 1, 1)[0][0][0].request_id == ids[3]
     assert samples.page("bob", 10, 0)[1] == 1
     assert samples.page("alice", 10, 0, "sample:0:4")[1] == 1

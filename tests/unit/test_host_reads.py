@@ -26,7 +26,7 @@ class HostReads(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
 
     def __torch_function__(
         self,
@@ -37,21 +37,21 @@ class HostReads(TorchFunctionMode):
     ) -> object:
         name = getattr(func, "__name__", "")
         if name in READS:
-            self.found[name] += 1
+            self.operations[name] += 1
         return func(*args, **(kwargs or {}))
 
     @property
     def reads(self) -> int:
-        return sum(self.found.values()) - min(self.found["cpu"], self.found["numpy"])
+        return sum(self.operations.values()) - min(self.operations["cpu"], self.operations["numpy"])
 
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
-    made = TorchBackend(tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3"), device="cpu")
+    new_backend = TorchBackend(tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3"), device="cpu")
     for name in ("a", "b"):
-        made.create_model(name, LoraSpec(4, seed=1))
-        made.publish(name, f"{name}/1")
-    return made
+        new_backend.create_model(name, LoraSpec(4, seed=1))
+        new_backend.publish(name, f"{name}/1")
+    return new_backend
 
 
 def test_the_guard_counts_reads() -> None:
@@ -78,7 +78,7 @@ def test_a_decode_step_of_many_adapters_reads_once(
     for _ in range(3):
         with HostReads() as guard:
             sampler.step()
-        assert guard.reads == 1, guard.found
+        assert guard.reads == 1, guard.operations
 
 
 def test_a_training_step_reads_log_probabilities_once_and_an_optimizer_step_norms_once(
@@ -86,11 +86,11 @@ def test_a_training_step_reads_log_probabilities_once_and_an_optimizer_step_norm
 ) -> None:
     rng, measure = np.random.default_rng(0), trainer.measure
 
-    def measured(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
+    def measure_unguarded(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
         with torch._C.DisableTorchFunction():  # metrics are computed from what has been read
             return measure(spec, examples, logprobs)
 
-    monkeypatch.setattr(trainer, "measure", measured)
+    monkeypatch.setattr(trainer, "measure", measure_unguarded)
 
     def data() -> tuple[Datum, ...]:
         tokens = rng.integers(1, tiny_models.VOCAB, 10)
@@ -100,9 +100,9 @@ def test_a_training_step_reads_log_probabilities_once_and_an_optimizer_step_norm
     passes = [Pass(f"r{name}", name, data(), "cross_entropy", {}, False) for name in ("a", "b")]
     with HostReads() as guard:
         run_to_end(backend.run_passes(passes))
-    assert guard.reads == 1, guard.found
+    assert guard.reads == 1, guard.operations
     for _ in range(2):
         with HostReads() as guard:
             backend.optim_step([OptimStep(name, name, AdamParams(1e-3, grad_clip_norm=1.0)) for name in ("a", "b")])
-        assert guard.reads == 1, guard.found
+        assert guard.reads == 1, guard.operations
         run_to_end(backend.run_passes(passes))

@@ -101,8 +101,8 @@ def chunk(data: bytes, **fields: object) -> dict[str, object]:
 
 
 def asample(*chunks: object) -> AsampleRequest:
-    given = {"prompt": {"chunks": list(chunks)}, "sampling_session_id": "s", "seq_id": 0}
-    return AsampleRequest.model_validate(given)
+    body = {"prompt": {"chunks": list(chunks)}, "sampling_session_id": "s", "seq_id": 0}
+    return AsampleRequest.model_validate(body)
 
 
 def test_a_prompt_and_a_datum_hold_images() -> None:
@@ -118,7 +118,7 @@ def test_a_prompt_and_a_datum_hold_images() -> None:
     (read,) = pass_of(message, "r", VISION).data
     for tokens, images in ((sample.prompt_T, sample.images), (read.tokens_N, read.images)):
         assert tokens.tolist() == [5, *[IMAGE] * 15, 6]
-        assert [one.data for one in images] == [data]
+        assert [placed.data for placed in images] == [data]
     assert sample.images[0].where == "prompt.chunks[1]"
     assert read.images[0].where == "data[0].model_input.chunks[1]"
 

@@ -66,8 +66,8 @@ def silent_session(parts: Parts, silent_s: float = 400.0) -> str:
     session_id = parts.services.sessions.open(TENANT, NewSession()).session_id
     parts.services.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
     with parts.db.write() as connection:
-        mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
-        connection.execute(mine.values(last_heartbeat_at=now() - silent_s))
+        update = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
+        connection.execute(update.values(last_heartbeat_at=now() - silent_s))
     return session_id
 
 
@@ -88,9 +88,9 @@ def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(parts
 
 def test_a_heartbeat_between_looking_and_closing_keeps_the_session(parts: Parts) -> None:
     session_id = silent_session(parts)
-    (found,) = parts.services.sessions.silent(300.0)
+    (silent,) = parts.services.sessions.silent(300.0)
     parts.services.sessions.heartbeat(TENANT, session_id)
-    assert not parts.services.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
+    assert not parts.services.sessions.close(silent.session_id, "no heartbeat", timeout_s=300.0)
     assert parts.services.sessions.get(TENANT, session_id).state == "active"
 
 
@@ -135,7 +135,7 @@ def test_a_negative_sweep_interval_closes_nothing_and_everything_else_is_swept(
 
 
 def test_files_of_ephemeral_versions_go_with_their_session(parts: Parts, tmp_path: Path) -> None:
-    kept: dict[str, str] = {}
+    directory_by_session: dict[str, str] = {}
     for session_id in (silent_session(parts), silent_session(parts, silent_s=1.0)):
         version_id = f"{session_id}:sample:0"
         parts.services.sampling_sessions.create(
@@ -143,9 +143,9 @@ def test_files_of_ephemeral_versions_go_with_their_session(parts: Parts, tmp_pat
         )
         directory, _ = parts.versions.write(lambda target: None)
         parts.services.sampling_sessions.written(version_id, directory)
-        kept[session_id] = directory
+        directory_by_session[session_id] = directory
     janitor_of(parts).sweep()
-    closed, lively = kept.values()
+    closed, lively = directory_by_session.values()
     assert not parts.versions.path(closed).exists()
     assert parts.versions.path(lively).exists()
 
@@ -190,21 +190,21 @@ def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(parts: Par
     parts.services.sampling_sessions.create(
         NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id)
     )
-    kept: dict[str, set[str]] = {}
+    expected: dict[str, set[str]] = {}
     for name, root in (("versions", parts.versions), ("snapshots", parts.snapshots)):
-        *named, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
+        *referenced, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
         if name == "versions":
-            parts.services.sampling_sessions.written(version_id, named.pop())
-            parts.services.sampling_sessions.written(version_id, named[0])
+            parts.services.sampling_sessions.written(version_id, referenced.pop())
+            parts.services.sampling_sessions.written(version_id, referenced[0])
         else:
-            for seq_id, directory in enumerate(named):
+            for seq_id, directory in enumerate(referenced):
                 parts.services.models.record_snapshot(model_id, seq_id, directory)
         for path in (*root.path(unnamed).parent.glob("*/*"), *root.path(unnamed).parent.glob("*")):
             if fresh not in str(path):
                 os.utime(path, (now() - UNREFERENCED_AGE_S - 60,) * 2)
-        kept[name] = {*named, fresh}
+        expected[name] = {*referenced, fresh}
     janitor_of(parts).sweep()
-    for name, names in kept.items():
+    for name, names in expected.items():
         assert {path.name for path in (tmp_path / name).iterdir()} == names
 
 
@@ -238,8 +238,8 @@ def test_the_janitors_actions_are_in_the_audit_log_once(parts: Parts, tmp_path: 
     for _ in range(2):
         janitor.sweep()
     entries = parts.services.audit.entries(TENANT, "all", 0.0, now() + 1)
-    own = ("session_expired", "checkpoint_expired")
-    assert [(entry.event, entry.details) for entry in entries if entry.event in own] == [
+    events = ("session_expired", "checkpoint_expired")
+    assert [(entry.event, entry.details) for entry in entries if entry.event in events] == [
         ("session_expired", {"session_id": session_id, "reason": "no heartbeat for 300 s"}),
         ("checkpoint_expired", {"tinker_path": "tinker://m/weights/old"}),
     ]
@@ -342,10 +342,10 @@ def test_a_part_with_a_period_runs_once_in_it_and_again_after_an_error(parts: Pa
 def test_a_stopped_janitor_ends_after_its_current_part(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor_module, "SWEEP_S", 0.001)
     janitor = janitor_of(parts, session_sweep_s=-1.0)
-    begun, release, runs = threading.Event(), threading.Event(), list[str]()
+    started, release, runs = threading.Event(), threading.Event(), list[str]()
 
     def wait() -> None:
-        begun.set()
+        started.set()
         release.wait(20)
 
     janitor.parts[0].run = wait
@@ -354,7 +354,7 @@ def test_a_stopped_janitor_ends_after_its_current_part(parts: Parts, monkeypatch
     async def stop() -> float:
         with ThreadPoolExecutor(1) as threads:
             task = asyncio.create_task(janitor.run(threads))
-            await asyncio.to_thread(begun.wait, 20)
+            await asyncio.to_thread(started.wait, 20)
             began = time.monotonic()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

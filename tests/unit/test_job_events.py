@@ -54,15 +54,15 @@ async def running(directory: Path) -> AsyncIterator[Services]:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the jobs that are read, in order."""
-    found: list[int] = []
+    job_ids: list[int] = []
     find = BatchJobs.find
 
-    def spied(self: BatchJobs, tenant_id: str, job_id: int) -> JobRecord:
-        found.append(job_id)
+    def record_find(self: BatchJobs, tenant_id: str, job_id: int) -> JobRecord:
+        job_ids.append(job_id)
         return find(self, tenant_id, job_id)
 
-    monkeypatch.setattr(BatchJobs, "find", spied)
-    return found
+    monkeypatch.setattr(BatchJobs, "find", record_find)
+    return job_ids
 
 
 async def status(stream: AsyncIterator[bytes]) -> str:

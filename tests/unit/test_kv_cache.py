@@ -27,7 +27,7 @@ BLOCK = 4
 def _request(
     prompt: list[int],
     *,
-    number: int,
+    index: int,
     max_new: int = 5,
     num_samples: int = 1,
     weights: Weights,
@@ -39,7 +39,7 @@ def _request(
     last_n = min(scored, len(prompt) - 1) if scored else None
     wants = scored is None or (last_n is not None and last_n > 0)
     sample = Sample(
-        str(number),
+        str(index),
         None,
         np.array(prompt, np.int32),
         num_samples,
@@ -48,7 +48,7 @@ def _request(
         prompt_logprobs_last_n=last_n if wants else None,
         cache_scope=scope,
     )
-    return Request(sample, weights, number, max_new)
+    return Request(sample, weights, index, max_new)
 
 
 def _sequence(request: Request, index: int = 0) -> Sequence:
@@ -74,8 +74,8 @@ class _Shadow:
         self.live[request.number] = [_sequence(request)]
         self.batcher.add(self.live[request.number][0])
 
-    def cancel(self, number: int) -> None:
-        self.batcher.remove(self.live.pop(number, []))
+    def cancel(self, index: int) -> None:
+        self.batcher.remove(self.live.pop(index, []))
 
     def step(self, scopes: set[str] | None = None) -> SamplerStep:
         step = self.batcher.schedule(scopes)
@@ -112,8 +112,8 @@ class _Shadow:
     def _check_reads(self, sequence: Sequence, stop: int) -> None:
         tokens = (sequence.request.weights.number, *sequence.tokens_T[:stop].tolist())
         for position in range(stop):
-            held = self.slots[sequence.blocks[position // BLOCK], position % BLOCK]
-            assert held == tokens[: position + 2]
+            written = self.slots[sequence.blocks[position // BLOCK], position % BLOCK]
+            assert written == tokens[: position + 2]
         # A mask does not hide a stale NaN, so allocated slots that are not yet written must be zero.
         for position in range(stop, len(sequence.blocks) * BLOCK):
             assert not self.slots.get((sequence.blocks[position // BLOCK], position % BLOCK))
@@ -136,7 +136,7 @@ def _next_token(tokens: list[int], index: int) -> int:
     return (sum(tokens) * 7 + index * 3 + len(tokens)) % 50
 
 
-def _expected(prompt: list[int], index: int, max_new: int) -> tuple[int, ...]:
+def _reference_tokens(prompt: list[int], index: int, max_new: int) -> tuple[int, ...]:
     tokens = list(prompt)
     for _ in range(max_new):
         tokens.append(_next_token(tokens, index))
@@ -171,27 +171,27 @@ def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
 ):
     batcher = _batcher(max_blocks, max_sequences=max_sequences, max_tokens=max_tokens)
     shadow = _Shadow(batcher)
-    weights = [Weights(None, number) for number in range(3)]
+    weights = [Weights(None, index) for index in range(3)]
     expected: dict[tuple[int, int], tuple[int, ...]] = {}
     cancelled: set[int] = set()
-    number = 0
+    index = 0
 
     for action, value in actions:
         if action == "submit":
-            which, beginning, length, max_new, num_samples, scored, scope = value
+            weights_index, beginning, length, max_new, num_samples, scored, scope = value
             prompt = [(position * 5 + beginning * (position > 9)) % 50 for position in range(length)]
             request = _request(
                 prompt,
-                number=number,
+                index=index,
                 max_new=max_new,
                 num_samples=num_samples,
-                weights=weights[which],
+                weights=weights[weights_index],
                 scored=scored,
                 scope=scope,
             )
             shadow.submit(request)
-            expected.update({(number, i): _expected(prompt, i, max_new) for i in range(num_samples)})
-            number += 1
+            expected.update({(index, i): _reference_tokens(prompt, i, max_new) for i in range(num_samples)})
+            index += 1
         elif action == "step":
             for _ in range(value):
                 _check_step(shadow.step(), batcher, max_tokens, max_sequences)
@@ -224,8 +224,8 @@ def test_in_any_interleaving_spans_read_their_own_prefix_and_no_block_leaks(
 
 def _check_step(step: SamplerStep, batcher: Batcher, max_tokens: int, max_sequences: int) -> None:
     decoding = [span for span in step.spans if span.stop - span.start == 1]
-    others = sum(span.stop - span.start for span in step.spans) - len(decoding)
-    assert others <= max(max_tokens - len(decoding), 1) + len(decoding)
+    prefill_tokens = sum(span.stop - span.start for span in step.spans) - len(decoding)
+    assert prefill_tokens <= max(max_tokens - len(decoding), 1) + len(decoding)
     assert len({id(span.sequence) for span in step.spans}) == len(step.spans) <= max_sequences
     assert len(batcher.running) <= max_sequences
 
@@ -233,9 +233,9 @@ def _check_step(step: SamplerStep, batcher: Batcher, max_tokens: int, max_sequen
 def test_a_long_prompt_does_not_stop_others_from_decoding():
     shadow = _Shadow(_batcher(100, max_tokens=8))
     weights = Weights(None, 0)
-    shadow.submit(_request([1, 2], number=0, max_new=30, weights=weights))
+    shadow.submit(_request([1, 2], index=0, max_new=30, weights=weights))
     shadow.step()
-    shadow.submit(_request(list(range(80)), number=1, weights=weights))
+    shadow.submit(_request(list(range(80)), index=1, weights=weights))
     for _ in range(11):
         spans = {span.sequence.order[0]: span for span in shadow.step().spans}
         assert spans[0].stop - spans[0].start == 1
@@ -245,7 +245,7 @@ def test_a_long_prompt_does_not_stop_others_from_decoding():
 
 def test_samples_of_a_request_share_the_prompt_and_copy_only_its_last_block():
     shadow = _Shadow(_batcher(100))
-    shadow.submit(_request(list(range(14)), number=0, num_samples=4, max_new=3, weights=Weights(None, 0)))
+    shadow.submit(_request(list(range(14)), index=0, num_samples=4, max_new=3, weights=Weights(None, 0)))
     shadow.step()
     assert shadow.num_computed == 14
     assert shadow.batcher.pool.num_live == 4
@@ -258,7 +258,7 @@ def test_samples_of_a_request_share_the_prompt_and_copy_only_its_last_block():
 
 def test_samples_beyond_the_limit_wait_and_find_the_prompt_cached():
     shadow = _Shadow(_batcher(100, max_sequences=2))
-    shadow.submit(_request(list(range(14)), number=0, num_samples=6, max_new=4, weights=Weights(None, 0)))
+    shadow.submit(_request(list(range(14)), index=0, num_samples=6, max_new=4, weights=Weights(None, 0)))
     while shadow.live[0]:
         shadow.step()
     assert len(shadow.answers) == 6
@@ -268,8 +268,8 @@ def test_samples_beyond_the_limit_wait_and_find_the_prompt_cached():
 def test_equal_prompts_that_arrive_together_are_computed_once():
     shadow = _Shadow(_batcher(100, max_tokens=64))
     weights = Weights(None, 0)
-    for number in range(8):
-        shadow.submit(_request(list(range(17)), number=number, max_new=1, weights=weights))
+    for index in range(8):
+        shadow.submit(_request(list(range(17)), index=index, max_new=1, weights=weights))
     for _ in range(4):
         shadow.step()
     assert len(shadow.answers) == 8
@@ -279,12 +279,12 @@ def test_equal_prompts_that_arrive_together_are_computed_once():
 def test_weights_never_share_blocks_and_replaced_weights_find_nothing():
     shadow = _Shadow(_batcher(100))
     first, second = Weights(None, 1), Weights(None, 2)
-    for number, weights in enumerate([first, second, first]):
-        shadow.submit(request := _request(list(range(13)), number=number, max_new=1, weights=weights))
+    for index, weights in enumerate([first, second, first]):
+        shadow.submit(request := _request(list(range(13)), index=index, max_new=1, weights=weights))
         shadow.step()
-        assert request.prompt_cache_hit_tokens == (12 if number == 2 else 0)
+        assert request.prompt_cache_hit_tokens == (12 if index == 2 else 0)
     shadow.batcher.pool.forget(1)
-    shadow.submit(request := _request(list(range(13)), number=3, max_new=1, weights=first))
+    shadow.submit(request := _request(list(range(13)), index=3, max_new=1, weights=first))
     shadow.step()
     assert request.prompt_cache_hit_tokens == 0
 
@@ -292,11 +292,11 @@ def test_weights_never_share_blocks_and_replaced_weights_find_nothing():
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_leaves_it_to_others():
     shadow = _Shadow(_batcher(100))
     weights = Weights(None, 0)
-    for number, scored in enumerate([0, None, None, 0]):
-        request = _request(list(range(13)), number=number, max_new=1, weights=weights, scored=scored)
+    for index, scored in enumerate([0, None, None, 0]):
+        request = _request(list(range(13)), index=index, max_new=1, weights=weights, scored=scored)
         shadow.submit(request)
         shadow.step()
-        assert request.prompt_cache_hit_tokens == (12 if number == 3 else 0)
+        assert request.prompt_cache_hit_tokens == (12 if index == 3 else 0)
     assert shadow.num_computed == 13 * 3 + 1
 
 
@@ -304,9 +304,9 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_leaves_it_t
 def test_a_request_for_the_logprobs_of_its_last_tokens_finds_what_lies_before_them(last_n: int, hits: int):
     shadow = _Shadow(_batcher(100))
     weights = Weights(None, 0)
-    shadow.submit(_request(list(range(13)), number=0, max_new=1, weights=weights))
+    shadow.submit(_request(list(range(13)), index=0, max_new=1, weights=weights))
     shadow.step()
-    shadow.submit(request := _request(list(range(13)), number=1, max_new=1, weights=weights, scored=last_n))
+    shadow.submit(request := _request(list(range(13)), index=1, max_new=1, weights=weights, scored=last_n))
     shadow.step()
     # The first wanted logprob is predicted by row 12 - last_n, which must be computed.
     assert request.prompt_cache_hit_tokens == hits == (12 - last_n) // BLOCK * BLOCK
@@ -317,11 +317,11 @@ def test_a_request_for_the_logprobs_of_its_last_tokens_finds_what_lies_before_th
 def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
     shadow = _Shadow(_batcher(100))
     weights = Weights(None, 0)
-    shadow.submit(_request(list(range(10)), number=0, max_new=8, weights=weights))
+    shadow.submit(_request(list(range(10)), index=0, max_new=8, weights=weights))
     while shadow.live[0]:
         shadow.step()
     next_turn = [*shadow.answers[0, 0], 7, 7]
-    shadow.submit(request := _request(next_turn, number=1, max_new=1, weights=weights))
+    shadow.submit(request := _request(next_turn, index=1, max_new=1, weights=weights))
     shadow.step()
     assert request.prompt_cache_hit_tokens == 16  # of 18 tokens the last was never computed
 
@@ -329,24 +329,24 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():
 def test_when_memory_runs_out_the_youngest_waits_and_everyone_finishes():
     shadow = _Shadow(_batcher(10, max_tokens=40))
     weights = Weights(None, 0)
-    for number in range(4):
-        shadow.submit(_request([number] * 7, number=number, max_new=20, weights=weights))
+    for index in range(4):
+        shadow.submit(_request([index] * 7, index=index, max_new=20, weights=weights))
     finished = []
     while any(shadow.live.values()):
         shadow.step()
         finished += [order for order in shadow.answers if order not in finished]
     assert finished[0] == (0, 0)
-    assert shadow.answers == {(n, 0): _expected([n] * 7, 0, 20) for n in range(4)}
+    assert shadow.answers == {(n, 0): _reference_tokens([n] * 7, 0, 20) for n in range(4)}
     assert shadow.batcher.pool.num_live == 0
 
 
 def test_no_request_overtakes_a_prompt_that_waits_for_memory():
     shadow = _Shadow(_batcher(10, max_tokens=64))
     weights = Weights(None, 0)
-    shadow.submit(_request([1] * 20, number=0, max_new=6, weights=weights))
+    shadow.submit(_request([1] * 20, index=0, max_new=6, weights=weights))
     shadow.step()
-    shadow.submit(_request([2] * 32, number=1, max_new=2, weights=weights))
-    shadow.submit(_request([3] * 2, number=2, max_new=2, weights=weights))
+    shadow.submit(_request([2] * 32, index=1, max_new=2, weights=weights))
+    shadow.submit(_request([3] * 2, index=2, max_new=2, weights=weights))
     finished = []
     while any(shadow.live.values()):
         shadow.step()
@@ -354,46 +354,48 @@ def test_no_request_overtakes_a_prompt_that_waits_for_memory():
     assert finished == [(0, 0), (1, 0), (2, 0)]
 
 
-def _steps_until_answered(shadow: _Shadow, order: tuple[int, int], most: int) -> int:
-    for count in range(1, most + 1):
+def _steps_until_answered(shadow: _Shadow, order: tuple[int, int], max_steps: int) -> int:
+    for count in range(1, max_steps + 1):
         shadow.step()
         if order in shadow.answers:
             return count
-    raise AssertionError(f"{order} was not answered within {most} steps")
+    raise AssertionError(f"{order} was not answered within {max_steps} steps")
 
 
 @pytest.mark.parametrize("num_samples", [1, 8])
 def test_a_sequence_of_another_scope_does_not_wait_for_the_end_of_long_answers(num_samples: int):
     shadow = _Shadow(_batcher(1000, max_sequences=8, max_tokens=64))
     weights = Weights(None, 0)
-    for number in range(16 // num_samples):
-        prompt = [number] * 5
+    for index in range(16 // num_samples):
+        prompt = [index] * 5
         shadow.submit(
-            _request(prompt, number=number, max_new=300, num_samples=num_samples, weights=weights, scope="flood")
+            _request(prompt, index=index, max_new=300, num_samples=num_samples, weights=weights, scope="flood")
         )
     for _ in range(5):
         shadow.step()
     assert len(shadow.batcher.running) == 8
     oldest = shadow.batcher.running[0]
-    shadow.submit(_request([9] * 5, number=100, max_new=3, weights=weights, scope="lone"))
+    shadow.submit(_request([9] * 5, index=100, max_new=3, weights=weights, scope="lone"))
     assert _steps_until_answered(shadow, (100, 0), 5) == 3
     shadow.step()
     assert len(shadow.batcher.running) == 8, "the place is the flood's again"
     assert shadow.batcher.running[0] is oldest
     while any(shadow.live.values()):
         shadow.step()
-    expected = {(n, i): _expected([n] * 5, i, 300) for n in range(16 // num_samples) for i in range(num_samples)}
+    expected = {
+        (n, i): _reference_tokens([n] * 5, i, 300) for n in range(16 // num_samples) for i in range(num_samples)
+    }
     assert {order: tokens for order, tokens in shadow.answers.items() if order[0] < 100} == expected
 
 
 def test_a_step_of_some_scopes_leaves_the_others_as_they_are():
     shadow = _Shadow(_batcher(1000, max_sequences=8, max_tokens=64))
     weights = Weights(None, 0)
-    for number in range(10):
-        shadow.submit(_request([number] * 5, number=number, max_new=20, weights=weights, scope="flood"))
+    for index in range(10):
+        shadow.submit(_request([index] * 5, index=index, max_new=20, weights=weights, scope="flood"))
     shadow.step()
     lengths = [sequence.length for sequence in shadow.batcher.running[:6]]
-    shadow.submit(_request([9] * 5, number=100, max_new=3, weights=weights, scope="lone"))
+    shadow.submit(_request([9] * 5, index=100, max_new=3, weights=weights, scope="lone"))
     for _ in range(3):
         assert [span.sequence.scope for span in shadow.step({"lone"}).spans] == ["lone"]
     assert (100, 0) in shadow.answers
@@ -403,12 +405,12 @@ def test_a_step_of_some_scopes_leaves_the_others_as_they_are():
 def test_scopes_share_places_equally_and_none_loses_its_oldest():
     shadow = _Shadow(_batcher(1000, max_sequences=6, max_tokens=64))
     weights = Weights(None, 0)
-    for number in range(12):
-        shadow.submit(_request([number] * 3, number=number, max_new=50, weights=weights, scope="flood"))
+    for index in range(12):
+        shadow.submit(_request([index] * 3, index=index, max_new=50, weights=weights, scope="flood"))
     shadow.step()
-    for number in range(12, 30):
-        scope = "b" if number % 2 else "c"
-        shadow.submit(_request([number] * 3, number=number, max_new=50, weights=weights, scope=scope))
+    for index in range(12, 30):
+        scope = "b" if index % 2 else "c"
+        shadow.submit(_request([index] * 3, index=index, max_new=50, weights=weights, scope=scope))
     for _ in range(3):
         shadow.step()
         assert shadow.batcher.running[0].order == (0, 0)
@@ -419,12 +421,12 @@ def test_scopes_share_places_equally_and_none_loses_its_oldest():
 def test_a_sequence_of_another_scope_gets_blocks_that_one_scope_holds():
     shadow = _Shadow(_batcher(24, max_sequences=8, max_tokens=64))
     weights = Weights(None, 0)
-    for number in range(4):
-        shadow.submit(_request([number] * 12, number=number, max_new=12, weights=weights, scope="flood"))
+    for index in range(4):
+        shadow.submit(_request([index] * 12, index=index, max_new=12, weights=weights, scope="flood"))
     for _ in range(8):
         shadow.step()
     assert shadow.batcher.pool.num_available < 5
-    shadow.submit(_request([9] * 12, number=100, max_new=4, weights=weights, scope="lone"))
+    shadow.submit(_request([9] * 12, index=100, max_new=4, weights=weights, scope="lone"))
     assert _steps_until_answered(shadow, (100, 0), 10) == 4
     while any(shadow.live.values()):
         shadow.step()
@@ -434,9 +436,9 @@ def test_a_sequence_of_another_scope_gets_blocks_that_one_scope_holds():
 def test_prompts_of_two_scopes_share_the_tokens_of_a_step():
     shadow = _Shadow(_batcher(1000, max_tokens=16))
     weights = Weights(None, 0)
-    shadow.submit(_request([1] * 400, number=0, max_new=1, weights=weights, scope="flood"))
+    shadow.submit(_request([1] * 400, index=0, max_new=1, weights=weights, scope="flood"))
     shadow.step()
-    shadow.submit(_request([2] * 24, number=1, max_new=1, weights=weights, scope="lone"))
+    shadow.submit(_request([2] * 24, index=1, max_new=1, weights=weights, scope="lone"))
     assert _steps_until_answered(shadow, (1, 0), 4) == 3
     assert shadow.live[0][0].num_cached == 16 + 3 * 8
 
@@ -535,8 +537,8 @@ def test_paged_attention_equals_attention_over_each_sequence_alone(
             first = 0
             if window is not None:
                 first = position - position % window.size if window.chunked else max(position - window.size + 1, 0)
-            seen = slice(first, position + 1)
-            expected = _plain_attention(q_THD[row], k[seen], v[seen], 0.3, softcap)
+            visible = slice(first, position + 1)
+            expected = _plain_attention(q_THD[row], k[visible], v[visible], 0.3, softcap)
             torch.testing.assert_close(out_THD[row].double(), expected, atol=2e-5, rtol=1e-4)
             row += 1
 

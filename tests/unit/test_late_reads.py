@@ -45,20 +45,20 @@ FREE = (Adjustments(logit_bias=((5, 4.0),), min_p=0.05), Adjustments(allowed_tok
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
     register()
-    found = {}
+    loaded = {}
     for arch in ARCHS:
         shape = tiny_models.make(tmp_path_factory.mktemp(arch), arch)
         model = AutoModelForCausalLM.from_pretrained(
             Path(shape.path), dtype=torch.float64, attn_implementation=ATTENTION_NAME, experts_implementation="eager"
         )
-        base = found[arch] = BaseModel(model, tiny_models.tokenizer(), shape)
+        base = loaded[arch] = BaseModel(model, tiny_models.tokenizer(), shape)
         if base._fused is not None:
             base._fused.prepare()
-    return found
+    return loaded
 
 
 @dataclass
-class Found:
+class RunRecord:
     """A sampler's outcomes by request, its streamed tokens in order, and the requests cancelled in time."""
 
     outcomes: dict[str, SampleResult | UserError] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class Found:
 def crowd(rng: np.random.Generator, num: int, versions: list[str | None], *, needy: bool) -> list[Sample]:
     """Requests that end at different steps, by length, token or text; several share a prompt prefix."""
     samples = []
-    for number in range(num):
-        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])
+    for index in range(num):
+        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), index)])
         adjustments = (None, None, *FREE, *(NEEDY if needy else ()))
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 16)),
@@ -90,7 +90,7 @@ def crowd(rng: np.random.Generator, num: int, versions: list[str | None], *, nee
         )
         samples.append(
             make_sample(
-                str(number), prompt, params, version_id=versions[rng.integers(len(versions))],
+                str(index), prompt, params, version_id=versions[rng.integers(len(versions))],
                 num_samples=int(rng.integers(1, 4)), prompt_logprobs=bool(rng.integers(2)), stream=True,
                 topk_sample_logprobs=int(rng.choice([0, 3])), cache_scope=str(rng.integers(2)),
             )
@@ -98,21 +98,21 @@ def crowd(rng: np.random.Generator, num: int, versions: list[str | None], *, nee
     return samples
 
 
-def drive(sampler: LocalSampler, samples: list[Sample], seed: int) -> Found:
+def drive(sampler: LocalSampler, samples: list[Sample], seed: int) -> RunRecord:
     """Submit between steps, cancel some, and run to the end."""
     sampler._contiguous = None  # its keys are float32
-    rng, found = np.random.default_rng(seed), Found()
-    for number, sample in enumerate(samples):
+    rng, record = np.random.default_rng(seed), RunRecord()
+    for index, sample in enumerate(samples):
         sampler.submit(sample)
         for _ in range(rng.integers(0, 4)):
-            found.step(sampler)
-        if rng.integers(4) == 0 and sampler.cancel(name := str(rng.integers(number + 1))):
-            found.cancelled.add(name)
+            record.step(sampler)
+        if rng.integers(4) == 0 and sampler.cancel(name := str(rng.integers(index + 1))):
+            record.cancelled.add(name)
     for _ in range(3000):
         if not sampler.has_work:
             assert sampler._batcher.pool.num_live == 0
-            return found
-        found.step(sampler)
+            return record
+        record.step(sampler)
     raise AssertionError("the sampler does not finish")
 
 
@@ -122,13 +122,13 @@ def bits(result: SampleResult) -> list[bytes]:
     return [row.tobytes() for row in rows if row is not None]
 
 
-def assert_streams_are_answers(found: Found) -> None:
+def assert_streams_are_answers(record: RunRecord) -> None:
     streams: dict[tuple[str, int], list[int]] = {}
-    for partial in found.partials:
-        own = streams.setdefault((partial.request_id, partial.index), [])
-        assert partial.start == len(own)
-        own.extend(partial.tokens)
-    for request_id, outcome in found.outcomes.items():
+    for partial in record.partials:
+        streamed = streams.setdefault((partial.request_id, partial.index), [])
+        assert partial.start == len(streamed)
+        streamed.extend(partial.tokens)
+    for request_id, outcome in record.outcomes.items():
         assert isinstance(outcome, SampleResult)
         for index, sequence in enumerate(outcome.sequences):
             assert streams[request_id, index] == sequence.tokens_T.tolist()
@@ -151,7 +151,7 @@ def test_answers_and_streams_are_those_of_a_sampler_that_reads_at_once(
     bases: dict[str, BaseModel], arch: str, seed: int, options: SamplerOptions, num_tokens: int | None, needy: bool
 ) -> None:
     base = bases[arch]
-    versions = {f"v{number}": make_adapter(base, number) for number in (1, 2)}
+    versions = {f"v{adapter_seed}": make_adapter(base, adapter_seed) for adapter_seed in (1, 2)}
     samples = crowd(np.random.default_rng(seed), 8, [None, *versions], needy=needy)
     if num_tokens is not None:  # less than two requests need: some are preempted
         token_bytes = LocalSampler(base, {})._cache.token_bytes
@@ -162,9 +162,9 @@ def test_answers_and_streams_are_those_of_a_sampler_that_reads_at_once(
         for reads_late in (False, True)
     )
     names = {sample.request_id for sample in samples}
-    for found in (at_once, late):
-        assert found.outcomes.keys() | found.cancelled == names and not found.outcomes.keys() & found.cancelled
-        assert_streams_are_answers(found)
+    for record in (at_once, late):
+        assert record.outcomes.keys() | record.cancelled == names and not record.outcomes.keys() & record.cancelled
+        assert_streams_are_answers(record)
     for name in at_once.outcomes.keys() & late.outcomes.keys():
         ours, theirs = late.outcomes[name], at_once.outcomes[name]
         assert isinstance(ours, SampleResult) and isinstance(theirs, SampleResult)

@@ -62,8 +62,8 @@ def test_a_stream_is_split_only_at_its_line_ends(text: str, data: st.DataObject)
     async def lines() -> list[bytes]:
         return [line async for line in _lines(chunks())]
 
-    *ended, last = written.split(b"\n")
-    expected = [line.removesuffix(b"\r") for line in ended] + ([last] if last else [])
+    *complete, last = written.split(b"\n")
+    expected = [line.removesuffix(b"\r") for line in complete] + ([last] if last else [])
     assert asyncio.run(lines()) == expected
 
 

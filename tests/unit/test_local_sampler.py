@@ -84,9 +84,9 @@ def test_greedy_answers_and_their_logprobs_are_those_of_transformers(
     for name, result in run(sampler, *samples).items():
         prompt, answer = prompts[name], result.sequences[0]
         logprobs = reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]))
-        own = logprobs[len(prompt) - 1 : -1]
-        assert answer.tokens_T.tolist() == own.argmax(-1).tolist()
-        np.testing.assert_allclose(answer.logprobs_T, own.max(-1).values, atol=1e-4)
+        answer_logprobs = logprobs[len(prompt) - 1 : -1]
+        assert answer.tokens_T.tolist() == answer_logprobs.argmax(-1).tolist()
+        np.testing.assert_allclose(answer.logprobs_T, answer_logprobs.max(-1).values, atol=1e-4)
         if result.prompt_logprobs_T is not None:
             expected = logprobs[np.arange(len(prompt) - 1), prompt[1:].astype(np.int64)]
             np.testing.assert_allclose(result.prompt_logprobs_T[1:], expected, atol=1e-4)
@@ -136,8 +136,8 @@ def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
 def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> list[Sample]:
     """Requests of all kinds; several share a prompt prefix."""
     samples = []
-    for number in range(num):
-        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])
+    for index in range(num):
+        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), index)])
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 12)),
             seed=int(rng.integers(1000)),
@@ -147,7 +147,7 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
         )
         samples.append(
             make_sample(
-                str(number),
+                str(index),
                 prompt,
                 params,
                 version_id=versions[rng.integers(len(versions))],
@@ -219,11 +219,11 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseM
 
 
 def test_samples_differ_and_the_first_is_the_only_one_of_a_smaller_request(base: BaseModel):
-    many = alone(base, make_sample("a", make_prompt(6), num_samples=8))
-    assert len({tuple(sequence.tokens_T.tolist()) for sequence in many.sequences}) == 8
-    assert_same(alone(base, make_sample("a", make_prompt(6))), replace(many, sequences=many.sequences[:1]))
+    eight = alone(base, make_sample("a", make_prompt(6), num_samples=8))
+    assert len({tuple(sequence.tokens_T.tolist()) for sequence in eight.sequences}) == 8
+    assert_same(alone(base, make_sample("a", make_prompt(6))), replace(eight, sequences=eight.sequences[:1]))
     few_at_once = LocalSampler(base, {}, options=SamplerOptions(max_sequences=3, block_size=4))
-    assert_same(run(few_at_once, make_sample("a", make_prompt(6), num_samples=8))["a"], many)
+    assert_same(run(few_at_once, make_sample("a", make_prompt(6), num_samples=8))["a"], eight)
 
 
 def _free_run(base: BaseModel, **changes: float) -> np.ndarray:
@@ -231,7 +231,7 @@ def _free_run(base: BaseModel, **changes: float) -> np.ndarray:
     return alone(base, make_sample("a", make_prompt(5), params)).sequences[0].tokens_T
 
 
-def _stopped(base: BaseModel, **changes: object) -> SampleResult:
+def _sample_until(base: BaseModel, **changes: object) -> SampleResult:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
     return alone(base, make_sample("a", make_prompt(5), params))
 
@@ -241,7 +241,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(base: Ba
     text = base.tokenizer.decode(free)
     start = next(i for i in range(8, 50) if "\ufffd" not in text[i : i + 3] and text.index(text[i : i + 3]) == i)
     stop = text[start : start + 3]
-    answer = _stopped(base, stop_strings=("never there", stop)).sequences[0]
+    answer = _sample_until(base, stop_strings=("never there", stop)).sequences[0]
     assert answer.stop_reason == "stop"
     assert answer.tokens_T.tolist() == free[: len(answer.tokens_T)].tolist()
     assert stop in base.tokenizer.decode(answer.tokens_T)
@@ -251,7 +251,7 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(base: Ba
 def test_a_stop_token_ends_the_answer_and_is_part_of_it(base: BaseModel):
     free = _free_run(base).tolist()
     token = free[20]
-    answer = _stopped(base, stop_tokens=(token,)).sequences[0]
+    answer = _sample_until(base, stop_tokens=(token,)).sequences[0]
     assert answer.tokens_T.tolist() == free[: free.index(token) + 1]
     assert answer.stop_reason == "stop"
 
@@ -273,9 +273,9 @@ def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(ba
 
 def test_an_answer_that_stops_on_its_last_allowed_token_stopped(base: BaseModel):
     free = _free_run(base, max_tokens=6)
-    assert _stopped(base, max_tokens=6).sequences[0].stop_reason == "length"
+    assert _sample_until(base, max_tokens=6).sequences[0].stop_reason == "length"
     first = free.tolist().index(free[-1]) + 1
-    answer = _stopped(base, max_tokens=first, stop_tokens=(int(free[-1]),)).sequences[0]
+    answer = _sample_until(base, max_tokens=first, stop_tokens=(int(free[-1]),)).sequences[0]
     assert (len(answer.tokens_T), answer.stop_reason) == (first, "stop")
 
 
@@ -386,7 +386,7 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     assert not sampler.has_work
 
 
-def _poisoned(base: BaseModel, value: float) -> Adapter:
+def _make_broken_adapter(base: BaseModel, value: float) -> Adapter:
     adapter = make_adapter(base, 9)
     adapter.flat_P.fill_(value)
     adapter.refresh()
@@ -397,7 +397,7 @@ def _poisoned(base: BaseModel, value: float) -> Adapter:
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "qwen3_5"])
 def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[str, BaseModel], arch: str, value: float):
     base = bases[arch]
-    versions = {"good": make_adapter(base, 1), "bad": _poisoned(base, value)}
+    versions = {"good": make_adapter(base, 1), "bad": _make_broken_adapter(base, value)}
     # 20 blocks: the other requests reuse the poisoned blocks.
     num_bytes = 80 * LocalSampler(base, {})._cache.token_bytes + 16 * state_bytes(probe_layers(base))
     options = SamplerOptions(block_size=4, kv_cache_bytes=num_bytes, max_tokens_per_step=16)
@@ -428,13 +428,13 @@ def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_toke
 ):
     logits = base.logits
 
-    def poisoned(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def spoil_logits(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         logits_TV = logits(hidden_TD, routing)
         if len(logits_TV) > 1:
             logits_TV[3, 5] = torch.nan
         return logits_TV
 
-    monkeypatch.setattr(base, "logits", poisoned)
+    monkeypatch.setattr(base, "logits", spoil_logits)
     sampler = LocalSampler(base, {})
     scored = run(sampler, make_sample("a", make_prompt(9), prompt_logprobs=True))["a"]
     assert isinstance(scored, UserError)
@@ -484,23 +484,23 @@ def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(base: BaseModel
 
 def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: BaseModel):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4, max_sequences=4))
-    kept = make_sample("kept", make_prompt(9))
-    sampler.submit(kept)
+    survivor = make_sample("kept", make_prompt(9))
+    sampler.submit(survivor)
     sampler.step()
-    held = sampler._batcher.pool.num_live
+    num_live = sampler._batcher.pool.num_live
     sampler.submit(make_sample("running", make_prompt(20), num_samples=3))
     sampler.submit(make_sample("waiting", make_prompt(21, 1), num_samples=3))
     for _ in range(2):
         sampler.step()
-    assert sampler._batcher.pool.num_live > held + 4
+    assert sampler._batcher.pool.num_live > num_live + 4
     assert sampler.cancel("running")
     assert sampler.cancel("waiting")
-    assert sampler._batcher.pool.num_live == held
+    assert sampler._batcher.pool.num_live == num_live
     assert not sampler.cancel("running")
     assert not sampler.cancel("unknown")
     results = finish(sampler)
     assert list(results) == ["kept"]
-    assert_same(results["kept"], alone(base, kept))
+    assert_same(results["kept"], alone(base, survivor))
     assert not sampler.cancel("kept")
 
 
@@ -520,8 +520,8 @@ def test_a_bfloat16_base_scores_its_own_samples_as_it_drew_them(
     versions = {"v": make_adapter(base, 4)}
     for version_id in (None, "v"):
         drawn = alone(base, make_sample("a", make_prompt(20), version_id=version_id), versions).sequences[0]
-        whole = np.concatenate([make_prompt(20), drawn.tokens_T])
-        scored = alone(base, make_sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
+        tokens = np.concatenate([make_prompt(20), drawn.tokens_T])
+        scored = alone(base, make_sample("b", tokens, version_id=version_id, prompt_logprobs=True), versions)
         assert scored.prompt_logprobs_T is not None
         np.testing.assert_allclose(scored.prompt_logprobs_T[20:], drawn.logprobs_T, atol=0.15)
 

@@ -74,12 +74,12 @@ def test_each_row_uses_its_own_adapter_only(parts: list[tuple[int, int]], bias: 
     pairs = [tuple(w.double().requires_grad_() for w in owner.weights["x"]) for owner in owners]
     rows, start = [], 0
     for n, i in parts:
-        own = x64[start : start + n]
-        base = own @ linear.weight.double().t() + (linear.bias.double() if bias else 0)
+        x_rows = x64[start : start + n]
+        base = x_rows @ linear.weight.double().t() + (linear.bias.double() if bias else 0)
         rows.append(
             base
             if i < 0
-            else base + owners[i].spec.alpha / owners[i].layout.rank * own @ pairs[i][0].t() @ pairs[i][1].t()
+            else base + owners[i].spec.alpha / owners[i].layout.rank * x_rows @ pairs[i][0].t() @ pairs[i][1].t()
         )
         start += n
     expected = torch.cat(rows)
@@ -89,9 +89,9 @@ def test_each_row_uses_its_own_adapter_only(parts: list[tuple[int, int]], bias: 
     torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-4, atol=1e-3)
     for owner, pair in zip(owners, pairs, strict=True):
         assert owner.gradients is not None
-        for found, leaf in zip(owner.gradients["x"], pair, strict=True):
-            wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
+        for gradient, leaf in zip(owner.gradients["x"], pair, strict=True):
+            reference = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-3)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
@@ -127,10 +127,10 @@ def test_a_seed_determines_every_matrix(qwen: ModelShape) -> None:
     second.create_model("noise", LoraSpec(4))
     second.create_model("b", LoraSpec(4, seed=7, train_mlp=False))
     second.create_model("c", LoraSpec(4, seed=8))
-    whole, part, other = (b._models[n].adapter.weights for b, n in ((first, "a"), (second, "b"), (second, "c")))
-    assert all(torch.equal(whole[name][0], part[name][0]) for name in part)
-    assert not any(torch.equal(whole[name][0], other[name][0]) for name in whole)
-    a = [pair[0] for pair in whole.values()]
+    full, part, other = (b._models[n].adapter.weights for b, n in ((first, "a"), (second, "b"), (second, "c")))
+    assert all(torch.equal(full[name][0], part[name][0]) for name in part)
+    assert not any(torch.equal(full[name][0], other[name][0]) for name in full)
+    a = [pair[0] for pair in full.values()]
     assert not torch.equal(a[0], a[1])
 
 
@@ -163,8 +163,8 @@ def test_an_adapter_on_a_tied_unembedding_leaves_the_embeddings_alone(qwen: Mode
     owner = Adapter(LoraSpec(4), layout, flat, torch.float32)
     tokens, plan = torch.arange(5), PackedCausal([5])
     hidden = []
-    for who in (None, owner):
-        routing = Routing.of([who], [5])
+    for row_owner in (None, owner):
+        routing = Routing.of([row_owner], [5])
         hidden.append(base.hidden(tokens, tokens, plan, routing))
     assert torch.equal(hidden[0], hidden[1])
     assert not torch.equal(base.logits(hidden[0], Routing.of([None], [5])), base.logits(hidden[0], routing))
@@ -225,8 +225,8 @@ def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float
         assert metrics["step"] == step + 1 and metrics["learning_rate"] == 2e-3
         for name, (a, b) in backend._models["m"].adapter.weights.items():
             theirs = layers[name].lora_A["default"].weight, layers[name].lora_B["default"].weight
-            for mine, other in zip((a, b), (w.detach() for w in theirs), strict=True):
-                assert float((mine - other).norm()) < 1e-3 * float(other.norm()) + 1e-6
+            for actual, reference in zip((a, b), (w.detach() for w in theirs), strict=True):
+                assert float((actual - reference).norm()) < 1e-3 * float(reference.norm()) + 1e-6
 
 
 def sft(rng: np.random.Generator, length: int) -> Datum:
@@ -239,7 +239,7 @@ def sft(rng: np.random.Generator, length: int) -> Datum:
     )
 
 
-def trained(seed: int, size: int = 6) -> Trained:
+def make_trained(seed: int, size: int = 6) -> Trained:
     return Trained(adapter(2, Target("x", "mlp", size, size), seed))
 
 
@@ -258,14 +258,14 @@ def trained(seed: int, size: int = 6) -> Trained:
     )
 )
 def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float, float, float, float, bool]]) -> None:
-    mine = [trained(i) for i in range(len(requests))]
-    theirs = [nn.Parameter(t.adapter.flat_P.clone()) for t in mine]
-    optimizers = [torch.optim.AdamW([p]) for p in theirs]
+    models = [make_trained(i) for i in range(len(requests))]
+    references = [nn.Parameter(t.adapter.flat_P.clone()) for t in models]
+    optimizers = [torch.optim.AdamW([p]) for p in references]
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         params = []
         for t, p, optimizer, (rate, beta1, decay, clip, has_gradient) in zip(
-            mine, theirs, optimizers, requests, strict=True
+            models, references, optimizers, requests, strict=True
         ):
             gradient = torch.randn(p.shape, generator=generator) if has_gradient else torch.zeros_like(p)
             t.gradient_P = gradient.clone() if has_gradient else None
@@ -275,20 +275,20 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
             optimizer.param_groups[0].update(lr=rate, betas=(beta1, 0.95), eps=1e-8, weight_decay=decay)
             optimizer.step()
             params.append(AdamParams(rate, beta1, 0.95, 1e-8, decay, clip))
-        outcomes = step_together(list(zip(mine, params, strict=True)))
+        outcomes = step_together(list(zip(models, params, strict=True)))
         assert all(isinstance(outcome, dict) for outcome in outcomes)
-    for t, p in zip(mine, theirs, strict=True):
+    for t, p in zip(models, references, strict=True):
         torch.testing.assert_close(t.adapter.flat_P, p.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_without_a_gradient_is_a_step_with_zero() -> None:
-    one = trained(0)
-    before = one.adapter.flat_P.clone()
-    (metrics,) = step_together([(one, AdamParams(0.1))])
+    model = make_trained(0)
+    before = model.adapter.flat_P.clone()
+    (metrics,) = step_together([(model, AdamParams(0.1))])
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
-    assert torch.equal(one.adapter.flat_P, before)
-    step_together([(one, AdamParams(0.1, weight_decay=0.5))])
-    torch.testing.assert_close(one.adapter.flat_P, before * 0.95)
+    assert torch.equal(model.adapter.flat_P, before)
+    step_together([(model, AdamParams(0.1, weight_decay=0.5))])
+    torch.testing.assert_close(model.adapter.flat_P, before * 0.95)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-21, 1e-3, 1.0, 1e15, 1e25])
@@ -319,8 +319,8 @@ def test_a_product_by_columns_is_the_plain_one(rows: int, inner: int, columns: i
     generator = torch.Generator().manual_seed(rows)
     a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, inner), (inner, columns)))
     expected = a.double() @ b.double()
-    for own in (b, b.t().contiguous().t()):
-        error = (products._by_columns(a, own).double() - expected).norm() / expected.norm()
+    for matrix in (b, b.t().contiguous().t()):
+        error = (products._by_columns(a, matrix).double() - expected).norm() / expected.norm()
         assert error < 0.004  # the rounding of bfloat16
 
 
@@ -366,15 +366,15 @@ def test_joined_matrices_of_some_outputs_leave_the_others(rows: int) -> None:
     module.divide([("a", 3), ("b", 4)])
     layout = Layout.of(2, module.adapted)
     flat_P = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rows))
-    own = Adapter(LoraSpec(2, alpha=3.0), layout, flat_P, torch.float32)
+    joined_adapter = Adapter(LoraSpec(2, alpha=3.0), layout, flat_P, torch.float32)
     x_TI = torch.randn(rows + 2, 6, generator=torch.Generator().manual_seed(1))
-    context.routing = Routing.of([None, own], [2, rows], repeats=True)
+    context.routing = Routing.of([None, joined_adapter], [2, rows], repeats=True)
     with torch.no_grad():
         found_TO = module(x_TI)
     expected_TO = linear(x_TI).double()
     for columns, name in ((slice(0, 3), "m.a"), (slice(3, 7), "m.b")):
-        a_rI, b_Or = (matrix.double() for matrix in own.weights[name])
-        expected_TO[2:, columns] += own.scale * (x_TI[2:].double() @ a_rI.t() @ b_Or.t())
+        a_rI, b_Or = (matrix.double() for matrix in joined_adapter.weights[name])
+        expected_TO[2:, columns] += joined_adapter.scale * (x_TI[2:].double() @ a_rI.t() @ b_Or.t())
     torch.testing.assert_close(found_TO.double(), expected_TO, rtol=1e-5, atol=1e-5)
-    kept = [module.delta in run.stacks for run in context.routing.work[module.delta]]
-    assert kept == [HAS_ONEDNN]
+    has_stack = [module.delta in run.stacks for run in context.routing.work[module.delta]]
+    assert has_stack == [HAS_ONEDNN]

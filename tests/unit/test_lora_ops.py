@@ -39,7 +39,7 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
     parts: list[tuple[int, int]], dtype: torch.dtype, sizes: tuple[int, tuple[int, ...]], fewest: bool, seed: int
 ) -> None:
     """Ragged and equal lengths, two ranks, and every gradient added twice. `fewest`: as on CUDA."""
-    owners = [make(sizes, rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
+    owners = [make(sizes, rank, index, dtype) for index, rank in enumerate((32, 32, 32, 5))]
     delta = LoRADelta(owners[0].layout.targets)
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(length for length, _ in parts)
@@ -48,9 +48,9 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
     gradients = [owner.open_gradients() for owner in owners[3 if fewest else 0 :]]
     y_TO, grad_TI = torch.zeros_like(grad_TO), torch.zeros_like(x_TI)
     for _ in range(2):
-        work = delta.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
+        runs = delta.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
         with mock.patch.object(lora, "counts_launches", lambda _: fewest):
-            delta.backward_(grad_TI, grad_TO, x_TI, work, delta.forward_(y_TO, x_TI, work))
+            delta.backward_(grad_TI, grad_TO, x_TI, runs, delta.forward_(y_TO, x_TI, runs))
     expected_TO, expected_TI = torch.zeros_like(y_TO).double(), torch.zeros_like(x_TI).double()
     expected_P = [torch.zeros(owner.layout.numel, dtype=torch.float64) for owner in owners]
     start = 0
@@ -69,11 +69,11 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
     for owner in owners:
         owner.close_gradients()
     gradients = gradients if stack is None else [*stack.take_gradients(), *gradients]
-    found = [y_TO, grad_TI, *gradients]
+    actual_tensors = [y_TO, grad_TI, *gradients]
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    for one, wanted in zip(found, [expected_TO, expected_TI, *expected_P], strict=True):
-        assert bool(one.isfinite().all())
-        assert float((one.double() - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-6)
+    for actual, reference in zip(actual_tensors, [expected_TO, expected_TI, *expected_P], strict=True):
+        assert bool(actual.isfinite().all())
+        assert float((actual.double() - reference).norm()) <= tolerance * max(float(reference.norm()), 1e-6)
 
 
 @examples(20)
@@ -86,7 +86,7 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
 def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
     parts: list[tuple[int, int]], dtype: torch.dtype, equal: bool, seed: int
 ) -> None:
-    owners = [make((24, (16, 8, 8)), rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
+    owners = [make((24, (16, 8, 8)), rank, index, dtype) for index, rank in enumerate((32, 32, 32, 5))]
     delta = LoRADelta(owners[0].layout.targets)
     generator = torch.Generator().manual_seed(seed)
     lengths = [2 if equal else length for length, _ in parts]
@@ -114,6 +114,6 @@ def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.Mon
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
         delta = LoRADelta(owners[0].layout.targets)
-        work = delta.work(Routing.of(owners, [4, 4]))
-        delta.forward_(torch.zeros(8, sum(LARGE[1]), dtype=dtype), torch.zeros(8, 128, dtype=dtype), work)
+        runs = delta.work(Routing.of(owners, [4, 4]))
+        delta.forward_(torch.zeros(8, sum(LARGE[1]), dtype=dtype), torch.zeros(8, 128, dtype=dtype), runs)
         assert batched == expected

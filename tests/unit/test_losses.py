@@ -91,11 +91,11 @@ def test_a_weight_of_zero_silences_an_impossible_target() -> None:
 
 def test_good_passes_are_admitted() -> None:
     check_pass(pass_of(plain()), SHAPE)
-    many = Datum(
+    multi_target = Datum(
         np.arange(3, dtype=np.int32),
         {"target_tokens": np.ones((3, 4), I64), "weights": np.ones((3, 4), I64), "mask": np.full(1, np.nan, F32)},
     )
-    check_pass(pass_of(many), SHAPE)
+    check_pass(pass_of(multi_target), SHAPE)
     check_pass(pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))), SHAPE)
     for name in LOSSES.keys() - {"cross_entropy", "custom"}:
         check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)

@@ -70,23 +70,23 @@ def base(shape: ModelShape) -> BaseModel:
 
 
 class Holder:
-    def __init__(self, held: int, spare: int = 0) -> None:
-        self.held = held
+    def __init__(self, num_bytes: int, spare: int = 0) -> None:
+        self.num_bytes = num_bytes
         self.spare = spare
-        self.asked: list[int] = []
+        self.evicted: list[int] = []
 
     def evict(self, num_bytes: int) -> None:
-        self.asked.append(num_bytes)
-        self.held -= min(num_bytes, self.held)
+        self.evicted.append(num_bytes)
+        self.num_bytes -= min(num_bytes, self.num_bytes)
 
     def evictable(self) -> Evictable:
-        return Evictable(lambda: self.spare, lambda: self.held, self.evict)
+        return Evictable(lambda: self.spare, lambda: self.num_bytes, self.evict)
 
 
 def manager_of(budget: int, **holders: Holder) -> MemoryManager:
     memory = MemoryManager(budget)
     for name, holder in holders.items():
-        memory.register(name, lambda holder=holder: holder.held, holder.evictable() if holder.spare else None)
+        memory.register(name, lambda holder=holder: holder.num_bytes, holder.evictable() if holder.spare else None)
     return memory
 
 
@@ -94,9 +94,9 @@ def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
     cache = Holder(40, spare=10)
     memory = manager_of(100, base=Holder(50), kv_cache=cache)
     with memory.reserved(10):
-        assert cache.asked == [] and memory.free() == 0
+        assert cache.evicted == [] and memory.free() == 0
     with memory.reserved(35):
-        assert cache.asked == [25] and memory.is_reserved
+        assert cache.evicted == [25] and memory.is_reserved
         assert memory.use() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
     assert not memory.is_reserved and memory.free() == 35
     assert (memory.take_peak(), memory.take_peak()) == (35, 0)
@@ -115,14 +115,14 @@ def test_what_is_available_is_known_before_anything_is_evicted() -> None:
     memory = manager_of(100, base=Holder(50), kv_cache=cache)
     assert memory.available(ACTIVATIONS, idle_only=True) == 20
     assert memory.available(ACTIVATIONS, idle_only=False) == 50
-    assert memory.limit_of("kv_cache") == 50 and cache.asked == []
+    assert memory.limit_of("kv_cache") == 50 and cache.evicted == []
 
 
 def test_without_a_budget_nothing_is_evicted_and_everything_is_counted() -> None:
     cache = Holder(40, spare=10)
     memory = manager_of(0, kv_cache=cache)
     with memory.reserved(10**15):
-        assert memory.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.asked == []
+        assert memory.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.evicted == []
 
 
 # Blocks and sequences.
@@ -135,17 +135,17 @@ def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bo
     pool = BlockPool(max_blocks=100, initial_blocks=4)
     live: dict[int, list[int]] = {}
     keys: dict[bytes, int] = {}
-    for number, (length, known, released) in enumerate(chains):
+    for chain_id, (length, is_registered, released) in enumerate(chains):
         blocks = pool.allocate(length) or []
-        key = root_key(number)
-        for block in blocks if known else []:
+        key = root_key(chain_id)
+        for block in blocks if is_registered else []:
             key = chain_key(key, b"x")
-            pool.register(block, key, number)
+            pool.register(block, key, chain_id)
             keys[key] = block
         if released:
             pool.release(blocks)
         else:
-            live[number] = blocks
+            live[chain_id] = blocks
     pool.take_fresh()
     num_live, content = pool.num_live, {block: object() for block in range(pool.num_blocks)}
     if num_live:
@@ -161,12 +161,12 @@ def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bo
         for block in blocks:
             assert pool.refs(moves.get(block, block)) == 1
     for key, block in keys.items():
-        if found := pool.match([key]):
-            assert after[found[0]] is content[block]
+        if matched := pool.match([key]):
+            assert after[matched[0]] is content[block]
     pool.max_blocks = size
-    rest = pool.allocate(size - num_live) or []
-    taken = [moves.get(block, block) for blocks in live.values() for block in blocks]
-    assert sorted(rest + taken) == list(range(1, size + 1))
+    fresh = pool.allocate(size - num_live) or []
+    live_blocks = [moves.get(block, block) for blocks in live.values() for block in blocks]
+    assert sorted(fresh + live_blocks) == list(range(1, size + 1))
 
 
 @pytest.mark.extended
@@ -180,22 +180,22 @@ def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseMo
     expected = LocalSampler(base, {}, options=options)
     memory = MemoryManager(base.num_bytes + 40 * 2**20)
     memory.register(BASE, lambda: base.num_bytes)
-    squeezed = LocalSampler(base, {}, options=options, memory=memory)
+    limited = LocalSampler(base, {}, options=options, memory=memory)
     for sample in samples:
         expected.submit(sample)
-        squeezed.submit(sample)
-    found: dict[str, SampleResult | UserError] = {}
+        limited.submit(sample)
+    results: dict[str, SampleResult | UserError] = {}
     rng, steps, shrunk = np.random.default_rng(every), 0, 0
-    while squeezed.has_work:
-        found.update(squeezed.step())
+    while limited.has_work:
+        results.update(limited.step())
         steps += 1
         if steps % every == 0 and steps < 200:
-            held = memory.use()[KV_CACHE]
-            squeezed._cache_budget.evict(int(held * rng.random()))
-            shrunk += memory.use()[KV_CACHE] < held
+            cache_bytes = memory.use()[KV_CACHE]
+            limited._cache_budget.evict(int(cache_bytes * rng.random()))
+            shrunk += memory.use()[KV_CACHE] < cache_bytes
     assert shrunk > 10
     for request_id, result in finish(expected).items():
-        ours = found[request_id]
+        ours = results[request_id]
         assert isinstance(ours, SampleResult)
         assert_same(ours, result)
 
@@ -228,24 +228,24 @@ class Run:
         self.backend = open_backend(shape, **options)
         self.memory = self.backend._memory
         self.peaks: dict[str, int] = {}
-        self.most = 0
+        self.peak_bytes = 0
         self.waited = 0
         self.logprobs: list[np.ndarray] = []
         self.answers: dict[str, SampleResult | UserError] = {}
         self._reserved = self.memory.reserved
-        self.memory.reserved = self.reserved
+        self.memory.reserved = self.reserve_and_look
 
     @contextmanager
-    def reserved(self, num_bytes: int) -> Iterator[None]:
+    def reserve_and_look(self, num_bytes: int) -> Iterator[None]:
         with self._reserved(num_bytes):
             self.look()
             yield
 
     def look(self) -> None:
         use = self.memory.use()
-        self.most = max(self.most, sum(use.values()))
-        for name, held in use.items():
-            self.peaks[name] = max(self.peaks.get(name, 0), held)
+        self.peak_bytes = max(self.peak_bytes, sum(use.values()))
+        for name, num_bytes in use.items():
+            self.peaks[name] = max(self.peaks.get(name, 0), num_bytes)
 
     def sample(self, steps: int) -> None:
         sampler = self.backend.sampler
@@ -284,11 +284,11 @@ class Run:
 @pytest.mark.parametrize("deterministic", ["on", "off"])
 def test_a_budget_that_cannot_hold_both_changes_no_result(shape: ModelShape, deterministic: str) -> None:
     free = Run(shape, deterministic=deterministic, recompute="off").go()
-    others = sum(held for name, held in free.peaks.items() if name not in (ACTIVATIONS, KV_CACHE))
-    budget = others + int(1.05 * free.peaks[ACTIVATIONS])
-    assert budget < free.most, "it could hold both"
+    fixed_bytes = sum(num_bytes for name, num_bytes in free.peaks.items() if name not in (ACTIVATIONS, KV_CACHE))
+    budget = fixed_bytes + int(1.05 * free.peaks[ACTIVATIONS])
+    assert budget < free.peak_bytes, "it could hold both"
     tight = Run(shape, deterministic=deterministic, recompute="off", memory_budget=budget).go()
-    assert tight.most <= budget
+    assert tight.peak_bytes <= budget
     assert tight.waited > 0, "no running sample gave up its cache"
     assert tight.backend._trainer._limit == free.backend._trainer._limit, "micro-batches were cut"
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(tight.logprobs, free.logprobs, strict=True))
@@ -302,7 +302,7 @@ def test_a_budget_that_cannot_hold_both_changes_no_result(shape: ModelShape, det
 
 def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
     free = Run(shape).go()
-    budget = free.most - free.peaks[KV_CACHE] // 2
+    budget = free.peak_bytes - free.peaks[KV_CACHE] // 2
     run = Run(shape, memory_budget=budget)
     run.backend.create_model("m", LoraSpec(8, seed=1))
     for index in range(12):
@@ -315,19 +315,21 @@ def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
 
 
 def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused_alone(shape: ModelShape) -> None:
-    one = open_backend(shape, recompute="off")
-    one.create_model("m", LoraSpec(8, seed=1))
-    run_to_end(one.run_passes([passes_of("m", 0, (210,))]))
-    needed = one._memory.take_peak()
-    fixed = sum(one._memory.use().values())
-    expected = [run_to_end(one.run_passes([passes_of("m", 0, (100, 100, 90))]))[0]]
+    ample = open_backend(shape, recompute="off")
+    ample.create_model("m", LoraSpec(8, seed=1))
+    run_to_end(ample.run_passes([passes_of("m", 0, (210,))]))
+    activation_bytes = ample._memory.take_peak()
+    fixed = sum(ample._memory.use().values())
+    expected = [run_to_end(ample.run_passes([passes_of("m", 0, (100, 100, 90))]))[0]]
 
-    backend = open_backend(shape, recompute="off", memory_budget=fixed + needed)
+    backend = open_backend(shape, recompute="off", memory_budget=fixed + activation_bytes)
     backend.create_model("m", LoraSpec(8, seed=1))
     room = backend.model_budget_bytes
-    found, refused = run_to_end(backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))]))
-    assert isinstance(found, PassResult) and isinstance(expected[0], PassResult)
-    for ours, theirs in zip(found.logprobs, expected[0].logprobs, strict=True):
+    pass_result, refused = run_to_end(
+        backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))])
+    )
+    assert isinstance(pass_result, PassResult) and isinstance(expected[0], PassResult)
+    for ours, theirs in zip(pass_result.logprobs, expected[0].logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert isinstance(refused, UserError)
     assert "a sequence of 256 tokens does not fit" in str(refused) and "of the memory budget of" in str(refused)
@@ -347,7 +349,7 @@ def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
 
 
 def test_activations_are_computed_again_before_running_samples_lose_theirs(shape: ModelShape) -> None:
-    def running(**options: object) -> Run:
+    def start_run(**options: object) -> Run:
         run = Run(shape, **options)
         run.backend.create_model("m", LoraSpec(8, seed=1))
         for index in range(12):
@@ -355,14 +357,14 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
         run.sample(20)
         return run
 
-    free = running()
+    free = start_run()
     spare = free.backend.sampler._cache_budget.idle()
     run_to_end(free.backend.run_passes([passes_of("m", 0)]))
-    kept = free.memory.take_peak()
-    run = running(memory_budget=sum(free.memory.use().values()) - spare + int(kept * 0.9))
+    peak_bytes = free.memory.take_peak()
+    run = start_run(memory_budget=sum(free.memory.use().values()) - spare + int(peak_bytes * 0.9))
     run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     assert len(run.backend.sampler._batcher.running) == 12
-    assert run.backend.base.recompute.active and run.memory.take_peak() < 0.9 * kept
+    assert run.backend.base.recompute.active and run.memory.take_peak() < 0.9 * peak_bytes
     run.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     free.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     assert torch.equal(run.weights, free.weights)
@@ -391,7 +393,7 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
     run_to_end(backend.run_passes([passes_of("m", 0)]))
     backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     trained, before = backend._models["m"], backend._memory.use()[MODELS]
-    moments = [moment.clone() for moment in trained.moments or ()]
+    moments = [moment_P.clone() for moment_P in trained.moments or ()]
     assert before - trained.offload() == backend._memory.use()[MODELS] < before
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained.moments_or_zeros(2), moments, strict=True))
     assert backend._memory.use()[MODELS] == before
@@ -401,7 +403,7 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"tensor_parallel": 3}, "tensor parallel 3 does not divide the model's 4 attention heads"),
         ({"memory_budget": "6GiB", "data_parallel": 2}, "memory_budget is for an engine on one device"),
@@ -411,10 +413,10 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
-    shape: ModelShape, given: dict[str, object], words: str
+    shape: ModelShape, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):
-        check_fit(Settings.model_validate(given), shape)
+        check_fit(Settings.model_validate(options), shape)
 
 
 def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,10 +428,10 @@ def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monke
 
 
 def test_a_gpu_is_checked_by_the_memory_that_is_free_on_it(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    devices: list[object] = []
 
     def mem_get_info(device: object) -> tuple[int, int]:
-        asked.append(device)
+        devices.append(device)
         return 2**30, 80 * 2**30
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -437,7 +439,7 @@ def test_a_gpu_is_checked_by_the_memory_that_is_free_on_it(shape: ModelShape, mo
     for device in ("auto", "cuda:3"):
         with pytest.raises(SettingsError, match=r"it has 1\.0 GiB"):
             check_fit(Settings(device=device), shape)
-    assert asked == [0, "cuda:3"]
+    assert devices == [0, "cuda:3"]
     check_fit(Settings(sampler="vllm", sampler_shares_device=True), shape)  # vLLM holds the rest, and releases it
 
 
@@ -462,9 +464,9 @@ def test_an_engine_without_degrees_takes_the_plans_for_the_free_memory_and_says_
         chosen = choose_degrees(Settings(), shape, "engine")
     assert (chosen.data_parallel, chosen.tensor_parallel, chosen.shard_base) == (4, 1, False)
     assert chosen.resolved_backend == "sharded"
-    (told,) = logs
-    assert told["layout"] == "data parallel 4 x tensor parallel 1" and told["devices"] == 4
-    assert told["free"] == "3.0 GiB" and "trains a share of each step's sequences" in told["reason"]
+    (event,) = logs
+    assert event["layout"] == "data parallel 4 x tensor parallel 1" and event["devices"] == 4
+    assert event["free"] == "3.0 GiB" and "trains a share of each step's sequences" in event["reason"]
     # A larger model fits the total memory but not the free memory, and is sharded.
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "head_dim": 128}
     config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 36, "vocab_size": 151936}
@@ -480,7 +482,7 @@ def test_an_engine_without_degrees_takes_the_plans_for_the_free_memory_and_says_
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"data_parallel": 1}, ""),
         ({"tensor_parallel": 2}, ""),
@@ -494,13 +496,13 @@ def test_an_engine_without_degrees_takes_the_plans_for_the_free_memory_and_says_
     ],
 )
 def test_given_degrees_and_shared_machines_are_left_as_they_are(
-    shape: ModelShape, gpus: list[int], given: dict[str, object], words: str
+    shape: ModelShape, gpus: list[int], options: dict[str, object], words: str
 ) -> None:
     gpus[:] = [80 * GIB] * 8
-    settings = Settings.model_validate(given)
+    settings = Settings.model_validate(options)
     with structlog.testing.capture_logs() as logs:
         assert choose_degrees(settings, shape, "engine") == settings
-    assert [each["reason"] for each in logs] == [words] * bool(words)
+    assert [event["reason"] for event in logs] == [words] * bool(words)
     assert choose_degrees(Settings(), shape, "sampler") == Settings()
     gpus[:] = [80 * GIB]
     assert choose_degrees(Settings(), shape, "engine") == Settings()
@@ -522,7 +524,7 @@ def test_the_free_memory_of_each_gpu_is_asked_by_a_child(tmp_path: Path, monkeyp
 
 
 @pytest.fixture(scope="module")
-def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def budget_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """nano with a small budget; its base takes 25 MB with the copy for decoding."""
     budget = {"MEMORY_BUDGET": "160MiB"}
     with serving(tmp_path_factory.mktemp("squeezed"), settings=budget) as server:
@@ -530,8 +532,8 @@ def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.extended
-def test_a_client_trains_and_samples_under_a_budget(squeezed: str) -> None:
-    with tinker.ServiceClient(base_url=squeezed, api_key="tml-budget") as service:
+def test_a_client_trains_and_samples_under_a_budget(budget_url: str) -> None:
+    with tinker.ServiceClient(base_url=budget_url, api_key="tml-budget") as service:
         model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
         tokens = list(range(10, 138))
         inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(127, np.float32)}
@@ -548,19 +550,22 @@ def test_a_client_trains_and_samples_under_a_budget(squeezed: str) -> None:
             assert len(answer.result().sequences) == 4
         assert losses[-1] < losses[0]
         # An engine reports its memory once a second, with the peak of activations since the last report.
-        told = ("base", "models", "kv_cache", "activations")
+        parts = ("base", "models", "kv_cache", "activations")
         for _ in range(200):
-            held = memory_of(squeezed)
-            if min(held.get(name, 0) for name in told) > 0:
+            memory_use = memory_of(budget_url)
+            if min(memory_use.get(name, 0) for name in parts) > 0:
                 break
             model.forward_backward([datum] * 8, "cross_entropy").result()
             sampler.sample(prompt, num_samples=4, sampling_params=types.SamplingParams(max_tokens=20)).result()
-        assert min(held[name] for name in told) > 0
-    overview = httpx.get(f"{squeezed}/api/v1/dashboard/overview", headers={"X-API-Key": "tml-budget"}, timeout=60)
-    assert overview.json()["engines"][0]["memory"].keys() == held.keys()
-    assert held.keys() == {"base", "models", "versions", "sampling", "kv_cache", "activations", "budget"}
-    assert held["budget"] == 160 * 2**20
-    assert sum(value for name, value in held.items() if name not in ("budget", "activations")) <= held["budget"]
+        assert min(memory_use[name] for name in parts) > 0
+    overview = httpx.get(f"{budget_url}/api/v1/dashboard/overview", headers={"X-API-Key": "tml-budget"}, timeout=60)
+    assert overview.json()["engines"][0]["memory"].keys() == memory_use.keys()
+    assert memory_use.keys() == {"base", "models", "versions", "sampling", "kv_cache", "activations", "budget"}
+    assert memory_use["budget"] == 160 * 2**20
+    assert (
+        sum(value for name, value in memory_use.items() if name not in ("budget", "activations"))
+        <= memory_use["budget"]
+    )
 
 
 def memory_of(url: str) -> dict[str, float]:

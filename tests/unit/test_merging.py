@@ -48,18 +48,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter_template(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peft_adapters.make(llama, tmp_path_factory.mktemp("made") / "adapter")
 
 
 @pytest.fixture
-def adapter(made: Path, tmp_path: Path) -> Path:
+def adapter(adapter_template: Path, tmp_path: Path) -> Path:
     """A fresh copy of an adapter."""
-    return Path(shutil.copytree(made, tmp_path / "adapter"))
+    return Path(shutil.copytree(adapter_template, tmp_path / "adapter"))
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -75,10 +75,10 @@ def test_a_merged_model_computes_what_peft_does(base: Path, tmp_path: Path, name
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_rewritten_adapter_computes_the_same_at_our_alpha(base: Path, tmp_path: Path, name: str) -> None:
     adapter = peft_adapters.make(base, tmp_path / "adapter", **SETTINGS[name])
-    facts = merging.rewrite(adapter, tmp_path / "rewritten", lambda: base)
+    description = merging.rewrite(adapter, tmp_path / "rewritten", lambda: base)
     config = json.loads((tmp_path / "rewritten" / "adapter_config.json").read_text())
     assert (config["lora_alpha"], config["use_rslora"]) == (LORA_ALPHA, False)
-    assert {linear.rank for linear in facts.linears.values()} == {facts.rank} == {config["r"]}
+    assert {linear.rank for linear in description.linears.values()} == {description.rank} == {config["r"]}
     close(peft_adapters.logits(base, tmp_path / "rewritten"), peft_adapters.logits(base, adapter))
 
 
@@ -92,9 +92,13 @@ def test_ranks_that_were_missing_have_no_effect_and_can_learn(base: Path, tmp_pa
 
 
 def test_a_large_model_is_written_in_shards(llama: Path, adapter: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     merged = merging.merge(
-        llama, adapter, tmp_path / "merged", shard_bytes=100_000, progress=lambda done, of: seen.append((done, of))
+        llama,
+        adapter,
+        tmp_path / "merged",
+        shard_bytes=100_000,
+        progress=lambda num_done, of: progress.append((num_done, of)),
     )
     written = sorted((tmp_path / "merged").glob("model-*.safetensors"))
     assert merged.shards == len(written) > 2
@@ -102,7 +106,7 @@ def test_a_large_model_is_written_in_shards(llama: Path, adapter: Path, tmp_path
     index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in written}
     close(peft_adapters.logits(merged.path), peft_adapters.logits(llama, adapter))
-    assert seen[-1][0] == seen[-1][1] == len(index["weight_map"])
+    assert progress[-1][0] == progress[-1][1] == len(index["weight_map"])
     again = merging.merge(merged.path, adapter, tmp_path / "twice")
     assert again.shards == 1  # shards are read as well
     assert not torch.allclose(peft_adapters.logits(again.path), peft_adapters.logits(merged.path), atol=1e-2)
@@ -123,8 +127,8 @@ def test_weights_are_merged_in_float32_and_rounded_once(
     low = load_file(adapter / "adapter_model.safetensors")
     update = low[f"{key}.lora_B.weight"].double() @ low[f"{key}.lora_A.weight"].double() * 2
     exact = load_file(before)[f"{name}.weight"].double() + update
-    found = load_file(after)[f"{name}.weight"].double()
-    assert (found - exact).abs().max() <= (exact.to(expected).double() - exact).abs().max() + 1e-6
+    weight = load_file(after)[f"{name}.weight"].double()
+    assert (weight - exact).abs().max() <= (exact.to(expected).double() - exact).abs().max() + 1e-6
 
 
 def test_weights_that_the_base_keeps_in_another_format_stay_in_it(llama: Path, adapter: Path, tmp_path: Path) -> None:
@@ -135,10 +139,10 @@ def test_weights_that_the_base_keeps_in_another_format_stay_in_it(llama: Path, a
     }
     save_file(tensors, file, metadata={"format": "pt"})
     merging.merge(tmp_path / "base", adapter, tmp_path / "merged", dtype="float16")
-    found = load_file(tmp_path / "merged" / "model.safetensors")
-    assert {tensor.dtype for name, tensor in found.items() if "norm" in name} == {torch.float32}
-    assert found["counts"].tolist() == [0, 1, 2]
-    assert found["model.embed_tokens.weight"].dtype == torch.float16
+    merged_tensors = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in merged_tensors.items() if "norm" in name} == {torch.float32}
+    assert merged_tensors["counts"].tolist() == [0, 1, 2]
+    assert merged_tensors["model.embed_tokens.weight"].dtype == torch.float16
 
 
 def test_the_embedding_stays_where_the_unembedding_was_shared(tmp_path: Path) -> None:
@@ -146,11 +150,11 @@ def test_the_embedding_stays_where_the_unembedding_was_shared(tmp_path: Path) ->
     adapter = peft_adapters.make(tmp_path / "base", tmp_path / "adapter", target_modules=["lm_head"])
     merging.merge(tmp_path / "base", adapter, tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
-    found = load_file(tmp_path / "merged" / "model.safetensors")
+    merged_tensors = load_file(tmp_path / "merged" / "model.safetensors")
     (file,) = (tmp_path / "base").glob("*.safetensors")
     embedding = load_file(file)["model.embed_tokens.weight"]
-    assert torch.equal(found["model.embed_tokens.weight"], embedding)
-    assert not torch.equal(found["lm_head.weight"], embedding)
+    assert torch.equal(merged_tensors["model.embed_tokens.weight"], embedding)
+    assert not torch.equal(merged_tensors["lm_head.weight"], embedding)
 
 
 def test_an_unembedding_that_was_trained_in_full_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -167,7 +171,7 @@ def test_an_unembedding_that_was_trained_in_full_is_refused(llama: Path, tmp_pat
             refused(llama, adapter, tmp_path / "out")
 
 
-def changed(adapter: Path, **values: object) -> None:
+def edit_config(adapter: Path, **values: object) -> None:
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
@@ -189,10 +193,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_unsupported_merges_are_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, what: str) -> None:
-    values, words = REFUSED[what]
-    changed(adapter, **values)
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_merges_are_refused_by_name(llama: Path, adapter: Path, tmp_path: Path, case: str) -> None:
+    values, words = REFUSED[case]
+    edit_config(adapter, **values)
     with pytest.raises(UserError, match=words):
         merging.rewrite(adapter, tmp_path / "out", lambda: llama)
     with pytest.raises(UserError, match=words):
@@ -223,9 +227,9 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("what", TENSORS)
-def test_tensors_that_are_no_lora_are_refused_by_name(adapter: Path, what: str) -> None:
-    tensors, words = TENSORS[what]
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_that_are_no_lora_are_refused_by_name(adapter: Path, case: str) -> None:
+    tensors, words = TENSORS[case]
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(UserError, match=words):
         adapters.read(adapter)
@@ -233,8 +237,8 @@ def test_tensors_that_are_no_lora_are_refused_by_name(adapter: Path, what: str) 
 
 def test_files_that_are_no_adapter_are_refused(adapter: Path) -> None:
     weights = adapter / "adapter_model.safetensors"
-    whole = weights.read_bytes()
-    for content in (whole[:-8], whole + b"x", b"", b"\xff" * 100):
+    valid_bytes = weights.read_bytes()
+    for content in (valid_bytes[:-8], valid_bytes + b"x", b"", b"\xff" * 100):
         weights.write_bytes(content)
         with pytest.raises(UserError, match=r"adapter_model.safetensors (is not a complete|has a header of)"):
             adapters.read(adapter)
@@ -299,14 +303,14 @@ def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: P
     spec = LoraSpec(4, None, True, True, False)
     backend.create_model("m", spec)
     backend.save("m", tmp_path / "adapter", optimizer=True)
-    facts = adapters.read(tmp_path / "adapter", plain=True)
-    assert facts.spec == spec and facts.experts
+    description = adapters.read(tmp_path / "adapter", plain=True)
+    assert description.spec == spec and description.experts
     assert adapters.optimizer_type(tmp_path / "adapter") == "adamw"
-    adapters.check_fits(facts, tmp_path / "base")
-    backend.load("n", facts.spec, tmp_path / "adapter", optimizer=True)
+    adapters.check_fits(description, tmp_path / "base")
+    backend.load("n", description.spec, tmp_path / "adapter", optimizer=True)
     with pytest.raises(UserError, match="sets 'target_parameters'"):
         merging.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    changed(tmp_path / "adapter", rank_pattern={"experts.gate_up_proj": 5})
+    edit_config(tmp_path / "adapter", rank_pattern={"experts.gate_up_proj": 5})
     with pytest.raises(UserError, match="sets 'target_parameters'"):
         adapters.read(tmp_path / "adapter", plain=True)
 

@@ -95,9 +95,9 @@ def test_the_chat_template_writes_qwen3s_format() -> None:
     loaded = load_tokenizer()
     prompt = loaded.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=False)
     assert prompt == CHATML
-    whole = loaded.apply_chat_template([*CONVERSATION, ANSWER], tokenize=False)
+    full_text = loaded.apply_chat_template([*CONVERSATION, ANSWER], tokenize=False)
     # The template closes every turn with a newline, the renderer opens the next with it.
-    assert whole == CHATML + CHATML_ANSWER + "\n"
+    assert full_text == CHATML + CHATML_ANSWER + "\n"
 
 
 def test_the_corpus_writes_the_renderers_formats() -> None:
@@ -199,11 +199,11 @@ def test_the_same_recipe_gives_the_same_weights() -> None:
 
 @pytest.mark.extended
 def test_the_second_stage_can_run_from_the_saved_first(tmp_path: Path) -> None:
-    whole, _ = train.train(tiny_recipe())
+    in_memory, _ = train.train(tiny_recipe())
     first_stage, trained = train.pretrain(tiny_recipe())
     train.save(first_stage, trained, tmp_path)
     from_file, _ = train.train(tiny_recipe(), tmp_path)
-    assert all(map(torch.equal, whole.parameters(), from_file.parameters()))
+    assert all(map(torch.equal, in_memory.parameters(), from_file.parameters()))
 
 
 def test_documents_in_one_row_do_not_see_each_other() -> None:
@@ -213,8 +213,8 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     starts = (batch.positions_BT[0] == 0).nonzero().flatten().tolist()
     with torch.no_grad():
         packed = model(input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False)
-        alone = model(input_ids=batch.tokens_BT[:, starts[1] : starts[2]])
-    torch.testing.assert_close(packed.logits[:, starts[1] : starts[2]], alone.logits)
+        single = model(input_ids=batch.tokens_BT[:, starts[1] : starts[2]])
+    torch.testing.assert_close(packed.logits[:, starts[1] : starts[2]], single.logits)
 
 
 def test_a_saved_model_is_a_complete_directory(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def passes_of(oracle: Reference, loss_fn: str) -> dict[str, Pass]:
     }
 
 
-def poisoned(pass_: Pass, name: str, value: float) -> Pass:
+def poison_input(pass_: Pass, name: str, value: float) -> Pass:
     """The passes with one input of the last datum changed."""
     last = pass_.data[-1]
     array = np.array(last.inputs[name])
@@ -65,37 +65,43 @@ def poisoned(pass_: Pass, name: str, value: float) -> Pass:
 
 def state(backend: TorchBackend, name: str) -> list[Tensor]:
     trained = backend._models[name]
-    found = [trained.adapter.flat_P, *(trained.moments or ()), trained.step]
-    return [tensor.clone() for tensor in [*found, *([] if trained.gradient_P is None else [trained.gradient_P])]]
+    tensors = [trained.adapter.flat_P, *(trained.moments or ()), trained.step]
+    return [tensor.clone() for tensor in [*tensors, *([] if trained.gradient_P is None else [trained.gradient_P])]]
 
 
-def seen_by_neighbours(
+def run_beside_neighbours(
     backend: TorchBackend, passes: dict[str, Pass], steps: dict[str, AdamParams | DimuonParams]
 ) -> tuple[list[Tensor], PassResult | UserError | None, object]:
     """Two packed steps of all tenants: the neighbours' results and state, and the poisoned tenant's results."""
-    seen: list[Tensor] = []
-    told: PassResult | UserError | None = None
+    observed: list[Tensor] = []
+    culprit_result: PassResult | UserError | None = None
     stepped: object = None
     for _ in range(2):
         results = dict(zip(passes, run_to_end(backend.run_passes(list(passes.values()))), strict=True))
         for name in NEIGHBOURS:
             result = results[name]
             assert isinstance(result, PassResult)
-            seen += [torch.from_numpy(array) for array in result.logprobs]
-            seen.append(torch.tensor(list(result.metrics.values()), dtype=torch.float64))
-            seen += state(backend, name)
-        outcomes = dict(zip(steps, backend.optim_step([OptimStep("o", *one) for one in steps.items()]), strict=True))
+            observed += [torch.from_numpy(array) for array in result.logprobs]
+            observed.append(torch.tensor(list(result.metrics.values()), dtype=torch.float64))
+            observed += state(backend, name)
+        outcomes = dict(
+            zip(
+                steps,
+                backend.optim_step([OptimStep("o", *named_params) for named_params in steps.items()]),
+                strict=True,
+            )
+        )
         for name in NEIGHBOURS:
             assert isinstance(outcomes[name], dict), outcomes[name]
-            seen += state(backend, name)
-        if told is None:
-            told, stepped = results.get("culprit"), outcomes.get("culprit")
-    return seen, told, stepped
+            observed += state(backend, name)
+        if culprit_result is None:
+            culprit_result, stepped = results.get("culprit"), outcomes.get("culprit")
+    return observed, culprit_result, stepped
 
 
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
-    assert len(left) == len(right)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True)), "bit by bit"
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), "bit by bit"
 
 
 OVERFLOWS = [("cross_entropy", "weights", HUGE), *((loss_fn, "advantages", HUGE) for loss_fn in RL_LOSSES)]
@@ -108,15 +114,15 @@ def test_a_loss_that_overflows_stays_with_its_tenant(
 ) -> None:
     passes = passes_of(oracle, loss_fn)
     steps: dict[str, AdamParams | DimuonParams] = dict.fromkeys(passes, STEP)
-    expected, _, fine = seen_by_neighbours(backend_of(shape), passes, steps)
+    expected, _, fine = run_beside_neighbours(backend_of(shape), passes, steps)
     assert isinstance(fine, dict)
     backend = backend_of(shape)
     before = weights(backend, "culprit").clone()
-    sick = {**passes, "culprit": poisoned(passes["culprit"], name, value)}
-    seen, told, stepped = seen_by_neighbours(backend, sick, steps)
-    assert_same(seen, expected)
-    assert isinstance(told, PassResult) and all(np.isfinite(array).all() for array in told.logprobs)
-    assert not abs(told.metrics["loss:sum"]) < 1e25, "what it is told is no number that looks healthy"
+    sick = {**passes, "culprit": poison_input(passes["culprit"], name, value)}
+    observed, culprit_result, stepped = run_beside_neighbours(backend, sick, steps)
+    assert_same(observed, expected)
+    assert isinstance(culprit_result, PassResult) and all(np.isfinite(array).all() for array in culprit_result.logprobs)
+    assert not abs(culprit_result.metrics["loss:sum"]) < 1e25, "what it is told is no number that looks healthy"
     assert isinstance(stepped, NonFiniteGradientError)
     trained = backend._models["culprit"]
     assert torch.equal(weights(backend, "culprit"), before) and trained.gradient_P is None and not trained.step
@@ -140,13 +146,13 @@ def test_inputs_that_are_not_finite_are_refused_as_if_they_had_not_come(
 ) -> None:
     passes = passes_of(oracle, loss_fn)
     without = {key: pass_ for key, pass_ in passes.items() if key in NEIGHBOURS}
-    expected, _, _ = seen_by_neighbours(backend_of(shape), without, dict.fromkeys(without, STEP))
+    expected, _, _ = run_beside_neighbours(backend_of(shape), without, dict.fromkeys(without, STEP))
     backend = backend_of(shape)
     before = state(backend, "culprit")
-    sick = {**passes, "culprit": poisoned(passes["culprit"], name, value)}
-    seen, told, _ = seen_by_neighbours(backend, sick, dict.fromkeys(without, STEP))
-    assert_same(seen, expected)
-    assert isinstance(told, UserError) and f"loss_fn_inputs[{name!r}] holds" in str(told)
+    sick = {**passes, "culprit": poison_input(passes["culprit"], name, value)}
+    observed, culprit_result, _ = run_beside_neighbours(backend, sick, dict.fromkeys(without, STEP))
+    assert_same(observed, expected)
+    assert isinstance(culprit_result, UserError) and f"loss_fn_inputs[{name!r}] holds" in str(culprit_result)
     assert_same(state(backend, "culprit"), before)
 
 
@@ -155,12 +161,12 @@ def test_a_rate_that_is_not_finite_is_refused_and_keeps_the_gradient(
     shape: ModelShape, oracle: Reference, rate: float
 ) -> None:
     passes = passes_of(oracle, "cross_entropy")
-    expected, _, _ = seen_by_neighbours(backend_of(shape), passes, dict.fromkeys(NEIGHBOURS, STEP))
+    expected, _, _ = run_beside_neighbours(backend_of(shape), passes, dict.fromkeys(NEIGHBOURS, STEP))
     backend = backend_of(shape)
     before = weights(backend, "culprit").clone()
     steps: dict[str, AdamParams | DimuonParams] = {"left": STEP, "culprit": AdamParams(rate), "right": STEP}
-    seen, _, stepped = seen_by_neighbours(backend, passes, steps)
-    assert_same(seen, expected)
+    observed, _, stepped = run_beside_neighbours(backend, passes, steps)
+    assert_same(observed, expected)
     assert isinstance(stepped, UserError) and "learning_rate" in str(stepped)
     assert torch.equal(weights(backend, "culprit"), before) and backend._models["culprit"].gradient_P is not None
 
@@ -168,12 +174,12 @@ def test_a_rate_that_is_not_finite_is_refused_and_keeps_the_gradient(
 def test_an_overflowing_learning_rate_affects_only_its_own_model(shape: ModelShape, oracle: Reference) -> None:
     passes = passes_of(oracle, "cross_entropy")
     steps: dict[str, AdamParams | DimuonParams] = dict.fromkeys(passes, STEP)
-    expected, _, _ = seen_by_neighbours(backend_of(shape), passes, steps)
+    expected, _, _ = run_beside_neighbours(backend_of(shape), passes, steps)
     backend = backend_of(shape)
-    seen, _, _ = seen_by_neighbours(backend, passes, {**steps, "culprit": AdamParams(float(HUGE))})
-    assert_same(seen, expected)
-    (told,) = run_to_end(backend.run_passes([passes["culprit"]]))
-    assert isinstance(told, PassResult) and math.isnan(told.metrics["loss:sum"])
+    observed, _, _ = run_beside_neighbours(backend, passes, {**steps, "culprit": AdamParams(float(HUGE))})
+    assert_same(observed, expected)
+    (culprit_result,) = run_to_end(backend.run_passes([passes["culprit"]]))
+    assert isinstance(culprit_result, PassResult) and math.isnan(culprit_result.metrics["loss:sum"])
     (stepped,) = backend.optim_step([OptimStep("o", "culprit", STEP)])
     assert isinstance(stepped, NonFiniteGradientError)
 
@@ -186,13 +192,13 @@ def test_a_gradient_whose_square_overflows_is_refused(
     params = STEP if optimizer_type == "adamw" else DimuonParams(1e-2)
     passes = passes_of(oracle, "cross_entropy")
     steps: dict[str, AdamParams | DimuonParams] = {"left": STEP, "culprit": params, "right": STEP}
-    expected, _, _ = seen_by_neighbours(backend_of(shape, optimizer_type), passes, steps)
+    expected, _, _ = run_beside_neighbours(backend_of(shape, optimizer_type), passes, steps)
     backend = backend_of(shape, optimizer_type)
     before = weights(backend, "culprit").clone()
-    sick = {**passes, "culprit": poisoned(passes["culprit"], "weights", 1e25)}
-    seen, told, stepped = seen_by_neighbours(backend, sick, steps)
-    assert_same(seen, expected)
-    assert isinstance(told, PassResult) and 1e24 < abs(told.metrics["loss:sum"]) < math.inf
+    sick = {**passes, "culprit": poison_input(passes["culprit"], "weights", 1e25)}
+    observed, culprit_result, stepped = run_beside_neighbours(backend, sick, steps)
+    assert_same(observed, expected)
+    assert isinstance(culprit_result, PassResult) and 1e24 < abs(culprit_result.metrics["loss:sum"]) < math.inf
     assert isinstance(stepped, NonFiniteGradientError) and "norm" in str(stepped)
     assert torch.equal(weights(backend, "culprit"), before)
     run_to_end(backend.run_passes([sick["culprit"]]))

@@ -34,7 +34,7 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 @pytest.fixture(params=KINDS)
-def opened(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], TorchBackend]:
+def open_backend(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], TorchBackend]:
     def open_() -> TorchBackend:
         if request.param == "full":
             backend: TorchBackend = FullBackend(shape, device="cpu", offload="on")
@@ -45,8 +45,8 @@ def opened(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], To
         if quantize != "off":
             pytest.importorskip("bitsandbytes")
         backend = TorchBackend(shape, device="cpu", dtype=dtype, quantize=quantize, offload="on")
-        for number, (model_id, params) in enumerate(OPTIMIZERS.items()):
-            backend.create_model(model_id, LoraSpec(4 + number, seed=number), params.family)
+        for index, (model_id, params) in enumerate(OPTIMIZERS.items()):
+            backend.create_model(model_id, LoraSpec(4 + index, seed=index), params.family)
         return backend
 
     return open_
@@ -54,7 +54,7 @@ def opened(request: pytest.FixtureRequest, shape: ModelShape) -> Callable[[], To
 
 def accumulate(backend: TorchBackend, seed: int) -> list[PassResult]:
     rng = np.random.default_rng(seed)
-    passes = [pass_of(rng, number, [9, 4]) for number, name in enumerate(OPTIMIZERS) if backend.has_model(name)]
+    passes = [pass_of(rng, index, [9, 4]) for index, name in enumerate(OPTIMIZERS) if backend.has_model(name)]
     results = run_to_end(backend.run_passes(passes))
     assert all(isinstance(result, PassResult) for result in results), results
     return [result for result in results if isinstance(result, PassResult)]
@@ -67,11 +67,11 @@ def step(backend: TorchBackend) -> list[object]:
 
 def sleep(backend: TorchBackend) -> None:
     """What was on the device is lost."""
-    left = [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
-    before = [buffer.clone() for buffer in left]
+    device_buffers = [buffer for model in backend._models.values() for buffer in model.buffers(moments=True)]
+    before = [buffer.clone() for buffer in device_buffers]
     backend.sleep()
-    now = [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
-    for old, new, expected in zip(left, now, before, strict=True):
+    now = [buffer for model in backend._models.values() for buffer in model.buffers(moments=True)]
+    for old, new, expected in zip(device_buffers, now, before, strict=True):
         assert old.data_ptr() != new.data_ptr() and torch.equal(new, expected)
         old.fill_(torch.nan)
     assert backend._frozen is not None and backend._frozen.num_bytes == 0
@@ -79,7 +79,7 @@ def sleep(backend: TorchBackend) -> None:
 
 
 def buffers(backend: TorchBackend) -> list[torch.Tensor]:
-    return [buffer for each in backend._models.values() for buffer in each.buffers(moments=True)]
+    return [buffer for model in backend._models.values() for buffer in model.buffers(moments=True)]
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -87,20 +87,20 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_steps_after_a_sleep_are_those_without_one_bit_for_bit(
-    opened: Callable[[], TorchBackend], tmp_path: Path
+    open_backend: Callable[[], TorchBackend], tmp_path: Path
 ) -> None:
-    one, other = opened(), opened()
+    awake, sleeping = open_backend(), open_backend()
     for turn in range(3):
         for part in range(2):  # a gradient from before the sleep gets another one added
-            expected, found = accumulate(one, 2 * turn + part), accumulate(other, 2 * turn + part)
-            for mine, its in zip(expected, found, strict=True):
-                assert [x.tobytes() for x in its.logprobs] == [x.tobytes() for x in mine.logprobs]
-            one.publish("m0", "v")
-            other.publish("m0", "v")
-            version = other._versions["v"]
-            sleep(other)
-            assert other._versions["v"] is version
-            for name, backend in (("one", one), ("other", other)):
+            expected, actual = accumulate(awake, 2 * turn + part), accumulate(sleeping, 2 * turn + part)
+            for reference, slept in zip(expected, actual, strict=True):
+                assert [x.tobytes() for x in slept.logprobs] == [x.tobytes() for x in reference.logprobs]
+            awake.publish("m0", "v")
+            sleeping.publish("m0", "v")
+            version = sleeping._versions["v"]
+            sleep(sleeping)
+            assert sleeping._versions["v"] is version
+            for name, backend in (("one", awake), ("other", sleeping)):
                 directory = tmp_path / f"{name}{turn}{part}"
                 for kind, capture in (
                     ("model", backend.capture("m0", optimizer=True, gradient=True) if turn else None),
@@ -113,32 +113,32 @@ def test_steps_after_a_sleep_are_those_without_one_bit_for_bit(
                 assert (
                     files(tmp_path / f"one{turn}{part}" / kind) == files(tmp_path / f"other{turn}{part}" / kind) != {}
                 )
-            other.wake_up()
-        assert step(one) == step(other)
+            sleeping.wake_up()
+        assert step(awake) == step(sleeping)
         if turn == 1:
-            sleep(other)  # with moments and without a gradient
-            other.wake_up()
-    for mine, its in zip(buffers(one), buffers(other), strict=True):
-        assert torch.equal(its, mine)
+            sleep(sleeping)  # with moments and without a gradient
+            sleeping.wake_up()
+    for reference, slept in zip(buffers(awake), buffers(sleeping), strict=True):
+        assert torch.equal(slept, reference)
 
 
-def test_models_that_are_made_asleep_train_awake(opened: Callable[[], TorchBackend], tmp_path: Path) -> None:
-    one, other = opened(), opened()
-    accumulate(one, 0)
-    step(one)
-    one.save("m0", tmp_path, optimizer=True, stacked=True)
-    spec = one._models["m0"].adapter.spec
-    sleep(other)
-    other.load("m0", spec, tmp_path, optimizer=True)
-    other.load_version("v", tmp_path)
-    if other.has_model("m1"):
-        one.create_model("m1", LoraSpec(5, seed=7), "dimuon")
-        other.create_model("m1", LoraSpec(5, seed=7), "dimuon")
-    other.wake_up()
-    for backend in (one, other):
+def test_models_that_are_made_asleep_train_awake(open_backend: Callable[[], TorchBackend], tmp_path: Path) -> None:
+    awake, sleeping = open_backend(), open_backend()
+    accumulate(awake, 0)
+    step(awake)
+    awake.save("m0", tmp_path, optimizer=True, stacked=True)
+    spec = awake._models["m0"].adapter.spec
+    sleep(sleeping)
+    sleeping.load("m0", spec, tmp_path, optimizer=True)
+    sleeping.load_version("v", tmp_path)
+    if sleeping.has_model("m1"):
+        awake.create_model("m1", LoraSpec(5, seed=7), "dimuon")
+        sleeping.create_model("m1", LoraSpec(5, seed=7), "dimuon")
+    sleeping.wake_up()
+    for backend in (awake, sleeping):
         accumulate(backend, 1)
-    assert step(one) == step(other)
-    assert [x.tolist() for x in buffers(other)] == [x.tolist() for x in buffers(one)]
+    assert step(awake) == step(sleeping)
+    assert [x.tolist() for x in buffers(sleeping)] == [x.tolist() for x in buffers(awake)]
 
 
 def test_a_backend_that_sleeps_refuses_steps_and_one_on_a_cpu_has_no_reason_to_sleep(shape: ModelShape) -> None:
@@ -160,30 +160,30 @@ def test_a_backend_that_sleeps_refuses_steps_and_one_on_a_cpu_has_no_reason_to_s
 
 @pytest.mark.parametrize("during", ["sleep", "wake_up"])
 def test_memory_that_runs_out_changes_nothing(
-    opened: Callable[[], TorchBackend], during: str, monkeypatch: pytest.MonkeyPatch
+    open_backend: Callable[[], TorchBackend], during: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = opened(), opened()
-    for backend in (one, other):
+    awake, sleeping = open_backend(), open_backend()
+    for backend in (awake, sleeping):
         accumulate(backend, 0)
         step(backend)
         accumulate(backend, 1)
     if during == "wake_up":
-        other.sleep()
-    asleep = other._is_asleep
+        sleeping.sleep()
+    asleep = sleeping._is_asleep
     host_copies, own_bytes = host.host_copies, host._bytes_of
     for missing_after in range(3):
-        left = [missing_after]
+        calls_left = [missing_after]
 
-        def copies(tensors: list[torch.Tensor], left: list[int] = left) -> object:
-            left[0] -= 1
-            if left[0] < 0:
+        def copies(tensors: list[torch.Tensor], calls_left: list[int] = calls_left) -> object:
+            calls_left[0] -= 1
+            if calls_left[0] < 0:
                 raise MemoryError("no room")
             return host_copies(tensors)
 
-        def bytes_of(store: torch.UntypedStorage, left: list[int] = left) -> torch.Tensor:
+        def bytes_of(store: torch.UntypedStorage, calls_left: list[int] = calls_left) -> torch.Tensor:
             if during == "wake_up" and store.nbytes():
-                left[0] -= 1
-                if left[0] == -1:
+                calls_left[0] -= 1
+                if calls_left[0] == -1:
                     raise RuntimeError("CUDA error: out of memory")
             return own_bytes(store)
 
@@ -193,26 +193,28 @@ def test_memory_that_runs_out_changes_nothing(
                 patched.setattr("tinsmith.backends.torch.adapters.host_copies", copies)
             patched.setattr(host, "_bytes_of", bytes_of)
             try:
-                getattr(other, during)()
+                getattr(sleeping, during)()
             except MemoryError:
-                assert other._is_asleep == asleep
-                assert other._frozen is None or (other._frozen.num_bytes == 0) == asleep
+                assert sleeping._is_asleep == asleep
+                assert sleeping._frozen is None or (sleeping._frozen.num_bytes == 0) == asleep
             else:
-                assert left[0] >= 0
+                assert calls_left[0] >= 0
                 break
-    other.sleep()
-    other.wake_up()
-    assert step(one) == step(other)
-    for mine, its in zip(buffers(one), buffers(other), strict=True):
-        assert torch.equal(its, mine)
+    sleeping.sleep()
+    sleeping.wake_up()
+    assert step(awake) == step(sleeping)
+    for reference, slept in zip(buffers(awake), buffers(sleeping), strict=True):
+        assert torch.equal(slept, reference)
 
 
 def on_device() -> list[tuple[int, ...]]:
     """The shapes of tensors with more than a page of memory on the fake device."""
     gc.collect()
-    alive = (each for each in gc.get_objects() if type(each) in (FakeTensor, torch.nn.Parameter))
-    there = [each for each in alive if each.device == DEVICE and each.untyped_storage().nbytes() > 4096]
-    return [tuple(each.shape) for each in there]
+    alive = (tensor for tensor in gc.get_objects() if type(tensor) in (FakeTensor, torch.nn.Parameter))
+    device_tensors = [
+        tensor for tensor in alive if tensor.device == DEVICE and tensor.untyped_storage().nbytes() > 4096
+    ]
+    return [tuple(tensor.shape) for tensor in device_tensors]
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
@@ -238,9 +240,9 @@ def test_everything_of_a_gpu_goes_to_the_host_and_back(
         backend.wake_up()
         trained = backend._models["m0"]
         assert {buffer.device for buffer in trained.buffers(moments=False)} == {DEVICE}
-        assert trained.moments is not None and {moment.device.type for moment in trained.moments} == {"cpu"}
+        assert trained.moments is not None and {moment_P.device.type for moment_P in trained.moments} == {"cpu"}
         backend.optim_step([OptimStep("o", "m0", AdamParams(1e-3))])
-        assert {moment.device for moment in trained.moments} == {DEVICE}
+        assert {moment_P.device for moment_P in trained.moments} == {DEVICE}
 
 
 @pytest.mark.parametrize("failing", ["_bytes_of", "_wait_for_copies"])
@@ -252,12 +254,12 @@ def test_a_gpu_without_room_to_wake_up_is_left_to_the_other_process(
         backend = FakeCudaBackend(shape)
         backend.create_model("m0", LoraSpec(8))
         backend.sleep()
-        own, calls = getattr(host, failing), iter(range(9))
+        original, calls = getattr(host, failing), iter(range(9))
 
-        def fail(given: object) -> object:
+        def fail(argument: object) -> object:
             if next(calls) == (3 if failing == "_bytes_of" else 0):
                 raise RuntimeError("CUDA error: out of memory")
-            return own(given)
+            return original(argument)
 
         with monkeypatch.context() as patched:
             patched.setattr(host, failing, fail)

@@ -23,12 +23,12 @@ RUN = "s:train:0"
 
 
 @pytest.fixture
-def one(db: Database) -> Ownership:
+def first_owner(db: Database) -> Ownership:
     return Ownership(db, BASE, "engine-one")
 
 
 @pytest.fixture
-def two(db: Database) -> Ownership:
+def second_owner(db: Database) -> Ownership:
     return Ownership(db, BASE, "engine-two")
 
 
@@ -53,81 +53,93 @@ def vars_of(new: NewFuture) -> dict[str, object]:
     return {name: getattr(new, name) for name in NewFuture.__dataclass_fields__}
 
 
-def seen(ownership: Ownership) -> list[tuple[str, bool]]:
-    return [(each.request.request_id, each.free) for each in ownership.incoming(0)]
+def list_incoming(ownership: Ownership) -> list[tuple[str, bool]]:
+    return [(arrival.request.request_id, arrival.free) for arrival in ownership.incoming(0)]
 
 
-def test_a_claim_takes_the_run_with_all_its_requests(db: Database, one: Ownership, two: Ownership) -> None:
+def test_a_claim_takes_the_run_with_all_its_requests(
+    db: Database, first_owner: Ownership, second_owner: Ownership
+) -> None:
     first, second = step(db, make_run(db), 1), step(db, RUN, 2)
-    assert seen(one) == seen(two) == [(first, True), (second, True)]
-    assert one.claim([first]) == {first}
-    assert seen(one) == [(first, False), (second, False)]
-    assert seen(two) == [] and two.named([first, second]) == [] and two.pending_ids() == set()
-    assert two.claim([first, second]) == set()
-    assert one.pending_ids() == {first, second}
-    assert one.claim([first, second]) == {first, second}, "claiming what is one's own changes nothing"
+    assert list_incoming(first_owner) == list_incoming(second_owner) == [(first, True), (second, True)]
+    assert first_owner.claim([first]) == {first}
+    assert list_incoming(first_owner) == [(first, False), (second, False)]
+    assert (
+        list_incoming(second_owner) == []
+        and second_owner.named([first, second]) == []
+        and second_owner.pending_ids() == set()
+    )
+    assert second_owner.claim([first, second]) == set()
+    assert first_owner.pending_ids() == {first, second}
+    assert first_owner.claim([first, second]) == {first, second}, "claiming what is one's own changes nothing"
 
 
-def test_a_sample_of_a_runs_own_version_goes_with_the_run(db: Database, one: Ownership, two: Ownership) -> None:
+def test_a_sample_of_a_runs_own_version_goes_with_the_run(
+    db: Database, first_owner: Ownership, second_owner: Ownership
+) -> None:
     make_run(db, engine_id="engine-one")
     SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
-    asked = sample(db, "s:sample:0", 0)
-    (found,) = one.incoming(0)
-    assert (found.request.request_id, found.free, found.run_id) == (asked, False, RUN)
-    assert seen(two) == [] and two.claim([asked]) == set()
+    request_id = sample(db, "s:sample:0", 0)
+    (arrival,) = first_owner.incoming(0)
+    assert (arrival.request.request_id, arrival.free, arrival.run_id) == (request_id, False, RUN)
+    assert list_incoming(second_owner) == [] and second_owner.claim([request_id]) == set()
     with db.write() as connection:
         connection.execute(MODELS.update().values(engine_id=None))
-    assert seen(two) == [(asked, True)]
-    assert two.claim([asked]) == {asked}
+    assert list_incoming(second_owner) == [(request_id, True)]
+    assert second_owner.claim([request_id]) == {request_id}
     found_run = Models(db).find(RUN)
     assert found_run is not None and found_run.engine_id == "engine-two", "the run came with it"
-    assert seen(one) == []
+    assert list_incoming(first_owner) == []
 
 
-def test_a_sample_that_was_given_away_is_that_processes_alone(db: Database, one: Ownership, two: Ownership) -> None:
+def test_a_sample_that_was_given_away_is_that_processes_alone(
+    db: Database, first_owner: Ownership, second_owner: Ownership
+) -> None:
     make_run(db, engine_id="engine-one")
     samplers = SamplingSessions(db)
     samplers.create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
     samplers.create(NewSamplingSession("s:sample:1", "s", "alice", BASE))
     of_run, of_base = sample(db, "s:sample:0", 0, "sampler-x"), sample(db, "s:sample:1", 0, "engine-two")
     free = sample(db, "s:sample:1", 1)
-    assert seen(one) == [(free, True)]
-    assert seen(two) == [(of_base, False), (free, True)]
-    assert one.claim([of_run, of_base, free]) == {free}
-    assert seen(two) == [(of_base, False)]
+    assert list_incoming(first_owner) == [(free, True)]
+    assert list_incoming(second_owner) == [(of_base, False), (free, True)]
+    assert first_owner.claim([of_run, of_base, free]) == {free}
+    assert list_incoming(second_owner) == [(of_base, False)]
 
 
-def test_a_sample_of_an_unloaded_run_can_be_claimed_by_any_engine(db: Database, one: Ownership, two: Ownership) -> None:
+def test_a_sample_of_an_unloaded_run_can_be_claimed_by_any_engine(
+    db: Database, first_owner: Ownership, second_owner: Ownership
+) -> None:
     make_run(db, engine_id="engine-one")
     SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
     with db.write() as connection:
         connection.execute(unload_statement(RUN, "the client unloaded it"))
-    asked = sample(db, "s:sample:0", 0)
-    assert seen(one) == seen(two) == [(asked, True)]
-    assert two.claim([asked]) == {asked}
+    request_id = sample(db, "s:sample:0", 0)
+    assert list_incoming(first_owner) == list_incoming(second_owner) == [(request_id, True)]
+    assert second_owner.claim([request_id]) == {request_id}
 
 
-def test_settled_requests_and_those_of_other_bases_are_not_claimed(db: Database, one: Ownership) -> None:
-    done, other = step(db, make_run(db), 1), step(db, RUN, 2)
-    Futures(db).settle([Settlement(done, b"{}")], {RUN: 1})
-    assert seen(one) == [(other, True)]
+def test_settled_requests_and_those_of_other_bases_are_not_claimed(db: Database, first_owner: Ownership) -> None:
+    settled, pending_step = step(db, make_run(db), 1), step(db, RUN, 2)
+    Futures(db).settle([Settlement(settled, b"{}")], {RUN: 1})
+    assert list_incoming(first_owner) == [(pending_step, True)]
     assert Ownership(db, "local/other", "engine-one").incoming(0) == []
-    assert Ownership(db, "local/other", "engine-one").named([other]) == []
+    assert Ownership(db, "local/other", "engine-one").named([pending_step]) == []
 
 
 def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Database) -> None:
-    runs = [make_run(db, f"s:train:{number}") for number in range(24)]
+    runs = [make_run(db, f"s:train:{index}") for index in range(24)]
     requests = [step(db, run, 1) for run in runs]
     claimed: dict[str, set[str]] = {}
 
     def claim(name: str, order: list[str]) -> None:
-        mine = Database(database_url)
-        ownership = Ownership(mine, BASE, name)
+        database = Database(database_url)
+        ownership = Ownership(database, BASE, name)
         got: set[str] = set()
         for _ in range(5):  # a row that another engine was claiming is free or owned at the next poll
             got |= ownership.claim(order)
         claimed[name] = got
-        mine.close()
+        database.close()
 
     orders = {"a": requests, "b": requests[::-1], "c": requests[12:] + requests[:12]}
     threads = [threading.Thread(target=claim, args=item) for item in orders.items()]
@@ -135,7 +147,7 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(one for got in claimed.values() for one in got) == sorted(requests)
+    assert sorted(request_id for got in claimed.values() for request_id in got) == sorted(requests)
 
 
 def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
@@ -150,7 +162,7 @@ def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
 # Assignment of new work.
 
 
-def made_ready(engines: Engines, index: int) -> str:
+def start_engine(engines: Engines, index: int) -> str:
     seat = Seat(BASE, index=index)
     engines.take(seat, LONG_S)
     engines.set_state(seat, "ready")
@@ -159,17 +171,17 @@ def made_ready(engines: Engines, index: int) -> str:
 
 def test_new_runs_go_to_the_engine_with_the_fewest(db: Database) -> None:
     engines = Engines(db, "here")
-    moment = [0.0]
-    fleet = EngineRouter(db, lambda: moment[0])
+    clock = [0.0]
+    fleet = EngineRouter(db, lambda: clock[0])
     assert fleet.for_run(BASE) is None and fleet.for_sample(BASE, "r") is None
-    busy, idle = made_ready(engines, 0), made_ready(engines, 1)
+    busy, idle = start_engine(engines, 0), start_engine(engines, 1)
     engines.take(Seat(BASE, "sampler"), LONG_S)
-    for number in range(3):
-        make_run(db, f"s:train:{number}", busy)
+    for index in range(3):
+        make_run(db, f"s:train:{index}", busy)
     assert fleet.for_run(BASE) is None, "a view is good for a while"
-    moment[0] += 2 * FRESH_S
-    given = [fleet.for_run(BASE) for _ in range(5)]
-    assert Counter(given) == {idle: 4, busy: 1} and given[:3] == [idle] * 3
+    clock[0] += 2 * FRESH_S
+    choices = [fleet.for_run(BASE) for _ in range(5)]
+    assert Counter(choices) == {idle: 4, busy: 1} and choices[:3] == [idle] * 3
     assert fleet.for_run("local/other") is None
 
 
@@ -178,7 +190,7 @@ def test_a_loading_engine_gets_work_only_while_there_is_no_other(db: Database) -
     loading = Seat(BASE, index=5)
     engines.take(loading, LONG_S)
     assert EngineRouter(db).for_run(BASE) == engines.id_of(loading)
-    ready = made_ready(engines, 0)
+    ready = start_engine(engines, 0)
     assert {EngineRouter(db).for_run(BASE) for _ in range(3)} == {ready}
     engines.release(Seat(BASE), "stopped")
     assert EngineRouter(db).for_run(BASE) == engines.id_of(loading)
@@ -186,17 +198,17 @@ def test_a_loading_engine_gets_work_only_while_there_is_no_other(db: Database) -
 
 def test_samples_that_are_bound_to_no_run_are_spread(db: Database) -> None:
     engines = Engines(db, "here")
-    ready = {made_ready(engines, index) for index in range(2)}
+    ready = {start_engine(engines, index) for index in range(2)}
     futures = Futures(db, engine_for_sample=EngineRouter(db).for_sample)
-    for number in range(32):
-        futures.submit(NewFuture(f"s:sample:0:{number}", "alice", "s", BASE, "sample", b"{}"))
+    for seq_id in range(32):
+        futures.submit(NewFuture(f"s:sample:0:{seq_id}", "alice", "s", BASE, "sample", b"{}"))
     bound = NewFuture("s:sample:1:0", "alice", "s", BASE, "sample", b"{}", run_id=RUN)
-    given = NewFuture("s:sample:1:1", "alice", "s", BASE, "sample", b"{}", executor="sampler-x")
-    for new in (bound, given):
+    assigned = NewFuture("s:sample:1:1", "alice", "s", BASE, "sample", b"{}", executor="sampler-x")
+    for new in (bound, assigned):
         futures.submit(new)
-    found = {name: Ownership(db, BASE, name).incoming(0) for name in ready}
-    assert all(any(not each.free for each in arrivals) for arrivals in found.values())
-    assert {each.request.request_id for arrivals in found.values() for each in arrivals if each.free} == {
-        "s:sample:1:0"
-    }
-    assert sum(not each.free for arrivals in found.values() for each in arrivals) == 32
+    arrivals_by_engine = {name: Ownership(db, BASE, name).incoming(0) for name in ready}
+    assert all(any(not arrival.free for arrival in arrivals) for arrivals in arrivals_by_engine.values())
+    assert {
+        arrival.request.request_id for arrivals in arrivals_by_engine.values() for arrival in arrivals if arrival.free
+    } == {"s:sample:1:0"}
+    assert sum(not arrival.free for arrivals in arrivals_by_engine.values() for arrival in arrivals) == 32

@@ -32,8 +32,16 @@ def example(owner: Adapter, pass_index: int, datum_index: int, length: int) -> E
         np.arange(length, dtype=np.int32),
         {"target_tokens": np.arange(length, dtype=np.int64), "weights": np.ones(length, np.float32)},
     )
-    (made,) = examples_of(Pass("r", "m", (datum,), "cross_entropy", {}, False), pass_index, owner)
-    return Example(pass_index, datum_index, owner, made.tokens_N, made.target_shape, made.targets_P, made.columns)
+    (converted,) = examples_of(Pass("r", "m", (datum,), "cross_entropy", {}, False), pass_index, owner)
+    return Example(
+        pass_index,
+        datum_index,
+        owner,
+        converted.tokens_N,
+        converted.target_shape,
+        converted.targets_P,
+        converted.columns,
+    )
 
 
 @given(
@@ -49,8 +57,8 @@ def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[in
     assert sorted(id(e) for e in packed) == sorted(id(e) for e in examples)
     for batch in batches:
         assert sum(batch.lengths) <= budget or len(batch.examples) == 1
-        held = [segment.adapter for segment in batch.routing.segments]
-        assert len({id(owner) for owner in held}) == len(held)
+        adapters = [segment.adapter for segment in batch.routing.segments]
+        assert len({id(owner) for owner in adapters}) == len(adapters)
         assert batch.routing.num_rows == len(batch.tokens_T) == len(batch.positions_T)
         assert (np.diff(batch.pass_P) != 0).sum() == len(set(batch.pass_P)) - 1
         for e, start in zip(batch.examples, np.cumsum([0, *batch.lengths]), strict=False):
@@ -94,15 +102,15 @@ def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, 
     start = 0
     for length in lengths:
         rows = slice(start, start + length)
-        own = [x[rows].clone().requires_grad_() for x in (q, k, v)]
-        expected = reference(*own, window, softcap, sinks)
+        sequence_leaves = [x[rows].clone().requires_grad_() for x in (q, k, v)]
+        expected = reference(*sequence_leaves, window, softcap, sinks)
         expected.backward(grad[rows])
         # The plain path computes its softmax in float32.
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(out[rows], expected, **tolerance)
-        for leaf, alone in zip(leaves, own, strict=True):
-            assert leaf.grad is not None and alone.grad is not None
-            torch.testing.assert_close(leaf.grad[rows], alone.grad, **tolerance)
+        for leaf, sequence_leaf in zip(leaves, sequence_leaves, strict=True):
+            assert leaf.grad is not None and sequence_leaf.grad is not None
+            torch.testing.assert_close(leaf.grad[rows], sequence_leaf.grad, **tolerance)
         start += length
 
 
@@ -113,22 +121,22 @@ def test_nan_in_one_sequence_stays_there(
 ) -> None:
     sick %= len(lengths)
     start = sum(lengths[:sick])
-    mine = slice(start, start + lengths[sick])
+    sick_rows = slice(start, start + lengths[sick])
     x = torch.randn(sum(lengths), 2, 4, generator=torch.Generator().manual_seed(0))
     healthy_leaf, sick_leaf = x.clone().requires_grad_(), x.clone()
-    sick_leaf[mine] = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+    sick_leaf[sick_rows] = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
     sick_leaf.requires_grad_()
     plan = PackedCausal(lengths)
-    others = torch.ones(len(x), dtype=torch.bool)
-    others[mine] = False
+    healthy_rows = torch.ones(len(x), dtype=torch.bool)
+    healthy_rows[sick_rows] = False
     outs = []
     for leaf in (healthy_leaf, sick_leaf):
         out = plan.attend(0, leaf, leaf, leaf, scale=0.5, softcap=softcap)
         out.backward(torch.ones_like(out))
         outs.append(out)
     assert healthy_leaf.grad is not None and sick_leaf.grad is not None
-    assert torch.equal(outs[0][others], outs[1][others])
-    assert torch.equal(healthy_leaf.grad[others], sick_leaf.grad[others])
+    assert torch.equal(outs[0][healthy_rows], outs[1][healthy_rows])
+    assert torch.equal(healthy_leaf.grad[healthy_rows], sick_leaf.grad[healthy_rows])
 
 
 @pytest.mark.parametrize("window", [None, Window(3), Window(3, chunked=True)])
@@ -147,12 +155,12 @@ def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide = PackedCausal(lengths).attend(0, *exact, scale=0.3, window=window)
     wide.backward(grad.double())
-    for found, expected in zip(
+    for actual, expected in zip(
         (out.detach(), *(x.grad for x in leaves)), (wide.detach(), *(x.grad for x in exact)), strict=True
     ):
-        assert found is not None and expected is not None
+        assert actual is not None and expected is not None
         # Where the true gradient is nearly zero, the rest is rounding of the output gradient's magnitude.
-        assert float((found.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
+        assert float((actual.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
 
 
 @examples(20)
@@ -160,21 +168,21 @@ def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
 def test_nan_in_a_short_sequence_in_bfloat16_stays_there(lengths: list[int], sick: int) -> None:
     sick %= len(lengths)
     start = sum(lengths[:sick])
-    others = torch.ones(sum(lengths), dtype=torch.bool)
-    others[start : start + lengths[sick]] = False
-    x = torch.randn(len(others), 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found = []
+    healthy_rows = torch.ones(sum(lengths), dtype=torch.bool)
+    healthy_rows[start : start + lengths[sick]] = False
+    x = torch.randn(len(healthy_rows), 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    runs = []
     for value in (None, torch.nan):
         leaf = x.clone()
         if value is not None:
-            leaf[~others] = value
+            leaf[~healthy_rows] = value
         leaf.requires_grad_()
         out = PackedCausal(lengths).attend(0, leaf, leaf, leaf, scale=0.5)
         out.backward(torch.ones_like(out))
         assert leaf.grad is not None
-        found.append((out.detach(), leaf.grad))
-    for healthy, beside in zip(*found, strict=True):
-        assert torch.equal(healthy[others], beside[others])
+        runs.append((out.detach(), leaf.grad))
+    for healthy, with_nan in zip(*runs, strict=True):
+        assert torch.equal(healthy[healthy_rows], with_nan[healthy_rows])
 
 
 def test_sequences_of_one_length_share_one_kernel_call_without_a_copy() -> None:

@@ -29,33 +29,33 @@ def paged(
     num_heads, num_groups, key_dim, value_dim, block_size = sizes
     rng = np.random.default_rng(0)
     used = [-(-length // block_size) for length in lengths]
-    numbers = rng.permutation(np.arange(1, sum(used) + 9)).tolist()
+    block_ids = rng.permutation(np.arange(1, sum(used) + 9)).tolist()
     store = torch.full((sum(used) + 9, block_size, num_groups, key_dim + value_dim), torch.nan)
     store[0] = 0
     table = np.zeros((len(lengths), max(used) + 2), np.int32)
     for row, length in enumerate(lengths):
-        for place in range(used[row]):
-            block = table[row, place] = numbers.pop()
-            written = store[block, : length - place * block_size]
+        for column in range(used[row]):
+            block = table[row, column] = block_ids.pop()
+            written = store[block, : length - column * block_size]
             written.copy_(torch.from_numpy(rng.standard_normal(written.shape)))
     q = torch.from_numpy(rng.standard_normal((len(lengths), num_heads, key_dim)))
     keys = torch.tensor(lengths, dtype=torch.int32)
     return q.to(WHERE, dtype), store.to(WHERE, dtype), torch.from_numpy(table).to(WHERE), keys.to(WHERE)
 
 
-def expected(
+def attend_in_float64(
     q_nHD: Tensor, store_PSGE: Tensor, table_nC: Tensor, lengths: list[int], **options: object
 ) -> list[Tensor]:
     """In float64, each row alone."""
-    found = []
+    outputs = []
     sinks = options.get("sinks_H")
-    given = AttentionOptions(**{**options, "sinks_H": None if sinks is None else sinks.double().cpu()})  # pyright: ignore
+    attention_options = AttentionOptions(**{**options, "sinks_H": None if sinks is None else sinks.double().cpu()})  # pyright: ignore
     for q_HD, blocks_C, length in zip(q_nHD.cpu().double(), table_nC.cpu().long(), lengths, strict=True):
         rows_GKE = store_PSGE.cpu()[blocks_C].flatten(0, 1)[:length].double().transpose(0, 1)
-        mask = visible(torch.tensor([[length - 1]]), length, given.get("window"), torch.float64)
+        mask = visible(torch.tensor([[length - 1]]), length, attention_options.get("window"), torch.float64)
         k, v = rows_GKE[None, ..., : q_HD.shape[1]], rows_GKE[None, ..., q_HD.shape[1] :]
-        found.append(reference(q_HD[None, :, None], k, v, mask, **given)[0, :, 0])
-    return found
+        outputs.append(reference(q_HD[None, :, None], k, v, mask, **attention_options)[0, :, 0])
+    return outputs
 
 
 CASES = [
@@ -87,12 +87,14 @@ def test_each_row_attends_to_its_own_keys(
     q, store, table, keys = paged(LENGTHS, dtype, sizes)
     if isinstance(sinks := options.get("sinks_H"), Tensor):
         options = {**options, "sinks_H": sinks.to(WHERE, dtype)}
-    found = paged_kernel.paged_attention(q, store, table, keys, key_dim=sizes[2], scale=0.3, **options).cpu()  # pyright: ignore
-    assert found.dtype == dtype and found.shape == (len(LENGTHS), sizes[0], sizes[3])
-    assert not found[2].any(), "padding"
-    for row, own in enumerate(expected(q, store, table, LENGTHS, scale=0.3, **options)):
+    actual = paged_kernel.paged_attention(q, store, table, keys, key_dim=sizes[2], scale=0.3, **options).cpu()  # pyright: ignore
+    assert actual.dtype == dtype and actual.shape == (len(LENGTHS), sizes[0], sizes[3])
+    assert not actual[2].any(), "padding"
+    for row, expected_row in enumerate(attend_in_float64(q, store, table, LENGTHS, scale=0.3, **options)):
         if LENGTHS[row]:
-            torch.testing.assert_close(found[row].double(), own, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+            torch.testing.assert_close(
+                actual[row].double(), expected_row, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+            )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -101,12 +103,12 @@ def test_a_row_of_nans_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyP
     lengths = [300, 20, 500, 1]
     q, store, table, keys = paged(lengths, torch.float32, (4, 2, 16, 16, 16))
     clean = paged_kernel.paged_attention(q, store, table, keys, key_dim=16, scale=0.3)
-    for at, (row, number) in enumerate([(0, torch.nan), (2, torch.inf)]):
+    for at, (row, value) in enumerate([(0, torch.nan), (2, torch.inf)]):
         q[row, at] = torch.nan
-        store[table[row, 3].long(), :, :, 16:] = number
-    found = paged_kernel.paged_attention(q, store, table, keys, key_dim=16, scale=0.3)
-    assert not found[[0, 2]].isfinite().any()
-    assert torch.equal(found[[1, 3]], clean[[1, 3]])
+        store[table[row, 3].long(), :, :, 16:] = value
+    output = paged_kernel.paged_attention(q, store, table, keys, key_dim=16, scale=0.3)
+    assert not output[[0, 2]].isfinite().any()
+    assert torch.equal(output[[1, 3]], clean[[1, 3]])
 
 
 def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
@@ -114,9 +116,9 @@ def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
     cache = KVCache({0: shape}, 4, device)
     cache.resize(200)
     cache._stores[shape].copy_(torch.randn(cache._stores[shape].shape))
-    numbers = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
+    block_ids = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
     spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63), (5, 30)]
-    every = [Rows(start, stop, [numbers.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
+    every = [Rows(start, stop, [block_ids.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
     every[5] = every[5]._replace(seen=np.array([2]))
     for rows in (every, every[1:2], every[3:4] + every[6:7], every[2:4], every[:1]):
         num = sum(row.stop - row.start for row in rows)

@@ -23,8 +23,8 @@ LAYER = "base_model.model.model.layers.0"
 
 
 def backend_of(family: str, directory: Path) -> TorchBackend:
-    found = next(each for each in FAMILIES if each.model_type == family)
-    backend = TorchBackend(make(directory, found), device="cpu")
+    chosen_family = next(candidate for candidate in FAMILIES if candidate.model_type == family)
+    backend = TorchBackend(make(directory, chosen_family), device="cpu")
     backend.create_model("m", LoraSpec(2, seed=1))
     backend._models["m"].adapter.flat_P.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     return backend
@@ -39,8 +39,8 @@ def test_parts_have_tinkers_names_in_an_export_and_are_one_adapter_to_peft(tmp_p
     backend = backend_of("qwen3_5_text", tmp_path / "base")
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     backend.save("m", tmp_path / "peft", optimizer=False)
-    own = {name: sizes for name, sizes in shapes(tmp_path / "export", "linear_attn").items() if "proj_" in name}
-    assert own == {
+    exported = {name: sizes for name, sizes in shapes(tmp_path / "export", "linear_attn").items() if "proj_" in name}
+    assert exported == {
         "in_proj_q.lora_A.weight": [2, 32], "in_proj_q.lora_B.weight": [32, 2],
         "in_proj_k.lora_A.weight": [2, 32], "in_proj_k.lora_B.weight": [32, 2],
         "in_proj_v.lora_A.weight": [2, 32], "in_proj_v.lora_B.weight": [48, 2],
@@ -48,8 +48,8 @@ def test_parts_have_tinkers_names_in_an_export_and_are_one_adapter_to_peft(tmp_p
         "in_proj_a.lora_A.weight": [2, 32], "in_proj_a.lora_B.weight": [4, 2],
         "in_proj_b.lora_A.weight": [2, 32], "in_proj_b.lora_B.weight": [4, 2],
     }  # fmt: skip
-    found = shapes(tmp_path / "peft", "linear_attn")
-    assert found["in_proj_qkv.lora_A.weight"] == [6, 32] and found["in_proj_qkv.lora_B.weight"] == [112, 6]
+    saved = shapes(tmp_path / "peft", "linear_attn")
+    assert saved["in_proj_qkv.lora_A.weight"] == [6, 32] and saved["in_proj_qkv.lora_B.weight"] == [112, 6]
     config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({"in_proj_qkv": 6}, {"in_proj_qkv": 96})
     assert "in_proj_qkv" in config["target_modules"] and "in_proj_q" not in config["target_modules"]
@@ -59,11 +59,11 @@ def test_parts_have_tinkers_names_in_an_export_and_are_one_adapter_to_peft(tmp_p
 def test_a_checkpoint_may_be_uploaded_and_other_ranks_may_not(family: str, tmp_path: Path) -> None:
     backend = backend_of(family, tmp_path / "base")
     backend.save("m", tmp_path / "peft", optimizer=False)
-    facts = read(tmp_path / "peft", plain=True)
-    assert (facts.rank, facts.spec) == (2, LoraSpec(2))
-    changed = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
-    changed["rank_pattern"] = dict.fromkeys(changed["rank_pattern"], 5)
-    (tmp_path / "peft" / CONFIG_FILE).write_text(json.dumps(changed))
+    description = read(tmp_path / "peft", plain=True)
+    assert (description.rank, description.spec) == (2, LoraSpec(2))
+    config = json.loads((tmp_path / "peft" / CONFIG_FILE).read_text())
+    config["rank_pattern"] = dict.fromkeys(config["rank_pattern"], 5)
+    (tmp_path / "peft" / CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(UserError, match="rank_pattern"):
         read(tmp_path / "peft", plain=True)
     with pytest.raises(UserError, match="rank_pattern"):

@@ -31,13 +31,13 @@ def database_kind() -> str:
 
 @pytest.fixture
 def mailbox(database_url: str) -> Iterator[PostgresMailbox]:
-    made = PostgresMailbox(database_url, "server")
-    assert made.wait(10) and made.drain() == {""}, "it says when it listens"
-    yield made
-    made.close()
+    new_mailbox = PostgresMailbox(database_url, "server")
+    assert new_mailbox.wait(10) and new_mailbox.drain() == {""}, "it says when it listens"
+    yield new_mailbox
+    new_mailbox.close()
 
 
-def received(mailbox: PostgresMailbox, enough: Callable[[set[str]], bool]) -> set[str]:
+def receive_until(mailbox: PostgresMailbox, enough: Callable[[set[str]], bool]) -> set[str]:
     ids: set[str] = set()
     deadline = time.monotonic() + 10
     while not enough(ids) and mailbox.wait(deadline - time.monotonic()):
@@ -49,7 +49,7 @@ def test_a_wake_up_comes_with_the_commit_and_not_before(db: Database, mailbox: P
     with db.write() as connection:
         db.notify(connection, "server", ["a", "b"])
         assert not mailbox.wait(0.2)
-    assert received(mailbox, lambda ids: "a" in ids) == {"a", "b"}
+    assert receive_until(mailbox, lambda ids: "a" in ids) == {"a", "b"}
     assert not mailbox.wait(0.0) and mailbox.drain() == set()
 
 
@@ -65,7 +65,7 @@ def test_any_number_of_ids_arrives(db: Database, mailbox: PostgresMailbox) -> No
     assert len("\n".join(ids)) > 20 * MAX_NOTIFY_BYTES
     with db.write() as connection:
         db.notify(connection, "server", ids)
-    assert received(mailbox, lambda found: found >= ids) == ids
+    assert receive_until(mailbox, lambda arrived: arrived >= ids) == ids
 
 
 def test_lines_of_token_streams_arrive_without_a_transaction(database_url: str, mailbox: PostgresMailbox) -> None:
@@ -75,13 +75,13 @@ def test_lines_of_token_streams_arrive_without_a_transaction(database_url: str, 
         too_long = "+" + "too long" * 1000
         engine.stream(SERVER, [too_long])
         engine.stream(SERVER, ["+short"])
-        assert received(mailbox, lambda ids: "+short" in ids) == {"+short"}, "nothing else wakes the readers"
+        assert receive_until(mailbox, lambda ids: "+short" in ids) == {"+short"}, "nothing else wakes the readers"
         engine.stream(SERVER, [too_long, *lines])
-        assert lines <= received(mailbox, lambda ids: lines <= ids)
+        assert lines <= receive_until(mailbox, lambda ids: lines <= ids)
         assert engine._sender is not None
         engine._sender.close()
         engine.stream(SERVER, ["+after a broken connection"])
-        assert "+after a broken connection" in received(mailbox, lambda ids: "+after a broken connection" in ids)
+        assert "+after a broken connection" in receive_until(mailbox, lambda ids: "+after a broken connection" in ids)
     finally:
         engine.close()
 
@@ -95,13 +95,15 @@ def test_channels_are_apart(db: Database, mailbox: PostgresMailbox) -> None:
 def test_a_broken_connection_is_opened_again_and_says_that_something_may_be_missing(
     db: Database, mailbox: PostgresMailbox
 ) -> None:
-    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE "
+    terminate_sql = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE "
+    )
     with db.read() as connection:
-        assert connection.scalar(sa.text(others + "'LISTEN %'")), "one was cut"
-    assert received(mailbox, lambda ids: "" in ids) == {""}
+        assert connection.scalar(sa.text(terminate_sql + "'LISTEN %'")), "one was cut"
+    assert receive_until(mailbox, lambda ids: "" in ids) == {""}
     with db.write() as connection:
         db.notify(connection, "server", ["a"])
-    assert received(mailbox, lambda ids: "a" in ids) == {"a"}
+    assert receive_until(mailbox, lambda ids: "a" in ids) == {"a"}
 
 
 def test_closing_takes_no_time(database_url: str) -> None:
@@ -122,12 +124,12 @@ def test_the_database_decides_how_wake_ups_go(database_url: str, tmp_path: Path)
 def test_submissions_wake_the_engine_and_settlements_the_servers(database_url: str, db: Database) -> None:
     engine, server = PostgresMailbox(database_url, engine_mailbox("base")), PostgresMailbox(database_url, SERVER)
     for listening in (engine, server):
-        received(listening, lambda ids: "" in ids)
+        receive_until(listening, lambda ids: "" in ids)
     futures = Futures(db)
     request_id = futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
-    assert received(engine, lambda ids: bool(ids)) == {request_id}
+    assert receive_until(engine, lambda ids: bool(ids)) == {request_id}
     futures.settle([Settlement(request_id, b"")], {})
-    assert received(server, lambda ids: bool(ids)) == {request_id}
+    assert receive_until(server, lambda ids: bool(ids)) == {request_id}
     futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
     assert not engine.wait(0.2), "what was there already is no news"
     engine.close()
@@ -135,20 +137,20 @@ def test_submissions_wake_the_engine_and_settlements_the_servers(database_url: s
 
 
 def test_one_engine_of_several_is_woken_alone_or_all_of_them(database_url: str, db: Database) -> None:
-    one, two = (
+    first, second = (
         PostgresMailbox(database_url, engine_mailbox("base", engine_id)) for engine_id in ("engine-0-a", "engine-0-b")
     )
-    for listening in (one, two):
-        received(listening, lambda ids: "" in ids)
+    for listening in (first, second):
+        receive_until(listening, lambda ids: "" in ids)
     futures = Futures(db)
     step = NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1, engine_id="engine-0-b")
     futures.submit(step)
-    assert received(two, lambda ids: bool(ids)) == {"m:1"}
-    assert not one.wait(0.2)
+    assert receive_until(second, lambda ids: bool(ids)) == {"m:1"}
+    assert not first.wait(0.2)
     futures.submit(replace(step, request_id="m:2", seq_id=2, engine_id=None))
-    assert received(one, lambda ids: bool(ids)) == received(two, lambda ids: bool(ids)) == {"m:2"}
-    one.close()
-    two.close()
+    assert receive_until(first, lambda ids: bool(ids)) == receive_until(second, lambda ids: bool(ids)) == {"m:2"}
+    first.close()
+    second.close()
 
 
 def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tmp_path: Path) -> None:
@@ -162,11 +164,11 @@ def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tm
         server.close()
         engine.close()
     other = open_mailbox(f"sqlite:///{tmp_path}/other.db", "engine-b.0")
-    apart = open_mailbox(f"sqlite:///{tmp_path}/shared.db", "server.a")
-    apart.wake("engine-b", ["not theirs"])
+    other_server = open_mailbox(f"sqlite:///{tmp_path}/shared.db", "server.a")
+    other_server.wake("engine-b", ["not theirs"])
     assert other.drain() == set()
     other.close()
-    apart.close()
+    other_server.close()
 
 
 class _Slow(Database):
@@ -214,9 +216,9 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
 def test_creations_at_once_make_one(database_url: str) -> None:
     databases = [Database(database_url) for _ in range(6)]
     new = NewModel("s:train:0", "s", "alice", "base", LoraSpec(4))
-    made: list[float] = []
+    created_at: list[float] = []
     threads = [
-        threading.Thread(target=lambda db=db: made.append(Models(db).create(new).created_at)) for db in databases
+        threading.Thread(target=lambda db=db: created_at.append(Models(db).create(new).created_at)) for db in databases
     ]
     for thread in threads:
         thread.start()
@@ -224,4 +226,4 @@ def test_creations_at_once_make_one(database_url: str) -> None:
         thread.join()
     for database in databases:
         database.close()
-    assert len(made) == 6 and len(set(made)) == 1, "all were given the row of the first"
+    assert len(created_at) == 6 and len(set(created_at)) == 1, "all were given the row of the first"

@@ -35,7 +35,7 @@ def test_the_order_is_torchs(stages: int, micro_batches: int) -> None:
         warmup = min(stages - 1 - stage, micro_batches)
         turns = micro_batches - warmup
         theirs = schedules._get_1f1b_rank_ops(1, stages, warmup, turns, warmup, stage, lambda _: 0, lambda _: 0)
-        expected = [(each.computation_type.value == "F", each.microbatch_index) for each in theirs if each is not None]
+        expected = [(step.computation_type.value == "F", step.microbatch_index) for step in theirs if step is not None]
         assert [tuple(action) for action in order_1f1b(stage, stages, micro_batches)] == expected
 
 
@@ -43,7 +43,12 @@ def test_the_order_is_torchs(stages: int, micro_batches: int) -> None:
 def test_every_input_was_sent_in_an_earlier_tick(stages: int, micro_batches: int) -> None:
     order = ticks(stages, micro_batches)
     assert len({len(actions) for actions in order}) == 1
-    at = {(stage, action): tick for stage, own in enumerate(order) for tick, action in enumerate(own) if action}
+    at = {
+        (stage, action): tick
+        for stage, stage_actions in enumerate(order)
+        for tick, action in enumerate(stage_actions)
+        if action
+    }
     assert len(at) == 2 * stages * micro_batches
     for (stage, action), tick in at.items():
         if action.is_forward and stage:
@@ -58,11 +63,11 @@ def test_a_stage_keeps_at_most_as_many_micro_batches_as_follow(stages: int, micr
     order = ticks(stages, micro_batches)
     assert len(order[0]) == (2 * (micro_batches + stages - 1) if micro_batches else 0)
     for stage, actions in enumerate(order):
-        kept = most = 0
+        num_kept = max_kept = 0
         for action in filter(None, actions):
-            kept += 1 if action.is_forward else -1
-            most = max(most, kept)
-        assert kept == 0 and most == min(stages - stage, micro_batches)
+            num_kept += 1 if action.is_forward else -1
+            max_kept = max(max_kept, num_kept)
+        assert num_kept == 0 and max_kept == min(stages - stage, micro_batches)
 
 
 class Call(NamedTuple):
@@ -97,23 +102,25 @@ class Recorder:
 def calls_of(stage: int, stages: int, batches: list[StageRows]) -> list[Call]:
     ranks: Any = Recorder(stage, stages)
     layers = [nn.Identity() for _ in range(stages)]
-    own = Stage(layers, range(stage, stage + 1), ranks, [_Boundary(torch.float32, 1, None)] * stages)
+    pipeline_stage = Stage(layers, range(stage, stage + 1), ranks, [_Boundary(torch.float32, 1, None)] * stages)
 
-    def forward(number: int) -> Tensor:
-        rows_1TD = torch.zeros(1, batches[number].num_rows, 1)
-        return own.run(lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], alone=False)
+    def forward(index: int) -> Tensor:
+        rows_1TD = torch.zeros(1, batches[index].num_rows, 1)
+        return pipeline_stage.run(
+            lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], alone=False
+        )
 
-    run_to_end(Schedule(own, batches, forward, lambda _, hidden_TD: hidden_TD).run())
+    run_to_end(Schedule(pipeline_stage, batches, forward, lambda _, hidden_TD: hidden_TD).run())
     return ranks.calls
 
 
 def pairs(programs: list[list[Call]], first: int, directions: tuple[bool, ...]) -> list[tuple[Call, Call]]:
     """What meets on a communicator of a stage and the next, which runs either side's operations one after the other."""
-    own, other = (
+    calls, peer_calls = (
         [c for c in programs[stage] if c.peer == peer and c.forward in directions]
         for stage, peer in ((first, first + 1), (first + 1, first))
     )
-    return list(zip(own, other, strict=True))
+    return list(zip(calls, peer_calls, strict=True))
 
 
 @given(st.integers(2, 5), st.lists(st.builds(StageRows, st.integers(0, 3), st.booleans()), max_size=9))
@@ -121,10 +128,10 @@ def test_messages_meet_on_a_communicator_for_each_direction(stages: int, batches
     programs = [calls_of(stage, stages, batches) for stage in range(stages)]
     for first in range(stages - 1):
         for direction in (True, False):
-            for own, other in pairs(programs, first, (direction,)):
-                assert own.is_send != other.is_send and own.size == other.size
+            for call, peer_call in pairs(programs, first, (direction,)):
+                assert call.is_send != peer_call.is_send and call.size == peer_call.size
 
 
 def test_messages_would_not_meet_on_one_communicator_for_both_directions() -> None:
     programs = [calls_of(stage, 2, [StageRows(2, True)] * 4) for stage in range(2)]
-    assert any(own.is_send == other.is_send for own, other in pairs(programs, 0, (True, False)))
+    assert any(call.is_send == peer_call.is_send for call, peer_call in pairs(programs, 0, (True, False)))

@@ -47,24 +47,24 @@ MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
 STATEFUL = tuple(family for family in families.FAMILIES if family.states)
 
 
-def known(name: str) -> Architecture:
-    return next(one.model for one in KNOWN if one.name == name)
+def find_known(name: str) -> Architecture:
+    return next(row.model for row in KNOWN if row.name == name)
 
 
-def counted_by_transformers(config: dict[str, Any]) -> int:
+def count_with_transformers(config: dict[str, Any]) -> int:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).num_parameters()
 
 
-@pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.name)
-def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(one: Known) -> None:
-    model = one.model
-    assert model.num_parameters == counted_by_transformers(dict(one.config))
-    assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
-    if one.active is not None:
+@pytest.mark.parametrize("row", KNOWN, ids=lambda row: row.name)
+def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(row: Known) -> None:
+    model = row.model
+    assert model.num_parameters == count_with_transformers(dict(row.config))
+    assert model.num_parameters / 1e9 == pytest.approx(row.published, rel=0.01)
+    if row.active is not None:
         # OpenAI's published sizes omit the embeddings.
-        left_out = model.embedding_numbers if model.model_type == "gpt_oss" else 0
-        assert (model.num_active - left_out) / 1e9 == pytest.approx(one.active, rel=0.02)
+        unpublished_size = model.embedding_numbers if model.model_type == "gpt_oss" else 0
+        assert (model.num_active - unpublished_size) / 1e9 == pytest.approx(row.active, rel=0.02)
     else:
         assert model.num_active == model.num_parameters
 
@@ -72,16 +72,16 @@ def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)
 def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family) -> None:
     config = AutoConfig.for_model(family.model_type, **{**families.COMMON, **family.config})
-    given = json.loads(config.to_json_string(use_diff=False))
+    config_json = json.loads(config.to_json_string(use_diff=False))
     if family.model_type in REFUSED:
         with pytest.raises(SettingsError, match=f"'{family.model_type}' is not supported by plans"):
-            read(given)
+            read(config_json)
         return
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    counted = read(given)
-    assert counted.num_parameters == model.num_parameters()
-    assert counted.has_experts == family.experts == (counted.num_active < counted.num_parameters)
+    architecture = read(config_json)
+    assert architecture.num_parameters == model.num_parameters()
+    assert architecture.has_experts == family.experts == (architecture.num_active < architecture.num_parameters)
 
 
 @pytest.mark.parametrize("family", families.VISION[:2], ids=lambda family: family.model_type)
@@ -90,13 +90,14 @@ def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) 
     config = AutoConfig.for_model(family.model_type, **{**family.config, "tie_word_embeddings": tied})
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    found = read(config.to_dict())
-    assert found.num_parameters == model.num_parameters()
-    assert found.vision_numbers == model.model.visual.num_parameters() > 0
-    wholes = [
-        memory.base_bytes(one, dtype="float32", quantize="off") for one in (found, replace(found, vision_numbers=0))
+    model_read = read(config.to_dict())
+    assert model_read.num_parameters == model.num_parameters()
+    assert model_read.vision_numbers == model.model.visual.num_parameters() > 0
+    base_bytes = [
+        memory.base_bytes(architecture, dtype="float32", quantize="off")
+        for architecture in (model_read, replace(model_read, vision_numbers=0))
     ]
-    assert wholes[0] - wholes[1] == 4 * found.vision_numbers
+    assert base_bytes[0] - base_bytes[1] == 4 * model_read.vision_numbers
     published = AutoConfig.for_model(family.model_type)
     with torch.device("meta"):
         assert (
@@ -107,20 +108,20 @@ def test_a_vision_tower_is_counted_exactly(family: families.Family, tied: bool) 
 
 def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None:
     for name in ("qwen3", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text", "nemotron_h", "jamba"):
-        family = next(one for one in families.FAMILIES if one.model_type == name)
+        family = next(candidate for candidate in families.FAMILIES if candidate.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         targets = base.adaptable()
         for rank in (1, 8):
-            numbers = sum(int(torch.Size(shape).numel()) for target in targets for shape in target.shapes(rank))
-            assert memory.adapter_numbers(read_directory(tmp_path / name), rank) == numbers
+            num_elements = sum(int(torch.Size(shape).numel()) for target in targets for shape in target.shapes(rank))
+            assert memory.adapter_numbers(read_directory(tmp_path / name), rank) == num_elements
 
 
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
     from tinsmith.samplers.local.kv_cache import layer_shapes, probe_layers
     from tinsmith.samplers.local.states import state_bytes
 
-    for name in ("gemma2", "deepseek_v3", "phi3", "gpt_neox", "opt", *(one.model_type for one in STATEFUL)):
-        family = next(one for one in families.FAMILIES if one.model_type == name)
+    for name in ("gemma2", "deepseek_v3", "phi3", "gpt_neox", "opt", *(candidate.model_type for candidate in STATEFUL)):
+        family = next(candidate for candidate in families.FAMILIES if candidate.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
         cached = sum(shape.num_bytes for shape in layer_shapes(base).values())
         model = read_directory(tmp_path / name)
@@ -169,46 +170,46 @@ def test_measured_peaks_are_within_the_factor() -> None:
     # Freed memory is returned at once, so that the resident set is the allocated memory.
     at_once = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     words, environment = [sys.executable, str(MEASURED)], {**os.environ, **at_once}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]  # others are logs
-    assert len(found) == 4 + 2 + 2  # steps, images in vision towers, and steps of one of two context ranks
-    for one in found:
-        ratio = one["measured"] / one["expected"]
-        assert 1 / memory.FACTOR < ratio < memory.FACTOR, one
+    process = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert process.returncode == 0, process.stderr
+    measurements = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]  # others are logs
+    assert len(measurements) == 4 + 2 + 2  # steps, images in vision towers, and steps of one of two context ranks
+    for measurement in measurements:
+        ratio = measurement["measured"] / measurement["expected"]
+        assert 1 / memory.FACTOR < ratio < memory.FACTOR, measurement
 
 
 # Choices.
 
 
 def test_a_small_model_is_on_every_device() -> None:
-    plan = choose(known("Llama-3.1-8B"), Workload(8, GPU))
+    plan = choose(find_known("Llama-3.1-8B"), Workload(8, GPU))
     assert (plan.degrees, plan.mode) == (Degrees(8), "kept")
     assert "holds the whole base (15.0 GiB)" in " ".join(plan.words)
 
 
 def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed() -> None:
-    plan = choose(known("Llama-3.1-70B"), Workload(8, GPU))
+    plan = choose(find_known("Llama-3.1-70B"), Workload(8, GPU))
     assert plan.degrees == Degrees(2, 4)
     assert evaluate(plan.model, plan.workload, Degrees(4, 2)).mode not in ("kept", "recomputed")
 
 
 def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
     # 28 query and 4 key heads cannot be divided by 3 or 6.
-    model = known("Qwen2.5-7B")
+    model = find_known("Qwen2.5-7B")
     plan = choose(model, Workload(3, 16 * 10**9, rank=8, context=2048))
     assert plan.degrees == Degrees(3, 1, shard_base=True)
     assert plan.fits and "does not divide" in " ".join(plan.words)
 
 
 def test_taking_turns_is_the_last_resort_of_one_device() -> None:
-    plan = choose(known("Gemma-3-27B (text)"), Workload(1, GPU))
+    plan = choose(find_known("Gemma-3-27B (text)"), Workload(1, GPU))
     assert plan.mode == "in turns"
     assert plan.needs.total("recomputed") > GPU >= plan.needs.total("in turns")
 
 
 def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> None:
-    plan = choose(known("Qwen3-32B"), Workload(1, GPU))
+    plan = choose(find_known("Qwen3-32B"), Workload(1, GPU))
     words = " ".join(plan.words)
     assert not plan.fits and plan.missing_bytes > 0
     assert f"lacks {plan.missing_bytes / 2**30:.1f} GiB" in words and "It fits on 2 such devices" in words
@@ -216,16 +217,16 @@ def test_a_model_that_does_not_fit_names_the_gap_and_the_devices_needed() -> Non
 
 
 def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> None:
-    plan = choose(known("Llama-3.2-1B"), Workload(1, 8 * 2**30, context=131072))
+    plan = choose(find_known("Llama-3.2-1B"), Workload(1, 8 * 2**30, context=131072))
     assert (
         not plan.fits
         and "on 8 such devices: data parallel 1 x context parallel 4 x tensor parallel 2" in plan.words[-1]
     )
     split = choose(plan.model, replace(plan.workload, devices=8))
     assert split.degrees == Degrees(1, 2, context=4) and "a device trains 32768 of them" in split.words[0]
-    whole = replace(split.degrees, data=4, context=1)
-    assert needs_of(plan.model, split.workload, whole).least_activations > 3.9 * split.needs.least_activations
-    assert needs_of(plan.model, split.workload, whole).keys_and_values == split.needs.keys_and_values
+    unsplit = replace(split.degrees, data=4, context=1)
+    assert needs_of(plan.model, split.workload, unsplit).least_activations > 3.9 * split.needs.least_activations
+    assert needs_of(plan.model, split.workload, unsplit).keys_and_values == split.needs.keys_and_values
 
 
 def test_ranks_of_a_stage_and_of_a_sampling_group_are_adjacent() -> None:
@@ -260,30 +261,30 @@ def test_every_rank_is_in_one_group_of_each_kind() -> None:
 
 
 def test_sequences_are_split_only_where_nothing_else_fits() -> None:
-    wanted = Workload(8, GPU, context=131072)
-    assert choose(known("Llama-3.1-8B"), wanted).degrees == Degrees(4, 2)
-    assert choose(known("Llama-3.1-70B"), wanted).degrees == Degrees(1, 1, shard_base=True, context=8)
+    workload = Workload(8, GPU, context=131072)
+    assert choose(find_known("Llama-3.1-8B"), workload).degrees == Degrees(4, 2)
+    assert choose(find_known("Llama-3.1-70B"), workload).degrees == Degrees(1, 1, shard_base=True, context=8)
 
 
 @pytest.mark.parametrize(("name", "is_split"), [("bamba", True), ("jamba", False), ("mamba2", True)])
 def test_layers_with_a_state_are_split_by_tokens_if_they_can(tmp_path: Path, name: str, is_split: bool) -> None:
-    families.make(tmp_path, next(one for one in families.FAMILIES if one.model_type == name))
-    model, wanted = replace(read_directory(tmp_path), context=65536), Workload(4, GPU, context=65536)
+    families.make(tmp_path, next(candidate for candidate in families.FAMILIES if candidate.model_type == name))
+    model, workload = replace(read_directory(tmp_path), context=65536), Workload(4, GPU, context=65536)
     assert model.mixers == 2 and Degrees(context=4) in candidates(model, 4)
-    split, whole = (needs_of(model, wanted, degrees).activations for degrees in (Degrees(context=4), Degrees(4)))
-    assert (3.5 < whole / split < 4.01) if is_split else (whole / split < 2)
+    split, unsplit = (needs_of(model, workload, degrees).activations for degrees in (Degrees(context=4), Degrees(4)))
+    assert (3.5 < unsplit / split < 4.01) if is_split else (unsplit / split < 2)
 
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:
     """Gathering one of its large layers takes more than a stage; stages count only where nothing without them fits."""
-    model, wanted = known("Llama-3.1-70B"), Workload(3, 78 * 10**9)
-    plan = choose(model, wanted)
+    model, workload = find_known("Llama-3.1-70B"), Workload(3, 78 * 10**9)
+    plan = choose(model, workload)
     assert plan.fits and plan.degrees == Degrees(pipeline=3)
     assert "a device holds at most 28 of 80 layers" in " ".join(plan.words)
-    without = [one for one in candidates(model, 3) if one.pipeline == 1]
-    assert without and not any(evaluate(model, wanted, one).fits for one in without)
-    assert choose(model, replace(wanted, devices=4)).degrees.pipeline == 1
-    assert "on no number of such devices" in choose(known("DeepSeek-V3"), Workload(8, GPU)).words[-1]
+    without = [degrees for degrees in candidates(model, 3) if degrees.pipeline == 1]
+    assert without and not any(evaluate(model, workload, degrees).fits for degrees in without)
+    assert choose(model, replace(workload, devices=4)).degrees.pipeline == 1
+    assert "on no number of such devices" in choose(find_known("DeepSeek-V3"), Workload(8, GPU)).words[-1]
 
 
 @given(
@@ -307,14 +308,14 @@ def test_the_largest_stage_counts() -> None:
     """A stage has whole layers, the first also the embeddings and the last the unembedding; activations are kept for as
     many micro-batches as there are stages from it on.
     """
-    model, wanted = known("Llama-3.1-70B"), Workload(4, GPU)
+    model, workload = find_known("Llama-3.1-70B"), Workload(4, GPU)
     counts = memory.stages_of(model, 4)
     assert counts == (19, 21, 21, 19)  # the ends are about two layers each
-    whole, split = needs_of(model, wanted, Degrees()), needs_of(model, wanted, Degrees(pipeline=4))
+    unsplit, split = needs_of(model, workload, Degrees()), needs_of(model, workload, Degrees(pipeline=4))
     assert split.base == pytest.approx(21 * model.layer_sizes[0] * 2, rel=0.01)
-    assert split.keys_and_values == pytest.approx(whole.keys_and_values * 21 / 80, rel=0.01)
-    assert split.activations == pytest.approx(whole.activations * 76 / 80, rel=0.05)
-    assert split.adapters == whole.adapters
+    assert split.keys_and_values == pytest.approx(unsplit.keys_and_values * 21 / 80, rel=0.01)
+    assert split.activations == pytest.approx(unsplit.activations * 76 / 80, rel=0.05)
+    assert split.adapters == unsplit.adapters
 
 
 @pytest.mark.parametrize(
@@ -327,17 +328,17 @@ def test_the_largest_stage_counts() -> None:
     ],
 )
 def test_layers_that_cannot_be_stages_are_named(model: dict[str, Any], degrees: Degrees, reason: str) -> None:
-    assert reason in str(problem_of(replace(known("Llama-3.1-8B"), **model), degrees))
+    assert reason in str(problem_of(replace(find_known("Llama-3.1-8B"), **model), degrees))
 
 
 def test_stages_wait_for_each_other() -> None:
     """(P - 1) / (M + P - 1) of a step, with at least two micro-batches a stage."""
-    model = known("Llama-3.1-8B")
+    model = find_known("Llama-3.1-8B")
     plans = [evaluate(model, Workload(4, GPU), degrees) for degrees in (Degrees(), Degrees(pipeline=4))]
-    alone, split = (step_time(plan, DEVICES[1], StepShare(8192)) for plan in plans)
-    assert split.waiting == pytest.approx(3 / 11) and alone.waiting == 0
-    assert split.compute == pytest.approx(alone.compute / 4) and split.total > split.compute / (1 - 3 / 11)
-    assert split.stages > 0 == alone.stages
+    unsplit, split = (step_time(plan, DEVICES[1], StepShare(8192)) for plan in plans)
+    assert split.waiting == pytest.approx(3 / 11) and unsplit.waiting == 0
+    assert split.compute == pytest.approx(unsplit.compute / 4) and split.total > split.compute / (1 - 3 / 11)
+    assert split.stages > 0 == unsplit.stages
 
 
 @pytest.mark.parametrize(
@@ -352,61 +353,61 @@ def test_stages_wait_for_each_other() -> None:
 )
 def test_impossible_degrees_are_refused_with_the_reason(degrees: Degrees, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        check(known("Llama-3.1-8B"), Workload(8, GPU), degrees)
+        check(find_known("Llama-3.1-8B"), Workload(8, GPU), degrees)
 
 
 def test_key_heads_count_too() -> None:
-    problem = problem_of(known("Qwen2.5-7B"), Degrees(1, 7))
+    problem = problem_of(find_known("Qwen2.5-7B"), Degrees(1, 7))
     assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
 
 
 def test_experts_are_spread_over_as_few_devices_as_will_do() -> None:
-    plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
+    plan = choose(find_known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert plan.degrees == Degrees(8, experts=2) and not evaluate(plan.model, plan.workload, Degrees(8)).fits
     assert "Each of 2 devices has 64 of the 128 experts" in " ".join(plan.words)
-    large = choose(known("Qwen3-235B-A22B"), Workload(64, GPU))
+    large = choose(find_known("Qwen3-235B-A22B"), Workload(64, GPU))
     assert large.fits and large.degrees.experts == 64 and not large.degrees.shard_base
     # On an odd number of devices, layers are gathered with their experts.
     assert choose(plan.model, Workload(3, GPU)).degrees == Degrees(3, 1, shard_base=True)
 
 
 def test_spread_experts_are_counted_once_for_all_devices() -> None:
-    model = known("Qwen3-235B-A22B")
-    one, of_eight = (memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=degree) for degree in (1, 8))
+    model = find_known("Qwen3-235B-A22B")
+    unspread, eighth = (memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=degree) for degree in (1, 8))
     routed = 2 * sum(linear.numbers for linear in model.linears if linear.copies > 1)
-    assert one - of_eight == routed - routed // 8
-    both = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, shards=8)
-    assert routed // 8 < both < of_eight
+    assert unspread - eighth == routed - routed // 8
+    spread_and_sharded = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, shards=8)
+    assert routed // 8 < spread_and_sharded < eighth
 
 
 def test_experts_in_stages_count_where_nothing_simpler_fits() -> None:
-    model, wanted = known("gpt-oss-120b"), Workload(6, GPU)
-    plan = choose(model, wanted)
+    model, workload = find_known("gpt-oss-120b"), Workload(6, GPU)
+    plan = choose(model, workload)
     assert plan.fits and plan.degrees.pipeline > 1 and plan.degrees.experts > 1
-    simpler = [one for one in candidates(model, 6) if one.pipeline == 1 or one.experts == 1]
-    assert simpler and not any(evaluate(model, wanted, one).fits for one in simpler)
+    simpler = [degrees for degrees in candidates(model, 6) if degrees.pipeline == 1 or degrees.experts == 1]
+    assert simpler and not any(evaluate(model, workload, degrees).fits for degrees in simpler)
 
 
 def test_a_stage_holds_parts_of_its_own_experts() -> None:
     """The first three of DeepSeek-V3's 61 layers have none. A step's exchanges are divided among the stages."""
-    model = known("DeepSeek-V3")
-    assert [layer for layer, numbers in enumerate(model.expert_sizes) if not numbers] == [0, 1, 2]
+    model = find_known("DeepSeek-V3")
+    assert [layer for layer, num_parameters in enumerate(model.expert_sizes) if not num_parameters] == [0, 1, 2]
     routed = sum(linear.numbers for linear in model.linears if linear.copies > 1)
     assert sum(model.expert_sizes) == routed
-    stages, start, held = memory.stages_of(model, 4), 0, []
-    for number, count in enumerate(stages):
-        own = slice(start, start := start + count)
-        experts = sum(model.expert_sizes[own])
-        ends = model.embedding_numbers if number in (0, 3) else 0
-        held.append(2 * (sum(model.layer_sizes[own]) - experts + experts / 8 + ends))
-    found = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, stages=4)
-    assert found == pytest.approx(max(held), rel=1e-3)
-    work, alone, split = StepShare(4096), Degrees(8, experts=8), Degrees(8, experts=8, pipeline=4)
-    wanted = Workload(32, GPU)
-    assert traffic(model, wanted, alone, work).experts == 4 * traffic(model, wanted, split, work).experts > 0
-    assert calls(model, alone, work).experts == 4 * calls(model, split, work).experts
+    stages, start, stage_bytes = memory.stages_of(model, 4), 0, []
+    for stage, count in enumerate(stages):
+        layers = slice(start, start := start + count)
+        experts = sum(model.expert_sizes[layers])
+        ends = model.embedding_numbers if stage in (0, 3) else 0
+        stage_bytes.append(2 * (sum(model.layer_sizes[layers]) - experts + experts / 8 + ends))
+    largest_bytes = memory.base_bytes(model, dtype="bfloat16", quantize="off", experts=8, stages=4)
+    assert largest_bytes == pytest.approx(max(stage_bytes), rel=1e-3)
+    share, unsplit, split = StepShare(4096), Degrees(8, experts=8), Degrees(8, experts=8, pipeline=4)
+    workload = Workload(32, GPU)
+    assert traffic(model, workload, unsplit, share).experts == 4 * traffic(model, workload, split, share).experts > 0
+    assert calls(model, unsplit, share).experts == 4 * calls(model, split, share).experts
     network, machine = (
-        DEVICES[1].rates(evaluate(model, wanted, degrees)).experts
+        DEVICES[1].rates(evaluate(model, workload, degrees)).experts
         for degrees in (split, Degrees(2, 4, experts=4, pipeline=4))
     )
     assert network.bytes_s < machine.bytes_s
@@ -424,33 +425,33 @@ def test_a_stage_holds_parts_of_its_own_experts() -> None:
 )
 def test_experts_that_cannot_be_spread_so_are_refused_with_the_reason(name: str, degrees: Degrees, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        check(known(name), Workload(8, GPU), degrees)
+        check(find_known(name), Workload(8, GPU), degrees)
 
 
 def test_quantised_weights_are_not_split() -> None:
     with pytest.raises(SettingsError, match="quantised"):
-        check(known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
+        check(find_known("Qwen3-32B"), Workload(8, GPU, quantize="nf4"), Degrees(4, 2))
 
 
 def test_requested_degrees_are_used_if_they_fit_and_else_refused_with_the_gap() -> None:
-    model, wanted = known("Llama-3.1-70B"), Workload(8, GPU)
-    plan = check(model, wanted, Degrees(1, 8))
+    model, workload = find_known("Llama-3.1-70B"), Workload(8, GPU)
+    plan = check(model, workload, Degrees(1, 8))
     assert plan.fits and "Without given degrees the plan is data parallel 2 x tensor parallel 4." in plan.words
     with pytest.raises(
         SettingsError, match=r"each device needs .* GiB less; data parallel 2 x tensor parallel 4 would"
     ):
-        check(model, wanted, Degrees(8, 1))
+        check(model, workload, Degrees(8, 1))
 
 
 def test_quantising_takes_less_and_experts_are_refused() -> None:
-    model = known("Qwen3-32B")
-    whole, bytes_, half = (
+    model = find_known("Qwen3-32B")
+    unquantised, int8, nf4 = (
         memory.base_bytes(model, dtype="bfloat16", quantize=quantize) for quantize in ("off", "int8", "nf4")
     )
     linears = sum(linear.numbers for linear in model.linears)
-    assert whole - bytes_ == linears and bytes_ - half == pytest.approx(0.4375 * linears, rel=1e-6)
+    assert unquantised - int8 == linears and int8 - nf4 == pytest.approx(0.4375 * linears, rel=1e-6)
     with pytest.raises(SettingsError, match="qwen3_moe has routed experts"):
-        choose(known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
+        choose(find_known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
 
 
 @given(
@@ -461,36 +462,44 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
     st.integers(1, 20_000),
 )
 def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
-    one: Known, devices: int, gigabytes: int, rank: int, context: int
+    row: Known, devices: int, gigabytes: int, rank: int, context: int
 ) -> None:
-    wanted = Workload(devices, gigabytes * 10**9, rank=rank, context=context)
-    plan, more = choose(one.model, wanted), choose(one.model, replace(wanted, memory_bytes=2 * wanted.memory_bytes))
+    workload = Workload(devices, gigabytes * 10**9, rank=rank, context=context)
+    plan, doubled = (
+        choose(row.model, workload),
+        choose(row.model, replace(workload, memory_bytes=2 * workload.memory_bytes)),
+    )
     assert plan.degrees.devices == devices
-    assert plan.degrees in candidates(one.model, devices)
+    assert plan.degrees in candidates(row.model, devices)
     assert plan.fits == (plan.missing_bytes == 0)
-    assert more.fits or not plan.fits
-    assert not plan.fits or check(one.model, wanted, plan.degrees).mode == plan.mode
+    assert doubled.fits or not plan.fits
+    assert not plan.fits or check(row.model, workload, plan.degrees).mode == plan.mode
 
 
 @given(st.sampled_from(KNOWN), st.integers(1, 3), st.integers(1, 3))
-def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor: int, data: int) -> None:
-    wanted = Workload(64, GPU)
-    few, many = (
+def test_cutting_a_model_further_never_takes_more_of_a_device(row: Known, tensor: int, data: int) -> None:
+    workload = Workload(64, GPU)
+    coarse, fine = (
         Degrees(2**data, 2**tensor, shard_base=True),
         Degrees(2 ** (data + 1), 2 ** (tensor + 1), shard_base=True),
     )
-    before, after = needs_of(one.model, wanted, few), needs_of(one.model, wanted, many)
+    before, after = needs_of(row.model, workload, coarse), needs_of(row.model, workload, fine)
     assert after.base <= before.base and after.activations <= before.activations
     assert after.keys_and_values <= before.keys_and_values
 
 
 def test_a_plan_is_printed_as_text_and_json() -> None:
-    plan = choose(known("Qwen3-30B-A3B"), Workload(8, GPU))
+    plan = choose(find_known("Qwen3-30B-A3B"), Workload(8, GPU))
     assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
     assert ("frozen base model", "29.9 GiB") in list(rows(plan))
-    told = json.loads(json.dumps(as_json(plan)))
-    assert (told["data_parallel"], told["expert_parallel"], told["shard_base"], told["fits"]) == (8, 2, False, True)
-    assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
+    plan_json = json.loads(json.dumps(as_json(plan)))
+    assert (plan_json["data_parallel"], plan_json["expert_parallel"], plan_json["shard_base"], plan_json["fits"]) == (
+        8,
+        2,
+        False,
+        True,
+    )
+    assert plan_json["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
 
 
 def test_the_document_matches_the_known_models() -> None:
@@ -504,47 +513,47 @@ def test_the_document_matches_the_known_models() -> None:
     "name", ["Qwen/Qwen3-8B", "qwen3-8b", "meta-llama/Llama-3.1-8B-Instruct", "google/gemma-2-9b-it"]
 )
 def test_a_known_model_is_planned_without_its_files_and_ends_with_a_command(name: str) -> None:
-    done = doctor(name, "--gpus", "2", "--memory", "80GB", "--quantize", "int8")
-    assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1] == f"tinsmith serve --model {name} --quantize int8 --data-parallel 2"
-    assert "H100 SXM: about" in done.output and "A100 80 GB: about" in done.output and "L4" not in done.output
+    result = doctor(name, "--gpus", "2", "--memory", "80GB", "--quantize", "int8")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"tinsmith serve --model {name} --quantize int8 --data-parallel 2"
+    assert "H100 SXM: about" in result.output and "A100 80 GB: about" in result.output and "L4" not in result.output
 
 
 def test_the_command_of_a_mixture_spreads_its_experts() -> None:
-    done = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", "--expert-parallel", "4")
-    assert done.exit_code == 0, done.output
-    assert "Without given degrees the plan is" in done.output and "experts over 2" in done.output
-    command = done.output.splitlines()[-1]
+    result = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", "--expert-parallel", "4")
+    assert result.exit_code == 0, result.output
+    assert "Without given degrees the plan is" in result.output and "experts over 2" in result.output
+    command = result.output.splitlines()[-1]
     assert command == "tinsmith serve --model Qwen3-30B-A3B --data-parallel 8 --expert-parallel 4"
-    both = ("--expert-parallel", "2", "--pipeline-parallel", "4")
-    command = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", *both).output.splitlines()[-1]
-    assert command == f"tinsmith serve --model Qwen3-30B-A3B --data-parallel 2 {' '.join(both)}"
+    options = ("--expert-parallel", "2", "--pipeline-parallel", "4")
+    command = doctor("Qwen3-30B-A3B", "--gpus", "8", "--memory", "80GB", *options).output.splitlines()[-1]
+    assert command == f"tinsmith serve --model Qwen3-30B-A3B --data-parallel 2 {' '.join(options)}"
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:
-    for one in KNOWN:
-        found = report.find_known_model(f"owner/{one.name}")
-        assert found is not None and found.num_parameters == one.model.num_parameters
+    for row in KNOWN:
+        model = report.find_known_model(f"owner/{row.name}")
+        assert model is not None and model.num_parameters == row.model.num_parameters
     assert report.find_known_model("owner/Qwen3-8B-distilled") is None
     assert report.find_known_model("name=Qwen3-8B") is report.find_known_model(str(tmp_path)) is None
 
 
 def test_speeds_are_those_of_the_formulas() -> None:
-    plan = choose(known("Qwen3-8B"), Workload(1, 48 * 10**9))
+    plan = choose(find_known("Qwen3-8B"), Workload(1, 48 * 10**9))
     (line,) = report.speeds(plan)
     trained = 0.4 * 362e12 / (6 * plan.model.num_active)
     sampled = 0.6 * 864e9 / (2 * plan.model.num_active)
     assert line.startswith("L40S: about ")
-    numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) (?:trained|sampled)", line)]
-    assert numbers == [pytest.approx(trained, rel=0.05), pytest.approx(sampled, rel=0.05)]
+    speeds = [int(match.replace(",", "")) for match in re.findall(r"([\d,]+) (?:trained|sampled)", line)]
+    assert speeds == [pytest.approx(trained, rel=0.05), pytest.approx(sampled, rel=0.05)]
 
 
 def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     """By hand, for Llama-3.1-70B on four groups of two devices with NVLink."""
-    plan = evaluate(known("Llama-3.1-70B"), Workload(8, 80 * 10**9), Degrees(4, 2))
+    plan = evaluate(find_known("Llama-3.1-70B"), Workload(8, 80 * 10**9), Degrees(4, 2))
     h100 = next(device for device in DEVICES if device.name == "H100 SXM")
-    link, network, work = 0.7 * 450e9, 0.7 * 50e9, StepShare(8192)
-    step = step_time(plan, h100, work)
+    link, network, share = 0.7 * 450e9, 0.7 * 50e9, StepShare(8192)
+    step = step_time(plan, h100, share)
     layers, hidden, mlp, vocab, keys = 80, 8192, 28672, 128256, 1024
     states = (4 + 2) * layers * hidden  # two forwards and two linears; the two inputs in backward ...
     states += hidden - hidden  # ... but for the first layer's; and the unembedding's
@@ -555,37 +564,37 @@ def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     assert step.tensor == pytest.approx(tensor / link)
     assert step.gradients == pytest.approx(gradients / link)
     assert step.context == step.base == 0 and step.total == sum(step)
-    near = step_time(evaluate(plan.model, plan.workload, Degrees(8, shard_base=True)), h100, work)
-    numbers = plan.model.num_parameters - 2 * vocab * hidden
-    assert near.base == pytest.approx(2 * 7 / 8 * 2 * numbers / link, rel=1e-3)
-    far = step_time(evaluate(plan.model, replace(plan.workload, devices=64), Degrees(64, shard_base=True)), h100, work)
-    assert far.base == pytest.approx(2 * 63 / 64 * 2 * numbers / network, rel=1e-3)
+    near = step_time(evaluate(plan.model, plan.workload, Degrees(8, shard_base=True)), h100, share)
+    layer_parameters = plan.model.num_parameters - 2 * vocab * hidden
+    assert near.base == pytest.approx(2 * 7 / 8 * 2 * layer_parameters / link, rel=1e-3)
+    far = step_time(evaluate(plan.model, replace(plan.workload, devices=64), Degrees(64, shard_base=True)), h100, share)
+    assert far.base == pytest.approx(2 * 63 / 64 * 2 * layer_parameters / network, rel=1e-3)
     assert far.total == far.compute + far.gradients, "layers are gathered while others are computed"
     assert token_s(plan, h100) == pytest.approx(2 * plan.model.num_active / 2 / (0.6 * 3350e9))
     assert token_s(replace(plan, degrees=Degrees(8, shard_base=True)), h100) == pytest.approx(near.base / 2)
 
 
 def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
-    asked: list[str] = []
+    dtypes: list[str] = []
 
     def measure(dtype: str, hidden: int, num_weights: int) -> tuple[float, float]:
         assert hidden == 1024 and num_weights == plan.model.num_active
-        asked.append(dtype)
+        dtypes.append(dtype)
         return 100e9, 20e9
 
     small = Workload(1, 32 * 10**9, rank=8, context=512, dtype="float32", cuda=False)
-    plan = choose(known("Qwen3-0.6B"), small)
+    plan = choose(find_known("Qwen3-0.6B"), small)
     assert plan.mode == "kept"
     (line,) = report.speeds(plan, measure)
     active = plan.model.num_active
-    numbers = [float(found) for found in re.findall(r"([\d.]+) (?:trained|sampled)", line)]
-    assert numbers == [pytest.approx(100e9 / (4 * active), abs=1), pytest.approx(20e9 / (4 * active), abs=0.1)]
-    assert "measured here: 100 GFLOP/s with 256 rows, 20.0 GB/s of weights with one" in line and asked == ["float32"]
-    quantised = choose(known("Qwen3-0.6B"), replace(small, quantize="int8"))
+    speeds = [float(match) for match in re.findall(r"([\d.]+) (?:trained|sampled)", line)]
+    assert speeds == [pytest.approx(100e9 / (4 * active), abs=1), pytest.approx(20e9 / (4 * active), abs=0.1)]
+    assert "measured here: 100 GFLOP/s with 256 rows, 20.0 GB/s of weights with one" in line and dtypes == ["float32"]
+    quantised = choose(find_known("Qwen3-0.6B"), replace(small, quantize="int8"))
     assert list(report.speeds(quantised, measure)) == [
         "No estimate of the speed: a CPU dequantizes the weights for each product."
     ]
-    assert not list(report.speeds(choose(known("Qwen3-32B"), small), measure)) and asked == ["float32"]
+    assert not list(report.speeds(choose(find_known("Qwen3-32B"), small), measure)) and dtypes == ["float32"]
 
 
 def test_products_are_measured_on_this_machine() -> None:
@@ -619,40 +628,40 @@ def test_a_plan_that_does_not_fit_ends_with_a_command_that_does(
     model: str, words: str, advice: str, command: str
 ) -> None:
     flags = (model, "--gpus", "1", *words.split())
-    told = json.loads(doctor(*flags, "--json").stdout)
-    assert not told["fits"] and advice in told["advice"]
-    assert told["command"].startswith("tinsmith " + command.format(model))
-    done = doctor(*flags)
-    assert done.exit_code == 1 and done.stdout.splitlines()[-1] == told["command"]
-    assert "Nothing fits. Closest configuration: data parallel" in done.stdout
-    verb, *recommend = told["command"].split()[1:]
+    plan_json = json.loads(doctor(*flags, "--json").stdout)
+    assert not plan_json["fits"] and advice in plan_json["advice"]
+    assert plan_json["command"].startswith("tinsmith " + command.format(model))
+    text_result = doctor(*flags)
+    assert text_result.exit_code == 1 and text_result.stdout.splitlines()[-1] == plan_json["command"]
+    assert "Nothing fits. Closest configuration: data parallel" in text_result.stdout
+    verb, *recommend = plan_json["command"].split()[1:]
     assert verb == "serve" or doctor(*recommend).exit_code == 0
 
 
-def parsed(words: list[str]) -> dict[str, Any]:
+def parse_command_line(words: list[str]) -> dict[str, Any]:
     """The arguments of a command line of `tinsmith`, as the command itself parses them."""
-    name, *rest = words
+    name, *arguments = words
     command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
-    return command.make_context(name, rest).params
+    return command.make_context(name, arguments).params
 
 
 @pytest.mark.parametrize(
-    ("flags", "machines", "here"),
+    ("flags", "machines", "gpus_per_machine"),
     [("--gpus 1", 1, 1), ("--gpus 8", 1, 8), ("--gpus 16", 2, 8), ("--gpus 4 --machines 2 --dtype bfloat16", 2, 2)],
 )
 def test_the_doctor_prints_the_commands_that_launch_its_plan(
-    flags: str, machines: int, here: int, monkeypatch: pytest.MonkeyPatch
+    flags: str, machines: int, gpus_per_machine: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each printed command is parsed by the command that it calls, and its settings by `Settings`."""
     model = "Qwen/Qwen3-8B" if flags == "--gpus 1" else "Qwen/Qwen3-32B"
-    told = json.loads(doctor(model, "--memory", "80GB", *flags.split(), "--json").stdout)
-    done = doctor(model, "--memory", "80GB", *flags.split())
-    assert all(f"  {place}: {line}" in done.stdout for place, line in told["launches"].items())
-    tool, *serve = shlex.split(told["command"])
-    first = parsed(serve)
+    plan_json = json.loads(doctor(model, "--memory", "80GB", *flags.split(), "--json").stdout)
+    text_result = doctor(model, "--memory", "80GB", *flags.split())
+    assert all(f"  {launcher}: {line}" in text_result.stdout for launcher, line in plan_json["launches"].items())
+    tool, *serve = shlex.split(plan_json["command"])
+    first = parse_command_line(serve)
     assert tool == "tinsmith" and (first["machines"] or 1) == machines
     names = ("data_parallel", "tensor_parallel", "context_parallel", "shard_base")
-    degrees = {name: told[name] for name in names}
+    degrees = {name: plan_json[name] for name in names}
     assert {name: first[name] or type(degrees[name])(name != "shard_base") for name in names} == degrees
 
     def set_up(words: list[str]) -> list[str]:
@@ -662,59 +671,70 @@ def test_the_doctor_prints_the_commands_that_launch_its_plan(
             monkeypatch.setenv(name, value)
         return words
 
-    tool, *up = set_up(shlex.split(told["launches"]["Ray"]))
-    reserved = parsed(up)
-    assert tool == "tinsmith" and reserved["engine_gpus"] == here and (reserved["machines"] or 1) == machines
+    tool, *up = set_up(shlex.split(plan_json["launches"]["Ray"]))
+    reserved = parse_command_line(up)
+    assert (
+        tool == "tinsmith" and reserved["engine_gpus"] == gpus_per_machine and (reserved["machines"] or 1) == machines
+    )
     settings = Settings(machines=machines)
-    assert settings.num_ranks == told["wanted"]["devices"] == machines * here
+    assert settings.num_ranks == plan_json["wanted"]["devices"] == machines * gpus_per_machine
     assert settings.dtype == ("bfloat16" if "--dtype" in flags else "auto")
-    sky = shlex.split(told["launches"]["SkyPilot"])
+    sky = shlex.split(plan_json["launches"]["SkyPilot"])
     assert sky[:5] == ["sky", "launch", "-c", "tinsmith", "deploy/skypilot/tinsmith.yaml"]
-    assert sky[sky.index("--gpus") + 1] == f"H100:{here}"
+    assert sky[sky.index("--gpus") + 1] == f"H100:{gpus_per_machine}"
     assert ("--num-nodes" in sky) == (machines > 1) and (machines == 1 or sky[sky.index("--num-nodes") + 1] == "2")
     rented = [sky[index + 1] for index, word in enumerate(sky) if word == "--env"]
     assert set_up([*rented, "end"]) == ["end"] and Settings().models == (model,)
-    assert Settings().num_ranks == machines * here
+    assert Settings().num_ranks == machines * gpus_per_machine
     if machines > 1:
-        other = parsed(shlex.split(told["launches"]["other machines"])[1:])
-        assert (other["join"], other["ranks"], other["models"]) == (f"{first['peer_host']}:29500", here, [model])
+        other = parse_command_line(shlex.split(plan_json["launches"]["other machines"])[1:])
+        assert (other["join"], other["ranks"], other["models"]) == (
+            f"{first['peer_host']}:29500",
+            gpus_per_machine,
+            [model],
+        )
 
 
 def test_a_tensor_group_stays_on_one_machine() -> None:
-    found = doctor("Qwen/Qwen3-32B", "--gpus", "12", "--memory", "80GB", "--tensor-parallel", "4")
-    assert "tensor parallel 4 does not divide the 6 devices of a machine" in str(found.exception)
+    result = doctor("Qwen/Qwen3-32B", "--gpus", "12", "--memory", "80GB", "--tensor-parallel", "4")
+    assert "tensor parallel 4 does not divide the 6 devices of a machine" in str(result.exception)
     spread = ("Qwen/Qwen3-32B", "--gpus", "8", "--memory", "80GB", "--machines")
     assert json.loads(doctor(*spread, "4", "--json").stdout)["tensor_parallel"] <= 2
     refused = doctor(*spread, "8", "--tensor-parallel", "2")
     assert "tensor parallel 2 does not divide the 1 devices of a machine" in str(refused.exception)
     assert "--machines is 3" in str(doctor(*spread, "3").exception)
-    for degrees in candidates(known("Qwen3-32B"), 12):
+    for degrees in candidates(find_known("Qwen3-32B"), 12):
         assert 6 % degrees.tensor == 0, "two machines have six devices each"
 
 
 def test_measured_rates_enter_the_time_of_a_step() -> None:
-    model = known("Qwen3-8B")
-    wanted = Workload(8, GPU)
-    work = StepShare(4096)
+    model = find_known("Qwen3-8B")
+    workload = Workload(8, GPU)
+    share = StepShare(4096)
     rates = Rates(1e14, 1e12, *(LinkRate(2e9, 1e-3) for _ in Rates._fields[2:]))
     for degrees in (Degrees(4, 2), Degrees(2, 2, context=2), Degrees(8, shard_base=True), Degrees(2, pipeline=4)):
-        plan = evaluate(model, wanted, degrees)
-        step, sent, times = (
-            step_time(plan, rates, work),
-            traffic(model, wanted, degrees, work),
-            calls(model, degrees, work),
+        plan = evaluate(model, workload, degrees)
+        step, volumes, times = (
+            step_time(plan, rates, share),
+            traffic(model, workload, degrees, share),
+            calls(model, degrees, share),
         )
         assert step.compute == pytest.approx(6 * model.num_active * 4096 / degrees.group_size / 1e14)
-        found = (step.tensor, step.context, step.stages, step.base, step.gradients, step.experts)
-        numbers = ((sent.tensor + sent.logits, times.tensor + times.logits), *zip(sent[2:], times[2:], strict=True))
-        assert found == pytest.approx([num_bytes / 2e9 + 1e-3 * count for num_bytes, count in numbers])
+        seconds = (step.tensor, step.context, step.stages, step.base, step.gradients, step.experts)
+        exchanges = (
+            (volumes.tensor + volumes.logits, times.tensor + times.logits),
+            *zip(volumes[2:], times[2:], strict=True),
+        )
+        assert seconds == pytest.approx([num_bytes / 2e9 + 1e-3 * count for num_bytes, count in exchanges])
         assert (times.tensor > 0) == (degrees.tensor > 1) and (times.base > 0) == degrees.shard_base
         faster = [rates._replace(**{name: LinkRate(4e9, 5e-4)}) for name in Rates._fields[2:]]
-        halved = [
-            name for name, one in zip(Rates._fields[2:], faster, strict=True) if step_time(plan, one, work) != step
+        changed_names = [
+            name
+            for name, candidate in zip(Rates._fields[2:], faster, strict=True)
+            if step_time(plan, candidate, share) != step
         ]
-        assert halved == [name for name, value in zip(Rates._fields[2:], found, strict=True) if value]
-    assert token_s(evaluate(model, wanted, Degrees(8)), rates) == pytest.approx(2 * model.num_active / 1e12)
+        assert changed_names == [name for name, value in zip(Rates._fields[2:], seconds, strict=True) if value]
+    assert token_s(evaluate(model, workload, Degrees(8)), rates) == pytest.approx(2 * model.num_active / 1e12)
 
 
 @pytest.mark.extended
@@ -740,22 +760,22 @@ def doctor(*words: str) -> Result:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(next(dict(one.config) for one in KNOWN if one.name == "Llama-3.1-70B")))
+    path.write_text(json.dumps(next(dict(row.config) for row in KNOWN if row.name == "Llama-3.1-70B")))
     return str(path)
 
 
 def test_the_doctor_plans_for_a_model_from_its_configuration_alone(config: str) -> None:
-    found = doctor(config, "--gpus", "8", "--memory", "80GB")
-    assert found.exit_code == 0
-    assert "data parallel 2 x tensor parallel 4" in found.stdout and "131.4 GiB" in found.stdout
-    told = json.loads(doctor(str(Path(config).parent), "--gpus", "8", "--memory", "80GB", "--json").stdout)
-    assert (told["parameters"], told["data_parallel"], told["tensor_parallel"]) == (70_553_706_496, 2, 4)
-    assert told["wanted"] | {"rank": 32, "context": 8192, "devices": 8} == told["wanted"]
+    result = doctor(config, "--gpus", "8", "--memory", "80GB")
+    assert result.exit_code == 0
+    assert "data parallel 2 x tensor parallel 4" in result.stdout and "131.4 GiB" in result.stdout
+    plan_json = json.loads(doctor(str(Path(config).parent), "--gpus", "8", "--memory", "80GB", "--json").stdout)
+    assert (plan_json["parameters"], plan_json["data_parallel"], plan_json["tensor_parallel"]) == (70_553_706_496, 2, 4)
+    assert plan_json["wanted"] | {"rank": 32, "context": 8192, "devices": 8} == plan_json["wanted"]
 
 
 def test_the_doctor_says_no_with_the_gap(config: str) -> None:
-    found = doctor(config, "--gpus", "1", "--memory", "80GB", "--json")
-    assert found.exit_code == 1 and json.loads(found.stdout)["missing_bytes"] > 80 * 2**30
+    result = doctor(config, "--gpus", "1", "--memory", "80GB", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["missing_bytes"] > 80 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -774,18 +794,18 @@ def test_the_doctor_says_no_with_the_gap(config: str) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_the_doctor_refuses_with_the_reason(config: str, words: tuple[str, ...], reason: str) -> None:
-    found = doctor(config, "--gpus", "8", "--memory", "80GB", *words)
-    assert isinstance(found.exception, SettingsError) and reason in str(found.exception)
+    result = doctor(config, "--gpus", "8", "--memory", "80GB", *words)
+    assert isinstance(result.exception, SettingsError) and reason in str(result.exception)
 
 
 def test_the_doctor_plans_for_a_base_that_the_server_knows() -> None:
-    told = json.loads(doctor("tinsmith/nano", "--json").stdout)
-    assert told["fits"] and told["wanted"]["devices"] >= 1 and told["parameters"] < 10**7
+    plan_json = json.loads(doctor("tinsmith/nano", "--json").stdout)
+    assert plan_json["fits"] and plan_json["wanted"]["devices"] >= 1 and plan_json["parameters"] < 10**7
 
 
 def test_files_that_hold_less_than_their_configuration_tells_are_refused(tmp_path: Path) -> None:
     families.make(tmp_path, families.FAMILIES[0])
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 400}))
-    found = doctor(str(tmp_path), "--gpus", "1", "--memory", "8GB")
-    assert isinstance(found.exception, SettingsError) and "its files hold" in str(found.exception)
+    result = doctor(str(tmp_path), "--gpus", "1", "--memory", "8GB")
+    assert isinstance(result.exception, SettingsError) and "its files hold" in str(result.exception)

@@ -45,31 +45,35 @@ def sample(backend: TorchBackend, num_tokens: int) -> None:
 def ranges(path: Path) -> list[str]:
     """The names of our ranges in a trace, in order of time."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    own = [event for event in events if event.get("cat") == "user_annotation"]
-    return [event["name"] for event in sorted(own, key=lambda event: event["ts"])]
+    range_events = [event for event in events if event.get("cat") == "user_annotation"]
+    return [event["name"] for event in sorted(range_events, key=lambda event: event["ts"])]
 
 
 def test_the_first_steps_are_traced_with_a_range_for_each_stage(shape: ModelShape, tmp_path: Path) -> None:
     backend = TorchBackend(shape, device="cpu", profile=str(tmp_path / "traces"))
     plain = TorchBackend(shape, device="cpu")
-    for each in (backend, plain):
-        each.create_model("m", LoraSpec(4, seed=1))
+    for candidate in (backend, plain):
+        candidate.create_model("m", LoraSpec(4, seed=1))
         for _ in range(profiling.FILES + 2):
-            run_to_end(each.run_passes([pass_of(2)]))
-            each.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
-        each.publish("m", "v")
-        sample(each, 3)
-        sample(each, profiling.DECODE_STEPS + 3)
-    trained, expected = (each._models["m"].adapter.flat_P for each in (backend, plain))
+            run_to_end(candidate.run_passes([pass_of(2)]))
+            candidate.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+        candidate.publish("m", "v")
+        sample(candidate, 3)
+        sample(candidate, profiling.DECODE_STEPS + 3)
+    trained, expected = (candidate._models["m"].adapter.flat_P for candidate in (backend, plain))
     assert torch.equal(trained, expected)
-    found = {path.name.split("-")[0]: [] for path in (tmp_path / "traces").iterdir()}
+    ranges_by_kind = {path.name.split("-")[0]: [] for path in (tmp_path / "traces").iterdir()}
     for path in sorted((tmp_path / "traces").iterdir()):
-        found[path.name.split("-")[0]].append(ranges(path))
-    assert {kind: len(each) for kind, each in found.items()} == {"training": 4, "optimizer": 4, "sampling": 3}
-    assert found["training"][0] == ["forward", "loss", "backward", "read logprobs"]
-    assert found["optimizer"][0] == ["optimizer"]
-    assert all(set(names) == SAMPLED for names in found["sampling"])
-    steps = [names.count("decode: forward") for names in found["sampling"]]
+        ranges_by_kind[path.name.split("-")[0]].append(ranges(path))
+    assert {kind: len(files) for kind, files in ranges_by_kind.items()} == {
+        "training": 4,
+        "optimizer": 4,
+        "sampling": 3,
+    }
+    assert ranges_by_kind["training"][0] == ["forward", "loss", "backward", "read logprobs"]
+    assert ranges_by_kind["optimizer"][0] == ["optimizer"]
+    assert all(set(names) == SAMPLED for names in ranges_by_kind["sampling"])
+    steps = [names.count("decode: forward") for names in ranges_by_kind["sampling"]]
     assert steps == [3, profiling.DECODE_STEPS, 3], "until the work ends, a full file, the rest"
 
 

@@ -74,30 +74,32 @@ def _csr(ids_TK: np.ndarray, *, listed_nothings: int = 0) -> SparseRows:
     return SparseRows(ids_TK[rows, columns], crow, columns.astype(np.int64), (ids_TK.shape[0], ids_TK.shape[1]))
 
 
-def _check_targets(found: object, ids_TK: np.ndarray, logprobs_TV: torch.Tensor) -> None:
+def _check_targets(actual: object, ids_TK: np.ndarray, logprobs_TV: torch.Tensor) -> None:
     expected = np.where(ids_TK < 0, 0.0, np.take_along_axis(logprobs_TV.numpy(), np.maximum(ids_TK, 0), 1))
-    if isinstance(found, SparseRows):
-        rows = np.repeat(np.arange(found.shape[0]), np.diff(found.crow_indices))
-        expected = expected[rows, found.col_indices]
-        found = found.values
-    assert isinstance(found, np.ndarray)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert np.all(found[expected == 0.0] == 0.0)
+    if isinstance(actual, SparseRows):
+        rows = np.repeat(np.arange(actual.shape[0]), np.diff(actual.crow_indices))
+        expected = expected[rows, actual.col_indices]
+        actual = actual.values
+    assert isinstance(actual, np.ndarray)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    assert np.all(actual[expected == 0.0] == 0.0)
 
 
-def _check_alternatives(found: AltTokens | None, seed: int, tempered_TV: torch.Tensor, logprobs_TV: torch.Tensor):
+def _check_alternatives(
+    alternatives: AltTokens | None, seed: int, tempered_TV: torch.Tensor, logprobs_TV: torch.Tensor
+):
     """Each draw matches its uniform in the reference's cumulative distribution, within rounding."""
-    assert found is not None
-    num_rows, k = found.token_ids_Tk.shape
-    assert (found.token_ids_Tk.dtype, found.logprobs_Tk.dtype) == (np.int64, np.float32)
+    assert alternatives is not None
+    num_rows, k = alternatives.token_ids_Tk.shape
+    assert (alternatives.token_ids_Tk.dtype, alternatives.logprobs_Tk.dtype) == (np.int64, np.float32)
     sums_TV = np.concatenate([np.zeros((num_rows, 1)), np.cumsum(tempered_TV.exp().numpy(), -1)], -1)
-    below = np.take_along_axis(sums_TV, found.token_ids_Tk, 1)
-    above = np.take_along_axis(sums_TV, found.token_ids_Tk + 1, 1)
+    below = np.take_along_axis(sums_TV, alternatives.token_ids_Tk, 1)
+    above = np.take_along_axis(sums_TV, alternatives.token_ids_Tk + 1, 1)
     drawn = uniforms(seed, num_rows * k).reshape(num_rows, k)
     assert np.all((below - 1e-4 <= drawn) & (drawn <= above + 1e-4))
-    expected = np.take_along_axis(logprobs_TV.numpy(), found.token_ids_Tk, 1)
-    np.testing.assert_allclose(found.logprobs_Tk, expected, atol=1e-4)
+    expected = np.take_along_axis(logprobs_TV.numpy(), alternatives.token_ids_Tk, 1)
+    np.testing.assert_allclose(alternatives.logprobs_Tk, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -112,13 +114,13 @@ def test_all_prompt_results_at_once_match_transformers(
     sampler = LocalSampler(
         bases[arch], {"v": adapter} if adapter else {}, options=SamplerOptions(block_size=4, max_tokens_per_step=9)
     )
-    for number, (length, last_n, temperature) in enumerate([(2, 1, 1.0), (19, None, 0.6), (31, 6, 1.7), (31, 30, 1.0)]):
+    for index, (length, last_n, temperature) in enumerate([(2, 1, 1.0), (19, None, 0.6), (31, 6, 1.7), (31, 30, 1.0)]):
         prompt = make_prompt(length)
         ids = _ids(rng, length - 1, 3)
         sample = make_sample(
-            str(number),
+            str(index),
             prompt,
-            replace(HOT, max_tokens=3, temperature=temperature, seed=number, top_k=4, top_p=0.5),
+            replace(HOT, max_tokens=3, temperature=temperature, seed=index, top_k=4, top_p=0.5),
             version_id="v" if adapter else None,
             num_samples=3,
             prompt_logprobs=True,
@@ -128,13 +130,13 @@ def test_all_prompt_results_at_once_match_transformers(
             target_prompt_logprobs=_csr(ids, listed_nothings=2) if sparse else ids,
             prompt_alt_tokens_k=5,
         )
-        result = run(sampler, sample)[str(number)]
+        result = run(sampler, sample)[str(index)]
         logprobs = reference_logprobs(model, prompt)[:-1]
         first = 1 if last_n is None else length - last_n
         assert result.prompt_logprobs_T is not None and result.topk_prompt is not None
         assert np.isnan(result.prompt_logprobs_T).tolist() == [position < first for position in range(length)]
-        own = logprobs.gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))[:, 0]
-        np.testing.assert_allclose(result.prompt_logprobs_T[first:], own[first - 1 :], atol=1e-4)
+        token_logprobs = logprobs.gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))[:, 0]
+        np.testing.assert_allclose(result.prompt_logprobs_T[first:], token_logprobs[first - 1 :], atol=1e-4)
         assert np.all(result.topk_prompt.logprobs_Tk[:first] == -99999.0)
         assert np.all(result.topk_prompt.token_ids_Tk[:first] == 0)
         likeliest = logprobs[first - 1 :].topk(4)
@@ -143,11 +145,13 @@ def test_all_prompt_results_at_once_match_transformers(
         assert isinstance(result.target_prompt, SparseRows) == sparse
         _check_targets(result.target_prompt, ids, logprobs)
         tempered = torch.log_softmax(logprobs / temperature, -1)
-        _check_alternatives(result.alt_tokens, number, tempered, logprobs)
+        _check_alternatives(result.alt_tokens, index, tempered, logprobs)
         for answer in result.sequences:
-            whole = reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]), temperature)[length - 1 : -1]
+            answer_logprobs = reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]), temperature)[
+                length - 1 : -1
+            ]
             assert answer.topk is not None
-            np.testing.assert_allclose(answer.topk.logprobs_Tk, whole.topk(2).values, atol=1e-4)
+            np.testing.assert_allclose(answer.topk.logprobs_Tk, answer_logprobs.topk(2).values, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -160,11 +164,11 @@ def test_a_prompt_that_fills_the_context_is_scored(
     sampler = LocalSampler(base, {"v": adapter} if adapter else {}, options=SamplerOptions(block_size=4))
     model, prompt = reference_model(model_dirs[arch], adapter), make_prompt(base.max_context_length)
     logprobs = reference_logprobs(model, prompt)
-    own = logprobs[:-1].gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))[:, 0]
+    token_logprobs = logprobs[:-1].gather(1, torch.from_numpy(prompt[1:, None].astype(np.int64)))[:, 0]
     version = "v" if adapter else None
-    for number, (last_n, max_tokens) in enumerate([(None, 1), (None, None), (7, 1), (1, 1)]):
+    for index, (last_n, max_tokens) in enumerate([(None, 1), (None, None), (7, 1), (1, 1)]):
         params = replace(HOT, max_tokens=max_tokens)
-        name = str(number)
+        name = str(index)
         result = run(
             sampler,
             make_sample(
@@ -180,7 +184,7 @@ def test_a_prompt_that_fills_the_context_is_scored(
         )[name]
         first = 1 if last_n is None else len(prompt) - last_n
         assert result.prompt_logprobs_T is not None and result.topk_prompt is not None
-        np.testing.assert_allclose(result.prompt_logprobs_T[first:], own[first - 1 :], atol=1e-4)
+        np.testing.assert_allclose(result.prompt_logprobs_T[first:], token_logprobs[first - 1 :], atol=1e-4)
         np.testing.assert_allclose(
             result.topk_prompt.logprobs_Tk[first:], logprobs[first - 1 : -1].topk(3)[0], atol=1e-4
         )
@@ -217,23 +221,23 @@ class _Rows:
         self.num_hidden = self.num_logits = 0
         hidden, logits = base.hidden, base.logits
 
-        def counted_hidden(token_ids_T: torch.Tensor, *rest: object) -> torch.Tensor:
+        def count_hidden(token_ids_T: torch.Tensor, *args: object) -> torch.Tensor:
             self.num_hidden += len(token_ids_T)
-            return hidden(token_ids_T, *rest)  # pyright: ignore[reportArgumentType]
+            return hidden(token_ids_T, *args)  # pyright: ignore[reportArgumentType]
 
-        def counted_logits(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        def count_logits(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
             self.num_logits += len(hidden_TD)
             return logits(hidden_TD, routing)
 
-        monkeypatch.setattr(base, "hidden", counted_hidden)
-        monkeypatch.setattr(base, "logits", counted_logits)
-        monkeypatch.setattr(base, "next_logits", counted_logits)
+        monkeypatch.setattr(base, "hidden", count_hidden)
+        monkeypatch.setattr(base, "logits", count_logits)
+        monkeypatch.setattr(base, "next_logits", count_logits)
 
 
 def test_scoring_the_end_of_a_cached_prompt_costs_only_its_end(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
     prompt, once = make_prompt(40), replace(HOT, max_tokens=1)
-    whole = run(sampler, make_sample("whole", prompt, once, prompt_logprobs=True, topk_prompt_logprobs=3))["whole"]
+    full = run(sampler, make_sample("whole", prompt, once, prompt_logprobs=True, topk_prompt_logprobs=3))["whole"]
     rows = _Rows(base, monkeypatch)
     ids = np.full((39, 1), -1)
     ids[36:, 0] = prompt[37:]
@@ -249,16 +253,16 @@ def test_scoring_the_end_of_a_cached_prompt_costs_only_its_end(base: BaseModel, 
             target_prompt_logprobs=ids,
         ),
     )["end"]
-    assert whole.prompt_cache_hit_tokens == 0
+    assert full.prompt_cache_hit_tokens == 0
     assert end.prompt_cache_hit_tokens == 32
     assert rows.num_hidden == 8
     assert rows.num_logits == 5 + 1
-    assert whole.prompt_logprobs_T is not None and end.prompt_logprobs_T is not None
-    assert whole.topk_prompt is not None and end.topk_prompt is not None
-    np.testing.assert_allclose(end.prompt_logprobs_T[35:], whole.prompt_logprobs_T[35:], atol=2e-5)
-    np.testing.assert_allclose(end.topk_prompt.logprobs_Tk[35:], whole.topk_prompt.logprobs_Tk[35:], atol=2e-5)
+    assert full.prompt_logprobs_T is not None and end.prompt_logprobs_T is not None
+    assert full.topk_prompt is not None and end.topk_prompt is not None
+    np.testing.assert_allclose(end.prompt_logprobs_T[35:], full.prompt_logprobs_T[35:], atol=2e-5)
+    np.testing.assert_allclose(end.topk_prompt.logprobs_Tk[35:], full.topk_prompt.logprobs_Tk[35:], atol=2e-5)
     assert isinstance(end.target_prompt, np.ndarray)
-    np.testing.assert_allclose(end.target_prompt[36:, 0], whole.prompt_logprobs_T[37:], atol=2e-5)
+    np.testing.assert_allclose(end.target_prompt[36:, 0], full.prompt_logprobs_T[37:], atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +306,12 @@ def test_batches_chunks_and_memory_do_not_change_prompt_logprobs(
         block_size=4, max_tokens_per_step=max_tokens, kv_cache_bytes=num_blocks and num_blocks * token_bytes
     )
     samples = []
-    for number in range(8):
-        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])
+    for index in range(8):
+        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), index)])
         wants_own = bool(rng.integers(2))
         samples.append(
             make_sample(
-                str(number),
+                str(index),
                 prompt,
                 replace(HOT, max_tokens=int(rng.integers(1, 12)), seed=int(rng.integers(100)), top_k=3),
                 version_id=("v", None)[rng.integers(2)],

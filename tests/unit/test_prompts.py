@@ -24,7 +24,7 @@ from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.types import LoraSpec
 
 LENGTHS = [9, 30, 1, 17, 3]
-WANTED = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]
+ROW_SELECTIONS = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -37,11 +37,11 @@ def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dt
     packed = tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS)
     with torch.inference_mode():
         whole_TD = base.hidden(*packed)
-        for wanted in WANTED:
-            found_nD = base.hidden(*packed, wanted)
-            error = float((found_nD - whole_TD[wanted]).abs().max())
-            assert found_nD.shape == (len(wanted), whole_TD.shape[1])
-            assert error < (1e-4 if dtype == "float32" else 0.1), wanted
+        for rows in ROW_SELECTIONS:
+            found_nD = base.hidden(*packed, rows)
+            error = float((found_nD - whole_TD[rows]).abs().max())
+            assert found_nD.shape == (len(rows), whole_TD.shape[1])
+            assert error < (1e-4 if dtype == "float32" else 0.1), rows
 
 
 @given(
@@ -49,15 +49,17 @@ def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dt
     rows=st.sets(st.integers(0, 71), min_size=1),
 )
 def test_a_routing_of_some_rows_has_each_one_where_it_was(sizes: list[tuple[int, int]], rows: set[int]) -> None:
-    whole = Routing.of([_named(name) for _, name in sizes], [size for size, _ in sizes])
-    wanted = sorted(row % whole.num_rows for row in rows)
-    wanted = sorted(set(wanted))
-    owners = [segment.adapter for segment in whole.segments for _ in range(segment.start, segment.stop)]
-    found = [segment.adapter for segment in whole.only(wanted).segments for _ in range(segment.start, segment.stop)]
-    assert found == [owners[row] for row in wanted]
+    routing = Routing.of([_placeholder(name) for _, name in sizes], [size for size, _ in sizes])
+    selected = sorted(row % routing.num_rows for row in rows)
+    selected = sorted(set(selected))
+    owners = [segment.adapter for segment in routing.segments for _ in range(segment.start, segment.stop)]
+    selected_adapters = [
+        segment.adapter for segment in routing.only(selected).segments for _ in range(segment.start, segment.stop)
+    ]
+    assert selected_adapters == [owners[row] for row in selected]
 
 
-def _named(name: int) -> Adapter | None:
+def _placeholder(name: int) -> Adapter | None:
     """A placeholder for an adapter; a routing only compares identity."""
     return (None, cast(Adapter, "one"), cast(Adapter, "other"))[name]
 
@@ -67,14 +69,14 @@ class Counting:
 
     def __init__(self, base: BaseModel) -> None:
         self._base = base
-        self.asked: list[tuple[int, int]] = []
+        self.calls: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._base, name)
 
-    def hidden(self, *given: object) -> torch.Tensor:
-        found_TD = self._base.hidden(*given)  # pyright: ignore[reportArgumentType]
-        self.asked.append((len(given[0]), len(found_TD)))  # pyright: ignore[reportArgumentType]
+    def hidden(self, *args: object) -> torch.Tensor:
+        found_TD = self._base.hidden(*args)  # pyright: ignore[reportArgumentType]
+        self.calls.append((len(args[0]), len(found_TD)))  # pyright: ignore[reportArgumentType]
         return found_TD
 
 
@@ -83,15 +85,15 @@ def test_of_a_prompt_only_the_last_row_is_asked_for_unless_it_is_scored(tmp_path
     counting = Counting(base)
     versions = {"v": make_adapter(base, 1)}
     sampler = LocalSampler(counting, versions, options=SamplerOptions(max_tokens_per_step=24))  # pyright: ignore[reportArgumentType]
-    counting.asked.clear()
+    counting.calls.clear()
     run(sampler, make_sample("long", make_prompt(60), version_id="v"))
     # Two whole pieces without requested rows, the third with its last row, then one row per token.
-    assert counting.asked[:4] == [(24, 1), (24, 1), (12, 1), (1, 1)]
-    counting.asked.clear()
+    assert counting.calls[:4] == [(24, 1), (24, 1), (12, 1), (1, 1)]
+    counting.calls.clear()
     short = make_sample("short", make_prompt(20, seed=1))
     scored = make_sample("scored", make_prompt(20, seed=2), version_id="v", prompt_logprobs=True)
     results = run(sampler, short, scored)
-    assert counting.asked[0] == (24, 5), "one row of the first, and four of the scored one's"
+    assert counting.calls[0] == (24, 5), "one row of the first, and four of the scored one's"
     for sample in (short, scored):
         assert_same(results[sample.request_id], alone(base, sample, versions))
 
@@ -103,12 +105,14 @@ HEADS = 6
 @examples(30)
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6),
-    same=st.booleans(),
+    equal_lengths=st.booleans(),
     cached=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_short_prompts_attend_to_their_own_tokens(lengths: list[int], same: bool, cached: bool, seed: int) -> None:
-    lengths = [lengths[0]] * len(lengths) if same else lengths
+def test_short_prompts_attend_to_their_own_tokens(
+    lengths: list[int], equal_lengths: bool, cached: bool, seed: int
+) -> None:
+    lengths = [lengths[0]] * len(lengths) if equal_lengths else lengths
     rows = [Rows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
     if cached:  # one that continues a prompt, among them
         rows.insert(len(rows) // 2, Rows(4, 10, list(range(200, 210))))
@@ -120,11 +124,11 @@ def test_short_prompts_attend_to_their_own_tokens(lengths: list[int], same: bool
     found_THD = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4).double()
     first = 0
     for row in rows:
-        own = slice(first, first := first + row.stop - row.start)
+        row_slice = slice(first, first := first + row.stop - row.start)
         if row.start:
             continue
-        expected = _reference(q[own], k[own], v[own])
-        torch.testing.assert_close(found_THD[own], expected, atol=0.03, rtol=0.03)
+        expected = _reference(q[row_slice], k[row_slice], v[row_slice])
+        torch.testing.assert_close(found_THD[row_slice], expected, atol=0.03, rtol=0.03)
 
 
 def _reference(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
@@ -162,12 +166,14 @@ def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, gro
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     routing = Routing.of([None, adapter, adapter, None], lengths)
-    given = tokens_T, positions_T, PackedCausal(lengths), routing
+    inputs = tokens_T, positions_T, PackedCausal(lengths), routing
     with torch.inference_mode():
-        expected_TD = base.through_modules(*given).float()
-        found_TD = base.hidden(*given).float()
-        plain_TD = base.hidden(*given[:3], Routing.of([None], [sum(lengths)])).float()
-    own = slice(40, 296)
+        expected_TD = base.through_modules(*inputs).float()
+        found_TD = base.hidden(*inputs).float()
+        plain_TD = base.hidden(*inputs[:3], Routing.of([None], [sum(lengths)])).float()
+    adapted_rows = slice(40, 296)
     assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
-    assert float((plain_TD - expected_TD)[own].norm() / expected_TD[own].norm()) > 0.1, "the adapter matters"
+    assert float((plain_TD - expected_TD)[adapted_rows].norm() / expected_TD[adapted_rows].norm()) > 0.1, (
+        "the adapter matters"
+    )
     assert torch.equal(found_TD[:40], plain_TD[:40]), "others' rows are as they were"

@@ -50,7 +50,7 @@ def step(backend: TorchBackend) -> None:
     assert isinstance(outcome, dict)
 
 
-def sampled(backend: TorchBackend, version_id: str) -> list[int]:
+def sample_greedily(backend: TorchBackend, version_id: str) -> list[int]:
     params = SamplingParams(max_tokens=4, temperature=0.0, stop_eos=False)
     backend.sampler.submit(Sample("s", version_id, np.arange(5, dtype=np.int32), 1, params))
     while True:
@@ -109,10 +109,10 @@ def test_weights_that_did_not_change_are_published_as_they_were(shape: ModelShap
 
 def test_training_goes_on_after_the_version_was_sampled_from(shape: ModelShape) -> None:
     backend, quiet = (TorchBackend(shape, device="cpu") for _ in range(2))
-    for one in (backend, quiet):
-        one.create_model("m", LoraSpec(4, seed=1))
-        step(one)
+    for candidate in (backend, quiet):
+        candidate.create_model("m", LoraSpec(4, seed=1))
+        step(candidate)
     backend.publish("m", "v")
-    answer = sampled(backend, "v")
+    answer = sample_greedily(backend, "v")
     assert torch.equal(accumulate(backend, seed=3), accumulate(quiet, seed=3))
-    assert sampled(backend, "v") == answer
+    assert sample_greedily(backend, "v") == answer

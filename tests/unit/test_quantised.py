@@ -39,7 +39,7 @@ def backend_of(shape: ModelShape, **options: str) -> TorchBackend:
     return backend
 
 
-def dequantised(shape: ModelShape, backend: TorchBackend, directory: Path) -> ModelShape:
+def make_dequantised_model(shape: ModelShape, backend: TorchBackend, directory: Path) -> ModelShape:
     """A directory of transformers' model with the dequantised weights."""
     model = AutoModelForCausalLM.from_pretrained(shape.path, dtype=torch.float32)
     for name, linear in backend.base.targets.items():
@@ -51,14 +51,14 @@ def dequantised(shape: ModelShape, backend: TorchBackend, directory: Path) -> Mo
 
 def data(seed: int = 0) -> tuple[Datum, ...]:
     rng = np.random.default_rng(seed)
-    found = []
+    datums = []
     for length in (23, 7, 40):
         inputs = {"target_tokens": rng.integers(0, 300, length), "weights": rng.random(length).astype(np.float32)}
-        found.append(Datum(rng.integers(0, 300, length).astype(np.int32), inputs))
-    return tuple(found)
+        datums.append(Datum(rng.integers(0, 300, length).astype(np.int32), inputs))
+    return tuple(datums)
 
 
-def trained(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], torch.Tensor, torch.Tensor]:
+def train_steps(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], torch.Tensor, torch.Tensor]:
     """Logprobs and gradient of the first step, and the weights after the last."""
     logprobs: list[np.ndarray] = []
     gradient = torch.empty(0)
@@ -72,8 +72,8 @@ def trained(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], to
     return logprobs, gradient, backend._models["m"].adapter.flat_P
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -81,13 +81,13 @@ def test_training_over_codes_equals_training_over_dequantised_weights(
     shape: ModelShape, kind: str, tmp_path: Path
 ) -> None:
     backend = backend_of(shape, quantize=kind)
-    oracle = backend_of(dequantised(shape, backend, tmp_path))
-    ours, theirs = trained(backend), trained(oracle)
-    for found, expected in zip(ours[0], theirs[0], strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+    oracle = backend_of(make_dequantised_model(shape, backend, tmp_path))
+    ours, theirs = train_steps(backend), train_steps(oracle)
+    for actual, expected in zip(ours[0], theirs[0], strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
     assert relative(ours[1], theirs[1]) < 1e-4
     assert relative(ours[2], theirs[2]) < 1e-5
-    plain = trained(backend_of(shape))
+    plain = train_steps(backend_of(shape))
     assert np.abs(plain[0][0] - ours[0][0]).max() > 1e-3, "quantising changes something"
 
 
@@ -126,7 +126,7 @@ def test_sampling_and_training_agree(shape: ModelShape, kind: str, dtype: str) -
 def test_it_can_be_deterministic_too(shape: ModelShape) -> None:
     backend = backend_of(shape, quantize="int8", deterministic="on")
     assert backend.sampler._deterministic
-    first, second = (trained(backend_of(shape, quantize="int8", deterministic="on")) for _ in range(2))
+    first, second = (train_steps(backend_of(shape, quantize="int8", deterministic="on")) for _ in range(2))
     assert torch.equal(first[2], second[2])
 
 

@@ -70,8 +70,8 @@ SECRET = "postgresql://someone:hunter2@db/tinsmith"
 
 
 def shell_in(directory: Path, **settings: object) -> Shell:
-    given = {"data_dir": str(directory), "database_url": SECRET, **settings}
-    return Shell("engine-0", "engine", "print", given, b"key", lambda: "10.0.0.7", COMMAND)
+    all_settings = {"data_dir": str(directory), "database_url": SECRET, **settings}
+    return Shell("engine-0", "engine", "print", all_settings, b"key", lambda: "10.0.0.7", COMMAND)
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def running(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_a_process_is_given_its_own_settings_on_its_input_alone(running: Shell, tmp_path: Path) -> None:
-    given = json.loads((tmp_path / "engine-0" / "given.json").read_text())
-    own = {"role": "engine", "data_dir": str(tmp_path / "engine-0"), **shells.ALONE, "peer_host": "10.0.0.7"}
-    assert given == {"settings": {"database_url": SECRET, **own}, "signing_key": b"key".hex()}
+    process_input = json.loads((tmp_path / "engine-0" / "given.json").read_text())
+    own_settings = {"role": "engine", "data_dir": str(tmp_path / "engine-0"), **shells.ALONE, "peer_host": "10.0.0.7"}
+    assert process_input == {"settings": {"database_url": SECRET, **own_settings}, "signing_key": b"key".hex()}
     pid = running.state()["pid"]
-    seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-    assert b"hunter2" not in seen and b"hunter2" not in (tmp_path / "engine-0" / "process.log").read_bytes()
+    visible_bytes = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"hunter2" not in visible_bytes and b"hunter2" not in (tmp_path / "engine-0" / "process.log").read_bytes()
 
 
 def test_a_process_that_dies_is_started_again(running: Shell) -> None:
@@ -160,28 +160,30 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
 class FakeCluster:
     """Shells that execute their commands when `settle` is called."""
 
-    found: dict[str, RayProcess] = field(default_factory=dict)
+    processes: dict[str, RayProcess] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
     def seats(self) -> list[RayProcess]:
-        return list(self.found.values())
+        return list(self.processes.values())
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
-        assert name not in self.found
+        assert name not in self.processes
         self.started.append(name)
-        self.found[name] = RayProcess(name, "running", fleet.fingerprint)
+        self.processes[name] = RayProcess(name, "running", fleet.fingerprint)
 
     def drain(self, name: str) -> None:
-        self.found[name] = replace(self.found[name], state="draining")
+        self.processes[name] = replace(self.processes[name], state="draining")
 
     def remove(self, name: str) -> None:
         self.removed.append(name)
-        del self.found[name]
+        del self.processes[name]
 
     def settle(self) -> None:
-        ended = {name: replace(seat, state="ended") for name, seat in self.found.items() if seat.state == "draining"}
-        self.found |= ended
+        ended_seats = {
+            name: replace(seat, state="ended") for name, seat in self.processes.items() if seat.state == "draining"
+        }
+        self.processes |= ended_seats
 
 
 def fleet_of(engines: Rule, settings: str = "") -> Fleet:
@@ -210,7 +212,7 @@ class Scene:
             self.controller.tick()
 
     def names(self) -> list[str]:
-        return sorted(self.cluster.found)
+        return sorted(self.cluster.processes)
 
 
 ONE_TO_THREE = Rule(1, 3, 100, up_after_s=2, down_after_s=5)
@@ -231,7 +233,7 @@ def test_surplus_processes_are_drained_before_removal() -> None:
     scene.tick(5)
     scene.waiting = 0
     scene.tick(8)
-    assert {name: seat.state for name, seat in scene.cluster.found.items()} == {
+    assert {name: seat.state for name, seat in scene.cluster.processes.items()} == {
         "engine-0": "running",
         "engine-1": "draining",
         "engine-2": "draining",
@@ -253,7 +255,7 @@ def test_one_that_is_wanted_again_while_it_drains_comes_back_when_it_has_ended()
     scene.cluster.settle()
     scene.tick(2)
     assert scene.cluster.started[3:] == ["engine-1", "engine-2"]
-    assert {seat.state for seat in scene.cluster.found.values()} == {"running"}
+    assert {seat.state for seat in scene.cluster.processes.values()} == {"running"}
 
 
 def test_a_restarted_controller_adopts_running_processes() -> None:
@@ -262,7 +264,7 @@ def test_a_restarted_controller_adopts_running_processes() -> None:
     after = Scene(fleet_of(ONE_TO_THREE), scene.cluster, waiting=250)
     after.tick(10)
     assert scene.cluster.started == ["engine-0", "engine-1", "engine-2"] and scene.cluster.removed == []
-    assert {seat.state for seat in scene.cluster.found.values()} == {"running"}
+    assert {seat.state for seat in scene.cluster.processes.values()} == {"running"}
 
 
 def test_new_settings_that_are_refused_cost_one_process() -> None:
@@ -272,10 +274,10 @@ def test_new_settings_that_are_refused_cost_one_process() -> None:
     for _ in range(12):
         new.tick()
         scene.cluster.settle()
-        first = scene.cluster.found.get("engine-0")
+        first = scene.cluster.processes.get("engine-0")
         if first is not None and first.fingerprint == new.fleet.fingerprint:
-            scene.cluster.found["engine-0"] = replace(first, state="refused")
-    states = {name: seat.state for name, seat in scene.cluster.found.items()}
+            scene.cluster.processes["engine-0"] = replace(first, state="refused")
+    states = {name: seat.state for name, seat in scene.cluster.processes.items()}
     assert states == {"engine-0": "refused", "engine-1": "running", "engine-2": "running"}
 
 
@@ -285,9 +287,9 @@ def test_new_settings_replace_one_process_at_a_time() -> None:
     new = Scene(fleet_of(Rule(3, 3, 1), "elsewhere"), scene.cluster)
     for _ in range(12):
         new.tick()
-        assert sum(seat.state in ("draining", "ended") for seat in scene.cluster.found.values()) <= 1
+        assert sum(seat.state in ("draining", "ended") for seat in scene.cluster.processes.values()) <= 1
         scene.cluster.settle()
-    assert {seat.fingerprint for seat in scene.cluster.found.values()} == {new.fleet.fingerprint}
+    assert {seat.fingerprint for seat in scene.cluster.processes.values()} == {new.fleet.fingerprint}
     assert len(scene.cluster.started) == 6
 
 
@@ -297,7 +299,7 @@ def test_a_database_that_cannot_be_read_changes_nothing() -> None:
     scene.broken = True
     scene.tick(30)
     assert len(scene.names()) == 3
-    del scene.cluster.found["engine-2"]
+    del scene.cluster.processes["engine-2"]
     scene.tick()
     assert len(scene.names()) == 3, "and what died is started again all the same"
 
@@ -305,7 +307,7 @@ def test_a_database_that_cannot_be_read_changes_nothing() -> None:
 def test_one_that_is_not_heard_of_is_left_alone_unless_it_is_to_go() -> None:
     scene = Scene(fleet_of(Rule(2, 2, 1)))
     scene.tick()
-    scene.cluster.found["engine-1"] = RayProcess("engine-1", "silent")
+    scene.cluster.processes["engine-1"] = RayProcess("engine-1", "silent")
     scene.tick(100)
     assert scene.cluster.removed == []
     fewer = Scene(fleet_of(Rule(1, 1, 1)), scene.cluster)
@@ -327,10 +329,10 @@ def add_future(db: Database, index: int, kind: str, tokens: int, state: str = "p
 
 def add_job(db: Database, status: str, sealed: bool, total: int, completed: int) -> None:
     row = {"tenant_id": "t", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "status": status, "spec": {}}
-    more = {"sealed": sealed, "total_batches": total, "completed_batches": completed, "max_failed_rows": 0.0}
+    counts = {"sealed": sealed, "total_batches": total, "completed_batches": completed, "max_failed_rows": 0.0}
     with db.write() as connection:
         insert = BATCH_JOBS.insert()
-        connection.execute(insert, {**row, **more, "cleaned": False, "created_at": now(), "updated_at": now()})
+        connection.execute(insert, {**row, **counts, "cleaned": False, "created_at": now(), "updated_at": now()})
 
 
 def test_queue_depths_are_by_role_and_base_model(db: Database) -> None:
@@ -342,8 +344,8 @@ def test_queue_depths_are_by_role_and_base_model(db: Database) -> None:
     add_future(db, 6, "forward", 9, base="not served here")
     expected = {"engine": {"a": 101.0, "b": 7.0}, "sampler": {"a": 40.0}, "batch-worker": {"": 0.0}}
     assert QueueDepths(db, ("a", "b"), has_samplers=True).read() == expected
-    alone = QueueDepths(db, ("a", "b"), has_samplers=False).read()
-    assert alone["engine"] == {"a": 141.0, "b": 7.0} and alone["sampler"] == {}
+    without_samplers = QueueDepths(db, ("a", "b"), has_samplers=False).read()
+    assert without_samplers["engine"] == {"a": 141.0, "b": 7.0} and without_samplers["sampler"] == {}
 
 
 def test_batches_that_are_not_committed_wait_for_batch_workers(db: Database) -> None:
@@ -398,8 +400,8 @@ def test_settings_travel_with_their_secrets_and_are_not_shown() -> None:
 
 
 def test_places_of_one_directory_stay_where_they_are_when_each_process_has_its_own(tmp_path: Path) -> None:
-    given = portable(load({"data_dir": tmp_path}))
-    moved = load({**given, "data_dir": tmp_path / "engine-0"})
+    settings = portable(load({"data_dir": tmp_path}))
+    moved = load({**settings, "data_dir": tmp_path / "engine-0"})
     assert moved.resolved_database_url == f"sqlite:///{tmp_path / 'tinsmith.db'}"
     assert moved.storage_location("checkpoints") == str(tmp_path / "checkpoints")
 

@@ -74,7 +74,7 @@ def layer_of(family: str) -> Layer:
         decoder = build(STATEFUL[family]).double().eval().get_decoder()
         board = ForwardContext()
         mixer = wrap_mixers(decoder, board)[0]
-        module = next(own for own in decoder.modules() if is_mixer(own))
+        module = next(submodule for submodule in decoder.modules() if is_mixer(submodule))
         _layers[family] = Layer(mixer, module, board, decoder.config.hidden_size)
     return _layers[family]
 
@@ -99,7 +99,7 @@ def test_a_packed_row_is_its_sequences_alone(family: str, lengths: list[int], se
     x_TD = layer.rows(lengths, seed)
     weight_TD = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     parameters = [parameter for parameter in layer.module.parameters() if parameter.requires_grad]
-    found = []
+    runs = []
     for how in ("packed", "alone"):
         leaf = x_TD.clone().requires_grad_()
         out = (
@@ -107,8 +107,8 @@ def test_a_packed_row_is_its_sequences_alone(family: str, lengths: list[int], se
             if how == "packed"
             else torch.cat([layer.alone(x) for x in leaf.split(lengths)])
         )
-        found.append([out, *torch.autograd.grad((out * weight_TD).sum(), [leaf, *parameters])])
-    for ours, expected in zip(*found, strict=True):
+        runs.append([out, *torch.autograd.grad((out * weight_TD).sum(), [leaf, *parameters])])
+    for ours, expected in zip(*runs, strict=True):
         assert_near(ours, expected)
 
 
@@ -121,25 +121,32 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
     seed = data.draw(st.integers(0, 99))
     sequences = layer.rows(lengths, seed).split(lengths)
     expected = [layer.alone(x_LD) for x_LD in sequences]
-    done = [0] * len(lengths)
+    lengths_done = [0] * len(lengths)
     states: list[SequenceState | None] = [None] * len(lengths)
-    while unfinished := [i for i, length in enumerate(lengths) if done[i] < length]:
-        sizes = [data.draw(st.integers(1, lengths[i] - done[i])) for i in unfinished]
+    while unfinished := [i for i, length in enumerate(lengths) if lengths_done[i] < length]:
+        sizes = [data.draw(st.integers(1, lengths[i] - lengths_done[i])) for i in unfinished]
         cuts = [data.draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set() for size in sizes]
-        x_TD = torch.cat([sequences[i][done[i] : done[i] + size] for i, size in zip(unfinished, sizes, strict=True)])
+        x_TD = torch.cat(
+            [sequences[i][lengths_done[i] : lengths_done[i] + size] for i, size in zip(unfinished, sizes, strict=True)]
+        )
         y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts)
-        for place, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
-            assert_close(y_LD, expected[i][done[i] : done[i] + len(y_LD)])
-            states[i] = recurrence.after[place]
+        for index, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
+            assert_close(y_LD, expected[i][lengths_done[i] : lengths_done[i] + len(y_LD)])
+            states[i] = recurrence.after[index]
             again_from(
-                layer, recurrence, place, sorted(cuts[place]), sequences[i][done[i] : done[i] + sizes[place]], y_LD
+                layer,
+                recurrence,
+                index,
+                sorted(cuts[index]),
+                sequences[i][lengths_done[i] : lengths_done[i] + sizes[index]],
+                y_LD,
             )
-            done[i] += sizes[place]
+            lengths_done[i] += sizes[index]
 
 
-def again_from(layer: Layer, recurrence: Recurrence, place: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
+def again_from(layer: Layer, recurrence: Recurrence, index: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
     """Compute the rest after a cut again from its state."""
-    for cut, state in zip(cuts, recurrence.at_cuts[place], strict=True):
+    for cut, state in zip(cuts, recurrence.at_cuts[index], strict=True):
         again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshared()], [set()])
         assert_close(again, y_LD[cut:])
 
@@ -149,11 +156,11 @@ def step(
 ) -> tuple[Tensor, Recurrence]:
     layer.board.routing = Routing([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = [
-        SequencePiece(first, size, state, sorted(own))
-        for first, size, state, own in zip(firsts, sizes, states, cuts, strict=True)
+    sequence_pieces = [
+        SequencePiece(first, size, state, sorted(sequence_cuts))
+        for first, size, state, sequence_cuts in zip(firsts, sizes, states, cuts, strict=True)
     ]
-    recurrence = Recurrence(pieces, CPU)
+    recurrence = Recurrence(sequence_pieces, CPU)
     with torch.no_grad():
         return recurrence.mix(layer.mixer, x_TD), recurrence
 
@@ -192,28 +199,32 @@ def test_context_ranks_that_hand_over_states_are_one_process(family: str, length
     expected = [out, *torch.autograd.grad((out * weight_TD).sum(), [leaf, *parameters])]
     layer.board.routing = Routing([Segment(0, num_rows, None)])
     layer.module.zero_grad()
-    hooks = [own.register_forward_hook(partial(noted, log)) for own in layer.module.modules() if type(own) is nn.Linear]
+    hooks = [
+        linear.register_forward_hook(partial(record_event, log))
+        for linear in layer.module.modules()
+        if type(linear) is nn.Linear
+    ]
     rows, weights = (nn.functional.pad(x, (0, 0, 0, 3 * num_rows - len(x))).split(num_rows) for x in (x_TD, weight_TD))
     leaves, outs, queues = [x.clone().requires_grad_() for x in rows], list[Tensor](), {}
-    for index, own in enumerate(leaves):
+    for index, tensor in enumerate(leaves):
         share = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
         plan = ContextParallel(cast(RowShare, share), cast(Ranks, QueuedRanks(index, queues, log)))
-        outs.append(plan.mix(layer.mixer, own))
+        outs.append(plan.mix(layer.mixer, tensor))
         logs.append([log.pop() for _ in log.copy()])
-    for own, weight in list(zip(outs, weights, strict=True))[::-1]:
-        (own * weight).sum().backward()
+    for tensor, weight in list(zip(outs, weights, strict=True))[::-1]:
+        (tensor * weight).sum().backward()
         logs.append([log.pop() for _ in log.copy()])
     for hook in hooks:
         hook.remove()
-    found = [torch.cat(outs)[: len(x_TD)], torch.cat([cast(Tensor, own.grad) for own in leaves])[: len(x_TD)]]
-    for ours, theirs in zip([*found, *(own.grad for own in parameters)], expected, strict=True):
+    actual = [torch.cat(outs)[: len(x_TD)], torch.cat([cast(Tensor, tensor.grad) for tensor in leaves])[: len(x_TD)]]
+    for ours, theirs in zip([*actual, *(tensor.grad for tensor in parameters)], expected, strict=True):
         assert_near(cast(Tensor, ours), theirs)
-    assert not any(queues.values()) and all(each[0] == each[-1] == "linear" for each in logs)
+    assert not any(queues.values()) and all(events[0] == events[-1] == "linear" for events in logs)
     if len(lengths) == 1 and len(x_TD) > 4:
         assert all({"wait", "send"} <= {*logs[index]} for index in (1, 4))
 
 
-def noted(log: list[str], module: nn.Module, args: object, output: Tensor) -> None:
+def record_event(log: list[str], module: nn.Module, args: object, output: Tensor) -> None:
     log.append("linear")
     output.register_hook(lambda _: log.append("linear"))
 
@@ -224,13 +235,13 @@ def test_nan_stays_with_its_sequence(family: str) -> None:
     x_TD = layer.rows(lengths, 0)
     poisoned = x_TD.clone()
     poisoned[5:12] = torch.nan
-    others = torch.cat([torch.arange(5), torch.arange(12, sum(lengths))])
+    clean_rows = torch.cat([torch.arange(5), torch.arange(12, sum(lengths))])
     with torch.no_grad():
         ours, theirs = (packed(layer, lengths, rows) for rows in (x_TD, poisoned))
     in_steps = [step(layer, rows, lengths, [None] * 4, [set()] * 4)[0] for rows in (x_TD, poisoned)]
-    for clean, found in ((ours, theirs), in_steps):
-        assert found[5:12].isnan().all()
-        assert torch.equal(found[others], clean[others])
+    for clean, output in ((ours, theirs), in_steps):
+        assert output[5:12].isnan().all()
+        assert torch.equal(output[clean_rows], clean[clean_rows])
 
 
 def gated_delta_net(module: nn.Module, family: str, x_LD: Tensor) -> Tensor:
@@ -292,7 +303,7 @@ def test_without_its_boundaries_a_packed_row_is_far_from_its_sequences(family: s
     x_TD = layer.rows(lengths, 1)
     with torch.no_grad():
         expected = torch.cat([layer.alone(x_LD) for x_LD in x_TD.split(lengths)])
-        right, wrong = (packed(layer, own, x_TD) for own in (lengths, [sum(lengths)]))
+        right, wrong = (packed(layer, boundaries, x_TD) for boundaries in (lengths, [sum(lengths)]))
     scale = expected.norm()
     assert float((right - expected).norm() / scale) < 1e-5
     assert float((wrong[9:] - expected[9:]).norm() / scale) > 1e-2
@@ -353,13 +364,13 @@ def test_tensors_of_a_cpu_do_not_reach_the_kernels_of_a_library(
         return "torch"
 
     @wraps(plain)
-    def chosen(x: Tensor) -> str:
+    def kernel(x: Tensor) -> str:
         return "library"
 
     modeling = ModuleType(__name__)
-    modeling.rule, modeling.other = chosen, plain  # pyright: ignore[reportAttributeAccessIssue]
+    modeling.rule, modeling.other = kernel, plain  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(recurrent, "find_spec", lambda name: object() if installed and name == "fla" else None)
     recurrent._keep_host_functions(modeling)
-    found = [modeling.rule(torch.ones(1, device=device)) for device in ("cpu", "meta")]
-    assert found == (["torch", "library"] if installed else ["library", "library"])
+    routes = [modeling.rule(torch.ones(1, device=device)) for device in ("cpu", "meta")]
+    assert routes == (["torch", "library"] if installed else ["library", "library"])
     assert modeling.other is plain

@@ -19,7 +19,9 @@ PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_
 (UVICORN,) = (package_range for package_range in doctor.TESTED_OF_SERVER if package_range.package == "uvicorn")
 
 
-@pytest.mark.parametrize("package_range", [TORCH, TRANSFORMERS, UVICORN], ids=lambda one: one.package)
+@pytest.mark.parametrize(
+    "package_range", [TORCH, TRANSFORMERS, UVICORN], ids=lambda package_range: package_range.package
+)
 def test_a_library_whose_private_parts_are_used_is_bounded_at_what_was_tested(package_range: VersionRange) -> None:
     assert package_range.requirement in PROJECT["dependencies"]
     assert package_range.includes(PINNED[package_range.package])

@@ -48,13 +48,13 @@ def test_without_a_limit_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_starlettes_threads_are_bounded_by_the_setting() -> None:
-    running, most, lock = 0, 0, threading.Lock()
+    running, peak, lock = 0, 0, threading.Lock()
 
     def work() -> None:
-        nonlocal running, most
+        nonlocal running, peak
         with lock:
             running += 1
-            most = max(most, running)
+            peak = max(peak, running)
         time.sleep(0.02)
         with lock:
             running -= 1
@@ -64,4 +64,4 @@ def test_starlettes_threads_are_bounded_by_the_setting() -> None:
         await asyncio.gather(*(run_in_threadpool(work) for _ in range(30)))
 
     asyncio.run(spool())
-    assert most == 3
+    assert peak == 3

@@ -32,12 +32,12 @@ def test_the_same_key_finds_the_same_sampler_while_load_is_even(names, key, toke
 @given(NAMES, KEYS, st.data())
 def test_removing_a_sampler_moves_only_its_own_keys(names, key, data) -> None:
     chosen = choose(key, even(names))
-    gone = data.draw(st.sampled_from(names))
-    left = choose(key, even([name for name in names if name != gone]))
-    if gone != chosen:
-        assert left == chosen
+    removed = data.draw(st.sampled_from(names))
+    remaining_choice = choose(key, even([name for name in names if name != removed]))
+    if removed != chosen:
+        assert remaining_choice == chosen
     else:
-        assert left != gone
+        assert remaining_choice != removed
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=8), KEYS)
@@ -73,8 +73,8 @@ def test_one_hot_prefix_spills_to_the_others() -> None:
 def test_keys_are_spread_over_the_samplers() -> None:
     names = [f"host:/data:sampler:{index}:nano" for index in range(4)]
     counts = dict.fromkeys(names, 0)
-    for number in range(2000):
-        chosen = choose(b"%d" % number, even(names))
+    for key in range(2000):
+        chosen = choose(b"%d" % key, even(names))
         assert chosen is not None
         counts[chosen] += 1
     assert all(400 < count < 600 for count in counts.values()), counts
@@ -84,7 +84,7 @@ def tokens(seed: int, length: int) -> np.ndarray:
     return np.random.default_rng([seed, length]).integers(0, 1000, length).astype(np.int32)
 
 
-def joined(*parts: np.ndarray) -> np.ndarray:
+def concatenate(*parts: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
@@ -98,7 +98,7 @@ def test_turns_of_a_conversation_and_samples_of_a_prompt_stay_together() -> None
         first = prefixes.choose("v", prompt, NAMED)
         assert [prefixes.choose("v", prompt, NAMED) for _ in range(5)] == [first] * 5
         for turn in range(1, 6):
-            prompt = joined(prompt, tokens(seed, 90 + turn))
+            prompt = concatenate(prompt, tokens(seed, 90 + turn))
             assert prefixes.choose("v", prompt, NAMED) == first
 
 
@@ -107,12 +107,12 @@ def test_a_shared_system_prompt_maps_conversations_to_all_samplers() -> None:
     system = tokens(0, 1000)
     counts = dict.fromkeys(NAMED, 0)
     for seed in range(1, 401):
-        prompt = joined(system, tokens(seed, 10 if seed % 2 else 200))
+        prompt = concatenate(system, tokens(seed, 10 if seed % 2 else 200))
         chosen = prefixes.choose("v", prompt, NAMED)
         assert chosen is not None
         counts[chosen] += 1
         if seed % 2 == 0:  # its later turns stay
-            assert prefixes.choose("v", joined(prompt, tokens(seed, 150)), NAMED) == chosen
+            assert prefixes.choose("v", concatenate(prompt, tokens(seed, 150)), NAMED) == chosen
     assert all(60 < count < 140 for count in counts.values()), counts
 
 
@@ -120,10 +120,10 @@ def test_a_history_with_a_rewritten_end_stays_on_its_sampler() -> None:
     prefixes = Prefixes()
     shared = tokens(0, 300)
     for seed in range(1, 6):
-        prefixes.choose("v", joined(shared, tokens(seed, 300)), NAMED)
-    history = joined(shared, tokens(9, 300))
-    first = prefixes.choose("v", joined(history, tokens(100, 100)), NAMED)
-    assert prefixes.choose("v", joined(history, tokens(200, 100)), NAMED) == first
+        prefixes.choose("v", concatenate(shared, tokens(seed, 300)), NAMED)
+    history = concatenate(shared, tokens(9, 300))
+    first = prefixes.choose("v", concatenate(history, tokens(100, 100)), NAMED)
+    assert prefixes.choose("v", concatenate(history, tokens(200, 100)), NAMED) == first
 
 
 def test_a_full_sampler_keeps_no_conversation() -> None:
@@ -131,19 +131,21 @@ def test_a_full_sampler_keeps_no_conversation() -> None:
     prompt = tokens(1, 200)
     first = prefixes.choose("v", prompt, NAMED)
     assert first is not None
-    other = prefixes.choose("v", joined(prompt, tokens(2, 100)), NAMED | {first: 10**6})
+    other = prefixes.choose("v", concatenate(prompt, tokens(2, 100)), NAMED | {first: 10**6})
     assert other not in (None, first)
-    assert prefixes.choose("v", joined(prompt, tokens(2, 100), tokens(3, 100)), NAMED) == other
+    assert prefixes.choose("v", concatenate(prompt, tokens(2, 100), tokens(3, 100)), NAMED) == other
     assert prefixes.choose("v", prompt, {"only": 0}) == "only" and prefixes.choose("v", prompt, {}) is None
 
 
 @given(st.lists(st.integers(0, 2), max_size=300), st.lists(st.integers(0, 2), max_size=300))
-def test_keys_are_equal_as_far_as_tokens_and_scope_are(one: list[int], other: list[int]) -> None:
-    chains = [chain_of("v", np.array(each, np.int32)) for each in (one, other)]
-    for depth, (left, right) in enumerate(zip(*(chain[:-1] for chain in chains), strict=False), 1):
-        assert (left == right) == (one[: depth * BLOCK_TOKENS] == other[: depth * BLOCK_TOKENS])
-    assert (chains[0] == chains[1]) == (one == other)
-    assert not set(chains[0]) & set(chain_of("w", np.array(one, np.int32)))
+def test_keys_are_equal_as_far_as_tokens_and_scope_are(first_tokens: list[int], second_tokens: list[int]) -> None:
+    chains = [chain_of("v", np.array(token_ids, np.int32)) for token_ids in (first_tokens, second_tokens)]
+    for depth, (first_key, second_key) in enumerate(zip(*(chain[:-1] for chain in chains), strict=False), 1):
+        assert (first_key == second_key) == (
+            first_tokens[: depth * BLOCK_TOKENS] == second_tokens[: depth * BLOCK_TOKENS]
+        )
+    assert (chains[0] == chains[1]) == (first_tokens == second_tokens)
+    assert not set(chains[0]) & set(chain_of("w", np.array(first_tokens, np.int32)))
 
 
 def test_only_so_many_prefixes_are_remembered() -> None:

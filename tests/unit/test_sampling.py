@@ -50,23 +50,23 @@ def _frequencies(logits_V: torch.Tensor, num: int, **params: float) -> np.ndarra
     return counts / num
 
 
-def _truncated(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+def _truncate(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     """The definition: the top k, then the fewest of them with at least top_p of their mass."""
     order = np.argsort(-probs_V, kind="stable")
     order = order[:top_k] if top_k > 0 else order
     mass = probs_V[order] / probs_V[order].sum()
     size = int(np.searchsorted(np.cumsum(mass), top_p - 1e-12) + 1) if top_p < 1 else len(order)
-    kept = np.zeros_like(probs_V)
-    kept[order[:size]] = probs_V[order[:size]]
-    return kept / kept.sum()
+    truncated = np.zeros_like(probs_V)
+    truncated[order[:size]] = probs_V[order[:size]]
+    return truncated / truncated.sum()
 
 
 def test_the_logprob_is_that_of_the_full_vocabulary_at_the_sampling_temperature():
     for temperature in (0.3, 1.0, 2.5):
         logits = _logits(32, 500)
-        whole = _log_softmax(logits, temperature)
+        full_logprobs = _log_softmax(logits, temperature)
         chosen = choose(logits, _draws(32, temperature=temperature, top_k=5, top_p=0.8))
-        expected = whole[np.arange(32), chosen.token_ids_B.numpy()]
+        expected = full_logprobs[np.arange(32), chosen.token_ids_B.numpy()]
         np.testing.assert_allclose(chosen.logprobs_B.numpy(), expected, atol=2e-5)
 
 
@@ -74,15 +74,15 @@ def test_the_logprob_is_that_of_the_full_vocabulary_at_the_sampling_temperature(
 def test_logprobs_and_likeliest_tokens_are_those_of_a_softmax_in_float64(num_vocab: int):
     for temperature in (0.7, 1.0):
         logits = _logits(8, num_vocab)
-        whole = _log_softmax(logits, np.float32(temperature))
+        full_logprobs = _log_softmax(logits, np.float32(temperature))
         draws = replace(_draws(8, temperature=temperature), num_top_B=np.array([0, 3, 0, 0, 100, 1, 0, 0]))
         chosen = choose(logits, draws)
-        own = whole[np.arange(8), chosen.token_ids_B.numpy()]
-        np.testing.assert_allclose(chosen.logprobs_B.numpy(), own, atol=1e-6)
+        chosen_logprobs = full_logprobs[np.arange(8), chosen.token_ids_B.numpy()]
+        np.testing.assert_allclose(chosen.logprobs_B.numpy(), chosen_logprobs, atol=1e-6)
         assert chosen.top is not None and chosen.top.rows == [1, 4, 5]
         width = min(100, num_vocab)
-        assert chosen.top.ids_Rk.tolist() == np.argsort(-whole[[1, 4, 5]], kind="stable")[:, :width].tolist()
-        best = -np.sort(-whole[[1, 4, 5]])[:, :width]
+        assert chosen.top.ids_Rk.tolist() == np.argsort(-full_logprobs[[1, 4, 5]], kind="stable")[:, :width].tolist()
+        best = -np.sort(-full_logprobs[[1, 4, 5]])[:, :width]
         np.testing.assert_allclose(chosen.top.logprobs_Rk.numpy(), best, atol=2e-6)
 
 
@@ -90,11 +90,11 @@ def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_given_one
     logits = _logits(6, 200)
     adjusted = torch.full_like(logits, -torch.inf)
     adjusted[:, 11] = 5.0
-    whole = _log_softmax(logits)
+    full_logprobs = _log_softmax(logits)
     for temperature in (0.0, 1.0):
         chosen = choose(logits.clone(), _draws(6, temperature=temperature), adjusted.clone())
         assert chosen.token_ids_B.tolist() == [11] * 6
-        np.testing.assert_allclose(chosen.logprobs_B.numpy(), whole[:, 11], atol=1e-6)
+        np.testing.assert_allclose(chosen.logprobs_B.numpy(), full_logprobs[:, 11], atol=1e-6)
 
 
 def test_an_adjusted_neighbour_changes_no_bit_of_a_row():
@@ -103,10 +103,10 @@ def test_an_adjusted_neighbour_changes_no_bit_of_a_row():
     adjusted[::4] = adjusted[::4].neg()
     for temperature in (0.0, 0.5, 1.0):
         draws = _draws(40, temperature=temperature)
-        alone, beside = choose(logits.clone(), draws), choose(logits.clone(), draws, adjusted.clone())
+        plain, mixed = choose(logits.clone(), draws), choose(logits.clone(), draws, adjusted.clone())
         for row in set(range(40)) - set(range(0, 40, 4)):
-            assert alone.token_ids_B[row] == beside.token_ids_B[row]
-            assert alone.logprobs_B[row] == beside.logprobs_B[row]
+            assert plain.token_ids_B[row] == mixed.token_ids_B[row]
+            assert plain.logprobs_B[row] == mixed.logprobs_B[row]
 
 
 @pytest.mark.parametrize("distance", [80.0, 87.5, 100.0, 300.0])
@@ -149,7 +149,7 @@ def test_tokens_come_as_often_as_their_probability_says(num_vocab: int, temperat
 def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_k: int, top_p: float):
     for scale in (0.1, 3.0):
         logits = _logits(1, num_vocab, scale=scale)[0]
-        expected = _truncated(np.exp(_log_softmax(logits)), top_k, top_p)
+        expected = _truncate(np.exp(_log_softmax(logits)), top_k, top_p)
         frequencies = _frequencies(logits, 4_000, top_k=top_k, top_p=top_p)
         np.testing.assert_allclose(frequencies, expected, atol=1.01 / 4_000)
         assert not frequencies[expected == 0].any()
@@ -161,10 +161,10 @@ def test_rows_that_are_sorted_whole_give_the_tokens_that_candidates_give():
     weights_RV = torch.from_numpy(rng.standard_normal((400, num_vocab)).astype(np.float32) * 3).exp()
     top_k_R = torch.from_numpy(rng.choice([num_vocab, 3, 100, 300], 400)).double()
     top_p_R = torch.from_numpy(rng.choice([1.0, 0.3, 0.9, 0.999], 400))
-    given = weights_RV, weights_RV.double().sum(-1), top_k_R, top_p_R, torch.from_numpy(rng.random(400))
-    by_candidates = sampling._draw_truncated(*given, sampling.CANDIDATES, is_known=False)
+    arguments = weights_RV, weights_RV.double().sum(-1), top_k_R, top_p_R, torch.from_numpy(rng.random(400))
+    by_candidates = sampling._draw_truncated(*arguments, sampling.CANDIDATES, is_known=False)
     assert by_candidates.unique().numel() > 100
-    assert torch.equal(sampling._draw_truncated(*given, num_vocab, is_known=True), by_candidates)
+    assert torch.equal(sampling._draw_truncated(*arguments, num_vocab, is_known=True), by_candidates)
 
 
 def test_hashed_uniforms_give_the_right_frequencies_by_chi_square():
@@ -199,13 +199,18 @@ def test_each_row_is_drawn_as_alone_beside_any_others():
     )
     together = choose(logits.clone(), draws)
     for row in range(24):
-        own = slice(row, row + 1)
-        alone = choose(
-            logits[own].clone(),
-            Draws(draws.temperature_B[own], draws.top_k_B[own], draws.top_p_B[own], draws.uniform_B[own]),
+        row_slice = slice(row, row + 1)
+        single = choose(
+            logits[row_slice].clone(),
+            Draws(
+                draws.temperature_B[row_slice],
+                draws.top_k_B[row_slice],
+                draws.top_p_B[row_slice],
+                draws.uniform_B[row_slice],
+            ),
         )
-        assert alone.token_ids_B[0] == together.token_ids_B[row]
-        torch.testing.assert_close(alone.logprobs_B[0], together.logprobs_B[row], atol=1e-6, rtol=0)
+        assert single.token_ids_B[0] == together.token_ids_B[row]
+        torch.testing.assert_close(single.logprobs_B[0], together.logprobs_B[row], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -217,9 +222,9 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_its_neighbours_alone(poison
     expected, chosen = _choose_pair(clean, dirty, params)
     assert chosen.logprobs_B[2].isnan()
     assert 0 <= chosen.token_ids_B[2] < 90
-    others = [0, 1, 3, 4]
-    assert torch.equal(chosen.token_ids_B[others], expected.token_ids_B[others])
-    assert torch.equal(chosen.logprobs_B[others], expected.logprobs_B[others])
+    finite_rows = [0, 1, 3, 4]
+    assert torch.equal(chosen.token_ids_B[finite_rows], expected.token_ids_B[finite_rows])
+    assert torch.equal(chosen.logprobs_B[finite_rows], expected.logprobs_B[finite_rows])
 
 
 def _choose_pair(clean: torch.Tensor, dirty: torch.Tensor, params: dict[str, float]) -> tuple[Chosen, Chosen]:

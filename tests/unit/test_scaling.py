@@ -12,7 +12,7 @@ from tinsmith.cluster.ray.scaling import Past, PlannedCounts, Rule, plan_counts
 RULE = Rule(minimum=1, maximum=4, work_per_process=100, up_after_s=10, down_after_s=60)
 
 rules = st.builds(
-    lambda minimum, more, work, up, down: Rule(minimum, minimum + more, work, up, down),
+    lambda minimum, extra, load, up, down: Rule(minimum, minimum + extra, load, up, down),
     st.integers(0, 3), st.integers(0, 5), st.floats(1, 1e6), st.floats(0, 30), st.floats(0, 300),
 )  # fmt: skip
 looks = st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 1e7)), min_size=1, max_size=60)
@@ -24,9 +24,9 @@ def play(rule: Rule, steps: list[tuple[float, float]], before: Past | None = Non
     now, counts = 0.0, []
     for seconds, waiting in steps:
         now += seconds
-        found: PlannedCounts = plan_counts({"engine": {"base": waiting}}, {"engine": rule}, past, now)
-        past = found.past
-        counts.append((now, found.counts["engine"]))
+        planned: PlannedCounts = plan_counts({"engine": {"base": waiting}}, {"engine": rule}, past, now)
+        past = planned.past
+        counts.append((now, planned.counts["engine"]))
     return counts
 
 
@@ -37,31 +37,31 @@ def test_there_are_never_fewer_than_the_minimum_or_more_than_the_maximum(rule, s
 
 @given(rules, st.floats(0, 1e7), st.integers(0, 8))
 def test_a_lasting_queue_gets_the_processes_it_needs_and_stays_stable(rule, waiting, start) -> None:
-    needed = rule.clamp(math.ceil(waiting / rule.work_per_process))
+    needed_count = rule.clamp(math.ceil(waiting / rule.work_per_process))
     patience_s = max(rule.up_after_s, rule.down_after_s) + 1
     counts = [count for _, count in play(rule, [(1, waiting), (patience_s, waiting)] + [(1, waiting)] * 5, Past(start))]
-    assert set(counts[1:]) == {needed}
+    assert set(counts[1:]) == {needed_count}
 
 
 @given(rules, looks)
 def test_a_change_matches_some_need_in_its_window(rule, steps) -> None:
-    seen: list[tuple[float, int]] = []
+    history: list[tuple[float, int]] = []
     now, last = 0.0, rule.minimum
     for (at, count), (seconds, waiting) in zip(play(rule, steps), steps, strict=True):
         now += seconds
-        seen.append((now, rule.count_for({"base": waiting})))
+        history.append((now, rule.count_for({"base": waiting})))
         if count > last:
-            assert all(needed >= count for when, needed in seen if when >= at - rule.up_after_s)
+            assert all(need >= count for when, need in history if when >= at - rule.up_after_s)
         if count < last:
-            assert all(needed <= count for when, needed in seen if when >= at - rule.down_after_s)
+            assert all(need <= count for when, need in history if when >= at - rule.down_after_s)
         last = count
 
 
 @given(rules, looks, st.floats(1, 4))
 def test_more_work_never_means_fewer_processes(rule, steps, factor) -> None:
     less = play(rule, steps)
-    more = play(rule, [(seconds, waiting * factor) for seconds, waiting in steps])
-    assert all(one <= other for (_, one), (_, other) in zip(less, more, strict=True))
+    scaled_counts = play(rule, [(seconds, waiting * factor) for seconds, waiting in steps])
+    assert all(count <= scaled_count for (_, count), (_, scaled_count) in zip(less, scaled_counts, strict=True))
 
 
 def test_a_burst_starts_nothing_and_a_pause_ends_nothing() -> None:
@@ -94,8 +94,8 @@ def test_more_than_the_maximum_of_new_rules_is_taken_back_at_once() -> None:
 
 
 def test_the_base_model_for_which_most_waits_decides() -> None:
-    found = plan_counts({"engine": {"a": 150.0, "b": 350.0}}, {"engine": RULE}, {"engine": Past(1, ((-20, 4),))}, 0.0)
-    assert found.counts == {"engine": 4}, "not the sum: one process serves both side by side"
+    planned = plan_counts({"engine": {"a": 150.0, "b": 350.0}}, {"engine": RULE}, {"engine": Past(1, ((-20, 4),))}, 0.0)
+    assert planned.counts == {"engine": 4}, "not the sum: one process serves both side by side"
 
 
 @given(rules, looks)

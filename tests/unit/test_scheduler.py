@@ -76,8 +76,8 @@ def drain(queues: list[ModelQueue], budget: int) -> list[list[Pending]]:
 def test_every_ready_request_runs_exactly_once_and_in_seq_order(queues: list[ModelQueue], budget: int) -> None:
     ran = [request for step in drain(queues, budget) for request in step]
     for queue in queues:
-        mine = [request.seq_id for request in ran if request.model_id == queue.model_id]
-        assert mine == [request.seq_id for request in queue.ready()]
+        seq_ids = [request.seq_id for request in ran if request.model_id == queue.model_id]
+        assert seq_ids == [request.seq_id for request in queue.ready()]
 
 
 @given(worlds(), st.integers(1, 400))
@@ -93,8 +93,8 @@ def test_a_model_takes_part_in_a_step_with_passes_or_with_one_barrier(queues: li
         kinds: dict[str | None, list[str]] = defaultdict(list)
         for request in step:
             kinds[request.model_id].append(request.kind)
-        for mine in kinds.values():
-            assert all(kind in PASS_KINDS for kind in mine) or len(mine) == 1
+        for model_kinds in kinds.values():
+            assert all(kind in PASS_KINDS for kind in model_kinds) or len(model_kinds) == 1
 
 
 @given(worlds(), st.integers(1, 400))
@@ -150,22 +150,22 @@ def test_beside_a_flood_a_small_request_runs_in_a_short_step_after_at_most_one_f
             waited += sum(request.num_tokens for request in step.passes)
             step, fairness = plan(queues, fairness, 256)
         assert waited <= max(256, tokens) * was_short
-        beside = sum(request.num_tokens for request in step.passes)
-        assert beside <= (max(256, tokens) if was_short and not waited else 16)
+        neighbour_tokens = sum(request.num_tokens for request in step.passes)
+        assert neighbour_tokens <= (max(256, tokens) if was_short and not waited else 16)
 
 
 def test_small_requests_never_keep_a_large_one_waiting_for_ever() -> None:
     large = {seq: pending(seq, "large", "a", seq, "forward", 256) for seq in range(10)}
-    fairness, done = Fairness(), 0
+    fairness, num_large_done = Fairness(), 0
     for turn in range(40):
-        queues = [ModelQueue("a", "large", done, large)]
+        queues = [ModelQueue("a", "large", num_large_done, large)]
         for name in ("x", "y", "z"):
             small = {turn: pending(100 + turn, name, name, turn, "forward", 1)}
             queues.append(ModelQueue(name, name, turn, small))
         step, fairness = plan(queues, fairness, 256)
-        done += any(request.tenant_id == "large" for request in step.passes)
+        num_large_done += any(request.tenant_id == "large" for request in step.passes)
         assert sum(request.num_tokens for request in step.passes) <= 256
-    assert done >= 5, "one in six or seven steps, of which every other one is short"
+    assert num_large_done >= 5, "one in six or seven steps, of which every other one is short"
 
 
 def test_passes_that_fit_into_one_step_are_never_split() -> None:
@@ -195,8 +195,8 @@ def test_saves_take_at_most_half_as_long_as_the_passes_beside_them() -> None:
 
 
 @given(st.integers(0, 5000), st.booleans())
-def test_one_save_runs_in_every_step_at_any_cost(price: int, known: bool) -> None:
-    prices = {"save_weights": price} if known else {}
+def test_one_save_runs_in_every_step_at_any_cost(price: int, has_price: bool) -> None:
+    prices = {"save_weights": price} if has_price else {}
     step, fairness = plan([*saves("t", 3), a_pass("u", 10)], Fairness(), 1000, prices)
     assert len(step.singles) >= 1 and len(step.passes) == 1
     step, _ = plan(saves("t", 3), fairness, 1000, prices)
@@ -233,14 +233,14 @@ def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> No
     token_s, single_s, optim_step_s = 0.001, 0.03, 0.005
     prices = {"save_weights": round(single_s / token_s)}
     clock, arrival, fairness = 0.0, 0, Fairness()
-    lanes = {f"m{number}": (0, 0.0) for number in range(64)}  # pending seq_id, and its time
+    lanes = {f"m{index}": (0, 0.0) for index in range(64)}  # pending seq_id, and its time
     waits: dict[str, list[float]] = defaultdict(list)
     kinds = ("save_weights", "forward_backward", "optim_step", "forward_backward", "optim_step")
     longest = 0.0
     for _ in range(400):
         queues = []
-        for number, (model, (seq_id, _since)) in enumerate(lanes.items()):
-            request = pending(arrival + number, "t", model, seq_id, kinds[(seq_id + number) % 5], 64)
+        for index, (model, (seq_id, _since)) in enumerate(lanes.items()):
+            request = pending(arrival + index, "t", model, seq_id, kinds[(seq_id + index) % 5], 64)
             queues.append(ModelQueue(model, "t", seq_id, {seq_id: request}))
         step, fairness = plan(queues, fairness, 65536, prices)
         took = token_s * sum(request.num_tokens for request in step.passes)
@@ -283,27 +283,27 @@ COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), max_size=4
 
 
 @given(COUNTS, st.integers(1, 30))
-def test_samples_are_taken_in_turns(counts: dict[str, int], places: int) -> None:
+def test_samples_are_taken_in_turns(counts: dict[str, int], slots: int) -> None:
     waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items()}
-    taken, _ = take_in_turns(waiting, places, "b", {})
-    assert len(taken) >= min(places, sum(counts.values()))
-    got = {t: [r.seq_id for r in taken if r.tenant_id == t] for t in counts}
-    for tenant, mine in got.items():
-        assert mine == list(range(len(mine)))
-        for other, theirs in got.items():
-            assert len(mine) <= len(theirs) + 1 or len(theirs) == counts[other], (tenant, other)
+    chosen, _ = take_in_turns(waiting, slots, "b", {})
+    assert len(chosen) >= min(slots, sum(counts.values()))
+    got = {t: [r.seq_id for r in chosen if r.tenant_id == t] for t in counts}
+    for tenant, seq_ids in got.items():
+        assert seq_ids == list(range(len(seq_ids)))
+        for other, other_ids in got.items():
+            assert len(seq_ids) <= len(other_ids) + 1 or len(other_ids) == counts[other], (tenant, other)
 
 
 @given(COUNTS, COUNTS, st.integers(1, 30))
 def test_a_tenant_below_its_share_of_slots_gets_one_in_a_full_sampler(
-    counts: dict[str, int], inside: dict[str, int], places: int
+    counts: dict[str, int], inside: dict[str, int], slots: int
 ) -> None:
     waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items() if n}
-    taken, _ = take_in_turns(waiting, places, "b", inside)
-    there = waiting.keys() | {t for t, n in inside.items() if n}
-    share = max(1, places // max(1, len(there)))
+    chosen, _ = take_in_turns(waiting, slots, "b", inside)
+    active_tenants = waiting.keys() | {t for t, n in inside.items() if n}
+    share = max(1, slots // max(1, len(active_tenants)))
     for tenant in waiting:
-        num_taken = sum(request.tenant_id == tenant for request in taken)
+        num_taken = sum(request.tenant_id == tenant for request in chosen)
         assert num_taken == counts[tenant] or inside.get(tenant, 0) + num_taken >= share
-    free = max(0, places - sum(inside.values()))
-    assert len(taken) <= free + share * len(waiting)
+    free = max(0, slots - sum(inside.values()))
+    assert len(chosen) <= free + share * len(waiting)

@@ -36,10 +36,10 @@ def accepts(grammar: Grammar, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def sampled(grammar: Grammar, seed: int, most: int = 250) -> str | None:
+def draw_answer(grammar: Grammar, seed: int, max_tokens: int = 250) -> str | None:
     """An answer of random tokens that the grammar allows, as at a high temperature; None if it does not end in time."""
     generator, constraint, tokens = np.random.default_rng(seed), GRAMMARS.constraint(grammar), list[int]()
-    for _ in range(most):
+    for _ in range(max_tokens):
         allowed = np.flatnonzero(constraint.allowed())
         assert len(allowed), "no token may follow"
         ends = [token for token in allowed if token in TEXT.end_token_ids]
@@ -117,7 +117,7 @@ def test_an_answer_validates_or_its_schema_is_refused_before_the_first_token(sch
         assert str(error).startswith("schema")
         return
     try:
-        answer = sampled(grammar, seed)
+        answer = draw_answer(grammar, seed)
     except UserError:
         raise AssertionError("the engine refuses what the server accepted") from None
     if answer is not None:
@@ -125,7 +125,7 @@ def test_an_answer_validates_or_its_schema_is_refused_before_the_first_token(sch
 
 
 @pytest.mark.parametrize(
-    ("schema", "answers", "others"),
+    ("schema", "answers", "rejected"),
     [
         (X_KEYS, ['{"xa": 1}', '{"xa": 1, "xb": 2}'], ["{}", '{"xb": 1}', '{"xa": "s"}']),
         ({"type": "object", "required": ["z"], "additionalProperties": INTEGER}, ['{"z": 1}'], ["{}", '{"z": true}']),
@@ -137,9 +137,11 @@ def test_an_answer_validates_or_its_schema_is_refused_before_the_first_token(sch
         ({"oneOf": [{"const": "a"}, INTEGER]}, ['"a"', "3"], ["true"]),
     ],
 )
-def test_a_schema_is_held_exactly(schema: dict[str, Any], answers: list[str], others: list[str]) -> None:
+def test_a_schema_is_held_exactly(schema: dict[str, Any], answers: list[str], rejected: list[str]) -> None:
     grammar = schema_grammar(schema, "schema")
-    assert [accepts(grammar, each) for each in (*answers, *others)] == [True] * len(answers) + [False] * len(others)
+    assert [accepts(grammar, completion) for completion in (*answers, *rejected)] == [True] * len(answers) + [
+        False
+    ] * len(rejected)
 
 
 @pytest.mark.parametrize(
@@ -179,21 +181,21 @@ def test_a_neutral_value_of_a_refused_keyword_is_removed(keyword: str) -> None:
         check_grammar(schema_grammar({"type": "object", keyword: value}, "schema"), "schema")
 
 
-def plan(**more: object) -> Grammar | None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **more}
+def plan(**fields: object) -> Grammar | None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     adjustments = validate(ChatRequest, body).plan(TEXT).params.adjustments
     return adjustments and adjustments.grammar
 
 
 def test_a_grammar_in_larks_form_is_enforced() -> None:
     lark = 'start: "a" B | %json {"type": "integer"}\nB: /[0-9]{2}/\n'
-    for more in ({"structured_outputs": {"grammar": lark}}, {"guided_grammar": lark}):
-        grammar = plan(**more)
-        assert grammar and [accepts(grammar, each) for each in ("a12", "7", "b")] == [True, True, False]
+    for fields in ({"structured_outputs": {"grammar": lark}}, {"guided_grammar": lark}):
+        grammar = plan(**fields)
+        assert grammar and [accepts(grammar, completion) for completion in ("a12", "7", "b")] == [True, True, False]
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("fields", "words"),
     [
         (
             {"guided_grammar": 'root ::= "a"'},
@@ -216,7 +218,7 @@ def test_a_grammar_in_larks_form_is_enforced() -> None:
         ),
     ],
 )
-def test_a_grammar_that_cannot_be_enforced_is_refused_before_sampling(more: dict[str, Any], words: str) -> None:
+def test_a_grammar_that_cannot_be_enforced_is_refused_before_sampling(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as refused:
-        plan(**more)
+        plan(**fields)
     assert words in str(refused.value)

@@ -30,7 +30,7 @@ MIXED = Qwen3Config(
 
 
 @pytest.mark.parametrize(
-    ("config", "seen", "message"),
+    ("config", "windows", "message"),
     [
         (WINDOWS, {0: [Window(6)], 1: [Window(6)]}, None),
         (MIXED, {0: [Window(6)], 1: [None]}, None),
@@ -42,21 +42,21 @@ MIXED = Qwen3Config(
     ],
 )
 def test_each_layer_attends_once_to_the_window_of_its_configuration(
-    config: PreTrainedConfig, seen: dict[int, list[Window | None]], message: str | None
+    config: PreTrainedConfig, windows: dict[int, list[Window | None]], message: str | None
 ) -> None:
     if message is None:
-        check_layers("X", config, seen)
+        check_layers("X", config, windows)
         return
     with pytest.raises(SettingsError, match=message):
-        check_layers("X", config, seen)
+        check_layers("X", config, windows)
 
 
 def test_the_probe_records_attention_options() -> None:
-    seen = AttentionProbe()
+    probe = AttentionProbe()
     rows = torch.zeros(3, 4, 8)
-    out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=Window(6))
-    seen.attend(2, rows, rows, rows, scale=1.0)
-    assert out.shape == (3, 4, 5) and seen.windows == {2: [Window(6), None]}
+    out = probe.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=Window(6))
+    probe.attend(2, rows, rows, rows, scale=1.0)
+    assert out.shape == (3, 4, 5) and probe.windows == {2: [Window(6), None]}
 
 
 def test_errors_of_a_model_refuse_it_and_want_of_memory_does_not() -> None:
@@ -112,7 +112,7 @@ def test_the_longest_sequence_of_other_families(config: dict[str, object], conte
 
 
 @pytest.mark.parametrize(
-    ("wanted", "stored", "bfloat16_cpu", "expected"),
+    ("dtype", "stored", "bfloat16_cpu", "expected"),
     [
         ("auto", torch.bfloat16, True, torch.bfloat16),
         ("auto", torch.bfloat16, False, torch.float32),
@@ -122,7 +122,7 @@ def test_the_longest_sequence_of_other_families(config: dict[str, object], conte
     ],
 )
 def test_a_cpu_keeps_the_dtype_of_the_checkpoint_if_it_can_multiply_it(
-    wanted: str,
+    dtype: str,
     stored: torch.dtype,
     bfloat16_cpu: bool,
     expected: torch.dtype,
@@ -132,9 +132,9 @@ def test_a_cpu_keeps_the_dtype_of_the_checkpoint_if_it_can_multiply_it(
     monkeypatch.setattr(memory, "cpu_multiplies_bfloat16", lambda: bfloat16_cpu)
     shape = tiny_models.make(tmp_path, seed=1)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=stored).save_pretrained(tmp_path)
-    base = BaseModel.load(shape, device="cpu", dtype=wanted)
+    base = BaseModel.load(shape, device="cpu", dtype=dtype)
     assert base.dtype == expected
-    planned = memory.choose_dtype(wanted, cuda=False, stored=read_directory(tmp_path).stored)
+    planned = memory.choose_dtype(dtype, cuda=False, stored=read_directory(tmp_path).stored)
     assert getattr(torch, planned) == expected, "the plan counts with the dtype that the backend loads"
 
 

@@ -59,14 +59,14 @@ def test_a_bad_value_is_refused_with_its_name(name: str, value: object) -> None:
         load({name: value})
 
 
-def served(monkeypatch: pytest.MonkeyPatch, *words: str) -> Settings:
+def parse_serve_settings(monkeypatch: pytest.MonkeyPatch, *words: str) -> Settings:
     """The settings of `tinsmith serve` with these arguments."""
-    found: list[Settings] = []
-    monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_given: found.append(settings))
+    parsed: list[Settings] = []
+    monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_options: parsed.append(settings))
     result = CliRunner().invoke(cli.app, ("serve", *words))
     if result.exception is not None:
         raise result.exception
-    return found[0]
+    return parsed[0]
 
 
 def test_settings_of_the_engine_are_flags_of_serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_settings_of_the_engine_are_flags_of_serve(monkeypatch: pytest.MonkeyPat
         "kv_cache_bytes": 2**30,
     }
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    settings = served(monkeypatch, *words)
+    settings = parse_serve_settings(monkeypatch, *words)
     assert {name: getattr(settings, name) for name in flags} == flags
 
 
 def test_further_settings_are_a_json_object_between_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINSMITH_ENGINE_THREADS", "2")
-    given = '{"engine_threads": 4, "port": 1, "memory_budget": "6GiB", "models": ["a=/a"]}'
-    settings = served(monkeypatch, "--port", "2", "--backend-options", given)
+    json_options = '{"engine_threads": 4, "port": 1, "memory_budget": "6GiB", "models": ["a=/a"]}'
+    settings = parse_serve_settings(monkeypatch, "--port", "2", "--backend-options", json_options)
     assert (settings.engine_threads, settings.port, settings.memory_budget) == (4, 2, 6 * 2**30)
     assert settings.models == ("a=/a",)
     for words, problem in (
@@ -97,14 +97,16 @@ def test_further_settings_are_a_json_object_between_flags_and_environment(monkey
         ('{"engine_threads": "many"}', "engine_threads is 'many'"),
     ):
         with pytest.raises(SettingsError, match=problem):
-            served(monkeypatch, "--backend-options", words)
+            parse_serve_settings(monkeypatch, "--backend-options", words)
 
 
 def test_the_help_of_serve_groups_its_flags() -> None:
     said = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, ("serve", "--help")).stdout
-    places = [said.index(f" {group} ") for group in cli.SERVE_OPTIONS]
-    assert places == sorted(places)
-    assert places[-3] < said.index("--database-url") < places[-2] < said.index("--session-sweep-s") < places[-1]
+    positions = [said.index(f" {group} ") for group in cli.SERVE_OPTIONS]
+    assert positions == sorted(positions)
+    assert (
+        positions[-3] < said.index("--database-url") < positions[-2] < said.index("--session-sweep-s") < positions[-1]
+    )
 
 
 def test_settings_cannot_change() -> None:
@@ -131,9 +133,9 @@ def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monke
 
 def test_threads_sleep_sooner_beside_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert [engine_environment(alone=alone)["GOMP_SPINCOUNT"] for alone in (True, False)] == ["20000", "2000"]
-    alone = ({}, {"engines": 2}, {"samplers": 1}, {"sampler": "vllm"}, {"tensor_parallel": 2})
-    assert [load(dict(given)).computes_alone for given in alone] == [True, False, False, False, False]
+    assert [engine_environment(alone=is_alone)["GOMP_SPINCOUNT"] for is_alone in (True, False)] == ["20000", "2000"]
+    cases = ({}, {"engines": 2}, {"samplers": 1}, {"sampler": "vllm"}, {"tensor_parallel": 2})
+    assert [load(dict(options)).computes_alone for options in cases] == [True, False, False, False, False]
 
 
 def test_an_engine_has_the_keys_of_a_bucket_only_where_its_files_are_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_an_engine_has_the_keys_of_a_bucket_only_where_its_files_are_in_one(monk
 
 
 @pytest.mark.parametrize(
-    ("given", "location", "bucket"),
+    ("storage_dir", "location", "bucket"),
     [
         ("", "DATA/checkpoints", False),
         ("/shared/tinsmith", "/shared/tinsmith/checkpoints", False),
@@ -152,13 +154,13 @@ def test_an_engine_has_the_keys_of_a_bucket_only_where_its_files_are_in_one(monk
         ("gs://bucket", "gs://bucket/checkpoints", True),
     ],
 )
-def test_files_are_in_a_directory_or_a_bucket(tmp_path: Path, given: str, location: str, bucket: bool) -> None:
-    settings = load({"data_dir": tmp_path, "storage_dir": given})
+def test_files_are_in_a_directory_or_a_bucket(tmp_path: Path, storage_dir: str, location: str, bucket: bool) -> None:
+    settings = load({"data_dir": tmp_path, "storage_dir": storage_dir})
     assert settings.storage_location("checkpoints") == location.replace("DATA", str(tmp_path))
     assert settings.has_bucket == bucket
 
 
-@pytest.mark.parametrize("given", ["az://container/x", "s3://", "http://host/x", "memory://name/x"])
-def test_a_store_that_is_not_supported_is_refused(given: str) -> None:
+@pytest.mark.parametrize("storage_dir", ["az://container/x", "s3://", "http://host/x", "memory://name/x"])
+def test_a_store_that_is_not_supported_is_refused(storage_dir: str) -> None:
     with pytest.raises(SettingsError, match="storage_dir is"):
-        load({"storage_dir": given})
+        load({"storage_dir": storage_dir})

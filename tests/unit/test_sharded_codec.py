@@ -27,23 +27,27 @@ PLAIN = st.recursive(
 )
 
 
-def same(left: object, right: object) -> bool:
-    if isinstance(left, np.ndarray):
+def same(first: object, second: object) -> bool:
+    if isinstance(first, np.ndarray):
         return (
-            isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True)
+            isinstance(second, np.ndarray)
+            and first.dtype == second.dtype
+            and np.array_equal(first, second, equal_nan=True)
         )
-    if dataclasses.is_dataclass(left) and not isinstance(left, type):
-        return type(left) is type(right) and all(
-            same(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        return type(first) is type(second) and all(
+            same(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)
         )
-    if isinstance(left, dict):
-        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        assert isinstance(right, list | tuple)
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    if isinstance(left, float) and math.isnan(left):
-        return isinstance(right, float) and math.isnan(right)
-    return type(left) is type(right) and left == right
+    if isinstance(first, dict):
+        return (
+            isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        )
+    if isinstance(first, list | tuple):
+        assert isinstance(second, list | tuple)
+        return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, float) and math.isnan(first):
+        return isinstance(second, float) and math.isnan(second)
+    return type(first) is type(second) and first == second
 
 
 @examples(200)
@@ -55,15 +59,15 @@ def test_plain_values_come_back_as_they_were(value: object) -> None:
 @pytest.mark.parametrize("loss_fn", NAMED_LOSSES)
 def test_passes_come_back_as_they_were(loss_fn: str) -> None:
     rng = np.random.default_rng(0)
-    given = [pass_of(rng, 0, [3, 1, 8], loss_fn), *samples(), LoraSpec(4), AdamParams(1e-4), Degrees(2, 2, True)]
-    given += [ModelShape("a", "b", 1, 2, "c"), SparseRows(np.ones(1, np.float32), np.zeros(2, np.int64),
+    messages = [pass_of(rng, 0, [3, 1, 8], loss_fn), *samples(), LoraSpec(4), AdamParams(1e-4), Degrees(2, 2, True)]
+    messages += [ModelShape("a", "b", 1, 2, "c"), SparseRows(np.ones(1, np.float32), np.zeros(2, np.int64),
               np.zeros(1, np.int64), (1, 4)), np.zeros((0, 3)), np.array(2.5)]  # fmt: skip
-    assert same(given, decode(encode(given)))
+    assert same(messages, decode(encode(messages)))
 
 
 def test_errors_keep_their_class_and_their_words() -> None:
-    found = decode(encode(NotFoundError("nothing here")))
-    assert type(found) is NotFoundError and str(found) == "nothing here"
+    error = decode(encode(NotFoundError("nothing here")))
+    assert type(error) is NotFoundError and str(error) == "nothing here"
 
 
 class Strange:
@@ -91,7 +95,7 @@ class Weighed(NamedTuple):
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 5))
 def test_sequences_are_shared_out_evenly(sizes: list[int], num_shares: int) -> None:
     shares = share_out([Weighed(size) for size in sizes], num_shares)  # type: ignore[list-item]
-    assert sorted(each.num_tokens for share in shares for each in share) == sorted(sizes)
-    filled = [sum(each.num_tokens for each in share) for share in shares]
+    assert sorted(weighed.num_tokens for share in shares for weighed in share) == sorted(sizes)
+    filled = [sum(weighed.num_tokens for weighed in share) for share in shares]
     if sizes:
         assert max(filled) - min(filled) <= max(sizes)

@@ -29,8 +29,8 @@ def test_no_text_at_all_breaks_verification(signature: str) -> None:
 
 def test_a_signature_may_stand_in_a_url() -> None:
     signer = Signer(SECRET)
-    for number in range(50):
-        signature = signer.sign("download", str(number).encode())
+    for index in range(50):
+        signature = signer.sign("download", str(index).encode())
         assert len(signature) == 43
         assert signature.replace("-", "").replace("_", "").isalnum()
 
@@ -55,14 +55,14 @@ def test_the_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 def test_processes_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
-    found: list[bytes] = []
-    threads = [threading.Thread(target=lambda: found.append(load_secret("", tmp_path))) for _ in range(8)]
+    loaded: list[bytes] = []
+    threads = [threading.Thread(target=lambda: loaded.append(load_secret("", tmp_path))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
+    assert len(loaded) == 8
+    assert len(set(loaded)) == 1
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -29,17 +29,17 @@ class Session:
 
     def __init__(self, text: Text) -> None:
         self.text = text
-        self.found: dict[str, tuple[list[int], list[int]]] = {}
+        self.recorded: dict[str, tuple[list[int], list[int]]] = {}
 
     def __call__(self, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
-        place = next((place for place, digest in enumerate(digests) if digest in self.found), None)
-        if place is None:
+        index = next((index for index, digest in enumerate(digests) if digest in self.recorded), None)
+        if index is None:
             return None
-        prompt, tokens = self.found[digests[place]]
-        return place, np.array(prompt, np.int32), np.array(tokens, np.int32)
+        prompt, tokens = self.recorded[digests[index]]
+        return index, np.array(prompt, np.int32), np.array(tokens, np.int32)
 
-    def plan(self, messages: list[dict[str, Any]], **more: object) -> GenerationPlan:
-        return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(self.text, self)
+    def plan(self, messages: list[dict[str, Any]], **fields: object) -> GenerationPlan:
+        return validate(ChatRequest, {"model": "m", "messages": messages, **fields}).plan(self.text, self)
 
     def answer(self, plan: GenerationPlan, tokens: list[int]) -> dict[str, Any]:
         """Record tokens as an answer; return the message that a client receives."""
@@ -47,14 +47,14 @@ class Session:
         for token_id in tokens:
             choice.push(token_id, -1.0)
         choice.finish()
-        piece = choice.piece()
+        text_piece = choice.piece()
         assert plan.conversation is not None
-        self.found[answered(plan.conversation, piece)] = (list(plan.prompts[0]), tokens)
+        self.recorded[answered(plan.conversation, text_piece)] = (list(plan.prompts[0]), tokens)
         calls = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in piece.calls
+            for call in text_piece.calls
         ]
-        return {"role": "assistant", "content": piece.text, **({"tool_calls": calls} if calls else {})}
+        return {"role": "assistant", "content": text_piece.text, **({"tool_calls": calls} if calls else {})}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ def user(content: str) -> dict[str, Any]:
 
 def odd_tokens(text: Text, words: str) -> list[int]:
     """The text with one token per character, unlike the tokenizer's tokens."""
-    found = [token for letter in words for token in text.encode(letter, special=False)]
-    assert text.decode(found) == words and found != text.encode(words, special=False)
-    return found
+    token_ids = [token for letter in words for token in text.encode(letter, special=False)]
+    assert text.decode(token_ids) == words and token_ids != text.encode(words, special=False)
+    return token_ids
 
 
 def end_of(text: Text) -> int:
@@ -85,12 +85,12 @@ def end_of(text: Text) -> int:
     return end
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_an_answer_that_encodes_to_other_tokens_keeps_those_that_were_sampled(plain: Text, ended: bool) -> None:
+@pytest.mark.parametrize("has_end_token", [True, False])
+def test_an_answer_that_encodes_to_other_tokens_keeps_those_that_were_sampled(plain: Text, has_end_token: bool) -> None:
     session = Session(plain)
     chat = [user("Say hello.")]
     first = session.plan(chat)
-    sampled = odd_tokens(plain, "Hello there, hello") + ([end_of(plain)] if ended else [])
+    sampled = odd_tokens(plain, "Hello there, hello") + ([end_of(plain)] if has_end_token else [])
     chat += [session.answer(first, sampled), user("Again.")]
     second = session.plan(chat)
     before = [*first.prompts[0], *sampled]
@@ -134,8 +134,12 @@ def test_calls_and_their_results_continue_the_recorded_tokens(tmp_path: Path, fa
     second = session.plan([*chat, answer, result], tools=TOOLS)
     before = [*first.prompts[0], *sampled]
     assert list(second.prompts[0][: len(before)]) == before
-    rest = text.decode(second.prompts[0][len(before) :], special=True)
-    assert "done" in rest and rest.count("<|call|>") == 0 and rest.lstrip().startswith(("<|im_start|>", "<|start|>"))
+    continuation = text.decode(second.prompts[0][len(before) :], special=True)
+    assert (
+        "done" in continuation
+        and continuation.count("<|call|>") == 0
+        and continuation.lstrip().startswith(("<|im_start|>", "<|start|>"))
+    )
 
 
 def test_only_the_same_chat_of_the_same_session_is_spliced(plain: Text) -> None:
@@ -143,8 +147,8 @@ def test_only_the_same_chat_of_the_same_session_is_spliced(plain: Text) -> None:
     sampled = [*odd_tokens(plain, "Hello there, hello"), end_of(plain)]
     answer = session.answer(session.plan([user("Say hello.")]), sampled)
 
-    def is_spliced(messages: list[dict[str, Any]], **more: object) -> bool:
-        prompt = list(session.plan(messages, **more).prompts[0])
+    def is_spliced(messages: list[dict[str, Any]], **fields: object) -> bool:
+        prompt = list(session.plan(messages, **fields).prompts[0])
         return any(prompt[at : at + len(sampled)] == sampled for at in range(len(prompt)))
 
     later = user("Again.")

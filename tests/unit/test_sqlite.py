@@ -25,10 +25,10 @@ NAMES = Statement(sa.select(THINGS.c.name).order_by(THINGS.c.name))
 
 @pytest.fixture
 def lite(tmp_path: Path) -> Database:
-    made = Database(f"sqlite:///{tmp_path}/things.db")
-    with made.write() as connection:
+    database = Database(f"sqlite:///{tmp_path}/things.db")
+    with database.write() as connection:
         THINGS.metadata.create_all(connection)
-    return made
+    return database
 
 
 def names(db: Database) -> list[str]:
@@ -82,16 +82,16 @@ def test_a_commit_that_is_refused_is_sqlalchemys_error_and_changes_nothing(lite:
 
 
 def test_no_more_connections_stay_open_than_were_used_together(lite: Database) -> None:
-    def nested(depth: int) -> None:
+    def read_nested(depth: int) -> None:
         with lite.read() as connection:
             NAMES.rows(connection, {})
             if depth:
-                nested(depth - 1)
+                read_nested(depth - 1)
 
     assert len(lite._pool._idle) == 1, "the one that made the tables"
-    nested(1)
+    read_nested(1)
     assert len(lite._pool._idle) == 2
-    nested(2 * POOL_SIZE)
+    read_nested(2 * POOL_SIZE)
     assert len(lite._pool._idle) == POOL_SIZE
     lite.close()
     assert not lite._pool._idle

@@ -57,10 +57,10 @@ def replace_part(change: Callable[[str, Tensor], Tensor], monkeypatch: pytest.Mo
     update_conv, update_recurrent = LayerCache.update_conv_state, LayerCache.update_recurrent_state
 
     def change_conv(self: LayerCache, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-        seen = update_conv(self, *args, **kwargs)
+        returned = update_conv(self, *args, **kwargs)
         assert self.state.conv is not None
         self.state = MixerState(change("conv", self.state.conv), self.state.recurrent)
-        return seen
+        return returned
 
     def change_recurrent(self: LayerCache, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         update_recurrent(self, change("recurrent", states), *args, **kwargs)

@@ -37,11 +37,11 @@ RENAME = THINGS.update().where(THINGS.c.name == sa.bindparam("old")).values(name
 
 @pytest.fixture
 def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(bare_url(tmp_path, database_kind))
-    with made.write() as connection:
+    database = Database(bare_url(tmp_path, database_kind))
+    with database.write() as connection:
         THINGS.create(connection)
-    yield made
-    made.close()
+    yield database
+    database.close()
 
 
 def test_rows_are_the_same_as_sqlalchemys(db: Database) -> None:
@@ -53,10 +53,10 @@ def test_rows_are_the_same_as_sqlalchemys(db: Database) -> None:
     with db.read() as connection:
         for first in ("a", "b", "c"):
             expected = [tuple(row) for row in connection.execute(FIND, {"first": first})]
-            found = [tuple(row) for row in find.rows(connection, {"first": first})]
-            assert found == expected
-            one = find.first(connection, {"first": first})
-            assert (None if one is None else tuple(one)) == (expected[0] if expected else None)
+            actual = [tuple(row) for row in find.rows(connection, {"first": first})]
+            assert actual == expected
+            first_row = find.first(connection, {"first": first})
+            assert (None if first_row is None else tuple(first_row)) == (expected[0] if expected else None)
         assert tuple(find.rows(connection, {"first": "a"})[0]) == (*ROW.values(), 2**62)
 
 
@@ -96,12 +96,12 @@ def test_a_list_of_any_length_is_refused() -> None:
 
 
 def test_a_lock_timeout_is_an_operational_error(tmp_path: Path) -> None:
-    one, other = (Database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
-    with one.write() as connection:
+    writer, reader = (Database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
+    with writer.write() as connection:
         THINGS.create(connection)
-    with one.write() as connection, other.read() as reading:
+    with writer.write() as connection, reader.read() as reading:
         Statement(ADD).count(connection, GIVEN)
         with pytest.raises(OperationalError):
             Statement(ADD).count(reading, GIVEN)
-    for database in (one, other):
+    for database in (writer, reader):
         database.close()

@@ -19,7 +19,7 @@ def _byte_decode(token_ids: list[int]) -> str:
 def _fallback_decode() -> Decode:
     """A SentencePiece-like tokenizer: words with a leading mark, and byte fallback."""
     words = ["<unk>", "\u2581the", "\u2581", "stop", "s", "t", "o", "p", "\u2581end"]
-    vocab = {piece: i for i, piece in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocab = {token: i for i, token in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     inner.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -58,11 +58,11 @@ def test_a_directory_is_not_there_under_its_name_while_it_is_written(tmp_path: P
 
 def test_discarding_removes_one_directory_and_forgives_a_missing_one(tmp_path: Path) -> None:
     directories = Directories(tmp_path)
-    (gone, _), (kept, _) = directories.write(fill), directories.write(fill)
-    directories.discard(gone)
-    directories.discard(gone)
+    (discarded, _), (remaining, _) = directories.write(fill), directories.write(fill)
+    directories.discard(discarded)
+    directories.discard(discarded)
     directories.discard(None)
-    assert [path.name for path in tmp_path.iterdir()] == [kept]
+    assert [path.name for path in tmp_path.iterdir()] == [remaining]
 
 
 HOLD = """
@@ -84,11 +84,11 @@ def test_a_claim_excludes_other_processes_until_its_own_is_killed(tmp_path: Path
         assert claim(path, wait=False) is None
         holder.kill()
         holder.wait()
-        mine = claim(path, wait=True)  # the kernel released it
-        assert mine is not None
+        lock = claim(path, wait=True)  # the kernel released it
+        assert lock is not None
         late = subprocess.run(command, input=b"", stdout=subprocess.PIPE, check=True)
         assert late.stdout == b"no"
-        mine.close()
+        lock.close()
     with claim(path, wait=False) as again:  # type: ignore[union-attr]
         assert again is not None
 
@@ -130,9 +130,9 @@ def test_a_source_that_goes_away_while_it_is_copied_leaves_nothing(
     source, _ = directories.write(fill)
     link = os.link
 
-    def discard_first(one: Path, other: Path) -> None:
+    def discard_first(source_path: Path, target_path: Path) -> None:
         directories.discard(source)
-        link(one, other)
+        link(source_path, target_path)
 
     monkeypatch.setattr("os.link", discard_first)
     with pytest.raises(CorruptFilesError, match=r"^a disappeared"):

@@ -46,18 +46,18 @@ def ask(tenants: StoredTenants, key: str) -> str:
 
 
 def test_an_unknown_key_is_looked_up_once_a_second(keys: CountingKeys) -> None:
-    moment = [100.0]
-    tenants = StoredTenants(keys, Tokens(Signer(bytes(32))), clock=lambda: moment[0])
+    clock = [100.0]
+    tenants = StoredTenants(keys, Tokens(Signer(bytes(32))), clock=lambda: clock[0])
     key, secret = keys.create("alice")
     for _ in range(100):
         assert "does not know the API key" in ask(tenants, "tml-unknown")
     assert keys.lookups == 1
-    moment[0] += REFUSAL_S
+    clock[0] += REFUSAL_S
     assert "does not know the API key" in ask(tenants, "tml-unknown")
     assert keys.lookups == 2
     assert ask(tenants, secret) == "alice" and keys.lookups == 3
     keys.revoke(key.key_id)
-    moment[0] += CACHE_S
+    clock[0] += CACHE_S
     for _ in range(100):
         assert "revoked" in ask(tenants, secret)
     assert keys.lookups == 4 and tenants.is_stranger(secret)
@@ -66,13 +66,13 @@ def test_an_unknown_key_is_looked_up_once_a_second(keys: CountingKeys) -> None:
 def test_a_key_that_was_used_before_its_creation_works_within_a_second(
     keys: CountingKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moment = [100.0]
-    tenants = StoredTenants(keys, Tokens(Signer(bytes(32))), clock=lambda: moment[0])
+    clock = [100.0]
+    tenants = StoredTenants(keys, Tokens(Signer(bytes(32))), clock=lambda: clock[0])
     keys.create("bob")
     monkeypatch.setattr("tinsmith.auth.keys.secrets.token_urlsafe", lambda _size: "early")
     assert "does not know" in ask(tenants, "tml-early")
     keys.create("alice")
-    moment[0] += REFUSAL_S
+    clock[0] += REFUSAL_S
     assert ask(tenants, "tml-early") == "alice" and REFUSAL_S <= 1.0
 
 
@@ -80,16 +80,16 @@ def test_the_cache_of_refusals_is_bounded(keys: CountingKeys, monkeypatch: pytes
     monkeypatch.setattr(tenants_module, "MAX_CACHED", 10)
     tenants = StoredTenants(keys, Tokens(Signer(bytes(32))))
     keys.create("alice")
-    for number in range(35):
-        ask(tenants, f"tml-{number}")
+    for index in range(35):
+        ask(tenants, f"tml-{index}")
         assert len(tenants._refusals) <= 10
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    yield new_harness
+    close(new_harness)
 
 
 def test_a_flood_of_unknown_keys_delays_no_client_with_a_known_one(
@@ -119,7 +119,7 @@ def test_a_flood_of_unknown_keys_delays_no_client_with_a_known_one(
                 body = {"session_id": session_id}
                 return await client.post("session_heartbeat", json=body, headers={"X-API-Key": key})
 
-            strangers = [asyncio.create_task(heartbeat(f"tml-stranger-{number}")) for number in range(50)]
+            strangers = [asyncio.create_task(heartbeat(f"tml-stranger-{index}")) for index in range(50)]
             for _ in range(STRANGERS):
                 await asyncio.to_thread(waiting.acquire)
             beat = await asyncio.wait_for(heartbeat(ALICE), 10)
@@ -129,8 +129,8 @@ def test_a_flood_of_unknown_keys_delays_no_client_with_a_known_one(
 
     beat, refused = asyncio.run(flood())
     assert beat.status_code == 200
-    assert sorted(each.status_code for each in refused) == [401] * 20 + [429] * 30
-    assert {each.headers["retry-after"] for each in refused if each.status_code == 429} == {"1"}
+    assert sorted(response.status_code for response in refused) == [401] * 20 + [429] * 30
+    assert {response.headers["retry-after"] for response in refused if response.status_code == 429} == {"1"}
 
 
 def test_strangers_are_admitted_again_after_an_error(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

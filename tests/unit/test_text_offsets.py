@@ -54,7 +54,7 @@ def spans_of(spelled: bytes) -> list[tuple[int, int]]:
     return spans
 
 
-def expected_starts(tokens: Sequence[int], special: bool) -> list[int]:
+def starts_of(tokens: Sequence[int], special: bool) -> list[int]:
     parts = [TEXT.token_bytes(token_id, special=special) for token_id in tokens]
     spans = spans_of(b"".join(parts))
     starts, at = [], 0
@@ -69,7 +69,7 @@ def expected_starts(tokens: Sequence[int], special: bool) -> list[int]:
 def test_a_token_starts_at_the_character_with_its_first_byte(tokens: list[int], special: bool) -> None:
     text, starts = decode_with_starts(TEXT, tokens, special=special)
     assert text == TEXT.decode(tokens, special=special)
-    assert starts == expected_starts(tokens, special)
+    assert starts == starts_of(tokens, special)
     assert starts == sorted(starts) and len(starts) == len(tokens)
 
 
@@ -83,15 +83,17 @@ def test_long_runs_of_incomplete_characters_decode_as_one_text(tokens: list[int]
 def test_pieces_of_bytes_in_another_tokenizer_point_to_their_character(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, decoders, models
 
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
-    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("\u2581", "a")], byte_fallback=True))
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+    inner = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(vocabulary)}, [("\u2581", "a")], byte_fallback=True)
+    )
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
     tiny_models.make(tmp_path)
     inner.save(str(tmp_path / "tokenizer.json"))
     text = Text(read_shape("local/x", tmp_path))
     euro = [1 + byte for byte in "\u20ac".encode()]
-    end = len(pieces) - 1
+    end = len(vocabulary) - 1
     assert decode_with_starts(text, [end, *euro, end], special=False) == ("a\u20ac a", [0, 1, 1, 1, 2])
     assert decode_with_starts(text, [end, euro[0], end], special=False) == ("a\ufffd a", [0, 1, 2])
 
@@ -110,8 +112,8 @@ def result_of(prompt: Sequence[int], tokens: Sequence[int], top: int) -> SampleR
     return SampleResult("r", (sampled,), logprobs, TopK(ids[: len(prompt)], values[: len(prompt)]))
 
 
-def completion(result: SampleResult, prompt: list[int], **more: Any) -> dict[str, Any]:  # noqa: ANN401  JSON
-    body = {"model": "m", "prompt": prompt, "logprobs": 5, "max_tokens": 99, **more}
+def completion(result: SampleResult, prompt: list[int], **fields: Any) -> dict[str, Any]:  # noqa: ANN401  JSON
+    body = {"model": "m", "prompt": prompt, "logprobs": 5, "max_tokens": 99, **fields}
     plan = validate(CompletionRequest, body).plan(TEXT)
     answer: Any = CompletionAnswer(plan, TEXT).whole([result])
     return answer["choices"][0]
@@ -127,8 +129,8 @@ def test_offsets_are_places_in_the_returned_text(
     before = TEXT.decode(prompt, special=special) if echo else ""
     assert choice["text"] == before + TEXT.decode(tokens, special=special)
     offsets = choice["logprobs"]["text_offset"]
-    expected = [len(before) + start for start in expected_starts(tokens, special)]
-    assert offsets == (expected_starts(prompt, special) if echo else []) + expected
+    expected = [len(before) + start for start in starts_of(tokens, special)]
+    assert offsets == (starts_of(prompt, special) if echo else []) + expected
     assert len(offsets) == len(choice["logprobs"]["tokens"]) and max(offsets) <= len(choice["text"])
 
 
@@ -138,7 +140,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole_completion(tokens: list[int]
     body = {"model": "m", "prompt": [5], "logprobs": 0, "return_tokens_as_token_ids": as_ids}
     plan = validate(CompletionRequest, body).plan(TEXT)
 
-    def offsets(whole: bool) -> list[tuple[int, int]]:
+    def offsets(at_once: bool) -> list[tuple[int, int]]:
         choice = Choice(plan, TEXT, 0)
         read: list[tuple[int, int]] = []
         for token_id in [*tokens, None]:
@@ -146,12 +148,14 @@ def test_offsets_of_a_stream_are_those_of_the_whole_completion(tokens: list[int]
                 choice.finish()
             else:
                 choice.push(token_id, -0.5)
-            if token_id is None or not whole:
-                piece = choice.piece()
-                read += [(token.token_id, token.offset) for token in (piece.sampled if as_ids else piece.tokens)]
+            if token_id is None or not at_once:
+                text_piece = choice.piece()
+                read += [
+                    (token.token_id, token.offset) for token in (text_piece.sampled if as_ids else text_piece.tokens)
+                ]
         return read
 
-    assert offsets(whole=False) == offsets(whole=True)
+    assert offsets(at_once=False) == offsets(at_once=True)
 
 
 def test_tokens_that_are_parts_of_characters_have_names_of_their_own() -> None:

@@ -56,27 +56,33 @@ def test_small_forwards_get_one_thread_and_others_all(
 ) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", str(spins))
     threads = Threads(num_parameters, torch.device("cpu"))
-    most = int(small_flops / (2 * num_parameters))
-    small = 1 if most else 2
-    below = max(most - 1, 1)
-    for num_tokens, wanted in ((1, small), (below, small), (most + 1, 2), (below, small), (100 * below + 100, 2)):
+    largest = int(small_flops / (2 * num_parameters))
+    small = 1 if largest else 2
+    below = max(largest - 1, 1)
+    for num_tokens, expected_threads in (
+        (1, small),
+        (below, small),
+        (largest + 1, 2),
+        (below, small),
+        (100 * below + 100, 2),
+    ):
         threads.fit(num_tokens, num_adapters)
-        assert torch.get_num_threads() == wanted
+        assert torch.get_num_threads() == expected_threads
 
 
 class Machine:
     """An allowance on a simulated machine, where others cause so many switches a second."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_threads: int) -> None:
         self.now = ProcessUsage(0, 0.0, 0.0)
-        self.allowance = Allowance(most, self.now)
+        self.allowance = Allowance(max_threads, self.now)
 
     def compute(self, switches_per_s: int, windows: int = WINDOWS) -> None:
         for _ in range(windows):
             used, seconds = self.allowance.threads, 1.5 * WINDOW_S / self.allowance.threads
             switches, processor_s, clock_s = self.now
-            more = switches_per_s * seconds if used > 1 else 0
-            self.now = ProcessUsage(switches + round(more), processor_s + used * seconds, clock_s + seconds)
+            new_switches = switches_per_s * seconds if used > 1 else 0
+            self.now = ProcessUsage(switches + round(new_switches), processor_s + used * seconds, clock_s + seconds)
             self.allowance.update(self.now, used)
 
     def wait(self, seconds: float) -> None:
@@ -84,16 +90,16 @@ class Machine:
         self.allowance.update(self.now, self.allowance.threads)
 
 
-@pytest.mark.parametrize(("most", "least"), [(2, 1), (3, 1), (8, 4)])
-def test_threads_give_way_to_another_process_down_to_half(most: int, least: int) -> None:
-    machine = Machine(most)
+@pytest.mark.parametrize(("max_threads", "least"), [(2, 1), (3, 1), (8, 4)])
+def test_threads_give_way_to_another_process_down_to_half(max_threads: int, least: int) -> None:
+    machine = Machine(max_threads)
     machine.compute(100)
     for _ in range(5):
         machine.compute(700, windows=WINDOWS - 1)
         machine.compute(100, windows=1)
-    assert machine.allowance.threads == most
+    assert machine.allowance.threads == max_threads
     machine.compute(700)
-    assert machine.allowance.threads == most - 1
+    assert machine.allowance.threads == max_threads - 1
     machine.compute(700, windows=20)
     assert machine.allowance.threads in (least, least + 1)  # or one more is tried just now
 

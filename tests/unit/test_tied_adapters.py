@@ -36,7 +36,7 @@ def tied(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelShape, ty
     return make(tmp_path / "base", family), AutoModelForCausalLM
 
 
-def trained(shape: ModelShape, *, train_unembed: bool = True) -> TorchBackend:
+def train_backend(shape: ModelShape, *, train_unembed: bool = True) -> TorchBackend:
     backend = TorchBackend(shape, device="cpu")
     backend.create_model("m", LoraSpec(3, seed=1, train_unembed=train_unembed))
     train(backend, "m")
@@ -60,7 +60,7 @@ def test_peft_applies_a_saved_checkpoint_to_the_unembedding_alone(
     tied: tuple[ModelShape, type], tmp_path: Path
 ) -> None:
     shape, _ = tied
-    backend = trained(shape)
+    backend = train_backend(shape)
     backend.save("m", tmp_path / "saved", optimizer=False)
     assert heads(tmp_path / "saved") == {HEAD}
     check_training(backend, "m", reference(shape.path, tmp_path / "saved"))
@@ -69,7 +69,7 @@ def test_peft_applies_a_saved_checkpoint_to_the_unembedding_alone(
 def test_the_cookbook_merges_an_export(tied: tuple[ModelShape, type], tmp_path: Path) -> None:
     """The merged unembedding is the trained one. It is also the embedding, so the base's embedding is put back."""
     shape, kind = tied
-    backend = trained(shape)
+    backend = train_backend(shape)
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     assert heads(tmp_path / "export") == {TINKER_HEAD}
     merged = merge_by_cookbook(shape.path, tmp_path / "export", tmp_path / "merged", kind)
@@ -83,26 +83,26 @@ def test_without_the_unembedding_a_merged_model_is_the_trained_one(
     tied: tuple[ModelShape, type], tmp_path: Path
 ) -> None:
     shape, kind = tied
-    backend = trained(shape, train_unembed=False)
+    backend = train_backend(shape, train_unembed=False)
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     assert not heads(tmp_path / "export")
     check_training(backend, "m", merge_by_cookbook(shape.path, tmp_path / "export", tmp_path / "merged", kind))
 
 
 def test_external_engines_get_the_form_of_peft(tied: tuple[ModelShape, type], tmp_path: Path) -> None:
-    backend = trained(tied[0])
+    backend = train_backend(tied[0])
     backend.publish("m", "v")
     backend.save_version("v", tmp_path / "version")
     assert heads(tmp_path / "version") == {HEAD}
 
 
 def test_both_forms_are_loaded(tied: tuple[ModelShape, type], tmp_path: Path) -> None:
-    backend = trained(tied[0])
+    backend = train_backend(tied[0])
     flat_P = backend._models["m"].adapter.flat_P
     for name, stacked in (("saved", False), ("export", True)):
         backend.save("m", tmp_path / name, optimizer=False, stacked=stacked)
-        facts = adapters.read(tmp_path / name, plain=tied[1] is AutoModelForCausalLM)
-        assert facts.spec.train_unembed and "lm_head" in facts.linears
+        description = adapters.read(tmp_path / name, plain=tied[1] is AutoModelForCausalLM)
+        assert description.spec.train_unembed and "lm_head" in description.linears
         backend.load(name, LoraSpec(3, seed=1), tmp_path / name, optimizer=False)
         assert torch.equal(backend._models[name].adapter.flat_P, flat_P)
 
@@ -110,7 +110,7 @@ def test_both_forms_are_loaded(tied: tuple[ModelShape, type], tmp_path: Path) ->
 def test_our_own_merge_unties_an_export(tmp_path: Path) -> None:
     (family,) = (family for family in FAMILIES if family.model_type == "qwen3")
     shape = make(tmp_path / "base", replace(family, config={**family.config, "tie_word_embeddings": True}))
-    backend = trained(shape)
+    backend = train_backend(shape)
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     merge(Path(shape.path), tmp_path / "export", tmp_path / "merged")
     check_training(backend, "m", reference(tmp_path / "merged"))

@@ -56,50 +56,50 @@ COMMON = ["Sure. ", "a", "\n\n", "  ", "\u00e9", "<", "\\", ":", "\u2028"]
 Parts = list[str | tuple[str, str]]
 
 
-def written_by(name: str) -> st.SearchStrategy[str]:
+def completions_of(name: str) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(WORDS[name] + COMMON), max_size=12).map("".join)
 
 
-def parts_of(pieces: Iterable[str], parser: DialectParser) -> Parts:
+def parts_of(chunks: Iterable[str], parser: DialectParser) -> Parts:
     assembler = CallAssembler(SCHEMAS, parser)
     parts: list[str | ToolCall] = []
-    for piece in pieces:
-        assembler.feed(piece)
+    for chunk in chunks:
+        assembler.feed(chunk)
         parts += assembler.take_parts()
     assembler.finish()
     parts += assembler.take_parts()
-    return joined(parts)
+    return join_text(parts)
 
 
-def joined(parts: Iterable[str | ToolCall]) -> Parts:
+def join_text(parts: Iterable[str | ToolCall]) -> Parts:
     """The parts, with adjacent text joined."""
-    found: Parts = []
+    merged: Parts = []
     for part in parts:
         if isinstance(part, ToolCall):
-            found.append((part.name, part.arguments))
-        elif found and isinstance(found[-1], str):
-            found[-1] += part
+            merged.append((part.name, part.arguments))
+        elif merged and isinstance(merged[-1], str):
+            merged[-1] += part
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 @pytest.mark.parametrize("name", WORDS)
 @examples(300)
 @given(st.data())
 def test_text_cut_anywhere_has_the_same_text_and_calls(name: str, data: st.DataObject) -> None:
-    written = data.draw(written_by(name))
+    written = data.draw(completions_of(name))
     cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))) | {0, len(written)})
-    pieces = [written[start:end] for start, end in pairwise(cuts)]
+    chunks = [written[start:end] for start, end in pairwise(cuts)]
     parser = PARSERS[name](SCHEMAS)
-    events: list[CallEvent] = [event for piece in pieces for event in parser.feed(piece)]
+    events: list[CallEvent] = [event for chunk in chunks for event in parser.feed(chunk)]
     events += parser.finish()
     assert "".join(event.source for event in events) == written
-    whole = parts_of([written], PARSERS[name](SCHEMAS))
-    assert whole == parts_of(pieces, PARSERS[name](SCHEMAS)) == parts_of(written, PARSERS[name](SCHEMAS))
-    text = "".join(part for part in whole if isinstance(part, str))
-    assert not any(isinstance(part, tuple) for part in whole) or len(text) < len(written)
-    if len(whole) <= 1 and all(isinstance(part, str) for part in whole):
+    uncut_parts = parts_of([written], PARSERS[name](SCHEMAS))
+    assert uncut_parts == parts_of(chunks, PARSERS[name](SCHEMAS)) == parts_of(written, PARSERS[name](SCHEMAS))
+    text = "".join(part for part in uncut_parts if isinstance(part, str))
+    assert not any(isinstance(part, tuple) for part in uncut_parts) or len(text) < len(written)
+    if len(uncut_parts) <= 1 and all(isinstance(part, str) for part in uncut_parts):
         assert text == written, "a completion without calls does not change"
 
 
@@ -133,9 +133,9 @@ CASES: list[tuple[str, str, Parts]] = [
 @pytest.mark.parametrize(("name", "written", "expected"), CASES)
 def test_one_bad_call_does_not_hide_the_text_and_calls_around_it(name: str, written: str, expected: Parts) -> None:
     call = ("weather", '{"city": "Rome"}')
-    found = parts_of([written], PARSERS[name](SCHEMAS))
-    assert found == [call if part == "CALL" else part for part in expected]
-    assert found == parts_of(written, PARSERS[name](SCHEMAS))
+    parts = parts_of([written], PARSERS[name](SCHEMAS))
+    assert parts == [call if part == "CALL" else part for part in expected]
+    assert parts == parts_of(written, PARSERS[name](SCHEMAS))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_one_bad_call_does_not_hide_the_text_and_calls_around_it(name: str, writ
 )
 def test_arguments_are_an_object_in_any_form(given_as: str, expected: str | None) -> None:
     written = f'<tool_call>\n{{"name": "weather"{given_as}}}\n</tool_call>'
-    found = parts_of([written], PARSERS["hermes"](SCHEMAS))
-    assert found == ([written] if expected is None else [("weather", expected)])
+    parts = parts_of([written], PARSERS["hermes"](SCHEMAS))
+    assert parts == ([written] if expected is None else [("weather", expected)])
 
 
 TYPED = {
@@ -192,12 +192,12 @@ def test_values_have_the_types_of_the_tools_schema(key: str, written: str, expec
 # Completions.
 
 
-def plan_of(form: str = "hermes", *stops: str, **more: Any) -> GenerationPlan:  # noqa: ANN401  fields
+def plan_of(form: str = "hermes", *stops: str, **fields: Any) -> GenerationPlan:  # noqa: ANN401  fields
     use = ToolUse(TOOLS, "auto", False, True, form)
-    return GenerationPlan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=use, **more)
+    return GenerationPlan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=use, **fields)
 
 
-def read(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, Parts, str, str | None]:
+def read(plan: GenerationPlan, written: str, *, at_once: bool) -> tuple[str, Parts, str, str | None]:
     """A completion's reasoning, parts, text, and the stop string that ended it."""
     choice = Choice(plan, TEXT, 0)
     reasoning = text = ""
@@ -207,11 +207,11 @@ def read(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, Parts
             choice.finish()
         else:
             choice.push(token, -0.5)
-        if token is None or not whole:
-            piece = choice.piece()
-            reasoning, text, parts = reasoning + piece.reasoning, text + piece.text, parts + piece.parts
+        if token is None or not at_once:
+            text_piece = choice.piece()
+            reasoning, text, parts = reasoning + text_piece.reasoning, text + text_piece.text, parts + text_piece.parts
     assert [part.index for part in parts if isinstance(part, ToolCall)] == list(range(choice.num_calls))
-    return reasoning, joined(parts), text, choice.stopped_by
+    return reasoning, join_text(parts), text, choice.stopped_by
 
 
 @pytest.mark.parametrize("form", WORDS)
@@ -225,32 +225,34 @@ def test_a_stream_has_the_text_and_calls_of_the_whole_completion(form: str, mode
     words = st.sampled_from([*WORDS[form], *COMMON, "<think>", "</think>"])
     written = "".join(data.draw(st.lists(words, max_size=10)))
     plan = plan_of(form, *stops, **modes[mode])
-    assert read(plan, written, whole=True) == read(plan, written, whole=False)
+    assert read(plan, written, at_once=True) == read(plan, written, at_once=False)
 
 
 CALL = ("weather", '{"city": "Rome"}')
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_call_in_unclosed_reasoning_ends_the_reasoning(whole: bool) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_call_in_unclosed_reasoning_ends_the_reasoning(at_once: bool) -> None:
     for written in (f"<think>\nI need it.\n{HERMES}", f"<think>\nI need it.\n{HERMES}\nSo."):
         expected: Parts = [CALL] if written.endswith(">") else [CALL, "So."]
-        found = read(plan_of(thinking=Thinking(*TAGS)), written, whole=whole)
-        assert found[:2] == ("I need it.", expected)
-        assert read(plan_of(hidden=Thinking(*TAGS)), written, whole=whole)[:2] == ("", expected)
+        answer = read(plan_of(thinking=Thinking(*TAGS)), written, at_once=at_once)
+        assert answer[:2] == ("I need it.", expected)
+        assert read(plan_of(hidden=Thinking(*TAGS)), written, at_once=at_once)[:2] == ("", expected)
     closed = f"<think>\n{HERMES}\n</think>\n\nNo."
-    assert read(plan_of(thinking=Thinking(*TAGS)), closed, whole=whole)[:2] == (HERMES, ["No."])
+    assert read(plan_of(thinking=Thinking(*TAGS)), closed, at_once=at_once)[:2] == (HERMES, ["No."])
     half = f"<think>\n{HERMES[:30]}"
-    assert read(plan_of(thinking=Thinking(*TAGS)), half, whole=whole)[:2] == (HERMES[:30], [])
+    assert read(plan_of(thinking=Thinking(*TAGS)), half, at_once=at_once)[:2] == (HERMES[:30], [])
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_stop_string_inside_a_call_leaves_its_text(whole: bool) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_stop_string_inside_a_call_leaves_its_text(at_once: bool) -> None:
     written = f"{HERMES}\nThen {HERMES}"
     cut = '<tool_call>\n{"name": "weather", "arguments": {"'
-    assert read(plan_of("hermes", "city"), written, whole=whole) == ("", [cut], cut, "city")
-    assert read(plan_of("hermes", "The"), written, whole=whole) == ("", [CALL], "", "The")
-    assert read(plan_of("hermes", "</tool_call>"), HERMES, whole=whole)[1] == [CALL], "the end of a call is part of it"
+    assert read(plan_of("hermes", "city"), written, at_once=at_once) == ("", [cut], cut, "city")
+    assert read(plan_of("hermes", "The"), written, at_once=at_once) == ("", [CALL], "", "The")
+    assert read(plan_of("hermes", "</tool_call>"), HERMES, at_once=at_once)[1] == [CALL], (
+        "the end of a call is part of it"
+    )
 
 
 # Protocols.
@@ -267,12 +269,12 @@ def events_of(answer: ClientAnswer, plan: GenerationPlan, result: SampleResult) 
     events = list(answer.begun())
     for token in result.sequences[0].tokens_T.tolist():
         choice.push(token, -0.5)
-        if piece := choice.piece():
-            events += answer.added(choice, piece, None)
+        if text_piece := choice.piece():
+            events += answer.added(choice, text_piece, None)
     choice.finish()
-    piece = choice.piece()
+    text_piece = choice.piece()
     reason = finish_reason(plan, choice.num_calls, result.sequences[0].stop_reason)
-    events += answer.added(choice, piece, reason)
+    events += answer.added(choice, text_piece, reason)
     return [json.loads(json.dumps(content)) for _, content in [*events, *answer.ended([result])]]
 
 
@@ -332,7 +334,7 @@ def test_a_chat_template_decides_on_the_dialect(tmp_path_factory: pytest.TempPat
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
     plan = validate(ChatRequest, body).plan(text)
     assert plan.tools is not None and plan.tools.form == "hermes"
-    assert read(replace(plan, thinking=None), IN_ORDER, whole=False)[1][1] == CALL
+    assert read(replace(plan, thinking=None), IN_ORDER, at_once=False)[1][1] == CALL
     template = text.template.source.replace('{"name": ..., "arguments": ...}', "<function=...>")
     xml = read_tools(plan.tools.tools, "auto", True, template, True)
     assert xml is not None and xml.form == "function_xml" and xml.grammar() is None

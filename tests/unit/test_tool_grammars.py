@@ -40,60 +40,65 @@ ANSWERS = {"hermes": ANSWER, "llama": ANSWER, "harmony": f"<|channel|>final<|mes
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
     root = tmp_path_factory.mktemp("models")
-    found = {"hermes": make_tool_model(root / "hermes"), "harmony": make_harmony_model(root / "harmony")}
-    found["llama"] = make_tool_model(root / "llama")
-    (found["llama"] / "chat_template.jinja").write_text(LLAMA)
-    return {form: Text(read_shape(f"local/{form}", directory)) for form, directory in found.items()}
+    directories = {"hermes": make_tool_model(root / "hermes"), "harmony": make_harmony_model(root / "harmony")}
+    directories["llama"] = make_tool_model(root / "llama")
+    (directories["llama"] / "chat_template.jinja").write_text(LLAMA)
+    return {form: Text(read_shape(f"local/{form}", directory)) for form, directory in directories.items()}
 
 
-def planned(text: Text, **more: object) -> GenerationPlan:
-    return validate(ChatRequest, BODY | {"tools": [TOOL]} | more).plan(text)
+def plan_of(text: Text, **fields: object) -> GenerationPlan:
+    return validate(ChatRequest, BODY | {"tools": [TOOL]} | fields).plan(text)
 
 
-def accepted(plan: GenerationPlan, text: Text, *completions: str) -> list[bool]:
+def check_completions(plan: GenerationPlan, text: Text, *completions: str) -> list[bool]:
     adjustments = plan.params.adjustments
     assert adjustments and adjustments.grammar
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.tokenizer)
     grammars = Grammars(tokenizer, text.tokenizer.get_vocab_size(), text.end_token_ids)
     matcher = grammars.compiled(adjustments.grammar)
-    found: list[bool] = []
-    for each in completions:
-        copied, tokens = matcher.deep_copy(), text.encode(each, special=False)
-        found.append(copied.try_consume_tokens(tokens) == len(tokens) and copied.is_accepting())
-    return found
+    verdicts: list[bool] = []
+    for completion in completions:
+        copied, tokens = matcher.deep_copy(), text.encode(completion, special=False)
+        verdicts.append(copied.try_consume_tokens(tokens) == len(tokens) and copied.is_accepting())
+    return verdicts
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
 def test_an_answer_of_the_schema_or_a_call_in_the_models_form(texts: dict[str, Text], form: str) -> None:
     text, call, answer = texts[form], CALLS[form], ANSWERS[form]
-    plan = planned(text, response_format=FORMAT)
-    assert accepted(plan, text, call, answer, "free text", call.replace("Rome", "Oslo")) == [True, True, False, False]
+    plan = plan_of(text, response_format=FORMAT)
+    assert check_completions(plan, text, call, answer, "free text", call.replace("Rome", "Oslo")) == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert plan.thinking is None, "a grammar from the first token on excludes reasoning"
-    required = planned(text, response_format=FORMAT, tool_choice="required")
-    assert accepted(required, text, call, answer) == [True, False]
-    excluded = planned(text, response_format=FORMAT, tool_choice="none")
-    assert excluded.tools is None and accepted(excluded, text, ANSWER, call) == [True, False]
+    required = plan_of(text, response_format=FORMAT, tool_choice="required")
+    assert check_completions(required, text, call, answer) == [True, False]
+    excluded = plan_of(text, response_format=FORMAT, tool_choice="none")
+    assert excluded.tools is None and check_completions(excluded, text, ANSWER, call) == [True, False]
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
 def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> None:
     text = texts[form]
-    plan = planned(text, response_format=FORMAT)
+    plan = plan_of(text, response_format=FORMAT)
     for completion, expected, calls in ((ANSWERS[form], ANSWER, []), (CALLS[form], "", [json.loads(ARGUMENTS)])):
-        for whole in (True, False):
-            choice, pieces = new_choice(plan, text, 0), []
+        for at_once in (True, False):
+            choice, text_pieces = new_choice(plan, text, 0), []
             for token in text.encode(completion, special=False):
                 choice.push(token, -0.5)
-                if not whole:
-                    pieces.append(choice.piece())
+                if not at_once:
+                    text_pieces.append(choice.piece())
             choice.finish()
-            pieces.append(choice.piece())
-            assert "".join(piece.text for piece in pieces) == expected
-            assert [json.loads(call.arguments) for piece in pieces for call in piece.calls] == calls
+            text_pieces.append(choice.piece())
+            assert "".join(text_piece.text for text_piece in text_pieces) == expected
+            assert [json.loads(call.arguments) for text_piece in text_pieces for call in text_piece.calls] == calls
 
 
 @pytest.mark.parametrize(
-    ("more", "answer", "other"),
+    ("fields", "answer", "other"),
     [
         ({"structured_outputs": {"json": SCHEMA}}, ANSWER, "red"),
         ({"structured_outputs": {"choice": ["red", 'a "b"']}}, 'a "b"', "green"),
@@ -103,10 +108,10 @@ def test_both_are_read_whole_and_streamed(texts: dict[str, Text], form: str) -> 
     ],
 )
 def test_every_kind_of_structure_goes_with_tools(
-    texts: dict[str, Text], more: dict[str, Any], answer: str, other: str
+    texts: dict[str, Text], fields: dict[str, Any], answer: str, other: str
 ) -> None:
     text = texts["hermes"]
-    assert accepted(planned(text, **more), text, answer, CALLS["hermes"], other) == [True, True, False]
+    assert check_completions(plan_of(text, **fields), text, answer, CALLS["hermes"], other) == [True, True, False]
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))
@@ -116,18 +121,18 @@ def test_references_of_both_schemas_hold(texts: dict[str, Text], form: str) -> N
     schema |= {"properties": {"colour": {"$ref": "#/$defs/c"}}, "required": ["colour"]}
     parameters = {"$defs": {"c": {"enum": ["Rome"]}}, "properties": {"city": {"$ref": "#/$defs/c"}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters | {"required": ["city"]}}}
-    plan = planned(text, tools=[tool], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    plan = plan_of(text, tools=[tool], response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     wrong = (CALLS[form].replace("Rome", "red"), ANSWERS[form].replace("red", "Rome"))
-    assert accepted(plan, text, CALLS[form], ANSWERS[form], *wrong) == [True, True, False, False]
+    assert check_completions(plan, text, CALLS[form], ANSWERS[form], *wrong) == [True, True, False, False]
 
 
 def test_the_other_protocols_say_the_same(texts: dict[str, Text]) -> None:
     text = texts["hermes"]
-    expected = planned(text, response_format=FORMAT).params
+    expected = plan_of(text, response_format=FORMAT).params
     function = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
-    asked = {"model": "m", "input": "hi", "tools": [function], "text": {"format": {"schema": SCHEMA, "name": "n"}}}
-    asked["text"]["format"]["type"] = "json_schema"  # type: ignore[index]
-    assert validate(ResponseRequest, asked).plan(text).params == expected
+    request = {"model": "m", "input": "hi", "tools": [function], "text": {"format": {"schema": SCHEMA, "name": "n"}}}
+    request["text"]["format"]["type"] = "json_schema"  # type: ignore[index]
+    assert validate(ResponseRequest, request).plan(text).params == expected
     tool = {"name": "weather", "input_schema": CITY}
     message = BODY | {"tools": [tool], "max_tokens": 9}
     message["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}

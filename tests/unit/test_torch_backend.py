@@ -102,8 +102,8 @@ def weights(backend: TorchBackend, model_id: str) -> Tensor:
     return backend._models[model_id].adapter.flat_P
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
 def check_against_reference(
@@ -135,9 +135,9 @@ def check_against_reference(
         assert not losses_N[inputs["weights"] == 0].any()
     total.backward()
     for name, pair in gradient(backend, model_id).items():
-        for found, leaf in zip(pair, leaves[name], strict=True):
+        for gradient_part, leaf in zip(pair, leaves[name], strict=True):
             assert leaf.grad is not None and leaf.grad.norm() > 0
-            assert relative(found, leaf.grad) < 1e-4, name
+            assert relative(gradient_part, leaf.grad) < 1e-4, name
 
 
 @pytest.mark.parametrize("loss_fn", OUR_LOSSES)
@@ -233,10 +233,10 @@ def test_dual_clip_and_rollout_logprobs_equal_the_reference(
     plain = [rl(rng, length, oracle) for length in (40, 25)]
     data = plain
     if rollout:
-        noise = [(rng.normal(size=len(each.tokens_N)) * 0.4).astype(np.float32) for each in plain]
+        noise = [(rng.normal(size=len(datum.tokens_N)) * 0.4).astype(np.float32) for datum in plain]
         data = [
-            Datum(each.tokens_N, {**each.inputs, "rollout_logprobs": dense(each.inputs["logprobs"]) + more})
-            for each, more in zip(plain, noise, strict=True)
+            Datum(datum.tokens_N, {**datum.inputs, "rollout_logprobs": dense(datum.inputs["logprobs"]) + noise_N})
+            for datum, noise_N in zip(plain, noise, strict=True)
         ]
     (without,) = run(backend, fb("m", plain, loss_fn, forward_only=True))
     monkeypatch.setitem(CONFIGS, loss_fn, CONFIGS.get(loss_fn, {}) | config)
@@ -258,7 +258,7 @@ def test_gspo_counts_only_the_masked_positions_in_its_ratio(qwen: ModelShape) ->
     check_against_reference(backend, oracle, "m", data, "gspo")
 
 
-def mixed_passes(rng: np.random.Generator, oracle: Reference) -> list[Pass]:
+def make_passes(rng: np.random.Generator, oracle: Reference) -> list[Pass]:
     """Passes of eight tenants, with every loss and ragged lengths."""
     passes = []
     for i, loss_fn in enumerate([*OUR_LOSSES, "cross_entropy"]):
@@ -272,39 +272,41 @@ def mixed_passes(rng: np.random.Generator, oracle: Reference) -> list[Pass]:
 
 def train(backend: TorchBackend, groups: list[list[Pass]], steps: int) -> list[dict[str, np.ndarray]]:
     """Run each group as one packed step; the logprobs of every step by model."""
-    seen = []
+    logprobs_by_step = []
     for _ in range(steps):
         logprobs = {}
         for group in groups:
             for pass_, result in zip(group, run(backend, *group), strict=True):
                 logprobs[pass_.model_id] = np.concatenate([array.reshape(-1) for array in result.logprobs])
-        seen.append(logprobs)
+        logprobs_by_step.append(logprobs)
         ids = [pass_.model_id for group in groups for pass_ in group]
         backend.optim_step([OptimStep("o", model_id, AdamParams(1e-3, eps=1e-8)) for model_id in ids])
-    return seen
+    return logprobs_by_step
 
 
 @pytest.mark.parametrize("max_tokens", [64, 8192])
 def test_eight_tenants_packed_equal_each_alone(qwen: ModelShape, max_tokens: int) -> None:
     oracle = Reference(qwen.path)
-    passes = mixed_passes(np.random.default_rng(5), oracle)
+    passes = make_passes(np.random.default_rng(5), oracle)
     results = []
     for groups in ([passes], [[pass_] for pass_ in passes]):
         backend = TorchBackend(qwen, device="cpu", max_tokens_per_microbatch=max_tokens, logits_chunk=32)
         for i, spec in enumerate(SPECS):
             backend.create_model(f"m{i}", spec)
         results.append((backend, train(backend, groups, 3)))
-    (packed, packed_seen), (alone, alone_seen) = results
-    worst = max(np.abs(a[key] - b[key]).max() for a, b in zip(packed_seen, alone_seen, strict=True) for key in a)
+    (packed, packed_logprobs), (separate, separate_logprobs) = results
+    worst = max(
+        np.abs(a[key] - b[key]).max() for a, b in zip(packed_logprobs, separate_logprobs, strict=True) for key in a
+    )
     assert worst < 5e-5
     for i in range(len(SPECS)):
-        assert relative(weights(packed, f"m{i}"), weights(alone, f"m{i}").double()) < 1e-5
+        assert relative(weights(packed, f"m{i}"), weights(separate, f"m{i}").double()) < 1e-5
 
 
 def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> None:
     """Neighbours share a call of their loss only if their configurations are equal."""
     oracle, rng, backend = Reference(qwen.path), np.random.default_rng(9), TorchBackend(qwen, device="cpu")
-    betas, found = (0.05, 0.05, 0.7), {}
+    betas, gradients = (0.05, 0.05, 0.7), {}
     passes = [
         Pass("r", f"m{i}", tuple(rl(rng, 8, oracle) for _ in range(2)), "dro", {"beta": beta}, False)
         for i, beta in enumerate(betas)
@@ -318,9 +320,9 @@ def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> 
         for pass_ in passes:
             gradient_P = backend._models[pass_.model_id].gradient_P
             assert gradient_P is not None
-            found.setdefault(pass_.model_id, []).append(gradient_P.clone())
+            gradients.setdefault(pass_.model_id, []).append(gradient_P.clone())
             backend.unload_model(pass_.model_id)
-    for packed_P, alone_P in found.values():
+    for packed_P, alone_P in gradients.values():
         assert relative(packed_P, alone_P.double()) < 1e-4
 
 
@@ -352,15 +354,15 @@ def test_a_batch_split_into_chunks_accumulates_to_the_whole(qwen: ModelShape) ->
     for name in ("whole", "split", "packed"):
         backend.create_model(name, LoraSpec(4, seed=0))
         warm(backend, name)
-    (whole,) = run(backend, fb("whole", data))
+    (unsplit_result,) = run(backend, fb("whole", data))
     split = [run(backend, fb("split", data[i : i + 2]))[0] for i in range(0, 9, 2)]
     run(backend, *(fb("packed", data[i : i + 2]) for i in range(0, 9, 2)))
-    assert whole.metrics["loss:sum"] == pytest.approx(sum(r.metrics["loss:sum"] for r in split), rel=1e-6)
+    assert unsplit_result.metrics["loss:sum"] == pytest.approx(sum(r.metrics["loss:sum"] for r in split), rel=1e-6)
     expected = backend._models["whole"].gradient_P
     assert expected is not None
     for name in ("split", "packed"):
-        found = backend._models[name].gradient_P
-        assert found is not None and relative(found, expected.double()) < 1e-5
+        accumulated_P = backend._models[name].gradient_P
+        assert accumulated_P is not None and relative(accumulated_P, expected.double()) < 1e-5
 
 
 def test_a_tenant_that_is_not_finite_does_not_reach_its_neighbours(shape: ModelShape) -> None:
@@ -402,7 +404,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_changes_nothing(qwen: Mode
     backend.optim_step([OptimStep("o", "m", AdamParams())])
     trained = backend._models["m"]
     assert trained.moments is not None
-    before = [trained.adapter.flat_P.clone(), *(moment.clone() for moment in trained.moments)]
+    before = [trained.adapter.flat_P.clone(), *(moment_P.clone() for moment_P in trained.moments)]
     overflow = rl(rng, 6, Reference(qwen.path))
     overflow.inputs["logprobs"][:] = -200.0  # type: ignore[index]
     (result,) = run(backend, fb("m", [overflow], "importance_sampling"))
@@ -428,8 +430,8 @@ def test_tokens_of_zero_advantage_cannot_overflow(qwen: ModelShape) -> None:
         (result,) = run(backend, fb(loss_fn, [datum], loss_fn))
         assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
         assert np.isfinite(result.logprobs[0]).all()
-        found = backend._models[loss_fn].gradient_P
-        assert found is not None and torch.isfinite(found).all()
+        gradient_P = backend._models[loss_fn].gradient_P
+        assert gradient_P is not None and torch.isfinite(gradient_P).all()
 
 
 def test_a_forward_has_the_same_logprobs_and_moves_nothing(shape: ModelShape) -> None:
@@ -442,9 +444,9 @@ def test_a_forward_has_the_same_logprobs_and_moves_nothing(shape: ModelShape) ->
         data = [sft(rng, 12) if loss_fn == "cross_entropy" else rl(rng, 12, oracle)]
         (forward,) = run(backend, fb("m", data, loss_fn, forward_only=True))
         assert backend._models["m"].gradient_P is None
-        (both,) = run(backend, fb("m", data, loss_fn))
-        assert np.abs(forward.logprobs[0] - both.logprobs[0]).max() < 1e-5
-        assert forward.metrics == pytest.approx(both.metrics, rel=1e-4, abs=1e-6)
+        (backward_too,) = run(backend, fb("m", data, loss_fn))
+        assert np.abs(forward.logprobs[0] - backward_too.logprobs[0]).max() < 1e-5
+        assert forward.metrics == pytest.approx(backward_too.metrics, rel=1e-4, abs=1e-6)
         backend._models["m"].gradient_P = None
     assert torch.equal(weights(backend, "m"), before)
 
@@ -468,10 +470,10 @@ def test_logits_never_exist_for_more_rows_than_a_chunk(qwen: ModelShape, monkeyp
     rows: list[int] = []
     forward_rows, forward = MultiLoRALinear.forward_rows, MultiLoRALinear.forward
 
-    def spy(self: MultiLoRALinear, x: Tensor, *rest: object) -> tuple[Tensor, list[Tensor]]:
+    def spy(self: MultiLoRALinear, x: Tensor, *args: object) -> tuple[Tensor, list[Tensor]]:
         if self.group == "unembed":
             rows.append(len(x))
-        return forward_rows(self, x, *rest)  # type: ignore[arg-type]
+        return forward_rows(self, x, *args)  # type: ignore[arg-type]
 
     def never(self: MultiLoRALinear, x: Tensor) -> Tensor:
         assert self.group != "unembed"
@@ -485,8 +487,8 @@ def test_logits_never_exist_for_more_rows_than_a_chunk(qwen: ModelShape, monkeyp
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 1e-2)])
 def test_logits_in_pieces_give_the_results_of_a_whole_chunk(qwen: ModelShape, dtype: str, bound: float) -> None:
-    passes = mixed_passes(np.random.default_rng(14), Reference(qwen.path))
-    found = []
+    passes = make_passes(np.random.default_rng(14), Reference(qwen.path))
+    arrays_by_run = []
     for rows in ((64, 64), (64, 5)):
         backend = TorchBackend(qwen, device="cpu", dtype=dtype)
         head = backend._trainer._head
@@ -496,9 +498,11 @@ def test_logits_in_pieces_give_the_results_of_a_whole_chunk(qwen: ModelShape, dt
             warm(backend, f"m{i}")
         results = run(backend, *passes)
         logprobs = np.concatenate([array.ravel() for result in results for array in result.logprobs])
-        found.append([torch.from_numpy(logprobs), *(trained.gradient_P for trained in backend._models.values())])
-    for whole, pieces in zip(*found, strict=True):
-        assert whole.norm() > 0 and (whole - pieces).norm() <= bound * whole.norm()
+        arrays_by_run.append(
+            [torch.from_numpy(logprobs), *(trained.gradient_P for trained in backend._models.values())]
+        )
+    for in_one, in_pieces in zip(*arrays_by_run, strict=True):
+        assert in_one.norm() > 0 and (in_one - in_pieces).norm() <= bound * in_one.norm()
 
 
 def test_an_exception_in_the_middle_leaves_no_gradient(qwen: ModelShape) -> None:
@@ -506,16 +510,16 @@ def test_an_exception_in_the_middle_leaves_no_gradient(qwen: ModelShape) -> None
     backend = TorchBackend(qwen, device="cpu", max_tokens_per_microbatch=16)
     backend.create_model("m", LoraSpec(4))
     run(backend, fb("m", [sft(rng, 10)]))
-    found = backend._models["m"].gradient_P
-    assert found is not None
-    before = found.clone()
+    gradient_P = backend._models["m"].gradient_P
+    assert gradient_P is not None
+    before = gradient_P.clone()
 
     def fail() -> None:
         raise RuntimeError("decode failed")
 
     with pytest.raises(RuntimeError, match="decode failed"):
         run_to_end(backend.run_passes([fb("m", [sft(rng, 16), sft(rng, 16)])]), fail)
-    assert torch.equal(found, before) and backend._models["m"].adapter.gradients is None
+    assert torch.equal(gradient_P, before) and backend._models["m"].adapter.gradients is None
 
 
 def test_between_is_called_between_micro_batches(qwen: ModelShape) -> None:
@@ -567,9 +571,9 @@ def test_the_bfloat16_base_stays_near_float32(qwen: ModelShape) -> None:
         warm(backend, "m")
         backend._models["m"].adapter.refresh()
         (result,) = run(backend, fb("m", data))
-        found = backend._models["m"].gradient_P
-        assert found is not None and found.dtype == torch.float32
-        gradients.append(found)
+        gradient_P = backend._models["m"].gradient_P
+        assert gradient_P is not None and gradient_P.dtype == torch.float32
+        gradients.append(gradient_P)
         values.append(result.metrics["loss:sum"])
     assert values[1] == pytest.approx(values[0], rel=0.05)
     assert relative(gradients[1], gradients[0].double()) < 0.1
@@ -609,9 +613,9 @@ def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monke
     rng, calls = np.random.default_rng(18), []
     attend = PackedCausal.attend
 
-    def spy(self: PackedCausal, layer: int, *rest: Tensor, **options: object) -> Tensor:
+    def spy(self: PackedCausal, layer: int, *tensors: Tensor, **options: object) -> Tensor:
         calls.append(layer)
-        return attend(self, layer, *rest, **options)  # type: ignore[arg-type]
+        return attend(self, layer, *tensors, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PackedCausal, "attend", spy)
     data = [[sft(rng, n) for n in (20, 9)] for _ in range(2)]
@@ -634,20 +638,20 @@ def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monke
 def test_fused_layers_keep_what_the_plan_counts(shape: ModelShape) -> None:
     """Storages that autograd saves in a step, without the model's own."""
     backend = TorchBackend(shape, device="cpu", dtype="float32", recompute="off")
-    recompute, held = backend.base.recompute, []
-    own = {each.untyped_storage().data_ptr() for each in backend.base.model.parameters()}
-    kept: dict[int, int] = {}
+    recompute, saved_tensors = backend.base.recompute, []
+    base_pointers = {parameter.untyped_storage().data_ptr() for parameter in backend.base.model.parameters()}
+    saved_bytes: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        if (storage := x.untyped_storage()).data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-            held.append(x)  # or another takes its place
+        if (storage := x.untyped_storage()).data_ptr() not in base_pointers:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
+            saved_tensors.append(x)  # or another takes its place
         return x
 
     backend.create_model("a", LoraSpec(4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         run(backend, fb("a", [sft(np.random.default_rng(0), 200)]))
-    counted = sum(kept.values()) < 200 * recompute.bytes_per_token() < 1.5 * sum(kept.values())
+    counted = sum(saved_bytes.values()) < 200 * recompute.bytes_per_token() < 1.5 * sum(saved_bytes.values())
     assert counted or not backend.base.has_fused_layers
 
 
@@ -660,8 +664,8 @@ def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
     """
     rng = np.random.default_rng(23)
     lengths = {"a": [24, 24], "b": [24], "c": [24, 22], "d": [22, 20], "e": [24], "f": [24]}
-    data = {name: [sft(rng, length) for length in own] for name, own in lengths.items()}
-    found: list[dict[str, Tensor]] = []
+    data = {name: [sft(rng, length) for length in datums] for name, datums in lengths.items()}
+    gradients: list[dict[str, Tensor]] = []
     for together in (False, True):
         for module in (lora, trainer):
             monkeypatch.setattr(module, "counts_launches", lambda _, together=together: together)
@@ -671,14 +675,16 @@ def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
             warm(backend, name, ord(name))
         for value in backend._models["b"].adapter.weights.values():
             value[1].fill_(float("nan"))
-        for own in backend._models.values():
-            own.adapter.refresh()
+        for datums in backend._models.values():
+            datums.adapter.refresh()
         for _ in range(2):
-            run(backend, *(fb(name, own) for name, own in data.items()), fb("c", data["a"], forward_only=True))
-        found.append({n: own.gradient_P for n, own in backend._models.items() if own.gradient_P is not None})
-        assert all(own.adapter.stacked is own.adapter.gradients is None for own in backend._models.values())
-    assert found[0].keys() == found[1].keys() == lengths.keys()
-    assert not any(bool(own.pop("b").isfinite().all()) for own in found)
-    for name, gradient_P in found[1].items():
+            run(backend, *(fb(name, datums) for name, datums in data.items()), fb("c", data["a"], forward_only=True))
+        gradients.append(
+            {n: datums.gradient_P for n, datums in backend._models.items() if datums.gradient_P is not None}
+        )
+        assert all(datums.adapter.stacked is datums.adapter.gradients is None for datums in backend._models.values())
+    assert gradients[0].keys() == gradients[1].keys() == lengths.keys()
+    assert not any(bool(datums.pop("b").isfinite().all()) for datums in gradients)
+    for name, gradient_P in gradients[1].items():
         assert gradient_P.untyped_storage().nbytes() == gradient_P.nbytes, "it keeps no other's"
-        assert (gradient_P - found[0][name]).norm() <= bound * found[0][name].norm()
+        assert (gradient_P - gradients[0][name]).norm() <= bound * gradients[0][name].norm()

@@ -72,8 +72,8 @@ def test_a_samples_cost_is_its_settlements(db: Database) -> None:
     refused = futures.submit(NewFuture("b", num_tokens=500, **fields), UserError("no"))  # type: ignore[arg-type]
     futures.settle([Settlement(request_id, b"", cost=SampleCost(9, 4, 3)), Settlement(refused, b"")], {})
     this_hour = now() // HOUR_S * HOUR_S
-    found = totals(db, start=this_hour - HOUR_S, end=this_hour + 2 * HOUR_S)
-    assert found == {"sampling_prefill": 5, "sampling_cached": 4, "sampling_sample": 3}
+    hour_totals = totals(db, start=this_hour - HOUR_S, end=this_hour + 2 * HOUR_S)
+    assert hour_totals == {"sampling_prefill": 5, "sampling_cached": 4, "sampling_sample": 3}
 
 
 @pytest.mark.parametrize(("offset_s", "bucket"), [(0.0, 0), (1799.9, 0), (1800.1, 0), (3599.99, 0), (3600.0, 1)])
@@ -152,12 +152,12 @@ REQUESTS = st.lists(
 def test_the_sum_is_the_same_with_any_roll_ups(tmp_path: Path, requests: list[tuple]) -> None:
     db = Database(fresh_url(tmp_path))
     expected: Counter[str] = Counter()
-    for number, (session_id, kind, state, tokens, second, roll_up) in enumerate(requests):
+    for index, (session_id, kind, state, tokens, second, roll_up) in enumerate(requests):
         cost = {"prefill_tokens": tokens, "cached_tokens": tokens // 3, "sampled_tokens": second}
-        more = cost if kind == "sample" else {}
+        sample_cost = cost if kind == "sample" else {}
         settled_at = None if state == "pending" else HOUR + second
         changes = {"session_id": session_id, "state": state, "num_tokens": tokens, "settled_at": settled_at}
-        add(db, str(number), kind, **changes, **more)
+        add(db, str(index), kind, **changes, **sample_cost)
         if state == "done" and kind in ("forward", "forward_backward"):
             expected["training"] += tokens
         if state == "done" and kind == "sample":
@@ -193,12 +193,12 @@ def test_what_is_stored_counts_for_the_project_of_its_session(db: Database) -> N
     store(db, f"{ids[0]}:train:0", "two", 11)
     store(db, f"{ids[0]}:train:0", "expired", 1000, ttl_s=-1.0)
     usage = Usage(db)
-    assert sorted((one.project_id or "", one.size_bytes) for one in usage.stored("alice")) == [
+    assert sorted((stored.project_id or "", stored.size_bytes) for stored in usage.stored("alice")) == [
         ("", 100),
         ("p", 11),
         ("p", 100),
     ]
-    assert [one.size_bytes for one in usage.stored("alice", "p")].count(1000) == 0
+    assert [stored.size_bytes for stored in usage.stored("alice", "p")].count(1000) == 0
     assert len(usage.stored("alice", "p")) == 2
     assert usage.stored("bob") == []
     assert usage.stored_of_sessions(ids) == {ids[0]: (2, 111), ids[1]: (1, 100)}

@@ -22,19 +22,19 @@ class VersionFetcher:
     """Completes fetches when the test says so."""
 
     def __init__(self) -> None:
-        self.asked: deque[str] = deque()
+        self.requested: deque[str] = deque()
         self.come: list[FetchedVersion] = []
         self.closed: list[str] = []
 
     @property
     def num_running(self) -> int:
-        return len(self.asked) + len(self.come)
+        return len(self.requested) + len(self.come)
 
-    def begin(self, wanted: WantedVersion) -> None:
-        self.asked.append(wanted.key)
+    def begin(self, version: WantedVersion) -> None:
+        self.requested.append(version.key)
 
     def bring(self, error: Exception | None = None) -> None:
-        key = self.asked.popleft()
+        key = self.requested.popleft()
         path = None if error else Path(key)
         self.come.append(FetchedVersion(key, path, SIZE, error, lambda: self.closed.append(key)))
 
@@ -87,11 +87,11 @@ def test_a_version_is_sent_for_once() -> None:
     sampler.ready()
     names.append(sampler.add("a"))
     sampler.ready()
-    assert list(sampler.fetcher.asked) == ["a"]
+    assert list(sampler.fetcher.requested) == ["a"]
     sampler.fetcher.bring()
     assert sampler.ready() == names
     later = sampler.add("a")
-    assert sampler.ready() == [later] and not sampler.fetcher.asked
+    assert sampler.ready() == [later] and not sampler.fetcher.requested
 
 
 def test_the_least_recently_used_goes_and_comes_back_on_demand() -> None:
@@ -124,9 +124,9 @@ def test_versions_in_use_stay_and_the_next_waits_for_memory() -> None:
     sampler.fetcher.bring()
     assert sampler.ready() == [first]
     second = sampler.add("b")
-    assert sampler.ready() == [] and not sampler.fetcher.asked
+    assert sampler.ready() == [] and not sampler.fetcher.requested
     sampler.stock.remove([first])
-    assert sampler.ready() == [] and list(sampler.fetcher.asked) == ["b"]
+    assert sampler.ready() == [] and list(sampler.fetcher.requested) == ["b"]
     sampler.fetcher.bring()
     assert sampler.ready() == [second] and sampler.memory == {"b"}
 
@@ -141,7 +141,7 @@ def test_a_busy_version_does_not_keep_another_out() -> None:
     later = sampler.add("a")
     assert sampler.ready() == [], "the later sample of the busy version must wait behind the other one"
     sampler.stock.remove(busy)
-    assert sampler.ready() == [later] and list(sampler.fetcher.asked) == ["b"], "now the other is sent for"
+    assert sampler.ready() == [later] and list(sampler.fetcher.requested) == ["b"], "now the other is sent for"
     sampler.fetcher.bring()
     assert sampler.ready() == [other]
 
@@ -155,21 +155,21 @@ def test_a_missing_version_fails_only_its_samples() -> None:
     sampler.fetcher.bring()
     ready, failures = sampler.stock.ready()
     assert [request.request_id for request in ready] == [fine]
-    assert [[one.request_id for one in failure.requests] for failure in failures] == [[lost], [broken]]
+    assert [[failed.request_id for failed in failure.requests] for failure in failures] == [[lost], [broken]]
     assert [type(failure.error) for failure in failures] == [NotHereError, CorruptFilesError]
     assert sampler.fetcher.closed == ["lost", "fine", "broken"] and sampler.memory == {"fine"}
 
 
 def test_a_waiting_sample_can_be_withdrawn_alone_or_with_its_session() -> None:
     sampler = Sampler(10 * SIZE)
-    one, two, three = sampler.add("a"), sampler.add("a"), sampler.add("b")
+    first, second, third = sampler.add("a"), sampler.add("a"), sampler.add("b")
     sampler.ready()
-    assert [request.request_id for request in sampler.stock.withdraw(one)] == [one]
-    assert [request.request_id for request in sampler.stock.withdraw("session-a")] == [two]
-    sampler.stock.remove([one, two])
+    assert [request.request_id for request in sampler.stock.withdraw(first)] == [first]
+    assert [request.request_id for request in sampler.stock.withdraw("session-a")] == [second]
+    sampler.stock.remove([first, second])
     sampler.fetcher.bring()
     sampler.fetcher.bring()
-    assert sampler.ready() == [three]
+    assert sampler.ready() == [third]
     assert sampler.stock.waiting() == []
 
 
@@ -191,25 +191,25 @@ def test_every_sample_becomes_ready_once_and_its_version_is_there_until_it_is_do
         for name in admitted:
             assert sampler.stock.key_of(name) in sampler.memory
 
-    def done() -> None:
+    def finish_one() -> None:
         if admitted:
             finished.append(admitted.pop(0))
             sampler.stock.remove(finished[-1:])
 
-    for what, key in steps:
-        if what == "add":
+    for action, key in steps:
+        if action == "add":
             sampler.add(key)
-        elif what == "done":
-            done()
-        elif sampler.fetcher.asked:
+        elif action == "done":
+            finish_one()
+        elif sampler.fetcher.requested:
             sampler.fetcher.bring()
         step()
         assert len(sampler.memory) <= max(1, budget // SIZE) + len(admitted) + 4
     for _ in range(4 * sampler.count + 4):
-        while sampler.fetcher.asked:
+        while sampler.fetcher.requested:
             sampler.fetcher.bring()
         step()
-        done()
+        finish_one()
     assert len(finished) == sampler.count, "nobody waits for ever"
 
 

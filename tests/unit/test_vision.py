@@ -60,7 +60,7 @@ DATA = (
 )
 
 
-def own(path: str | Path, adapter: Path | None = None) -> nn.Module:
+def load_reference_model(path: str | Path, adapter: Path | None = None) -> nn.Module:
     """transformers' own model, with an adapter that PEFT has loaded."""
     model = AutoModelForImageTextToText.from_pretrained(
         path, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
@@ -74,19 +74,19 @@ def own(path: str | Path, adapter: Path | None = None) -> nn.Module:
         return peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval()
 
 
-def logits(model: nn.Module, one: Datum) -> Tensor:
+def logits(model: nn.Module, example: Datum) -> Tensor:
     """[N, V], from the tokens and the output of the model's own image processor."""
-    given: dict[str, Tensor] = {"input_ids": torch.from_numpy(one.tokens_N.astype(np.int64))[None]}
-    if one.images:
-        files = [Pillow.open(io.BytesIO(image.data)) for image in one.images]
-        given |= dict(vision_models.processor()(images=files, return_tensors="pt"))
-        given["mm_token_type_ids"] = (given["input_ids"] == IMAGE).int()
-    return model(**given, use_cache=False).logits[0]
+    model_inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(example.tokens_N.astype(np.int64))[None]}
+    if example.images:
+        files = [Pillow.open(io.BytesIO(image.data)) for image in example.images]
+        model_inputs |= dict(vision_models.processor()(images=files, return_tensors="pt"))
+        model_inputs["mm_token_type_ids"] = (model_inputs["input_ids"] == IMAGE).int()
+    return model(**model_inputs, use_cache=False).logits[0]
 
 
-def logprobs(model: nn.Module, one: Datum) -> Tensor:
-    targets = torch.from_numpy(np.asarray(one.inputs["target_tokens"]))
-    return torch.log_softmax(logits(model, one).double(), -1).gather(1, targets[:, None])[:, 0]
+def logprobs(model: nn.Module, example: Datum) -> Tensor:
+    targets = torch.from_numpy(np.asarray(example.inputs["target_tokens"]))
+    return torch.log_softmax(logits(model, example).double(), -1).gather(1, targets[:, None])[:, 0]
 
 
 def run(backend: TorchBackend, model_id: str, *data: Datum, forward_only: bool = False) -> PassResult:
@@ -96,7 +96,7 @@ def run(backend: TorchBackend, model_id: str, *data: Datum, forward_only: bool =
     return result
 
 
-def trained(shape: ModelShape, directory: Path) -> TorchBackend:
+def train_backend(shape: ModelShape, directory: Path) -> TorchBackend:
     """A backend with a model `m` whose adapter is not zero, saved in the directory."""
     backend = TorchBackend(shape, device="cpu")
     backend.create_model("m", LoraSpec(3, seed=1))
@@ -108,31 +108,31 @@ def trained(shape: ModelShape, directory: Path) -> TorchBackend:
 
 
 def test_logprobs_are_those_of_transformers_alone_and_packed(shape: ModelShape, tmp_path: Path) -> None:
-    backend = trained(shape, tmp_path)
-    model = own(shape.path, tmp_path)
+    backend = train_backend(shape, tmp_path)
+    model = load_reference_model(shape.path, tmp_path)
     with torch.no_grad():
-        expected = [logprobs(model, one) for one in DATA]
+        expected = [logprobs(model, example) for example in DATA]
     packed = run(backend, "m", *DATA, forward_only=True).logprobs
-    for one, found, wanted in zip(DATA, packed, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
-        np.testing.assert_allclose(run(backend, "m", one, forward_only=True).logprobs[0], wanted, atol=1e-4)
+    for example, actual, reference in zip(DATA, packed, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-4)
+        np.testing.assert_allclose(run(backend, "m", example, forward_only=True).logprobs[0], reference, atol=1e-4)
 
 
 def test_an_image_changes_what_follows_it(shape: ModelShape) -> None:
     """Shows that the other comparisons depend on the features."""
-    model = own(shape.path)
-    one, other = (datum(text(5, 1), picture(61, 22, seed), text(7, 2)) for seed in (1, 9))
+    model = load_reference_model(shape.path)
+    first, second = (datum(text(5, 1), picture(61, 22, seed), text(7, 2)) for seed in (1, 9))
     with torch.no_grad():
-        difference = (logprobs(model, one) - logprobs(model, other)).abs()
+        difference = (logprobs(model, first) - logprobs(model, second)).abs()
     assert difference[:5].max() < 1e-9
     assert difference[-7:].min() > 1e-3
 
 
-def own_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: LogprobsOf) -> dict[str, Tensor]:
+def reference_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: LogprobsOf) -> dict[str, Tensor]:
     """Gradients of the summed weighted loss, by the names of PEFT's matrices."""
     model.zero_grad()
-    weights = [torch.from_numpy(np.asarray(one.inputs["weights"])) for one in data]
-    loss = -sum((w * logprobs_of(model, one)).sum() for w, one in zip(weights, data, strict=True))
+    weights = [torch.from_numpy(np.asarray(example.inputs["weights"])) for example in data]
+    loss = -sum((w * logprobs_of(model, example)).sum() for w, example in zip(weights, data, strict=True))
     assert isinstance(loss, Tensor)
     loss.backward()
     return {
@@ -142,7 +142,7 @@ def own_gradients(model: nn.Module, data: Sequence[Datum], logprobs_of: Logprobs
     }
 
 
-def trained_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str, tuple[Tensor, Tensor]]:
+def compute_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str, tuple[Tensor, Tensor]]:
     """Gradients of the same pass, without an optimizer step, by the names of linears."""
     run(backend, "m", *data)
     model = backend._models["m"]
@@ -153,11 +153,13 @@ def trained_gradients(backend: TorchBackend, data: Sequence[Datum]) -> dict[str,
 
 
 def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape, tmp_path: Path) -> None:
-    backend = trained(shape, tmp_path)
-    model = own(shape.path, tmp_path).double()  # gated delta nets round as much in float32 as the bound allows
+    backend = train_backend(shape, tmp_path)
+    model = load_reference_model(
+        shape.path, tmp_path
+    ).double()  # gated delta nets round as much in float32 as the bound allows
     for data in ((DATA[0],), (DATA[2],), DATA):
-        expected = own_gradients(model, data, logprobs)
-        views = trained_gradients(backend, data)
+        expected = reference_gradients(model, data, logprobs)
+        views = compute_gradients(backend, data)
         assert views
         if "moe" in shape.arch.lower():  # experts' matrices have other names there; the linears are compared
             views = {name: pair for name, pair in views.items() if ".experts." not in name}
@@ -165,22 +167,22 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
         views = {name: pair for name, pair in views.items() if f"{wrapped_name(name)}.lora_A" in expected}
         assert views
         for name, pair in views.items():
-            for letter, found in zip("AB", pair, strict=True):
-                wanted = expected[f"{wrapped_name(name)}.lora_{letter}"]
+            for letter, actual in zip("AB", pair, strict=True):
+                reference = expected[f"{wrapped_name(name)}.lora_{letter}"]
                 np.testing.assert_allclose(
-                    found.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
+                    actual.reshape(reference.shape), reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max())
                 )
 
 
 def test_a_neighbour_that_is_not_finite_does_not_cross(shape: ModelShape, tmp_path: Path) -> None:
-    backend = trained(shape, tmp_path)
-    alone = run(backend, "m", DATA[0], forward_only=True).logprobs[0]
+    backend = train_backend(shape, tmp_path)
+    unpacked = run(backend, "m", DATA[0], forward_only=True).logprobs[0]
     backend.create_model("broken", LoraSpec(3, seed=2))
     backend._models["broken"].adapter.flat_P.fill_(float("nan"))
     requests = [Pass(name, name, (DATA[0],), "cross_entropy", {}, True) for name in ("m", "broken")]
     first, second = run_to_end(backend.run_passes(requests))
     assert isinstance(first, PassResult) and isinstance(second, PassResult)
-    np.testing.assert_allclose(first.logprobs[0], alone, atol=1e-6)
+    np.testing.assert_allclose(first.logprobs[0], unpacked, atol=1e-6)
 
 
 @cache
@@ -194,7 +196,7 @@ def spoilt(how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["cut", "chunk"])
 def test_a_broken_image_fails_its_own_pass_alone(shape: ModelShape, tmp_path: Path, how: str) -> None:
-    backend = trained(shape, tmp_path)
+    backend = train_backend(shape, tmp_path)
     broken = datum(text(3, 1), spoilt(how), text(3, 2))
     requests = [
         Pass("bad", "m", (DATA[1], broken), "cross_entropy", {}, False),
@@ -254,13 +256,13 @@ def test_features_are_found_within_one_scope(shape: ModelShape) -> None:
     calls: list[int] = []
     vision.tower.register_forward_hook(lambda *_: calls.append(1))
     tokens, images = vision_models.model_input(WIDE)
-    found = []
+    embeddings = []
     for scope in ("a", "b", "a"):
         placed = base.place(tokens, images, scope)
         assert placed is not None
-        found.append(vision.features(placed.images[0]).embeddings_RD)
+        embeddings.append(vision.features(placed.images[0]).embeddings_RD)
     assert len(calls) == 2
-    assert torch.equal(found[0], found[1])
+    assert torch.equal(embeddings[0], embeddings[1])
 
 
 def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
@@ -269,10 +271,10 @@ def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
     assert vision is not None
     backend.create_model("m", LoraSpec(3, seed=1))
     run(backend, "m", DATA[0], forward_only=True)
-    held = backend.memory_use()["images"]
-    assert held == vision.feature_bytes > 0
+    image_bytes = backend.memory_use()["images"]
+    assert image_bytes == vision.feature_bytes > 0
     memory = backend._memory
-    assert memory.evict_for(memory.free() + held, "kv_cache")
+    assert memory.evict_for(memory.free() + image_bytes, "kv_cache")
     assert vision.feature_bytes == backend.memory_use()["images"] == 0
     vision.limit_bytes = lambda: 0.0
     run(backend, "m", DATA[0], forward_only=True)
@@ -281,15 +283,15 @@ def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
 
 def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, tmp_path: Path) -> None:
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
-    whole = TorchBackend(shape, device="cpu")
+    with_tower = TorchBackend(shape, device="cpu")
     names = [t.name for t in plain.base.adaptable()]
-    assert names == [t.name for t in whole.base.adaptable()]
+    assert names == [t.name for t in with_tower.base.adaptable()]
     assert names[0].startswith("model.layers.0.")
-    assert plain.base.num_bytes < whole.base.num_bytes
-    for backend in (plain, whole):
+    assert plain.base.num_bytes < with_tower.base.num_bytes
+    for backend in (plain, with_tower):
         backend.create_model("m", LoraSpec(3, seed=1))
-    found = [run(backend, "m", DATA[1], forward_only=True).logprobs[0] for backend in (plain, whole)]
-    np.testing.assert_allclose(*found, atol=1e-6)
+    by_backend = [run(backend, "m", DATA[1], forward_only=True).logprobs[0] for backend in (plain, with_tower)]
+    np.testing.assert_allclose(*by_backend, atol=1e-6)
     (refused,) = run_to_end(plain.run_passes([Pass("r", "m", (DATA[0],), "cross_entropy", {}, True)]))
     assert isinstance(refused, UserError) and "chunks[1] is an image" in str(refused)
 
@@ -299,7 +301,7 @@ def test_checkpoints_go_between_servers_with_and_without_images_and_into_the_coo
 ) -> None:
     from tinker_cookbook import weights
 
-    backend = trained(shape, tmp_path / "saved")
+    backend = train_backend(shape, tmp_path / "saved")
     adapter = backend._models["m"].adapter
     backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
@@ -312,8 +314,11 @@ def test_checkpoints_go_between_servers_with_and_without_images_and_into_the_coo
         base_model=shape.path, adapter_path=str(tmp_path / "export"), output_path=str(merged), dtype="float32"
     )
     with torch.no_grad():
-        found, expected = logprobs(own(merged), DATA[0]), logprobs(own(shape.path, tmp_path / "saved"), DATA[0])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+        actual, expected = (
+            logprobs(load_reference_model(merged), DATA[0]),
+            logprobs(load_reference_model(shape.path, tmp_path / "saved"), DATA[0]),
+        )
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_an_image_processor_that_counts_otherwise_is_refused(shape: ModelShape) -> None:
@@ -330,12 +335,12 @@ def images_of(*parts: list[int] | bytes) -> tuple[Image, ...]:
 def test_positions_are_those_of_transformers(shape: ModelShape) -> None:
     base = BaseModel.load(shape, device="cpu")
     assert base.vision is not None
-    model = own(shape.path)
-    for one in DATA:
-        placed = base.vision.place(len(one.tokens_N), one.images)
+    model = load_reference_model(shape.path)
+    for example in DATA:
+        placed = base.vision.place(len(example.tokens_N), example.images)
         if placed is None:
             continue
-        ids = torch.from_numpy(one.tokens_N.astype(np.int64))[None]
+        ids = torch.from_numpy(example.tokens_N.astype(np.int64))[None]
         grids = [base.vision._grid(image) for image in placed.images]
         expected, shift = model.model.get_rope_index(  # type: ignore[operator, union-attr]
             ids, (ids == IMAGE).int(), torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in grids])

@@ -36,7 +36,7 @@ def part(address: object) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": address}}
 
 
-SAID: list[dict[str, Any]] = [
+IMAGE_CONTENT: list[dict[str, Any]] = [
     {"type": "text", "text": "Compare "},
     part(url(WIDE)),
     {"type": "text", "text": " with "},
@@ -50,18 +50,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(vision_models.make(tmp_path_factory.mktemp("vl")))
 
 
-def chat(text: Text, *content: object, **more: object) -> GenerationPlan:
+def chat(text: Text, *content: object, **fields: object) -> GenerationPlan:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(content)}]
-    return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
+    return validate(ChatRequest, {"model": "m", "messages": messages, **fields}).plan(text)
 
 
 def test_a_chat_with_images_is_written_as_transformers_does(text: Text) -> None:
     """The reference is the tokenizer's template with the image processor's counts, since the combined processor needs
     torchvision."""
-    plan = chat(text, *SAID)
+    plan = chat(text, *IMAGE_CONTENT)
     tokenizer = AutoTokenizer.from_pretrained(text._directory)
-    shown = [{"type": "image"} if each["type"] == "image_url" else each for each in SAID]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": shown}]
+    content = [{"type": "image"} if block["type"] == "image_url" else block for block in IMAGE_CONTENT]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for width, height in ((61, 22), (20, 75)):
         num_tokens = vision_models.processor().get_number_of_image_patches(height, width) // 4
@@ -75,7 +75,7 @@ def test_a_chat_with_images_is_written_as_transformers_does(text: Text) -> None:
 
 
 def test_the_stored_body_of_a_chat_is_read_as_the_same_prompt(text: Text) -> None:
-    plan = chat(text, *SAID)
+    plan = chat(text, *IMAGE_CONTENT)
     body = sample_body(plan.prompts[0], 1, SamplingParams(max_tokens=3), {}, images=plan.images)
     sample = read_sample(orjson.dumps(body), "r", None, text.vision)
     assert sample.prompt_T.tolist() == list(plan.prompts[0])
@@ -96,7 +96,7 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
         {"type": "text", "text": "!"},
     ]
     body = {"model": "m", "max_tokens": 3, "system": "Be brief.", "messages": [{"role": "user", "content": blocks}]}
-    plan, expected = validate(MessageRequest, body).plan(text), chat(text, *SAID)
+    plan, expected = validate(MessageRequest, body).plan(text), chat(text, *IMAGE_CONTENT)
     assert plan.prompts == expected.prompts
     assert [image.data for image in plan.images] == [WIDE, TALL]
     blocks[1]["source"] = {"type": "url", "url": "http://127.0.0.1/x.png"}
@@ -107,27 +107,27 @@ def test_blocks_of_anthropic_become_the_same_prompt(text: Text) -> None:
 def test_images_of_responses_become_the_same_prompt(text: Text, tmp_path: Path) -> None:
     """In the input, and in the output of a function that looks at a picture."""
 
-    def shown(data: bytes, media_type: str, **more: object) -> dict[str, object]:
-        return {"type": "input_image", "image_url": url(data, media_type), **more}
+    def image_block(data: bytes, media_type: str, **fields: object) -> dict[str, object]:
+        return {"type": "input_image", "image_url": url(data, media_type), **fields}
 
     said = [
         {"type": "input_text", "text": "Compare "},
-        shown(WIDE, "image/png", detail="low"),
+        image_block(WIDE, "image/png", detail="low"),
         {"type": "input_text", "text": " with "},
-        shown(TALL, "image/jpg", file_id=None),
+        image_block(TALL, "image/jpg", file_id=None),
         {"type": "input_text", "text": "!"},
     ]
     items: list[dict[str, Any]] = [{"role": "user", "content": said}]
     body = {"model": "m", "instructions": "Be brief.", "input": items}
     ignored = IgnoredFields()
     request = validate(ResponseRequest, body, ignored)
-    assert request.plan(text) == chat(text, *SAID) and ignored.names == ("input[].content[].detail",)
+    assert request.plan(text) == chat(text, *IMAGE_CONTENT) and ignored.names == ("input[].content[].detail",)
     again = validate(ResponseRequest, {"model": "m", "instructions": "Be brief.", "input": "so"})
     assert len(again.plan(text, request.items()).images) == 2, "a later response reads the stored items"
     items[0]["content"] = "Look."
     items += [
         {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": [shown(WIDE, "image/png")]},
+        {"type": "function_call_output", "call_id": "c", "output": [image_block(WIDE, "image/png")]},
     ]
     (image,) = validate(ResponseRequest, body).plan(text).images
     assert image.data == WIDE
@@ -198,8 +198,8 @@ def test_an_image_token_in_a_text_is_no_image(text: Text) -> None:
 
 def test_invalid_images_are_refused_by_name(text: Text, tmp_path: Path) -> None:
     for detail in ("auto", "high", "low"):
-        asked = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
-        assert chat(text, asked).images == chat(text, part(url(WIDE))).images, "an image is taken whole"
+        image_block = {"type": "image_url", "image_url": {"url": url(WIDE), "detail": detail}}
+        assert chat(text, image_block).images == chat(text, part(url(WIDE))).images, "an image is taken whole"
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\] has no image_url"):
         chat(text, {"type": "image_url"})
     plain = tmp_path / "plain"
@@ -226,7 +226,7 @@ class Row:
         raise StopAsyncIteration
 
 
-def asked(text: Text, row: dict[str, object], operation: Sample) -> dict[str, Any]:
+def request_of(text: Text, row: dict[str, object], operation: Sample) -> dict[str, Any]:
     service = Row(text)
     operation.check()
     with pytest.raises((StopAsyncIteration, RuntimeError)):
@@ -236,18 +236,18 @@ def asked(text: Text, row: dict[str, object], operation: Sample) -> dict[str, An
 
 def test_a_bulk_sample_takes_a_column_of_images(text: Text) -> None:
     operation = Sample("m", messages="question", image="picture", max_tokens=3)
-    request = asked(text, {"question": "What is it?", "picture": WIDE}, operation)
+    request = request_of(text, {"question": "What is it?", "picture": WIDE}, operation)
     body = {"prompt": request["prompt"], "sampling_params": {}}
     sample = read_sample(orjson.dumps(body), "r", None, text.vision)
-    shown = [part(url(WIDE)), {"type": "text", "text": "What is it?"}]
-    plan = validate(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": shown}]}).plan(text)
+    content = [part(url(WIDE)), {"type": "text", "text": "What is it?"}]
+    plan = validate(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": content}]}).plan(text)
     assert sample.prompt_T.tolist() == list(plan.prompts[0])
     assert [image.data for image in sample.images] == [WIDE]
-    two = asked(text, {"question": [{"role": "user", "content": "x"}], "picture": [WIDE, TALL]}, operation)
+    two = request_of(text, {"question": [{"role": "user", "content": "x"}], "picture": [WIDE, TALL]}, operation)
     assert [chunk["type"] for chunk in two["prompt"]["chunks"]].count("image") == 2
     for other in (base64.b64encode(WIDE).decode(), url(WIDE)):
-        assert asked(text, {"question": "What is it?", "picture": other}, operation) == request
-    parts = asked(text, {"said": [{"role": "user", "content": SAID}]}, Sample("m", messages="said"))
+        assert request_of(text, {"question": "What is it?", "picture": other}, operation) == request
+    parts = request_of(text, {"said": [{"role": "user", "content": IMAGE_CONTENT}]}, Sample("m", messages="said"))
     assert [chunk["type"] for chunk in parts["prompt"]["chunks"]].count("image") == 2
 
 

@@ -30,9 +30,9 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import read_config, read_directory
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import Datum, Image, ModelShape, Sample, SamplingParams
-from unit.test_vision import own, own_gradients, text, trained, trained_gradients
+from unit.test_vision import compute_gradients, load_reference_model, reference_gradients, text, train_backend
 from unit.test_vision import run as run_pass
-from unit.test_vision_chats import SAID, chat
+from unit.test_vision_chats import IMAGE_CONTENT, chat
 from unit.test_vision_sampling import check as check_sample
 
 torch.set_num_threads(1)
@@ -75,66 +75,66 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 @pytest.fixture(scope="module")
 def backend(shape: ModelShape, tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
-    made = trained(shape, Path(shape.path) / "adapter")
-    made.publish("m", "v")
-    return made
+    trained_backend = train_backend(shape, Path(shape.path) / "adapter")
+    trained_backend.publish("m", "v")
+    return trained_backend
 
 
 @pytest.fixture(scope="module")
 def model(backend: TorchBackend, shape: ModelShape) -> nn.Module:
-    return own(shape.path, Path(shape.path) / "adapter")
+    return load_reference_model(shape.path, Path(shape.path) / "adapter")
 
 
-def logits(model: nn.Module, one: Datum) -> Tensor:
+def logits(model: nn.Module, example: Datum) -> Tensor:
     """[N, V], with transformers' own image processor and token types."""
-    given: dict[str, Tensor] = {"input_ids": torch.from_numpy(one.tokens_N.astype(np.int64))[None]}
-    if one.images:
-        files = [Pillow.open(io.BytesIO(image.data)).convert("RGB") for image in one.images]
+    model_inputs: dict[str, Tensor] = {"input_ids": torch.from_numpy(example.tokens_N.astype(np.int64))[None]}
+    if example.images:
+        files = [Pillow.open(io.BytesIO(image.data)).convert("RGB") for image in example.images]
         processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
-        given["pixel_values"] = processor(images=files, return_tensors="pt")["pixel_values"]
-    given["token_type_ids"] = (given["input_ids"] == IMAGE).long()
-    return model(**given, use_cache=False).logits[0]
+        model_inputs["pixel_values"] = processor(images=files, return_tensors="pt")["pixel_values"]
+    model_inputs["token_type_ids"] = (model_inputs["input_ids"] == IMAGE).long()
+    return model(**model_inputs, use_cache=False).logits[0]
 
 
-def logprobs(model: nn.Module, one: Datum) -> Tensor:
-    targets = torch.from_numpy(np.asarray(one.inputs["target_tokens"]))
-    return torch.log_softmax(logits(model, one).double(), -1).gather(1, targets[:, None])[:, 0]
+def logprobs(model: nn.Module, example: Datum) -> Tensor:
+    targets = torch.from_numpy(np.asarray(example.inputs["target_tokens"]))
+    return torch.log_softmax(logits(model, example).double(), -1).gather(1, targets[:, None])[:, 0]
 
 
 def test_logprobs_are_those_of_transformers_alone_and_packed(backend: TorchBackend, model: nn.Module) -> None:
     with torch.no_grad():
-        expected = [logprobs(model, one) for one in DATA]
+        expected = [logprobs(model, example) for example in DATA]
     packed = run_pass(backend, "m", *DATA, forward_only=True).logprobs
-    for one, found, wanted in zip(DATA, packed, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
-        np.testing.assert_allclose(run_pass(backend, "m", one, forward_only=True).logprobs[0], wanted, atol=1e-4)
+    for example, actual, reference in zip(DATA, packed, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-4)
+        np.testing.assert_allclose(run_pass(backend, "m", example, forward_only=True).logprobs[0], reference, atol=1e-4)
 
 
 def test_gradients_are_those_of_transformers_alone_and_packed(backend: TorchBackend, model: nn.Module) -> None:
     for data in ((DATA[0],), (DATA[2],), DATA):
-        expected = own_gradients(model, data, logprobs)
-        views = trained_gradients(backend, data)
+        expected = reference_gradients(model, data, logprobs)
+        views = compute_gradients(backend, data)
         assert len(views) == 3 * 7 + 1
         for name, pair in views.items():
-            for letter, found in zip("AB", pair, strict=True):
-                wanted = expected[f"{wrapped_name(name)}.lora_{letter}"]
-                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+            for letter, actual in zip("AB", pair, strict=True):
+                reference = expected[f"{wrapped_name(name)}.lora_{letter}"]
+                np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
 def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model: nn.Module) -> None:
     """Shows that the other comparisons depend on the mask."""
     before = datum(*PROMPTS["middle"])
     inputs = {**before.inputs, "target_tokens": np.full(len(before.tokens_N), 5)}
-    one, other = (replace(before, inputs=inputs, images=datum(text(9, 2), data, text(6, 3)).images)
+    first, second = (replace(before, inputs=inputs, images=datum(text(9, 2), data, text(6, 3)).images)
                   for data in (ONE, OTHER))  # fmt: skip
-    found = [run_pass(backend, "m", each, forward_only=True).logprobs[0] for each in (one, other)]
-    difference = np.abs(found[0] - found[1])
+    by_image = [run_pass(backend, "m", variant, forward_only=True).logprobs[0] for variant in (first, second)]
+    difference = np.abs(by_image[0] - by_image[1])
     assert difference[:9].max() == 0.0
     assert difference[9:].min() > 1e-4
     placed = backend.base.place(before.tokens_N, before.images, "")
     assert placed is not None
-    seen = placed.seen(0, len(before.tokens_N))
-    assert seen is not None and seen.tolist() == [*range(1, 10), *[18] * SIZE, *range(19, 25)]
+    visible_ends = placed.seen(0, len(before.tokens_N))
+    assert visible_ends is not None and visible_ends.tolist() == [*range(1, 10), *[18] * SIZE, *range(19, 25)]
     causal = replace(placed, bidirectional=False)
     assert causal.seen(0, 24) is None
     base = backend.base
@@ -149,8 +149,8 @@ def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model
 
 
 def sampler(backend: TorchBackend, **options: int) -> LocalSampler:
-    given: dict[str, Any] = {"block_size": 4, **options}
-    return LocalSampler(backend.base, backend._versions, options=SamplerOptions(**given))
+    arguments: dict[str, Any] = {"block_size": 4, **options}
+    return LocalSampler(backend.base, backend._versions, options=SamplerOptions(**arguments))
 
 
 def ask(name: str, params: SamplingParams = GREEDY, num_samples: int = 1, **options: object) -> Sample:
@@ -167,21 +167,21 @@ def test_answers_match_transformers_in_chunks_and_in_batches(
 ) -> None:
     samples = [ask(name, prompt_logprobs=True) for name in PROMPTS]
     samples += [ask(f"{name}/hot", HOT, num_samples=3) for name in PROMPTS]
-    found = run(sampler(backend, max_tokens_per_step=rows), *samples)
+    answers = run(sampler(backend, max_tokens_per_step=rows), *samples)
     for sample in samples:
-        check(found[sample.request_id], sample, model)
+        check(answers[sample.request_id], sample, model)
 
 
 def test_no_piece_ends_within_an_image(backend: TorchBackend) -> None:
     own_sampler = sampler(backend, max_tokens_per_step=5)
     step, ends = own_sampler._batcher.schedule, []
 
-    def watched(*args: object) -> object:
-        made = step(*args)  # type: ignore[arg-type]
-        ends.extend(span.stop for span in made.spans)
-        return made
+    def record_ends(*args: object) -> object:
+        schedule = step(*args)  # type: ignore[arg-type]
+        ends.extend(span.stop for span in schedule.spans)
+        return schedule
 
-    own_sampler._batcher.schedule = watched  # type: ignore[method-assign, assignment]
+    own_sampler._batcher.schedule = record_ends  # type: ignore[method-assign, assignment]
     run(own_sampler, ask("middle"))
     # 9 tokens of text, the image, 6 of text, and the answer.
     assert ends[:5] == [5, 9, 18, 23, 24]
@@ -225,9 +225,9 @@ def test_cached_blocks_that_end_within_an_image_serve_the_same_image_alone(
 def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, model: nn.Module) -> None:
     samples = [ask(f"{name}/{n}", HOT) for name in ("middle", "two", "end") for n in range(2)]
     small = sampler(backend, kv_cache_bytes=80 * sampler(backend)._cache.token_bytes)
-    found = run(small, *samples)
+    answers = run(small, *samples)
     for sample in samples:
-        check(found[sample.request_id], sample, model)
+        check(answers[sample.request_id], sample, model)
 
 
 def test_a_deterministic_sampler_gives_the_same_bits_in_any_batch(backend: TorchBackend, model: nn.Module) -> None:
@@ -237,9 +237,9 @@ def test_a_deterministic_sampler_gives_the_same_bits_in_any_batch(backend: Torch
     together, pinned = run(make(options=options), *samples), make(options=options)
     for sample in samples:
         check(together[sample.request_id], sample, model)
-        alone = run(pinned, sample)[sample.request_id].sequences[0]
-        assert alone.tokens_T.tolist() == together[sample.request_id].sequences[0].tokens_T.tolist()
-        assert alone.logprobs_T.tolist() == together[sample.request_id].sequences[0].logprobs_T.tolist()
+        single = run(pinned, sample)[sample.request_id].sequences[0]
+        assert single.tokens_T.tolist() == together[sample.request_id].sequences[0].tokens_T.tolist()
+        assert single.logprobs_T.tolist() == together[sample.request_id].sequences[0].logprobs_T.tolist()
     # From cached blocks.
     again = run(pinned, samples[0])["two"].sequences[0]
     assert again.logprobs_T.tolist() == together["two"].sequences[0].logprobs_T.tolist()
@@ -265,8 +265,8 @@ def test_an_image_processor_that_does_otherwise_is_refused(
         if file.is_file():
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "preprocessor_config.json").unlink()
-    given: dict[str, Any] = {"size": {"height": 24, "width": 24}, **settings}
-    Gemma3ImageProcessorPil(**given).save_pretrained(tmp_path)
+    config: dict[str, Any] = {"size": {"height": 24, "width": 24}, **settings}
+    Gemma3ImageProcessorPil(**config).save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match=re.escape(said)):
         BaseModel.load(read_shape("x", tmp_path), device="cpu")
 
@@ -275,35 +275,39 @@ def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, backend
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
     assert type(plain.base.model).__name__ == "Gemma3ForCausalLM"
     assert [t.name for t in plain.base.adaptable()] == [t.name for t in backend.base.adaptable()]
-    for each in (plain, backend):
-        each.load("n", backend._models["m"].adapter.spec, Path(shape.path) / "adapter", optimizer=False)
-    first, second = (run_pass(each, "n", DATA[4], forward_only=True).logprobs[0] for each in (plain, backend))
+    for candidate in (plain, backend):
+        candidate.load("n", backend._models["m"].adapter.spec, Path(shape.path) / "adapter", optimizer=False)
+    first, second = (run_pass(candidate, "n", DATA[4], forward_only=True).logprobs[0] for candidate in (plain, backend))
     np.testing.assert_allclose(first, second, atol=1e-6)
 
 
 def test_a_plan_counts_the_tower(shape: ModelShape, backend: TorchBackend) -> None:
     counted = read_directory(Path(shape.path))
     names = ("vision_tower", "multi_modal_projector")
-    tower = sum(p.numel() for name, p in own(shape.path).named_parameters() if any(part in name for part in names))
+    tower = sum(
+        p.numel()
+        for name, p in load_reference_model(shape.path).named_parameters()
+        if any(part in name for part in names)
+    )
     assert counted.vision_numbers == tower > 0
 
 
 def test_numbers_that_published_configurations_leave_out_are_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}')
     (tmp_path / "preprocessor_config.json").write_text('{"size": {"height": 896, "width": 896}}')
-    found = read_shape("g", tmp_path)
-    assert (found.vocab_size, found.max_context_length) == (262_208, 131_072)
-    assert found.vision is not None and found.vision.grid(100, 7) == (16, 16)
-    vision = found.vision
+    model_shape = read_shape("g", tmp_path)
+    assert (model_shape.vocab_size, model_shape.max_context_length) == (262_208, 131_072)
+    assert model_shape.vision is not None and model_shape.vision.grid(100, 7) == (16, 16)
+    vision = model_shape.vision
     assert (vision.image_token_id, vision.begin_token_id, vision.end_token_id) == (262_144, 255_999, 256_000)
 
 
 def test_a_chat_has_the_marks_and_line_breaks_of_the_models_own_processor(shape: ModelShape) -> None:
     """transformers.Gemma3Processor.full_image_sequence"""
-    plan = chat(Text(shape), *SAID)
+    plan = chat(Text(shape), *IMAGE_CONTENT)
     tokenizer = AutoTokenizer.from_pretrained(shape.path)
-    shown = [{"type": "image"} if each["type"] == "image_url" else each for each in SAID]
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": shown}]
+    content = [{"type": "image"} if block["type"] == "image_url" else block for block in IMAGE_CONTENT]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     sequence = f"\n\n<|vision_start|>{'<|image_pad|>' * SIZE}<|vision_end|>\n\n"
     expected = tokenizer(written.replace("<|vision_start|>", sequence))["input_ids"]

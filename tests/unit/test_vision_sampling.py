@@ -20,7 +20,7 @@ from tinsmith.plan.architecture import read_config
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence
 from tinsmith.types import EMPTY_LOGPROB, Datum, Sample, SampleResult, SamplingParams
-from unit.test_vision import MODELS, logits, own, spoilt, text, trained
+from unit.test_vision import MODELS, load_reference_model, logits, spoilt, text, train_backend
 from unit.test_vision import run as run_pass
 
 torch.set_num_threads(1)
@@ -40,15 +40,15 @@ PROMPTS: dict[str, tuple[list[int] | bytes, ...]] = {
 @pytest.fixture(scope="module", params=MODELS)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchBackend:
     directory = tmp_path_factory.mktemp(request.param)
-    made = trained(vision_models.make(directory / "base", request.param), directory / "adapter")
-    made.publish("m", "v")
-    return made
+    trained_backend = train_backend(vision_models.make(directory / "base", request.param), directory / "adapter")
+    trained_backend.publish("m", "v")
+    return trained_backend
 
 
 @pytest.fixture(scope="module")
 def reference(backend: TorchBackend) -> nn.Module:
     path = Path(backend.base.shape.path)
-    return own(path, path.parent / "adapter")
+    return load_reference_model(path, path.parent / "adapter")
 
 
 def sampler(backend: TorchBackend, **options: int) -> LocalSampler:
@@ -73,19 +73,21 @@ def check(
         drawn = np.append(sequence.tokens_T, IMAGE)
         num_compared = min(int(np.flatnonzero(drawn == IMAGE)[0]) + 1, len(sequence.tokens_T))
         answer_T, logprobs_T = sequence.tokens_T[:num_compared], sequence.logprobs_T[:num_compared]
-        whole = Datum(np.concatenate([sample.prompt_T, answer_T[:-1]]), {}, sample.images)
+        answered = Datum(np.concatenate([sample.prompt_T, answer_T[:-1]]), {}, sample.images)
         with torch.no_grad():
-            expected = torch.log_softmax(logits_of(model, whole).double(), -1)
-        rows = torch.arange(num_prompt - 1, len(whole.tokens_N))
+            expected = torch.log_softmax(logits_of(model, answered).double(), -1)
+        rows = torch.arange(num_prompt - 1, len(answered.tokens_N))
         chosen = torch.from_numpy(answer_T.astype(np.int64))
         np.testing.assert_allclose(logprobs_T, expected[rows, chosen], atol=tolerance)
         if sample.params.temperature == 0:
             assert chosen.tolist() == expected[rows].argmax(-1).tolist()
     if result.prompt_logprobs_T is not None:
-        seen = expected[torch.arange(num_prompt - 1), torch.from_numpy(sample.prompt_T[1:].astype(np.int64))].numpy()
-        found = result.prompt_logprobs_T
-        assert np.isnan(found[0])
-        np.testing.assert_allclose(found[1:], seen, atol=tolerance)
+        prompt_expected = expected[
+            torch.arange(num_prompt - 1), torch.from_numpy(sample.prompt_T[1:].astype(np.int64))
+        ].numpy()
+        prompt_logprobs = result.prompt_logprobs_T
+        assert np.isnan(prompt_logprobs[0])
+        np.testing.assert_allclose(prompt_logprobs[1:], prompt_expected, atol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [5, 512])
@@ -94,14 +96,14 @@ def test_answers_match_transformers_in_chunks_and_in_batches(
 ) -> None:
     samples = [ask(name, prompt_logprobs=True, topk_prompt_logprobs=2) for name in PROMPTS]
     samples += [ask(f"{name}/hot", HOT, num_samples=3) for name in PROMPTS]
-    found = run(sampler(backend, max_tokens_per_step=rows), *samples)
+    results = run(sampler(backend, max_tokens_per_step=rows), *samples)
     for sample in samples:
-        check(found[sample.request_id], sample, reference)
-        topk = found[sample.request_id].topk_prompt
+        check(results[sample.request_id], sample, reference)
+        topk = results[sample.request_id].topk_prompt
         if topk is not None:
             assert np.flatnonzero(topk.logprobs_Tk[:, 0] == EMPTY_LOGPROB).tolist() == [0]
     for name in PROMPTS:
-        assert len({tuple(each.tokens_T) for each in found[f"{name}/hot"].sequences}) > 1
+        assert len({tuple(sequence.tokens_T) for sequence in results[f"{name}/hot"].sequences}) > 1
 
 
 def test_sampled_logprobs_are_those_of_training(backend: TorchBackend) -> None:
@@ -171,18 +173,18 @@ def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, ref
     small = sampler(backend, kv_cache_bytes=100 * token_bytes)
     vision = backend.base.vision
     assert vision is not None
-    found = run(small, *samples)
+    results = run(small, *samples)
     vision.keep_within(0)
     for sample in samples:
-        check(found[sample.request_id], sample, reference)
+        check(results[sample.request_id], sample, reference)
 
 
 def test_a_deterministic_sampler_takes_images(backend: TorchBackend, reference: nn.Module) -> None:
     pinned = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, deterministic=True))
     samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("text")]
-    found = run(pinned, *samples)
+    results = run(pinned, *samples)
     for sample in samples:
-        check(found[sample.request_id], sample, reference)
+        check(results[sample.request_id], sample, reference)
 
 
 def test_a_broken_image_is_refused_and_nothing_of_it_stays(backend: TorchBackend) -> None:

@@ -61,18 +61,18 @@ def test_a_missing_receiver_and_a_full_buffer_are_not_errors(sockets: Path) -> N
 def test_a_full_buffer_leaves_no_gap_in_a_token_stream(sockets: Path) -> None:
     sender = Mailbox(sockets, "engine")
     readers = [Mailbox(sockets, name) for name in ("server.slow", "server.quick")]
-    sent: list[str] = []
+    all_lines: list[str] = []
     arrived: list[set[str]] = [set(), set()]
     for step in range(3000):  # far more than a kernel holds for a reader
         lines = [f"+{step}:{index}{'x' * 50}" for index in range(3)]
-        sent += lines
+        all_lines += lines
         sender.stream("server", lines)
         arrived[1] |= readers[1].drain()
-    assert arrived[1] == {*sent}
+    assert arrived[1] == {*all_lines}
     for index in range(100):
         arrived[0] |= readers[0].drain()
         sender.stream("server", [str(index)])
-    assert arrived[0] >= {*sent} and "98" in arrived[0]
+    assert arrived[0] >= {*all_lines} and "98" in arrived[0]
     for mailbox in (sender, *readers):
         mailbox.close()
 
@@ -105,18 +105,18 @@ def test_a_reader_that_never_reads_costs_a_bounded_memory(sockets: Path, monkeyp
 def test_a_message_to_a_group_reaches_exactly_its_members(sockets: Path) -> None:
     sender = Mailbox(sockets, "server.x")
     members = [Mailbox(sockets, name) for name in ("engine-a", "engine-a.one", "engine-a.two")]
-    others = [Mailbox(sockets, name) for name in ("engine-ab", "engine-ab.one", "engine-b.one")]
+    outsiders = [Mailbox(sockets, name) for name in ("engine-ab", "engine-ab.one", "engine-b.one")]
     sender.wake("engine-a", ["all"])
     sender.wake("engine-a.two", ["two"])
     assert [member.drain() for member in members] == [{"all"}, {"all"}, {"all", "two"}]
-    assert [other.drain() for other in others] == [set()] * 3
+    assert [other.drain() for other in outsiders] == [set()] * 3
     time.sleep(0.2)  # the directory listing is cached by now
     sender.wake("engine-a", ["again"])
     late = Mailbox(sockets, "engine-a.late")
     members.pop().close()
     sender.wake("engine-a", ["late"])
     assert late.drain() == {"late"} and members[1].drain() == {"again", "late"}
-    for mailbox in (sender, late, *members, *others):
+    for mailbox in (sender, late, *members, *outsiders):
         mailbox.close()
 
 
@@ -162,9 +162,9 @@ def test_a_directory_that_others_made_before_is_refused(
         if how == "everybody's":
             (sockets / level).chmod(0o777)
         else:
-            found = Path.lstat
-            theirs = lambda path: os.stat_result((*found(path)[:4], os.getuid() + 1, *found(path)[5:]))  # noqa: E731
-            monkeypatch.setattr(Path, "lstat", lambda path: theirs(path) if path == sockets / level else found(path))
+            lstat = Path.lstat
+            theirs = lambda path: os.stat_result((*lstat(path)[:4], os.getuid() + 1, *lstat(path)[5:]))  # noqa: E731
+            monkeypatch.setattr(Path, "lstat", lambda path: theirs(path) if path == sockets / level else lstat(path))
     with pytest.raises(SettingsError, match="could be changed by other users"):
         Mailbox(sockets / "tinsmith" / "key", "server")
     assert not (sockets / "elsewhere" / "server").exists()
@@ -179,20 +179,20 @@ def test_a_wait_ends_without_a_wake_up(sockets: Path) -> None:
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_base_models_do_not_share_a_mailbox(one: str, other: str) -> None:
-    assert (engine_mailbox(one) == engine_mailbox(other)) is (one == other)
-    assert len(str(socket_dir(Path("/" + "deep/" * 200)) / engine_mailbox(one))) < 100
+def test_base_models_do_not_share_a_mailbox(first: str, second: str) -> None:
+    assert (engine_mailbox(first) == engine_mailbox(second)) is (first == second)
+    assert len(str(socket_dir(Path("/" + "deep/" * 200)) / engine_mailbox(first))) < 100
 
 
 def test_a_waiter_is_woken_by_its_own_id_only() -> None:
     async def run() -> None:
         waiters = Waiters()
-        with waiters.watch("a") as mine, waiters.watch("a") as twin, waiters.watch("b") as other:
+        with waiters.watch("a") as watcher, waiters.watch("a") as twin, waiters.watch("b") as other:
             waiters.settled(["a", "unknown"])
-            assert mine.is_set() and twin.is_set() and not other.is_set()
-            mine.clear()
+            assert watcher.is_set() and twin.is_set() and not other.is_set()
+            watcher.clear()
             waiters.wake_all()
-            assert mine.is_set() and other.is_set()
+            assert watcher.is_set() and other.is_set()
         assert len(waiters) == 0
 
     asyncio.run(run())

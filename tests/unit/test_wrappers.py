@@ -54,7 +54,7 @@ def make_wrapper(directory: Path, model_type: str, *, tied: bool = False) -> tup
     model.save_pretrained(directory)
     if model_type == "kimi_k25":  # its save_pretrained gives layers of the text model the tower's name
         file = directory / "model.safetensors"
-        tensors = {name.replace("model.blocks.", "model.layers."): own for name, own in load_file(file).items()}
+        tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
     tiny_models.tokenizer().save_pretrained(directory)
     return read_shape("tiny/wrapper", directory), model
