@@ -55,15 +55,15 @@ def test_the_names_are_found_by_looking() -> None:
 
 def test_every_row_of_the_ledger_has_tests_that_exist() -> None:
     rows = ledger()
-    expected = {f"{letter}{number}" for letter, count in LEDGER_ROWS.items() for number in range(1, count + 1)}
-    assert sorted(each.row for each in rows) == sorted(expected | {"B46", "Z"})
-    for each in rows:
-        assert each.what and each.tests, f"{each.row} has no test"
-        assert each.against in (*AGAINST, MISSING), f"{each.row} runs against {each.against!r}"
-        assert each.lacks or each.against != MISSING, f"{each.row} does not say what is missing"
-        for test in each.tests:
+    expected = {f"{letter}{index}" for letter, count in LEDGER_ROWS.items() for index in range(1, count + 1)}
+    assert sorted(row.row for row in rows) == sorted(expected | {"B46", "Z"})
+    for row in rows:
+        assert row.what and row.tests, f"{row.row} has no test"
+        assert row.against in (*AGAINST, MISSING), f"{row.row} runs against {row.against!r}"
+        assert row.lacks or row.against != MISSING, f"{row.row} does not say what is missing"
+        for test in row.tests:
             file, _, name = test.partition("::")
-            assert f"def {name}(" in (TESTS / file).read_text(), f"{each.row} names {test}, which does not exist"
+            assert f"def {name}(" in (TESTS / file).read_text(), f"{row.row} names {test}, which does not exist"
 
 
 def test_every_endpoint_is_in_the_reference() -> None:

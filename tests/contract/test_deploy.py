@@ -87,9 +87,9 @@ RAY_CLUSTER: dict[str, Any] = {
 
 def run(*command: str) -> str:
     """Run a tool that prints nothing on success."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -100,30 +100,30 @@ def test_a_container_file_is_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_container_has_its_files_and_an_unprivileged_user(kind: str) -> None:
     text = (DEPLOY / f"container/Dockerfile.{kind}").read_text()
-    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    included = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     for line in re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*)$", text, re.M):
         for source in line.split()[:-1]:
-            assert (ROOT / source).exists() and source in sent, source
+            assert (ROOT / source).exists() and source in included, source
     assert len(re.findall("^FROM ", text, re.M)) == 2
     assert "\nUSER 10001\n" in text and "\nHEALTHCHECK " in text and 'ENTRYPOINT ["tinsmith"]' in text
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (named,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
-    assert set(named.split(",")) <= set(extras)
+    (image_extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert set(image_extras.split(",")) <= set(extras)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_container_starts_commands_that_it_holds_on_bases_of_one_version(kind: str) -> None:
     path = DEPLOY / f"container/Dockerfile.{kind}"
-    found = image(path)
-    assert found.entrypoint[0] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    container = image(path)
+    assert container.entrypoint[0] in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     ((source, name),) = re.findall(r"^COPY --chmod=0755 (\S+) /usr/local/bin/(\S+)$", path.read_text(), re.M)
-    assert found.health["exec"]["command"] == [name] and found.env["PATH"] == "/opt/tinsmith/bin:$PATH"
+    assert container.health["exec"]["command"] == [name] and container.env["PATH"] == "/opt/tinsmith/bin:$PATH"
     assert (ROOT / source).read_text().startswith("#!/opt/tinsmith/bin/python\n")
-    assert {found.home, found.env["HF_HOME"].rpartition("/")[0]} == {found.volume}
+    assert {container.home, container.env["HF_HOME"].rpartition("/")[0]} == {container.volume}
     text = path.read_text()
-    given = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
+    build_args = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.M))
     for base in re.findall(r"^FROM (\S+)", text, re.M):
-        assert re.search(r":\d+\.\d+", given.get(base.removeprefix("$"), base)), base
+        assert re.search(r":\d+\.\d+", build_args.get(base.removeprefix("$"), base)), base
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -132,19 +132,19 @@ def test_a_container_is_built_of_what_is_sent_with_pinned_versions(kind: str) ->
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     copied = {Path(word) for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]}
     build = project["tool"]["hatch"]
-    needed = [project["project"]["readme"], *project["project"]["license-files"], build["version"]["path"]]
-    needed += [*build["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "constraints.txt"]
-    for name in needed:
+    build_inputs = [project["project"]["readme"], *project["project"]["license-files"], build["version"]["path"]]
+    build_inputs += [*build["build"]["targets"]["wheel"]["packages"], "pyproject.toml", "constraints.txt"]
+    for name in build_inputs:
         assert any(part in copied for part in (Path(name), *Path(name).parents)), name
     installs = re.findall(r"pip install (.*?);?(?: \\)?$", text, re.M)
     assert len(installs) == 2 and all(line.startswith("--constraint constraints.txt ") for line in installs)
     pinned = dict(re.findall(r"^([A-Za-z0-9._-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     pinned = {canonicalize_name(name): version for name, version in pinned.items()}
     (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
-    wanted = [*project["project"]["dependencies"], "torch"]
+    requirements = [*project["project"]["dependencies"], "torch"]
     for extra in extras.split(","):
-        wanted += project["project"]["optional-dependencies"][extra]
-    for requirement in map(Requirement, wanted):
+        requirements += project["project"]["optional-dependencies"][extra]
+    for requirement in map(Requirement, requirements):
         version = pinned[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), (requirement, version)
 
@@ -163,14 +163,14 @@ def test_the_cuda_image_has_what_triton_compiles_with() -> None:
 
 
 def test_the_entry_point_of_the_containers_runs() -> None:
-    ended = subprocess.run(
+    process = subprocess.run(
         [BIN / "tinsmith", *image(DEPLOY / "container/Dockerfile.cuda").command, "--help"],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
-    assert ended.returncode == 0 and "--device" in ended.stdout
+    assert process.returncode == 0 and "--device" in process.stdout
 
 
 def test_the_health_check_says_whether_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +208,9 @@ def volumes_of(service: dict[str, Any]) -> list[str]:
 
 
 def test_the_example_environment_has_all_variables_of_the_compose_file() -> None:
-    asked = set(re.findall(r"(?<!\$)\$\{([A-Z_]+)", (DEPLOY / "compose/compose.yaml").read_text()))
-    given = set(re.findall(r"^([A-Z_]+)=", (DEPLOY / "compose/env.example").read_text(), re.M))
-    assert asked == given
+    used_variables = set(re.findall(r"(?<!\$)\$\{([A-Z_]+)", (DEPLOY / "compose/compose.yaml").read_text()))
+    set_variables = set(re.findall(r"^([A-Z_]+)=", (DEPLOY / "compose/env.example").read_text(), re.M))
+    assert used_variables == set_variables
 
 
 @pytest.mark.parametrize(
@@ -228,17 +228,17 @@ def test_a_manifest_is_one(path: Path) -> None:
 def test_a_kustomization_names_all_that_lies_beside_it(name: str) -> None:
     directory = DEPLOY / "kubernetes" / name
     (document,) = documents(directory / "kustomization.yaml")
-    known = {"apiVersion", "kind", "namespace", "labels", "resources", "patches", "images"}
-    assert set(document) <= known
-    named = {*document["resources"], *(patch["path"] for patch in document.get("patches", ()))}
-    assert all((directory / each).exists() for each in named)
-    beside = {path.name for path in directory.glob("*.yaml")} - {"kustomization.yaml", "secret.example.yaml"}
-    assert beside == named - {"../base"}
-    base = [each for path in (DEPLOY / "kubernetes/base").glob("*.yaml") for each in documents(path)]
-    there = {(each["kind"], each["metadata"]["name"]) for each in base if "metadata" in each}
+    allowed_keys = {"apiVersion", "kind", "namespace", "labels", "resources", "patches", "images"}
+    assert set(document) <= allowed_keys
+    listed = {*document["resources"], *(patch["path"] for patch in document.get("patches", ()))}
+    assert all((directory / resource).exists() for resource in listed)
+    neighbours = {path.name for path in directory.glob("*.yaml")} - {"kustomization.yaml", "secret.example.yaml"}
+    assert neighbours == listed - {"../base"}
+    base = [resource for path in (DEPLOY / "kubernetes/base").glob("*.yaml") for resource in documents(path)]
+    base_resources = {(resource["kind"], resource["metadata"]["name"]) for resource in base if "metadata" in resource}
     for patch in document.get("patches", ()):
         (patched,) = documents(directory / patch["path"])
-        assert (patched["kind"], patched["metadata"]["name"]) in there
+        assert (patched["kind"], patched["metadata"]["name"]) in base_resources
 
 
 @pytest.mark.parametrize("name", ["engine", "sampler"])
@@ -295,10 +295,10 @@ def texts() -> Iterator[tuple[Path, str]]:
 
 
 def test_every_setting_that_is_named_exists() -> None:
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
-    named = {(name, path.name) for path, text in texts() for name in re.findall(rf"\b{PREFIX}[A-Z_]+", text)}
-    assert len(named) > 20
-    assert not {(name, where) for name, where in named if name not in known}
+    setting_variables = {PREFIX + name.upper() for name in Settings.model_fields}
+    mentions = {(name, path.name) for path, text in texts() for name in re.findall(rf"\b{PREFIX}[A-Z_]+", text)}
+    assert len(mentions) > 20
+    assert not {(name, file_name) for name, file_name in mentions if name not in setting_variables}
 
 
 def test_every_value_of_a_setting_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,9 +312,9 @@ def test_every_value_of_a_setting_is_one(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_command_that_is_named_exists() -> None:
-    found = list(commands())
-    assert {command[0] for command in found} == {"serve", "keys", "migrate", "rank"}
-    for command in found:
+    called = list(commands())
+    assert {command[0] for command in called} == {"serve", "keys", "migrate", "rank"}
+    for command in called:
         flags = {word for word in command if word.startswith("-")}
         if command[0] in FLAGS:
             assert flags <= FLAGS[command[0]], command
@@ -337,13 +337,13 @@ def commands() -> Iterator[Sequence[str]]:
 
 def lists(value: object) -> Iterator[list[str]]:
     if isinstance(value, dict):
-        for each in value.values():
-            yield from lists(each)
+        for element in value.values():
+            yield from lists(element)
     elif isinstance(value, list):
-        if all(isinstance(each, str) for each in value):
+        if all(isinstance(element, str) for element in value):
             yield value
-        for each in value:
-            yield from lists(each)
+        for element in value:
+            yield from lists(element)
 
 
 def test_every_folder_has_a_page() -> None:

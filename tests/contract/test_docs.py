@@ -112,10 +112,10 @@ def test_the_flags_of_the_commands_are_the_documented_ones() -> None:
     subcommands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     for group in [name for name, sub in subcommands.items() if hasattr(sub, "commands")]:
         subcommands |= {f"{group} {name}": sub for name, sub in subcommands.pop(group).commands.items()}
-    found = {
+    flags_by_command = {
         name: {flag for param in sub.params for flag in param.opts} - {"--help"} for name, sub in subcommands.items()
     }
-    assert found == FLAGS
+    assert flags_by_command == FLAGS
     for name, flags in FLAGS.items():
         for flag in flags - {"-m"}:
             assert f"`{flag}`" in DOCS["settings.md"], f"{flag} of {name} is not in docs/settings.md"

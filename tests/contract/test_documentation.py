@@ -63,7 +63,7 @@ def run(nano_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def numbers(pattern: str, said: str) -> list[float]:
-    return [float(each) for each in re.findall(pattern, said)]
+    return [float(digits) for digits in re.findall(pattern, said)]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if own_code(page)], ids=lambda page: page.stem)
@@ -97,8 +97,8 @@ def test_a_page_on_moving_is_short() -> None:
 
 
 def test_every_example_is_shown_and_tested() -> None:
-    shown = {path for page in PAGES for path in SNIPPET.findall(page.read_text())}
-    assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
+    snippets = {path for page in PAGES for path in SNIPPET.findall(page.read_text())}
+    assert snippets == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
     for path in EXAMPLES.glob("*.py"):
         assert f'"{path.name}"' in Path(__file__).read_text(), path.name
         assert f"examples/{path.name}" in (ROOT / "README.md").read_text(), path.name
@@ -144,7 +144,7 @@ def test_multi_turn(run: Run) -> None:
 
 
 @pytest.fixture
-def logged_run(nano_server: LiveServer) -> str:
+def run_with_metrics(nano_server: LiveServer) -> str:
     """A run with a client's points."""
     with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
         run_id = service.create_lora_training_client("tinsmith/nano", rank=4).result().model_id
@@ -155,36 +155,36 @@ def logged_run(nano_server: LiveServer) -> str:
 
 
 @pytest.mark.extended
-def test_metrics_are_copied_into_tensorboard(run: Run, logged_run: str, tmp_path: Path) -> None:
+def test_metrics_are_copied_into_tensorboard(run: Run, run_with_metrics: str, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
-    said = run(EXAMPLES / "export_metrics.py", logged_run, "tensorboard", str(tmp_path))
+    said = run(EXAMPLES / "export_metrics.py", run_with_metrics, "tensorboard", str(tmp_path))
     assert said.startswith("5 steps of ")
-    found = accumulator.EventAccumulator(str(tmp_path / logged_run.replace(":", "-"))).Reload()
-    assert [(each.step, round(each.value, 6)) for each in found.Scalars("reward")] == [
+    events = accumulator.EventAccumulator(str(tmp_path / run_with_metrics.replace(":", "-"))).Reload()
+    assert [(scalar.step, round(scalar.value, 6)) for scalar in events.Scalars("reward")] == [
         (step, step / 10) for step in range(1, 6)
     ]
-    assert len(found.Scalars("ppo_kl:mean")) == 5
+    assert len(events.Scalars("ppo_kl:mean")) == 5
 
 
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore")  # mlflow's own
-def test_metrics_are_copied_into_mlflow(run: Run, logged_run: str, tmp_path: Path) -> None:
+def test_metrics_are_copied_into_mlflow(run: Run, run_with_metrics: str, tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="no mlflow")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    run(EXAMPLES / "export_metrics.py", logged_run, "mlflow", uri)
+    run(EXAMPLES / "export_metrics.py", run_with_metrics, "mlflow", uri)
     client = mlflow.MlflowClient(uri)
-    (found,) = client.search_runs(["0"])
-    history = client.get_metric_history(found.info.run_id, "reward")
-    assert [(each.step, each.value) for each in history] == [(step, step / 10) for step in range(1, 6)]
+    (mlflow_run,) = client.search_runs(["0"])
+    history = client.get_metric_history(mlflow_run.info.run_id, "reward")
+    assert [(metric.step, metric.value) for metric in history] == [(step, step / 10) for step in range(1, 6)]
 
 
 @pytest.mark.extended
 def test_metrics_are_copied_into_wandb(
-    run: Run, logged_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, run_with_metrics: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb", reason="no wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert "5 steps of " in run(EXAMPLES / "export_metrics.py", logged_run, "wandb", "tinsmith-test")
+    assert "5 steps of " in run(EXAMPLES / "export_metrics.py", run_with_metrics, "wandb", "tinsmith-test")
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
@@ -196,9 +196,9 @@ def test_the_notebook_runs_and_its_model_learns(nano_server: LiveServer, tmp_pat
         pytest.importorskip(name, reason=f"no {name}")
     book = nbformat.read(EXAMPLES / "notebooks" / "sft_to_rl.ipynb", as_version=4)
     assert len(book.cells) == 10
-    given = {"TINKER_BASE_URL": nano_server.url, "TINKER_API_KEY": API_KEY}
+    credentials = {"TINKER_BASE_URL": nano_server.url, "TINKER_API_KEY": API_KEY}
     client = nbclient.NotebookClient(book, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute(env=os.environ | given)
+    client.execute(env=os.environ | credentials)
     said = "".join(out.get("text", "") for cell in book.cells for out in cell.get("outputs", ()))
     before, taught, reinforced = numbers(r"right: ([\d.]+)%", said)
     assert taught > before + 10 and reinforced > taught
@@ -234,10 +234,10 @@ def test_the_reference_matches_the_code() -> None:
 
 
 def test_commands_of_the_pages_use_variables_that_there_are() -> None:
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    setting_variables = {PREFIX + name.upper() for name in Settings.model_fields}
     for page in DOCS.rglob("*.md"):
-        named = set(re.findall(rf"\b{PREFIX}[A-Z_]+[A-Z]\b", page.read_text()))
-        assert named <= known, f"{page.name} names {sorted(named - known)}"
+        mentions = set(re.findall(rf"\b{PREFIX}[A-Z_]+[A-Z]\b", page.read_text()))
+        assert mentions <= setting_variables, f"{page.name} names {sorted(mentions - setting_variables)}"
 
 
 def test_the_yaml_of_the_pages_is_yaml() -> None:
@@ -267,8 +267,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    process = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     return directory
 
 
@@ -280,11 +280,11 @@ class Loaded(HTMLParser):
         self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
+        attributes = dict(attrs)
         if tag in ("script", "img", "iframe", "source", "audio", "video", "embed"):
-            self.addresses.append(found.get("src") or "")
-        if tag == "link" and found.get("rel") not in ("canonical", "next", "prev", "alternate"):
-            self.addresses.append(found.get("href") or "")
+            self.addresses.append(attributes.get("src") or "")
+        if tag == "link" and attributes.get("rel") not in ("canonical", "next", "prev", "alternate"):
+            self.addresses.append(attributes.get("href") or "")
 
 
 def test_the_site_loads_no_external_resources(site: Path) -> None:
@@ -309,6 +309,6 @@ def test_the_site_shows_examples_tables_and_pictures(site: Path) -> None:
 
 
 def test_each_page_is_in_the_navigation_once() -> None:
-    named = re.findall(r"[\w./-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
+    navigation = re.findall(r"[\w./-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
     pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
-    assert sorted(named) == sorted(pages), "mkdocs.yml has the navigation"
+    assert sorted(navigation) == sorted(pages), "mkdocs.yml has the navigation"

@@ -25,22 +25,28 @@ from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.executors import Executors
 from tinsmith.wire.fields import described
 
-LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
-OPERATOR = [each for each in OPERATIONS if each.access is Access.OPERATOR and "sampler" in each.path]
+LISTINGS = [(operation.method, operation.path) for operation in OPERATIONS if operation.access is Access.LISTING]
+OPERATOR = [
+    operation for operation in OPERATIONS if operation.access is Access.OPERATOR and "sampler" in operation.path
+]
 NO_IDS = {"telemetry session_id", "batches custom_id"}
 """Fields that are named like ids, but are not ids of objects."""
 
 
 def id_routes() -> list[tuple[str, str]]:
     """(method, path below the prefix) of every route that takes ids and a key."""
-    return [(each.method, each.route.removeprefix(PREFIX)) for each in OPERATIONS if each.access is Access.IDS]
+    return [
+        (operation.method, operation.route.removeprefix(PREFIX))
+        for operation in OPERATIONS
+        if operation.access is Access.IDS
+    ]
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, batch_tenants=("alice", "bob"), operator_tenants=("alice",))
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, batch_tenants=("alice", "bob"), operator_tenants=("alice",))
+    yield new_harness
+    close(new_harness)
 
 
 def test_every_route_that_takes_ids_has_them_somewhere() -> None:
@@ -57,8 +63,8 @@ def names_in(schema: object) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     properties = schema.get("properties")
-    own = set(properties) if isinstance(properties, dict) else set()
-    return own.union(*map(names_in, schema.values()))
+    names = set(properties) if isinstance(properties, dict) else set()
+    return names.union(*map(names_in, schema.values()))
 
 
 def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
@@ -74,48 +80,48 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
         assert {f"{operation.path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
 
 
-@pytest.mark.parametrize("number", range(len(FILTERS)), ids=lambda number: FILTERS[number][0])
-def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int) -> None:
+@pytest.mark.parametrize("index", range(len(FILTERS)), ids=lambda index: FILTERS[index][0])
+def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, index: int) -> None:
     """The response is the same as for an object that does not exist."""
-    path, given = FILTERS[number]
+    path, filter_ = FILTERS[index]
     theirs = things_of(harness)
-    seen = []
-    for things in (theirs, nothing_like(theirs)):
-        asked = filled(given, things)
+    answers = []
+    for ids in (theirs, make_missing_ids(theirs)):
+        request = filled(filter_, ids)
         url, headers = url_of(path), {"X-API-Key": BOB}
-        if isinstance(asked, dict):
-            answer = harness.client.post(url, json=asked, headers=headers)
+        if isinstance(request, dict):
+            answer = harness.client.post(url, json=request, headers=headers)
         else:
-            answer = harness.client.get(url + str(asked), headers=headers)
+            answer = harness.client.get(url + str(request), headers=headers)
         assert answer.status_code in (200, 404), answer.text
-        seen.append((answer.status_code, without_ids(answer.text, things)))
-    assert seen[0] == seen[1]
-    assert theirs.session_id not in seen[0][1] and "alice" not in seen[0][1]
+        answers.append((answer.status_code, without_ids(answer.text, ids)))
+    assert answers[0] == answers[1]
+    assert theirs.session_id not in answers[0][1] and "alice" not in answers[0][1]
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, method: str, path: str) -> None:
-    things = things_of(harness)
-    before = harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())
-    refused = ask(harness, method, path, things, BOB)
+    ids = things_of(harness)
+    before = harness.get(f"sessions/{ids.session_id}").json(), len(harness.pending())
+    refused = ask(harness, method, path, ids, BOB)
     assert refused.status_code == 404, refused.text
     assert "alice" not in refused.text
-    assert (harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())) == before
-    own = ask(harness, method, path, things, ALICE)
-    assert own.status_code != 404 and (own.status_code < 500 or own.status_code in (501, 503)), own.text
+    assert (harness.get(f"sessions/{ids.session_id}").json(), len(harness.pending())) == before
+    answer = ask(harness, method, path, ids, ALICE)
+    assert answer.status_code != 404 and (answer.status_code < 500 or answer.status_code in (501, 503)), answer.text
 
 
 @pytest.mark.parametrize(("method", "path"), LISTINGS)
 def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, method: str, path: str) -> None:
-    things = things_of(harness)
+    ids = things_of(harness)
     body = {} if method == "POST" else None
     url = url_of(path) + LISTING_QUERIES.get(path, "")
     answer = harness.client.request(method, url, json=body, headers={"X-API-Key": BOB})
     assert answer.status_code == 200 or not path.startswith(ELSEWHERE)
-    assert not [name for name in (things.session_id, things.file_id, things.batch_id, "alice") if name in answer.text]
+    assert not [name for name in (ids.session_id, ids.file_id, ids.batch_id, "alice") if name in answer.text]
 
 
-@pytest.mark.parametrize("operation", OPERATOR, ids=lambda each: each.name)
+@pytest.mark.parametrize("operation", OPERATOR, ids=lambda operation: operation.name)
 def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Harness, operation: Operation) -> None:
     engines, seat = Engines(harness.services.models._db, "here"), Seat(BASE, "sampler")
     name = engines.take(seat, 60).engine_id
@@ -127,8 +133,8 @@ def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Ha
         return harness.client.request(operation.method, url, headers={"X-API-Key": key})  # type: ignore[return-value]
 
     before = harness.services.dedicated_samplers.all()
-    refused = [answer(each, BOB) for each in (name, "sampler-0-unknown")]
-    assert [each.status_code for each in refused] == [403, 403] and refused[0].text == refused[1].text
+    refused = [answer(sampler, BOB) for sampler in (name, "sampler-0-unknown")]
+    assert [response.status_code for response in refused] == [403, 403] and refused[0].text == refused[1].text
     assert "TINSMITH_OPERATOR_TENANTS" in refused[0].text and name not in refused[0].text
     assert harness.services.dedicated_samplers.all() == before
     allowed = answer(name, ALICE)
@@ -159,23 +165,23 @@ def test_a_pool_shows_only_the_callers_jobs(harness: Harness) -> None:
     ],
 )
 def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: str, body: dict[str, object]) -> None:
-    things = things_of(harness)
-    filled = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
+    ids = things_of(harness)
+    filled = {name: ids.weights if value == "{weights}" else value for name, value in body.items()}
     filled |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
 
     def answer() -> str:
-        sent = harness.post(path, filled, BOB)
-        if sent.status_code != 200:
-            return sent.text
-        request_id = sent.json().get("request_id")
-        polled = harness.post("retrieve_future", {"request_id": request_id}, BOB) if request_id else sent
+        response = harness.post(path, filled, BOB)
+        if response.status_code != 200:
+            return response.text
+        request_id = response.json().get("request_id")
+        polled = harness.post("retrieve_future", {"request_id": request_id}, BOB) if request_id else response
         return polled.text
 
     if path != "create_model":
         assert "does not exist" in answer()
         if "model_seq_id" in filled:
             filled["model_seq_id"] = 8  # the first number is used
-    run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
+    run_id, kind, name = ids.weights.removeprefix("tinker://").split("/")
     published = harness.send("POST", f"training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
     assert published.status_code == 200
     assert "does not exist" not in answer()
@@ -187,43 +193,43 @@ def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: 
 def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     harness: Harness, method: str, action: str
 ) -> None:
-    things = things_of(harness)
-    run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
+    ids = things_of(harness)
+    run_id, kind, name = ids.weights.removeprefix("tinker://").split("/")
     path = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
     harness.send("POST", f"{path}/publish")
     body = {"ttl_seconds": 3600} if action == "/ttl" else None
     assert harness.send(method, path + action, body, BOB).status_code == 404
-    assert harness.post("weights_info", {"tinker_path": things.weights}, BOB).status_code == 200
+    assert harness.post("weights_info", {"tinker_path": ids.weights}, BOB).status_code == 200
     assert harness.send(method, path + action, body, ALICE).status_code == 200
 
 
-def nothing_like(things: Things) -> Things:
+def make_missing_ids(ids: Things) -> Things:
     """Return ids and paths of the same form that do not exist."""
     session_id = str(uuid.uuid4())
-    changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
-    others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
-    others |= {"message_batch_id": f"msgbatch_{uuid.uuid4().hex}"}
-    others |= {"trajectory_id": f"{things.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
-    others["response_id"] = f"resp_{uuid.uuid4().hex}"
-    return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
+    renamed = [text.replace(ids.session_id, session_id) for text in astuple(ids)]
+    replaced_ids = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    replaced_ids |= {"message_batch_id": f"msgbatch_{uuid.uuid4().hex}"}
+    replaced_ids |= {"trajectory_id": f"{ids.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
+    replaced_ids["response_id"] = f"resp_{uuid.uuid4().hex}"
+    return replace(Things(*renamed), job_id=str(int(ids.job_id) + 7), **replaced_ids)
 
 
-def without_ids(text: str, things: Things) -> str:
-    text = text.replace(things.message_batch_id, "MESSAGES")
-    text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
-    text = text.replace(things.response_id, "RESPONSE").replace(things.trajectory_id, "TRAJECTORY")
-    return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
+def without_ids(text: str, ids: Things) -> str:
+    text = text.replace(ids.message_batch_id, "MESSAGES")
+    text = text.replace(ids.file_id, "FILE").replace(ids.batch_id, "BATCH")
+    text = text.replace(ids.response_id, "RESPONSE").replace(ids.trajectory_id, "TRAJECTORY")
+    return text.replace(ids.session_id, "SESSION").replace(f" {ids.job_id}", " JOB")
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_foreign_and_missing_objects_have_the_same_answer(harness: Harness, method: str, path: str) -> None:
     """A foreign object and a missing one have the same status, body and headers."""
     theirs = things_of(harness)
-    nobodys = nothing_like(theirs)
+    nobodys = make_missing_ids(theirs)
     answers = [
-        (answer.status_code, *(without_ids(str(said), things) for said in (answer.text, headers)))
-        for things in (theirs, nobodys)
-        for answer in [ask(harness, method, path, things, BOB)]
+        (answer.status_code, *(without_ids(str(said), ids) for said in (answer.text, headers)))
+        for ids in (theirs, nobodys)
+        for answer in [ask(harness, method, path, ids, BOB)]
         for headers in [{k: v for k, v in answer.headers.items() if k != "date"}]
     ]
     assert answers[0] == answers[1]
@@ -257,9 +263,9 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
     name = STRANGE_IDS[strange]
     for method, path in id_routes():
         for part in (part for part in PARTS if f"{{{part}}}" in path.replace(":path", "")):
-            rest = path.replace(":path", "").format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
-            body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", "", ""))
-            url = url_of(rest).replace("NAME", name)
+            url_path = path.replace(":path", "").format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
+            body = BODIES.get(path, lambda _ids: {})(Things("", "", "", "", "", ""))
+            url = url_of(url_path).replace("NAME", name)
             answer = harness.client.request(
                 method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
             )
@@ -273,11 +279,11 @@ def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: st
     alice = things_of(harness)
     name = unquote(STRANGE_IDS[strange])[:4000]
     path = f"tinker://{name}/weights/{name}"
-    things = Things(name, name, name, path, path, name, name, name)
+    ids = Things(name, name, name, path, path, name, name, name)
     for path, body in BODIES.items():
-        if "{" in path or isinstance(filled := body(things), bytes):
+        if "{" in path or isinstance(filled := body(ids), bytes):
             continue
         answer = harness.client.post(url_of(path), json=filled, headers={"X-API-Key": ALICE})
         assert answer.status_code in (400, 404, 410), (path, answer.text[:300])
-    named = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})
-    assert harness.result(named.json()["request_id"])["category"] == "user"
+    saved = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})
+    assert harness.result(saved.json()["request_id"])["category"] == "user"

@@ -66,12 +66,12 @@ def test_a_pass_is_the_same_in_json(logprobs: list[np.ndarray], loss: float) -> 
     assert read["loss_fn_output_type"] == expected.loss_fn_output_type
     np.testing.assert_equal(TypeAdapter(dict[str, float]).validate_python(read["metrics"]), expected.metrics)
     assert len(read["loss_fn_outputs"]) == len(logprobs)
-    for output, sent in zip(read["loss_fn_outputs"], logprobs, strict=True):
-        for name, array in (("logprobs", sent), ("elementwise_loss", -sent)):
+    for output, original in zip(read["loss_fn_outputs"], logprobs, strict=True):
+        for name, array in (("logprobs", original), ("elementwise_loss", -original)):
             tensor = output[name]
             data = np.array(FLOATS.validate_python(tensor["data"]), np.float32)
             assert tensor["dtype"] == "float32"
-            if sent.shape[1:] != (0,):  # without numbers, the length of a datum is not on the wire
+            if original.shape[1:] != (0,):  # without numbers, the length of a datum is not on the wire
                 np.testing.assert_array_equal(data.reshape(tensor["shape"]), array)
 
 
@@ -92,7 +92,10 @@ def test_a_sample_is_the_same_in_json(drawn: list, length: int, k: int) -> None:
     prompt_logprobs[:1] = np.nan
     topk = types.TopK(ids, logprobs)
     sampled = tuple(
-        types.SampledSequence(tokens, own, "stop", types.TopK(tokens[:, None], own[:, None])) for tokens, own in drawn
+        types.SampledSequence(
+            tokens, sequence_logprobs, "stop", types.TopK(tokens[:, None], sequence_logprobs[:, None])
+        )
+        for tokens, sequence_logprobs in drawn
     )
     body = sampling.write_sample_result(
         types.SampleResult("r", sampled, prompt_logprobs, topk, 2, target_prompt=logprobs, alt_tokens=None)

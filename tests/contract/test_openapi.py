@@ -31,7 +31,7 @@ from tinsmith.wire.fields import Schema, described
 from tinsmith.wire.sampling import EncodedTextChunkBody
 
 DOCUMENT = cast("dict[str, Any]", document(OPERATIONS))
-REQUESTS: Mapping[str, Schema] = {each.path: body_schema(each) for each in OPERATIONS if each.takes}
+REQUESTS: Mapping[str, Schema] = {operation.path: body_schema(operation) for operation in OPERATIONS if operation.takes}
 SHARED: Mapping[str, Schema] = DOCUMENT["components"]["schemas"] | described(EncodedTextChunkBody)
 
 # Bodies and routes of the SDK.
@@ -80,20 +80,20 @@ BEYOND |= {f"/save_weights{kind}": {"keep_last"} for kind in ("", "_for_sampler"
 BEYOND["LoraConfig"] = {"alpha"}  # an extension
 
 
-def known(schema: Schema) -> dict[str, Any]:
+def properties_of(schema: Schema) -> dict[str, Any]:
     return cast(dict[str, Any], schema["properties"])
 
 
-def required(schema: Schema) -> set[str]:
+def list_required(schema: Schema) -> set[str]:
     return set(cast(list[str], schema["required"]))
 
 
 def test_the_document_is_valid_and_needs_no_key(harness: Harness) -> None:
     for path in ("/openapi.json", "/api/v1/openapi.json"):
-        found = harness.client.get(path)
-        assert found.status_code == 200
-        OpenAPIV31SpecValidator(found.json()).validate()
-    assert found.json() == DOCUMENT
+        answer = harness.client.get(path)
+        assert answer.status_code == 200
+        OpenAPIV31SpecValidator(answer.json()).validate()
+    assert answer.json() == DOCUMENT
 
 
 def test_it_names_the_routes_and_nothing_else() -> None:
@@ -126,8 +126,8 @@ def test_an_operation_with_a_typed_body_has_an_example_that_it_takes() -> None:
         if operation.takes == (JSON_TYPE,) and isinstance(operation.example, dict):
             schema = {"components": DOCUMENT["components"], **body_schema(operation)}
             values = cast("dict[str, Any]", operation.example)
-            numbers = {name: 1 for name, value in values.items() if value == "{job_id}"}
-            Draft202012Validator(schema).validate(values | numbers)
+            job_ids = {name: 1 for name, value in values.items() if value == "{job_id}"}
+            Draft202012Validator(schema).validate(values | job_ids)
 
 
 def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never_asks(harness: Harness) -> None:
@@ -146,20 +146,20 @@ def test_a_path_asks_for_a_key_where_the_document_says_so(harness: Harness) -> N
 
 
 def test_a_path_takes_a_key_as_bearer_token_where_the_document_says_so(harness: Harness) -> None:
-    taken: set[bool] = set()
+    accepted: set[bool] = set()
     for operation in OPERATIONS:
         if KEY_SCHEME in operation.schemes:
             headers = {"Authorization": f"Bearer {ALICE}"}
             answer = harness.client.request(operation.method, operation.url, headers=headers)
             assert (answer.status_code != 401) == (BEARER_SCHEME in operation.schemes), operation.name
-            taken.add(BEARER_SCHEME in operation.schemes)
-    assert taken == {True, False}
+            accepted.add(BEARER_SCHEME in operation.schemes)
+    assert accepted == {True, False}
     schemes = {
         name
         for path in DOCUMENT["paths"].values()
-        for each in path.values()
-        for one in each.get("security", ())
-        for name in one
+        for described in path.values()
+        for requirement in described.get("security", ())
+        for name in requirement
     }
     assert schemes <= set(DOCUMENT["components"]["securitySchemes"])
     assert DOCUMENT["paths"]["/api/v1/metrics"]["get"]["security"] == [{METRICS_SCHEME: []}]
@@ -168,24 +168,24 @@ def test_a_path_takes_a_key_as_bearer_token_where_the_document_says_so(harness: 
 @pytest.mark.parametrize("path", SENT)
 def test_a_request_has_the_fields_that_the_sdk_sends(path: str) -> None:
     kind = SENT[path]
-    sent = set(kind.model_fields) - {"type"}
-    assert set(known(REQUESTS[path])) == (sent - ABSENT.get(path, set())) | BEYOND.get(path, set())
+    sent_fields = set(kind.model_fields) - {"type"}
+    assert set(properties_of(REQUESTS[path])) == (sent_fields - ABSENT.get(path, set())) | BEYOND.get(path, set())
     always = {name for name, field in kind.model_fields.items() if field.is_required()}
     # Headers that the SDK always sends, or sends with each use of the path.
-    assert required(REQUESTS[path]) <= always | {"sampling_session_id", "seq_id"}
+    assert list_required(REQUESTS[path]) <= always | {"sampling_session_id", "seq_id"}
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_has_the_fields_that_the_sdk_sends(name: str) -> None:
     kind = PARTS[name]
-    assert set(known(SHARED[name])) == set(kind.model_fields) | BEYOND.get(name, set())
-    assert required(SHARED[name]) <= {each for each, field in kind.model_fields.items() if field.is_required()} | {
-        "type"
-    }
+    assert set(properties_of(SHARED[name])) == set(kind.model_fields) | BEYOND.get(name, set())
+    assert list_required(SHARED[name]) <= {
+        field_name for field_name, field in kind.model_fields.items() if field.is_required()
+    } | {"type"}
 
 
 def test_parts_that_are_written_in_place_have_the_sdk_s_fields_too() -> None:
-    assert set(known(SHARED["SamplingSessionTarget"])) == set(SamplingSessionFuturesTarget.model_fields)
-    assert set(known(SHARED["SearchCursor"])) == set(SessionSearchCursor.model_fields)
-    assert set(known(SHARED["StatusQuery"])) == set(ClientFinishedSessionStatusQuery.model_fields)
-    assert set(known(SHARED["CustomLossNode"])) | {"args", "kwargs"} == set(CustomLossNode.model_fields)
+    assert set(properties_of(SHARED["SamplingSessionTarget"])) == set(SamplingSessionFuturesTarget.model_fields)
+    assert set(properties_of(SHARED["SearchCursor"])) == set(SessionSearchCursor.model_fields)
+    assert set(properties_of(SHARED["StatusQuery"])) == set(ClientFinishedSessionStatusQuery.model_fields)
+    assert set(properties_of(SHARED["CustomLossNode"])) | {"args", "kwargs"} == set(CustomLossNode.model_fields)

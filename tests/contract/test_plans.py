@@ -137,9 +137,9 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def harness(kind: str, tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, batch_tenants=("alice",), operator_tenants=("alice",), hold_s=0.01)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, batch_tenants=("alice",), operator_tenants=("alice",), hold_s=0.01)
+    yield new_harness
+    close(new_harness)
 
 
 def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path: Path) -> None:
@@ -172,18 +172,18 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     assert weak == {}, "\n".join(f"WEAK {' '.join(text.split())}: {lines}" for text, lines in weak.items())
 
 
-def ask_everything(harness: Harness, method: str, path: str, things: Things) -> None:
+def ask_everything(harness: Harness, method: str, path: str, ids: Things) -> None:
     """Send a request with its own objects, and with each filter."""
-    body, headers = BODIES.get(path, lambda _things: {})(things), {"X-API-Key": ALICE}
+    body, headers = BODIES.get(path, lambda _ids: {})(ids), {"X-API-Key": ALICE}
     query = QUERIES.get(path, "") or LISTING_QUERIES.get(path, "")
-    url = url_of(things.fill(path.replace("{sampler}", "sampler-0-x") + query))
+    url = url_of(ids.fill(path.replace("{sampler}", "sampler-0-x") + query))
     if isinstance(body, bytes):
         harness.client.request(method, url, content=body, headers=headers | {"Content-Type": PROTO_TYPE})
     else:
         harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)
-    for filtered, given in FILTERS:
+    for filtered, filter_ in FILTERS:
         if filtered == path:
-            value = filled(given, things)
+            value = filled(filter_, ids)
             if isinstance(value, dict):
                 harness.client.post(url_of(path), json=value, headers=headers)
             else:
@@ -235,8 +235,8 @@ def test_a_scan_is_found(kind: str, tmp_path: Path) -> None:
     scan = "SELECT count(*) FROM futures WHERE tenant_id <> 'a' AND kind = 'sample' AND num_tokens > 3"
     whole_index = "SELECT request_id FROM futures ORDER BY arrival"
     with database.read() as connection:
-        for number in range(21):
-            connection.exec_driver_sql(f"SELECT arrival AS a{'x' * number} FROM futures WHERE request_id = 'x'")
+        for index in range(21):
+            connection.exec_driver_sql(f"SELECT arrival AS a{'x' * index} FROM futures WHERE request_id = 'x'")
         connection.exec_driver_sql(scan)
         connection.exec_driver_sql(whole_index)
         connection.exec_driver_sql(f"{whole_index} LIMIT 10")

@@ -49,7 +49,7 @@ def squares(_: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.T
 
 
 @pytest.fixture
-def rest(fake_server: LiveServer) -> tinker.RestClient:
+def rest_client(fake_server: LiveServer) -> tinker.RestClient:
     return tinker.RestClient(base_url=fake_server.url, api_key=API_KEY)
 
 
@@ -129,8 +129,10 @@ def test_a_forward_tells_the_loss_of_every_token(model: tinker.TrainingClient) -
 
 
 def test_weights_may_be_left_out(model: tinker.TrainingClient) -> None:
-    given, left_out = (model.forward(data(weights=each), "cross_entropy").result() for each in ((1.0,) * 4, None))
-    assert left_out.metrics == given.metrics
+    weighted, unweighted = (
+        model.forward(data(weights=weights), "cross_entropy").result() for weights in ((1.0,) * 4, None)
+    )
+    assert unweighted.metrics == weighted.metrics
 
 
 @pytest.mark.covers(
@@ -326,27 +328,27 @@ class Run:
 
 
 @pytest.fixture
-def run(rest: tinker.RestClient, fake_service: tinker.ServiceClient, model: tinker.TrainingClient) -> Run:
+def run(rest_client: tinker.RestClient, fake_service: tinker.ServiceClient, model: tinker.TrainingClient) -> Run:
     fake_service.create_sampling_client(base_model=NANO).result()
     session_id = fake_service.holder.get_session_id()
     return Run(
         session_id=session_id,
         run_id=model.model_id,
-        sampler_id=rest.get_session(session_id).result().sampler_ids[0],
+        sampler_id=rest_client.get_session(session_id).result().sampler_ids[0],
         training=model.save_state("state").result().path,
         sampler=model.save_weights_for_sampler("sampler").result().path,
         export=model.save_weights_external("export").result().path,
     )
 
 
-def both(client: object, method: str, *arguments: object) -> tuple[object, object]:
+def call_sync_and_async(client: object, method: str, *arguments: object) -> tuple[object, object]:
     """Return the results of a method and of its async twin."""
     plain = getattr(client, method)(*arguments).result()
 
-    async def awaited() -> object:
+    async def call_async() -> object:
         return await getattr(client, f"{method}_async")(*arguments)
 
-    return plain, asyncio.run(awaited())
+    return plain, asyncio.run(call_async())
 
 
 @pytest.mark.covers(
@@ -380,28 +382,28 @@ def both(client: object, method: str, *arguments: object) -> tuple[object, objec
     "POST /sessions/search",
     "POST /weights_info",
 )
-def test_objects_can_be_read(rest: tinker.RestClient, run: Run) -> None:
-    for found in both(rest, "get_training_run", run.run_id):
-        assert (found.training_run_id, found.base_model) == (run.run_id, NANO)
-    for found in both(rest, "get_training_run_by_tinker_path", run.sampler):
-        assert found.training_run_id == run.run_id
-    for found in both(rest, "list_training_runs"):
-        assert run.run_id in {each.training_run_id for each in found.training_runs}
-    for found in both(rest, "list_checkpoints", run.run_id):
-        assert {each.tinker_path for each in found.checkpoints} == {run.training, run.sampler, run.export}
-    for found in both(rest, "list_user_checkpoints"):
-        assert {run.training, run.sampler, run.export} <= {each.tinker_path for each in found.checkpoints}
-    for found in both(rest, "get_session", run.session_id):
-        assert (found.training_run_ids, found.sampler_ids) == ([run.run_id], [run.sampler_id])
-    for found in both(rest, "list_sessions"):
-        assert run.session_id in found.sessions
-    for found in both(rest, "get_sampler", run.sampler_id):
-        assert found.base_model == NANO
-    assert rest.get_server_capabilities().result().supported_models[0].model_name == NANO
-    assert rest.get_weights_info_by_tinker_path(run.training).result().lora_rank == 4
-    searched = rest.search_sessions(types.SessionSearchRequest(session_id=run.session_id)).result()
-    assert [each.session_id for each in searched.sessions] == [run.session_id]
-    assert rest.get_telemetry() is None
+def test_objects_can_be_read(rest_client: tinker.RestClient, run: Run) -> None:
+    for response in call_sync_and_async(rest_client, "get_training_run", run.run_id):
+        assert (response.training_run_id, response.base_model) == (run.run_id, NANO)
+    for response in call_sync_and_async(rest_client, "get_training_run_by_tinker_path", run.sampler):
+        assert response.training_run_id == run.run_id
+    for response in call_sync_and_async(rest_client, "list_training_runs"):
+        assert run.run_id in {row.training_run_id for row in response.training_runs}
+    for response in call_sync_and_async(rest_client, "list_checkpoints", run.run_id):
+        assert {row.tinker_path for row in response.checkpoints} == {run.training, run.sampler, run.export}
+    for response in call_sync_and_async(rest_client, "list_user_checkpoints"):
+        assert {run.training, run.sampler, run.export} <= {row.tinker_path for row in response.checkpoints}
+    for response in call_sync_and_async(rest_client, "get_session", run.session_id):
+        assert (response.training_run_ids, response.sampler_ids) == ([run.run_id], [run.sampler_id])
+    for response in call_sync_and_async(rest_client, "list_sessions"):
+        assert run.session_id in response.sessions
+    for response in call_sync_and_async(rest_client, "get_sampler", run.sampler_id):
+        assert response.base_model == NANO
+    assert rest_client.get_server_capabilities().result().supported_models[0].model_name == NANO
+    assert rest_client.get_weights_info_by_tinker_path(run.training).result().lora_rank == 4
+    searched = rest_client.search_sessions(types.SessionSearchRequest(session_id=run.session_id)).result()
+    assert [row.session_id for row in searched.sessions] == [run.session_id]
+    assert rest_client.get_telemetry() is None
 
 
 @pytest.mark.covers(
@@ -427,26 +429,26 @@ def test_objects_can_be_read(rest: tinker.RestClient, run: Run) -> None:
     "GET /sessions/{session_id}/trace_export",
     "POST /copy_weights",
 )
-def test_objects_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
+def test_objects_can_be_changed(rest_client: tinker.RestClient, run: Run) -> None:
     def checkpoint() -> types.Checkpoint:
-        listed = rest.list_checkpoints(run.run_id).result().checkpoints
-        return next(each for each in listed if each.tinker_path == run.training)
+        listed = rest_client.list_checkpoints(run.run_id).result().checkpoints
+        return next(row for row in listed if row.tinker_path == run.training)
 
-    both(rest, "publish_checkpoint_from_tinker_path", run.training)
+    call_sync_and_async(rest_client, "publish_checkpoint_from_tinker_path", run.training)
     assert checkpoint().public
-    both(rest, "unpublish_checkpoint_from_tinker_path", run.training)
+    call_sync_and_async(rest_client, "unpublish_checkpoint_from_tinker_path", run.training)
     assert not checkpoint().public
-    both(rest, "set_checkpoint_ttl_from_tinker_path", run.training, 3600)
+    call_sync_and_async(rest_client, "set_checkpoint_ttl_from_tinker_path", run.training, 3600)
     assert checkpoint().expires_at is not None
-    for links in both(rest, "get_external_weights_urls", run.export):
+    for links in call_sync_and_async(rest_client, "get_external_weights_urls", run.export):
         assert list(links.urls) == ["fake_adapter.json"]
-    both(rest, "assign_session_project", run.session_id, "research")
+    call_sync_and_async(rest_client, "assign_session_project", run.session_id, "research")
     assert run.run_id in {
-        each.training_run_id for each in rest.list_training_runs(project_id="research").result().training_runs
+        row.training_run_id for row in rest_client.list_training_runs(project_id="research").result().training_runs
     }
-    copies = both(rest, "copy_weights", run.sampler, "research")
+    copies = call_sync_and_async(rest_client, "copy_weights", run.sampler, "research")
     assert len({run.sampler, *copies}) == 3 and all(path.endswith("/sampler_weights/sampler") for path in copies)
-    for link in both(rest, "export_session_trace", run.session_id):
+    for link in call_sync_and_async(rest_client, "export_session_trace", run.session_id):
         assert str(link).startswith("http")
 
 
@@ -457,17 +459,17 @@ def test_objects_can_be_changed(rest: tinker.RestClient, run: Run) -> None:
     "RestClient.delete_checkpoint_from_tinker_path_async",
     "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
 )
-def test_objects_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingClient) -> None:
+def test_objects_can_be_deleted(rest_client: tinker.RestClient, model: tinker.TrainingClient) -> None:
     paths = [model.save_state(name).result().path for name in ("a", "b", "c", "d")]
 
     async def drive() -> None:
-        await rest.delete_checkpoint_async(model.model_id, "weights/b")
-        await rest.delete_checkpoint_from_tinker_path_async(paths[3])
+        await rest_client.delete_checkpoint_async(model.model_id, "weights/b")
+        await rest_client.delete_checkpoint_from_tinker_path_async(paths[3])
 
-    rest.delete_checkpoint(model.model_id, "weights/a").result()
-    rest.delete_checkpoint_from_tinker_path(paths[2]).result()
+    rest_client.delete_checkpoint(model.model_id, "weights/a").result()
+    rest_client.delete_checkpoint_from_tinker_path(paths[2]).result()
     asyncio.run(drive())
-    assert rest.list_checkpoints(model.model_id).result().checkpoints == []
+    assert rest_client.list_checkpoints(model.model_id).result().checkpoints == []
 
 
 @pytest.mark.covers(
@@ -488,15 +490,15 @@ def test_objects_can_be_deleted(rest: tinker.RestClient, model: tinker.TrainingC
     "GET /billing/usage/events",
     "GET /billing/usage/checkpoints/current",
 )
-def test_activity_and_usage_can_be_read(rest: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
+def test_activity_and_usage_can_be_read(rest_client: tinker.RestClient, admin: tinker.AdminClient, run: Run) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = (hour, hour + timedelta(hours=2))
-    for client in (rest, admin):
-        for log in both(client, "get_audit_log"):
+    for client in (rest_client, admin):
+        for log in call_sync_and_async(client, "get_audit_log"):
             assert any(run.training in str(entry.event_details) for entry in log.entries)
-        for used in both(client, "get_billing_usage", *window):
+        for used in call_sync_and_async(client, "get_billing_usage", *window):
             assert any(row.event_info.type == "checkpoint" for row in used.data)
-        for stored in both(client, "get_current_checkpoint_storage_usage"):
+        for stored in call_sync_and_async(client, "get_current_checkpoint_storage_usage"):
             assert sum(row.checkpoint_count for row in stored.data) >= 3
     assert admin.get_telemetry() is None
 
@@ -527,9 +529,9 @@ def test_a_command_answers(
     monkeypatch.chdir(tmp_path)
     today = datetime.now(UTC).date()
     tomorrow = today + timedelta(days=1)
-    known = {"SESSION": run.session_id, "TODAY": f"{today}T00:00:00Z", "TOMORROW": f"{tomorrow}T00:00:00Z"}
-    command = [known.get(word, word) for word in arguments.split()]
+    substitutions = {"SESSION": run.session_id, "TODAY": f"{today}T00:00:00Z", "TOMORROW": f"{tomorrow}T00:00:00Z"}
+    command = [substitutions.get(word, word) for word in arguments.split()]
     environment = {"TINKER_BASE_URL": fake_server.url, "TINKER_API_KEY": API_KEY}
-    done = CliRunner().invoke(main_cli, command, env=environment)
-    assert done.exit_code == 0, done.output
-    assert words in done.output
+    result = CliRunner().invoke(main_cli, command, env=environment)
+    assert result.exit_code == 0, result.output
+    assert words in result.output

@@ -93,25 +93,25 @@ def test_a_pass_holds_exactly_what_the_sdk_encoded(data: list[Datum], config: ob
     assert read.loss_config == (config or {})
     assert not read.forward_only
     assert len(read.data) == len(data)
-    for got, sent in zip(read.data, data, strict=True):
+    for got, original in zip(read.data, data, strict=True):
         assert got.tokens_N.dtype == np.int32
-        assert got.tokens_N.tolist() == flat_tokens(sent)
-        assert got.inputs.keys() == sent.loss_fn_inputs.keys()
-        for name, tensor in sent.loss_fn_inputs.items():
+        assert got.tokens_N.tolist() == flat_tokens(original)
+        assert got.inputs.keys() == original.loss_fn_inputs.keys()
+        for name, tensor in original.loss_fn_inputs.items():
             check_array(got.inputs[name], tensor)
 
 
-def check_array(got: types.Array, sent: TensorData) -> None:
+def check_array(got: types.Array, original: TensorData) -> None:
     if isinstance(got, types.SparseRows):
-        assert got.shape == tuple(sent.shape or ())
-        assert got.crow_indices.tolist() == sent.sparse_crow_indices
-        assert got.col_indices.tolist() == sent.sparse_col_indices
-        assert got.values.dtype == sent.dtype
-        np.testing.assert_array_equal(got.values, sent._numpy)
+        assert got.shape == tuple(original.shape or ())
+        assert got.crow_indices.tolist() == original.sparse_crow_indices
+        assert got.col_indices.tolist() == original.sparse_col_indices
+        assert got.values.dtype == original.dtype
+        np.testing.assert_array_equal(got.values, original._numpy)
     else:
-        assert sent.sparse_crow_indices is None
-        assert got.dtype == sent.dtype
-        np.testing.assert_array_equal(got, sent._numpy)
+        assert original.sparse_crow_indices is None
+        assert got.dtype == original.dtype
+        np.testing.assert_array_equal(got, original._numpy)
 
 
 def test_single_chunk_arrays_view_the_message_without_a_copy() -> None:
@@ -211,11 +211,11 @@ def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray],
     read = response_conv.deserialize_forward_backward_output(body)
     assert read.metrics == metrics
     assert len(read.loss_fn_outputs) == len(logprobs)
-    for got, sent in zip(read.loss_fn_outputs, logprobs, strict=True):
-        if sent.ndim == 1 or sent.shape[1] > 0:  # with K = 0 the SDK cannot know N
-            assert got["logprobs"].shape == list(sent.shape)
+    for got, original in zip(read.loss_fn_outputs, logprobs, strict=True):
+        if original.ndim == 1 or original.shape[1] > 0:  # with K = 0 the SDK cannot know N
+            assert got["logprobs"].shape == list(original.shape)
         assert got["logprobs"].dtype == "float32"
-        np.testing.assert_array_equal(got["logprobs"].to_numpy().ravel(), sent.ravel())
+        np.testing.assert_array_equal(got["logprobs"].to_numpy().ravel(), original.ravel())
 
 
 def test_the_sdk_reads_elementwise_losses_beside_logprobs() -> None:
@@ -224,8 +224,8 @@ def test_the_sdk_reads_elementwise_losses_beside_logprobs() -> None:
     body = training.write_pass_result(result)
     read = response_conv.deserialize_forward_backward_output(body)
     assert [set(output) for output in read.loss_fn_outputs] == [{"logprobs", "elementwise_loss"}] * 2
-    for output, sent in zip(read.loss_fn_outputs, result.elementwise_loss, strict=True):
-        np.testing.assert_array_equal(output["elementwise_loss"].to_numpy(), sent)
+    for output, original in zip(read.loss_fn_outputs, result.elementwise_loss, strict=True):
+        np.testing.assert_array_equal(output["elementwise_loss"].to_numpy(), original)
     outputs = orjson.loads(json_results.dump(json_results.pass_result(body)))["loss_fn_outputs"]
     assert [output["elementwise_loss"]["data"] for output in outputs] == [[2, 4], [2, 4, 6, 8]]
 
@@ -259,10 +259,10 @@ def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits:
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.prompt_cache_hit_tokens == hits
     assert [sequence.stop_reason for sequence in read.sequences] == [sequence.stop_reason for sequence in sequences]
-    for got, sent in zip(read.sequences, sequences, strict=True):
-        np.testing.assert_array_equal(got.tokens_np, sent.tokens_T)
-        np.testing.assert_array_equal(got.logprobs_np, sent.logprobs_T)
-        check_topk(got.topk_logprobs_np, sent.topk)
+    for got, original in zip(read.sequences, sequences, strict=True):
+        np.testing.assert_array_equal(got.tokens_np, original.tokens_T)
+        np.testing.assert_array_equal(got.logprobs_np, original.logprobs_T)
+        check_topk(got.topk_logprobs_np, original.topk)
     if prompt:
         np.testing.assert_array_equal(read.prompt_logprobs_np, prompt_logprobs)
         assert read.prompt_logprobs is not None
@@ -279,13 +279,13 @@ def test_the_sdk_reads_back_targets_and_alternatives(logprobs: np.ndarray) -> No
     result = types.SampleResult("r", (), target_prompt=logprobs, alt_tokens=types.AltTokens(tokens, logprobs))
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.target_prompt_logprobs is not None and read.prompt_alt_tokens is not None
-    for got, sent in (
+    for got, original in (
         (read.target_prompt_logprobs, logprobs),
         (read.prompt_alt_tokens.tokens, tokens),
         (read.prompt_alt_tokens.logprobs, logprobs),
     ):
-        assert (got.shape, got.dtype) == (list(sent.shape), str(sent.dtype))
-        np.testing.assert_array_equal(got.to_numpy(), sent)
+        assert (got.shape, got.dtype) == (list(original.shape), str(original.dtype))
+        np.testing.assert_array_equal(got.to_numpy(), original)
 
 
 def test_the_sdk_reads_back_sparse_targets() -> None:
@@ -306,12 +306,12 @@ def test_a_result_without_extras_has_none() -> None:
     assert read.prompt_alt_tokens is None
 
 
-def check_topk(got: object, sent: types.TopK | None) -> None:
-    if sent is None:
+def check_topk(got: object, original: types.TopK | None) -> None:
+    if original is None:
         assert got is None
     else:
-        np.testing.assert_array_equal(got.token_ids, sent.token_ids_Tk)  # type: ignore[attr-defined]
-        np.testing.assert_array_equal(got.logprobs, sent.logprobs_Tk)  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(got.token_ids, original.token_ids_Tk)  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(got.logprobs, original.logprobs_Tk)  # type: ignore[attr-defined]
 
 
 def test_an_empty_top_k_row_reads_as_none() -> None:
