@@ -93,13 +93,13 @@ LONG_FILES = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    tests_directory = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in EXTENDED and not item.get_closest_marker("smoke"):
+        if item.path.relative_to(tests_directory).parts[0] in EXTENDED and not item.get_closest_marker("smoke"):
             item.add_marker(pytest.mark.extended)
-    order = {name: place for place, name in enumerate(LONG_FILES)}
+    order = {name: position for position, name in enumerate(LONG_FILES)}
     # The sort is stable: the tests of a file keep their order.
-    items.sort(key=lambda item: order.get(item.path.relative_to(here).as_posix(), len(order)))
+    items.sort(key=lambda item: order.get(item.path.relative_to(tests_directory).as_posix(), len(order)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -129,9 +129,9 @@ def database_url(tmp_path: Path, database_kind: str) -> str:
 @pytest.fixture
 def db(database_url: str) -> Iterator[Database]:
     """A migrated, empty database."""
-    made = Database(database_url)
-    yield made
-    made.close()
+    database = Database(database_url)
+    yield database
+    database.close()
 
 
 @pytest.fixture
@@ -139,9 +139,9 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     """The application and its services in this process, without an engine."""
     from support import http_harness
 
-    made = http_harness.make_harness(tmp_path)
-    yield made
-    http_harness.close(made)
+    new_harness = http_harness.make_harness(tmp_path)
+    yield new_harness
+    http_harness.close(new_harness)
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
     # The path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 @pytest.fixture(scope="session")
@@ -204,7 +204,7 @@ def witness(request: pytest.FixtureRequest) -> Iterator[Witness | None]:
         return
     from support.compatibility import Witness
 
-    seen = Witness(request.getfixturevalue("monkeypatch"))
-    yield seen
-    missing = seen.missing(names)
+    new_witness = Witness(request.getfixturevalue("monkeypatch"))
+    yield new_witness
+    missing = new_witness.missing(names)
     assert not missing, f"says that it covers {sorted(missing)}, and does not"

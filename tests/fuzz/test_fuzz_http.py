@@ -42,11 +42,11 @@ FUZZ = settings(examples(6), phases=(Phase.generate,), suppress_health_check=lis
 def strict(schema: object) -> object:
     """The document without undeclared fields, which would otherwise be most of the generated data."""
     if isinstance(schema, list):
-        return [strict(each) for each in schema]
+        return [strict(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     closed = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
-    return {name: strict(each) for name, each in schema.items()} | closed
+    return {name: strict(element) for name, element in schema.items()} | closed
 
 
 def operations() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def operations() -> dict[str, Any]:
             if "requestBody" in operation:
                 operation["requestBody"] = strict(operation["requestBody"])
     loaded = schemathesis.openapi.from_dict(described)
-    return {found.ok().label: found.ok() for found in loaded.get_all_operations()}
+    return {parsed.ok().label: parsed.ok() for parsed in loaded.get_all_operations()}
 
 
 OPERATIONS = operations()
@@ -67,13 +67,13 @@ TAKE_NOTHING = ("healthz", "health", "openapi.json")
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    made = make_harness(tmp_path_factory.mktemp("fuzz"))
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path_factory.mktemp("fuzz"))
+    yield new_harness
+    close(new_harness)
 
 
 @pytest.fixture
-def things(harness: Harness) -> dict[str, str]:
+def existing_ids(harness: Harness) -> dict[str, str]:
     """Ids of existing objects, by the names of their fields."""
     session_id = harness.session()
     model_id = harness.model(session_id)
@@ -91,14 +91,14 @@ def things(harness: Harness) -> dict[str, str]:
         "base_model": BASE,
         "kind": "weights",
         "name": "one",
-        **uploaded(harness),
+        **upload_batch_file(harness),
         "tinker_path": path,
         "source_path": path,
         "model_path": path,
     }
 
 
-def uploaded(harness: Harness) -> dict[str, str]:
+def upload_batch_file(harness: Harness) -> dict[str, str]:
     headers, file = {"X-API-Key": ALICE}, {"file": ("in.jsonl", b"x")}
     file_id = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()["id"]
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
@@ -112,15 +112,17 @@ def parts_of(name: str, value: object) -> tuple[str, tuple[str | None, bytes]]:
     return name, (filename, content if isinstance(content, bytes) else str(content).encode(errors="replace"))
 
 
-def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
+def replace_ids(value: object, existing_ids: dict[str, str], draw: Callable) -> object:
     """The value with most ids replaced by existing ones."""
     if isinstance(value, list):
-        return [aimed(each, things, draw) for each in value]
+        return [replace_ids(element, existing_ids, draw) for element in value]
     if not isinstance(value, dict):
         return value
     return {
-        name: things[name] if name in things and draw(st.integers(0, 4)) else aimed(each, things, draw)
-        for name, each in value.items()
+        name: existing_ids[name]
+        if name in existing_ids and draw(st.integers(0, 4))
+        else replace_ids(element, existing_ids, draw)
+        for name, element in value.items()
     }
 
 
@@ -132,22 +134,24 @@ def test_every_operation_of_the_document_is_tried() -> None:
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label.rpartition("/")[2] not in TAKE_NOTHING])
-def test_no_data_break_a_route(harness: Harness, things: dict[str, str], label: str, mode: GenerationMode) -> None:
+def test_no_data_break_a_route(
+    harness: Harness, existing_ids: dict[str, str], label: str, mode: GenerationMode
+) -> None:
     key = BOB if label.startswith("DELETE /api/v1/auth") else ALICE
 
     @FUZZ
     @given(OPERATIONS[label].as_strategy(generation_mode=mode), st.data())
     def ask(case: schemathesis.Case, data: st.DataObject) -> None:
-        case.path_parameters = aimed(case.path_parameters, things, data.draw)  # type: ignore[assignment]
-        case.body = aimed(case.body, things, data.draw)
-        sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
-        sent["headers"]["X-API-Key"] = key
-        sent["content"] = sent.pop("data", None)
-        sent.pop("cookies", None)
-        if "files" in sent:
-            sent["files"] = [parts_of(*part) for part in sent["files"]]
+        case.path_parameters = replace_ids(case.path_parameters, existing_ids, data.draw)  # type: ignore[assignment]
+        case.body = replace_ids(case.body, existing_ids, data.draw)
+        arguments = case.as_transport_kwargs(base_url="http://127.0.0.1")
+        arguments["headers"]["X-API-Key"] = key
+        arguments["content"] = arguments.pop("data", None)
+        arguments.pop("cookies", None)
+        if "files" in arguments:
+            arguments["files"] = [parts_of(*part) for part in arguments["files"]]
         started = time.monotonic()
-        answer = harness.client.request(**sent, follow_redirects=False)
+        answer = harness.client.request(**arguments, follow_redirects=False)
         assert time.monotonic() - started < AT_MOST_S
         case.validate_response(answer, checks=CHECKS)
 
@@ -169,7 +173,7 @@ def test_no_pass_breaks_its_route(harness: Harness, at: int, change: bytes, enco
 
 def ids_of(label: str) -> list[str]:
     """The fields of a body that hold ids or sequence numbers."""
-    declared = next(each for each in DECLARED if f"{each.method} {each.url}" == label)
+    declared = next(operation for operation in DECLARED if f"{operation.method} {operation.url}" == label)
     schema = body_schema(declared).get("properties", {})
     assert isinstance(schema, dict)
     return [name for name in schema if name.endswith(("_id", "_path", "base_model"))]
@@ -205,11 +209,11 @@ def words_of(answer: Response) -> str:
 
 
 @pytest.mark.parametrize("label", BY_PATH)
-def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, existing_ids: dict[str, str], label: str) -> None:
     method, _, path = label.partition(" ")
     names = re.findall(r"{(\w+)}", path)
     for name, value in zip(cycle(names), NASTY, strict=False):
-        filled = {each: quote(value if each == name else things.get(each, "x"), safe="") for each in names}
+        filled = {field: quote(value if field == name else existing_ids.get(field, "x"), safe="") for field in names}
         url = "http://127.0.0.1" + path.format(**filled)
         answer = harness.client.request(method, url, headers={"X-API-Key": ALICE}, json={"project_id": "p"})
         # 405 if an id contains a slash, which makes another path. 403 is for signed links.
@@ -218,13 +222,15 @@ def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, things: dict[str, 
 
 
 @pytest.mark.parametrize("label", WITH_IDS)
-def test_no_id_in_a_body_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+def test_no_id_in_a_body_is_more_than_an_id(harness: Harness, existing_ids: dict[str, str], label: str) -> None:
     method, _, path = label.partition(" ")
-    ids = [name for name in ids_of(label) if name in things]
-    numbers = {name: 1 for name in ids_of(label) if name.endswith("seq_id")}
+    ids = [name for name in ids_of(label) if name in existing_ids]
+    seq_ids = {name: 1 for name in ids_of(label) if name.endswith("seq_id")}
     for name, value in zip(cycle(ids), NASTY, strict=False):
-        body = {**numbers, **{each: things[each] for each in ids}, name: value}
-        form = {"files": {each: (None, str(text)) for each, text in body.items()}} if label == FORM else {"json": body}
-        answer = harness.client.request(method, path.format(**things), headers={"X-API-Key": ALICE}, **form)
+        body = {**seq_ids, **{field: existing_ids[field] for field in ids}, name: value}
+        form = (
+            {"files": {field: (None, str(text)) for field, text in body.items()}} if label == FORM else {"json": body}
+        )
+        answer = harness.client.request(method, path.format(**existing_ids), headers={"X-API-Key": ALICE}, **form)
         assert answer.status_code in (200, 400, 404), (body, answer.text)
         assert answer.status_code == 200 or words_of(answer)

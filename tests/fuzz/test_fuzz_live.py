@@ -32,9 +32,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[RawClient]:
-    made = connect(server)
-    yield made
-    made.http.close()
+    new_client = connect(server)
+    yield new_client
+    new_client.http.close()
 
 
 def hidden(body: bytes) -> bytes:
@@ -50,12 +50,12 @@ def kinds(client: RawClient, model: str, sampler: str) -> list[Callable[[int], h
     def noise(size: int) -> bytes:
         return rng.randbytes(rng.randrange(size))
 
-    def step(number: int, adam: object) -> dict[str, object]:
-        return {"model_id": model, "seq_id": number + 1, "adam_params": adam}
+    def step(index: int, adam: object) -> dict[str, object]:
+        return {"model_id": model, "seq_id": index + 1, "adam_params": adam}
 
-    def sample(number: int, **changes: object) -> dict[str, object]:
+    def sample(index: int, **changes: object) -> dict[str, object]:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 500}]}
-        return {"sampling_session_id": sampler, "seq_id": number, "prompt": prompt} | changes
+        return {"sampling_session_id": sampler, "seq_id": index, "prompt": prompt} | changes
 
     deep = b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"
     return [
@@ -94,11 +94,11 @@ def test_two_thousand_bad_requests_leave_nothing_behind(server: LiveServer, clie
     bad = itertools.cycle(kinds(client, model, client.sampler()))
     slowest = 0.0
     sizes: list[list[int]] = []
-    for number in range(WARM + REQUESTS):
-        if number == WARM:
+    for index in range(WARM + REQUESTS):
+        if index == WARM:
             sizes.append([resident_bytes(pid) for pid in pids])
         started = time.monotonic()
-        answer = next(bad)(number)
+        answer = next(bad)(index)
         slowest = max(slowest, time.monotonic() - started)
         # Some are stored as refused; the reason is in the result.
         assert answer.status_code in (200, 400, 401, 403, 404, 405, 413, 415), (answer.url, answer.text)
@@ -122,8 +122,8 @@ def test_small_bodies_need_bounded_memory(server: LiveServer, client: RawClient)
     before = resident_bytes(server.process.pid)
     brackets = b'{"a":[' + b",".join([b"[]"] * (3 * MIB)) + b"]}"
     empty = b"\x1a\x00" * (bodies.FREE_BYTES // 2 + 1000) * 2
-    sent = [("asample", brackets, JSON), ("forward_backward", empty, PASS)] * 2
+    requests = [("asample", brackets, JSON), ("forward_backward", empty, PASS)] * 2
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda each: client.send(each[0], each[1], **each[2]), sent))
+        answers = list(pool.map(lambda request: client.send(request[0], request[1], **request[2]), requests))
     assert [answer.status_code for answer in answers] == [400] * 4
     assert peak_bytes(server.process.pid) - before < 300 * MIB

@@ -61,7 +61,7 @@ VALID = pass_bytes("m", 1, loss_fn_config_v2={"a": pb.LossConfigValue(number=1.0
 CHANGES = st.lists(st.tuples(st.integers(0, len(VALID)), st.integers(0, 3), st.binary(max_size=6)), max_size=4)
 
 
-def changed(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
+def apply_changes(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
     """The bytes with random cuts and insertions."""
     for at, cut, put in changes:
         body = body[:at] + put + body[at + cut :]
@@ -71,7 +71,11 @@ def changed(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
 @FUZZ
 @given(CHANGES, st.integers(0, len(VALID)))
 def test_a_pass_with_wrong_bytes_in_it_is_refused_or_read(changes: list[tuple[int, int, bytes]], end: int) -> None:
-    for body in (changed(VALID, changes), changed(VALID, changes)[:end], VALID + changed(VALID, changes)):
+    for body in (
+        apply_changes(VALID, changes),
+        apply_changes(VALID, changes)[:end],
+        VALID + apply_changes(VALID, changes),
+    ):
         with contextlib.suppress(UserError):
             judge_pass(body)
 
@@ -133,9 +137,9 @@ def test_an_array_without_cells_may_not_have_sizes_beyond_counting(shape: list[i
     tensor.CopyFrom(pb.Tensor(dense=b"", dtype=pb.DTYPE_FLOAT32, shape=shape))
     with pytest.raises(UserError, match="shape is"):
         training.read_pass(message.SerializeToString(), "r")
-    asked = READERS[read_sample] | {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": shape}}
+    request = READERS[read_sample] | {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": shape}}
     with pytest.raises(UserError, match="shape is"):
-        read_sample(fields.read_object(orjson.dumps(asked)))
+        read_sample(fields.read_object(orjson.dumps(request)))
 
 
 def test_a_key_that_comes_twice_counts_once() -> None:
@@ -176,38 +180,38 @@ DATUM = {
 PARAMS = {"max_tokens": 3, "seed": 1, "stop": ["a"], "temperature": 1.0, "top_k": 5, "top_p": 0.5}
 
 
-def read_sample(found: dict[str, Any]) -> None:
-    check_sample(sampling.sample_of(fields.validate(sampling.SampleRequest, found), "r", None), SHAPE)
+def read_sample(body: dict[str, Any]) -> None:
+    check_sample(sampling.sample_of(fields.validate(sampling.SampleRequest, body), "r", None), SHAPE)
 
 
-def read_model(found: dict[str, Any]) -> None:
-    assert fields.validate(weights.CreateModel, found).lora.rank > 0
+def read_model(body: dict[str, Any]) -> None:
+    assert fields.validate(weights.CreateModel, body).lora.rank > 0
 
 
-def read_step(found: dict[str, Any]) -> None:
-    request = fields.validate(training.OptimStepRequest, found)
+def read_step(body: dict[str, Any]) -> None:
+    request = fields.validate(training.OptimStepRequest, body)
     check_optimizer("adamw", training.optim_step_of(request, "r").params)
 
 
-def read_loss(found: dict[str, Any]) -> None:
-    check_graph(custom_loss.create_custom_loss_of(found).loss)
+def read_loss(body: dict[str, Any]) -> None:
+    check_graph(custom_loss.create_custom_loss_of(body).loss)
 
 
-def read_json_pass(found: dict[str, Any]) -> None:
-    judge_pass(legacy.pass_message(found, forward_only=False).SerializeToString())
+def read_json_pass(body: dict[str, Any]) -> None:
+    judge_pass(legacy.pass_message(body, forward_only=False).SerializeToString())
 
 
-def read_prompts(found: dict[str, Any]) -> None:
-    request = fields.validate(legacy.SamplesRequest, {"prompts": [], **found})
-    legacy.sample_body(request, found.get("prompt"), "prompts[0]")
+def read_prompts(body: dict[str, Any]) -> None:
+    request = fields.validate(legacy.SamplesRequest, {"prompts": [], **body})
+    legacy.sample_body(request, body.get("prompt"), "prompts[0]")
 
 
-def read_save(found: dict[str, Any]) -> None:
-    fields.validate(weights.SaveRequest, found)
+def read_save(body: dict[str, Any]) -> None:
+    fields.validate(weights.SaveRequest, body)
 
 
-def read_load(found: dict[str, Any]) -> None:
-    fields.validate(weights.LoadWeights, found)
+def read_load(body: dict[str, Any]) -> None:
+    fields.validate(weights.LoadWeights, body)
 
 
 READERS: dict[Callable[[dict[str, Any]], object], dict[str, Any]] = {
@@ -250,31 +254,31 @@ READERS: dict[Callable[[dict[str, Any]], object], dict[str, Any]] = {
 }
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_in(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path to every value inside a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in inner:
         yield (*path, key)
-        yield from places(child, (*path, key))
+        yield from paths_in(child, (*path, key))
 
 
-def put(body: dict[str, Any], place: tuple[Any, ...], value: object) -> dict[str, Any]:
-    made = deepcopy(body)
-    at: Any = made
-    for key in place[:-1]:
+def put(body: dict[str, Any], path: tuple[Any, ...], value: object) -> dict[str, Any]:
+    mutated = deepcopy(body)
+    at: Any = mutated
+    for key in path[:-1]:
         at = at[key]
-    at[place[-1]] = value
-    return made
+    at[path[-1]] = value
+    return mutated
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_a_strange_value_in_any_place_is_refused_or_read(reader: Callable[[dict[str, Any]], object]) -> None:
     body = READERS[reader]
     reader(fields.read_object(orjson.dumps(body)))
-    for place in places(body):
+    for path in paths_in(body):
         for value in STRANGE:
             try:
-                reader(fields.read_object(dumped(put(body, place, value))))
+                reader(fields.read_object(dump_json(put(body, path, value))))
             except UserError as error:
                 assert str(error)
 
@@ -287,13 +291,13 @@ def test_several_strange_values_are_refused_or_read(
 ) -> None:
     body = READERS[reader]
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.sampled_from(list(places(body))))
-        body = put(body, place, data.draw(st.sampled_from(STRANGE)))
+        path = data.draw(st.sampled_from(list(paths_in(body))))
+        body = put(body, path, data.draw(st.sampled_from(STRANGE)))
     with contextlib.suppress(UserError):
-        reader(fields.read_object(dumped(body)))
+        reader(fields.read_object(dump_json(body)))
 
 
-def dumped(body: object) -> bytes:
+def dump_json(body: object) -> bytes:
     return json.dumps(body).encode()  # it writes integers of any size
 
 
@@ -307,10 +311,10 @@ def test_random_bytes_are_no_json_or_an_object(body: bytes) -> None:
             fields.read_object(wrapped)
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"0x1", b'"\\ud800"', b"\xff"])
-def test_non_finite_json_numbers_are_refused(number: bytes) -> None:
+@pytest.mark.parametrize("literal", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"0x1", b'"\\ud800"', b"\xff"])
+def test_non_finite_json_numbers_are_refused(literal: bytes) -> None:
     with pytest.raises(UserError):
-        read_step(fields.read_object(b'{"model_id":"m","adam_params":{"learning_rate":' + number + b"}}"))
+        read_step(fields.read_object(b'{"model_id":"m","adam_params":{"learning_rate":' + literal + b"}}"))
 
 
 # Compressed bodies.
@@ -319,7 +323,7 @@ def test_non_finite_json_numbers_are_refused(number: bytes) -> None:
 @FUZZ
 @given(st.binary(max_size=200), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.binary(max_size=4))))
 def test_a_wrong_frame_is_refused_or_read(body: bytes, changes: list[tuple[int, int, bytes]]) -> None:
-    packed = changed(zstandard.ZstdCompressor().compress(body), changes)
+    packed = apply_changes(zstandard.ZstdCompressor().compress(body), changes)
     for wrong in (packed, packed[:-1], b"\x28\xb5\x2f\xfd" + body, body):
         with contextlib.suppress(UserError):
             assert len(bodies.decode(wrong, "zstd", MIB)) <= MIB
@@ -333,13 +337,13 @@ def hidden(body: bytes) -> bytes:
 # Data that is small on the wire.
 
 
-def peak(work: Callable[[], object]) -> tuple[int, float]:
+def peak(operation: Callable[[], object]) -> tuple[int, float]:
     """The peak of Python's memory, and the seconds of the call."""
     tracemalloc.start()
     started = time.monotonic()
     try:
         with contextlib.suppress(UserError):
-            work()
+            operation()
         return tracemalloc.get_traced_memory()[1], time.monotonic() - started
     finally:
         tracemalloc.stop()
@@ -357,10 +361,10 @@ TINY = {
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_bomb_costs_little_more_than_it_may(name: str) -> None:
-    packed, most = TINY[name]
+    packed, max_bytes = TINY[name]
     assert len(packed) < 3000
-    held, seconds = peak(lambda: bodies.decode(packed, "zstd", MIB))
-    assert held < most + MIB // 4
+    peak_bytes, seconds = peak(lambda: bodies.decode(packed, "zstd", MIB))
+    assert peak_bytes < max_bytes + MIB // 4
     assert seconds < 2
 
 
@@ -376,19 +380,19 @@ DENSE = {
 @pytest.mark.parametrize("name", DENSE)
 def test_json_costs_a_bounded_multiple_of_its_size(name: str) -> None:
     body = DENSE[name]
-    held, seconds = peak(lambda: fields.read_object(body))
-    assert held < 30 * len(body) + MIB
-    assert held < 100 * MIB
+    peak_bytes, seconds = peak(lambda: fields.read_object(body))
+    assert peak_bytes < 30 * len(body) + MIB
+    assert peak_bytes < 100 * MIB
     assert seconds < 5
 
 
 def test_json_at_its_limits() -> None:
-    def nested(depth: int) -> bytes:
+    def nest_lists(depth: int) -> bytes:
         return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
-    fields.read_object(nested(fields.MAX_DEPTH))
+    fields.read_object(nest_lists(fields.MAX_DEPTH))
     with pytest.raises(UserError, match="64 levels"):
-        fields.read_object(nested(fields.MAX_DEPTH + 1))
+        fields.read_object(nest_lists(fields.MAX_DEPTH + 1))
     assert fields.read_object(orjson.dumps({"a": "[" * 100})) == {"a": "[" * 100}
 
     def wide(count: int) -> bytes:
@@ -399,22 +403,22 @@ def test_json_at_its_limits() -> None:
         fields.read_object(wide(fields.MAX_CONTAINERS + 1))
 
 
-def framed(number: int, body: bytes) -> bytes:
-    return bytes([number << 3 | 2]) + _VarintBytes(len(body)) + body
+def frame_field(field_number: int, body: bytes) -> bytes:
+    return bytes([field_number << 3 | 2]) + _VarintBytes(len(body)) + body
 
 
-def counted(count: int) -> bytes:
+def build_datums_body(count: int) -> bytes:
     """A body with this many empty datums, large enough for the counting check."""
-    return b"\x1a\x00" * count + framed(4, b"x" * bodies.FREE_BYTES)
+    return b"\x1a\x00" * count + frame_field(4, b"x" * bodies.FREE_BYTES)
 
 
 def test_messages_at_their_limit() -> None:
-    bodies.check_messages(counted(bodies.MAX_MESSAGES), pb.ForwardBackwardRequest)
-    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # no bytes
+    bodies.check_messages(build_datums_body(bodies.MAX_MESSAGES), pb.ForwardBackwardRequest)
+    bodies.check_messages(frame_field(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # no bytes
     for wrong in (
-        counted(bodies.MAX_MESSAGES + 1),
-        framed(3, b"\x0a\x00" * bodies.FREE_BYTES),
-        framed(3, framed(2, framed(2, b"\x12\x00" * bodies.FREE_BYTES))),
+        build_datums_body(bodies.MAX_MESSAGES + 1),
+        frame_field(3, b"\x0a\x00" * bodies.FREE_BYTES),
+        frame_field(3, frame_field(2, frame_field(2, b"\x12\x00" * bodies.FREE_BYTES))),
     ):
         with pytest.raises(UserError, match="protobuf messages"):
             bodies.check_messages(wrong, pb.ForwardBackwardRequest)
@@ -423,8 +427,8 @@ def test_messages_at_their_limit() -> None:
 @FUZZ
 @given(CHANGES)
 def test_messages_are_counted_in_any_bytes(changes: list[tuple[int, int, bytes]]) -> None:
-    found = bodies._count(changed(VALID, changes), pb.ForwardBackwardRequest.DESCRIPTOR, 1000)  # type: ignore[arg-type]
-    assert 0 <= found <= 1000
+    count = bodies._count(apply_changes(VALID, changes), pb.ForwardBackwardRequest.DESCRIPTOR, 1000)  # type: ignore[arg-type]
+    assert 0 <= count <= 1000
 
 
 @pytest.mark.smoke
@@ -435,27 +439,27 @@ def test_a_valid_message_is_counted_as_it_is() -> None:
 
 def test_data_chunks_tensors_and_dimensions_at_their_limits() -> None:
     def message(data: int = 1, chunks: int = 1, tensors: int = 1, dimensions: int = 1) -> bytes:
-        made = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+        request = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
         for index in range(data):
-            datum = made.data.add()
+            datum = request.data.add()
             if index == 0:
                 for _ in range(chunks):
                     datum.model_input.add().encoded_text.tokens = b"\1\0\0\0"
-                for number in range(tensors):
-                    tensor = datum.loss_fn_inputs[f"t{number}"]
+                for tensor_index in range(tensors):
+                    tensor = datum.loss_fn_inputs[f"t{tensor_index}"]
                     tensor.CopyFrom(pb.Tensor(dense=b"\0" * 4, dtype=pb.DTYPE_FLOAT32, shape=[1] * dimensions))
-        return made.SerializeToString()
+        return request.SerializeToString()
 
     read = partial(training.read_pass, request_id="r")
-    for name, most in (
+    for name, limit in (
         ("data", training.MAX_DATA),
         ("chunks", training.MAX_CHUNKS),
         ("tensors", training.MAX_TENSORS),
         ("dimensions", training.MAX_DIMENSIONS),
     ):
-        read(message(**{name: most}))
-        with pytest.raises(UserError, match=f"at most {most} are taken"):
-            read(message(**{name: most + 1}))
+        read(message(**{name: limit}))
+        with pytest.raises(UserError, match=f"at most {limit} are taken"):
+            read(message(**{name: limit + 1}))
 
 
 @pytest.mark.smoke

@@ -43,7 +43,7 @@ def backend(shape: ModelShape) -> TorchBackend:
 
 
 @pytest.fixture
-def saved(backend: TorchBackend, tmp_path: Path) -> Iterator[Path]:
+def adapter_directory(backend: TorchBackend, tmp_path: Path) -> Iterator[Path]:
     backend.create_model("m", SPEC)
     backend.save("m", tmp_path, optimizer=True)
     yield tmp_path
@@ -81,12 +81,12 @@ LYING = {
 @pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER])
 @pytest.mark.parametrize("lie", LYING)
 def test_a_file_of_tensors_that_lies_is_refused_by_name(
-    backend: TorchBackend, saved: Path, lie: str, file: str
+    backend: TorchBackend, adapter_directory: Path, lie: str, file: str
 ) -> None:
-    (saved / file).write_bytes(LYING[lie])
+    (adapter_directory / file).write_bytes(LYING[lie])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match=file):
-        backend.load("new", SPEC, saved, optimizer=True)
+        backend.load("new", SPEC, adapter_directory, optimizer=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_MEMORY_KIB
     assert not backend.has_model("new")
 
@@ -107,10 +107,12 @@ def test_a_file_of_tensors_that_lies_is_refused_by_name(
     ],
     ids=lambda text: text[:60],
 )  # fmt: skip
-def test_an_adapters_description_that_lies_is_refused_by_name(backend: TorchBackend, saved: Path, text: str) -> None:
-    (saved / CONFIG).write_bytes(text.encode(errors="surrogatepass"))
+def test_an_adapters_description_that_lies_is_refused_by_name(
+    backend: TorchBackend, adapter_directory: Path, text: str
+) -> None:
+    (adapter_directory / CONFIG).write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UserError, match=r"adapter_config\.json|adapter_model\.safetensors"):
-        backend.load("new", SPEC, saved, optimizer=False)
+        backend.load("new", SPEC, adapter_directory, optimizer=False)
     assert not backend.has_model("new")
 
 
@@ -131,13 +133,13 @@ def smaller(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
-    backend: TorchBackend, saved: Path, file: str, change: Callable[[dict[str, torch.Tensor]], object]
+    backend: TorchBackend, adapter_directory: Path, file: str, change: Callable[[dict[str, torch.Tensor]], object]
 ) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(saved / file).items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(adapter_directory / file).items()}
     change(tensors)
-    save_file(tensors, saved / file)
+    save_file(tensors, adapter_directory / file)
     with pytest.raises(UserError, match=file):
-        backend.load("new", SPEC, saved, optimizer=True)
+        backend.load("new", SPEC, adapter_directory, optimizer=True)
     assert not backend.has_model("new")
 
 
@@ -178,7 +180,7 @@ def test_code_that_comes_with_a_base_model_is_not_run(shape: ModelShape, tmp_pat
 
 
 @pytest.fixture
-def sealed(tmp_path: Path) -> tuple[Directories, str]:
+def directory_with_manifest(tmp_path: Path) -> tuple[Directories, str]:
     def fill(path: Path) -> None:
         (path / "a").write_bytes(b"content")
 
@@ -187,20 +189,22 @@ def sealed(tmp_path: Path) -> tuple[Directories, str]:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", ".", "..", "", "a/b"])
-def test_a_manifest_that_names_files_elsewhere_is_damage(sealed: tuple[Directories, str], name: str) -> None:
-    directories, directory = sealed
+def test_a_manifest_that_names_files_elsewhere_is_damage(
+    directory_with_manifest: tuple[Directories, str], name: str
+) -> None:
+    directories, directory = directory_with_manifest
     (directories.path(directory).parent / "secret").write_bytes(b"content")
     manifest = directories.path(directory) / MANIFEST
-    found = json.loads(manifest.read_text())
-    found["files"] = {name: found["files"]["a"]}
-    manifest.write_text(json.dumps(found))
+    contents = json.loads(manifest.read_text())
+    contents["files"] = {name: contents["files"]["a"]}
+    manifest.write_text(json.dumps(contents))
     for use in (directories.files, directories.check_sizes, directories.check, directories.copy):
         with pytest.raises(CorruptFilesError):
             use(directory)
 
 
-def test_a_link_in_place_of_a_file_is_damage(sealed: tuple[Directories, str], tmp_path: Path) -> None:
-    directories, directory = sealed
+def test_a_link_in_place_of_a_file_is_damage(directory_with_manifest: tuple[Directories, str], tmp_path: Path) -> None:
+    directories, directory = directory_with_manifest
     (tmp_path / "secret").write_bytes(b"content")  # of the same size and digest
     (directories.path(directory) / "a").unlink()
     (directories.path(directory) / "a").symlink_to(tmp_path / "secret")
@@ -211,8 +215,8 @@ def test_a_link_in_place_of_a_file_is_damage(sealed: tuple[Directories, str], tm
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": {}}}',
                                   '{"files": {"a": {"bytes": "x"}}}', "[" * 100_000, "\udcff"])  # fmt: skip
-def test_a_manifest_that_is_none_is_damage(sealed: tuple[Directories, str], text: str) -> None:
-    directories, directory = sealed
+def test_a_manifest_that_is_none_is_damage(directory_with_manifest: tuple[Directories, str], text: str) -> None:
+    directories, directory = directory_with_manifest
     (directories.path(directory) / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(CorruptFilesError):
         directories.check(directory)

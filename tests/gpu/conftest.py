@@ -48,12 +48,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     import torch
 
     if NAMED and OUTCOMES:
-        where = torch.cuda.get_device_name(DEVICE) if ON_CUDA else "a CPU, which shows nothing about a GPU"
+        device_name = torch.cuda.get_device_name(DEVICE) if ON_CUDA else "a CPU, which shows nothing about a GPU"
         versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-        sys.stdout.write(verdict(OUTCOMES, f"{where}, {versions}") + "\n")
+        sys.stdout.write(verdict(OUTCOMES, f"{device_name}, {versions}") + "\n")
 
 
-def verdict(outcomes: Counter[str], where: str) -> str:
-    told = "passed" if outcomes["passed"] and not outcomes["failed"] and outcomes["not run"] <= 0 else "FAILED"
+def verdict(outcomes: Counter[str], device_name: str) -> str:
+    verdict_word = "passed" if outcomes["passed"] and not outcomes["failed"] and outcomes["not run"] <= 0 else "FAILED"
     counts = ", ".join(f"{outcomes[name]} {name}" for name in ("passed", "failed", "skipped", "not run"))
-    return f"{told}: {counts} on {where}"
+    return f"{verdict_word}: {counts} on {device_name}"

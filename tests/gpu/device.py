@@ -28,9 +28,9 @@ def device() -> torch.device:
 
 def pair(shape: ModelShape, **options: str | int) -> tuple[TorchBackend, TorchBackend]:
     """A backend on the CPU, which other tests compare with references, and one on the device, both in float32."""
-    given = {"dtype": "float32", **options}
-    made = [TorchBackend(shape, device=where, **given) for where in ("cpu", DEVICE)]  # pyright: ignore
-    return made[0], made[1]
+    arguments = {"dtype": "float32", **options}
+    backends = [TorchBackend(shape, device=backend_device, **arguments) for backend_device in ("cpu", DEVICE)]  # pyright: ignore
+    return backends[0], backends[1]
 
 
 def create(backend: TorchBackend, model_id: str, spec: LoraSpec) -> None:

@@ -20,7 +20,7 @@ from unit.test_torch_backend import relative, weights
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.model_type) for family in FAMILIES])
 def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> None:
     backends = pair(make(tmp_path / "base", family))
-    found = []
+    runs = []
     for backend in backends:
         backend.create_model("m", LoraSpec(3, seed=1))
         backend.create_model("n", LoraSpec(5, seed=2))
@@ -32,8 +32,8 @@ def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> No
         samples = [
             make_sample(f"s{n}", make_prompt(n), GREEDY, version_id="v", prompt_logprobs=True) for n in (1, 7, 30)
         ]
-        found.append((scored, weights(backend, "m").cpu(), run(sampler, *samples)))
-    (expected, expected_P, answers), (ours, ours_P, theirs) = found
+        runs.append((scored, weights(backend, "m").cpu(), run(sampler, *samples)))
+    (expected, expected_P, answers), (ours, ours_P, theirs) = runs
     for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3)
     assert relative(ours_P, expected_P.double()) < 3e-2  # an optimizer's first steps divide by tiny moments

@@ -15,7 +15,7 @@ from support.float64_reference import Reference
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.products import add_product_
 from tinsmith.types import LoraSpec
-from unit.test_torch_backend import fb, mixed_passes, relative, run, sft
+from unit.test_torch_backend import fb, make_passes, relative, run, sft
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ from tinsmith.backends.torch.head_kernels import SECTION, TILE, Softmax
 FINISHES = ((1.0, None), (0.125, None), (1.0, 30.0), (2.0, 5.0))
 
 
-class Drawn:
+class HeadCase:
     """Random logits, and pairs: several of a row, rows without any, equal targets, the first and last of a row."""
 
     def __init__(self, vocab: int, scale: float = 4.0) -> None:
@@ -43,7 +43,7 @@ class Drawn:
     def cells_p(self) -> Tensor:
         return self.local_p * self.vocab + self.target_p
 
-    def expected(self, multiplier: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    def compute_reference(self, multiplier: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         raw_CV = self.raw_CV.double().requires_grad_()
         logits_CV = raw_CV * multiplier
         if softcap is not None:
@@ -53,7 +53,7 @@ class Drawn:
         assert raw_CV.grad is not None
         return logprob_p.detach(), raw_CV.grad
 
-    def found(self, multiplier: float, softcap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def run_kernels(self, multiplier: float, softcap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cells_p, starts_C, grad_p = (x.to(DEVICE) for x in (self.cells_p, self.starts_C, self.grad_p))
         softmax = Softmax.of(self.raw_CV.to(DEVICE), multiplier, softcap)
         logprob_p = softmax.logprobs(cells_p)
@@ -63,13 +63,13 @@ class Drawn:
 @pytest.mark.parametrize(("multiplier", "softcap"), FINISHES)
 @pytest.mark.parametrize("vocab", [5, 1000, TILE, SECTION + 1, 3 * SECTION - 48])
 def test_they_are_the_softmax_in_float64(vocab: int, multiplier: float, softcap: float | None) -> None:
-    drawn = Drawn(vocab)
-    logprob_p, grad_CV = drawn.expected(multiplier, softcap)
-    ours_p, ours_CV = drawn.found(multiplier, softcap, torch.float32)
+    case = HeadCase(vocab)
+    logprob_p, grad_CV = case.compute_reference(multiplier, softcap)
+    ours_p, ours_CV = case.run_kernels(multiplier, softcap, torch.float32)
     assert float((ours_p - logprob_p).abs().max()) < 5e-6
     assert float((ours_CV - grad_CV).abs().max()) < 5e-6
     assert not ours_CV[[2, 4]].any(), "rows without pairs"
-    same_p, rounded_CV = drawn.found(multiplier, softcap, torch.bfloat16)
+    same_p, rounded_CV = case.run_kernels(multiplier, softcap, torch.bfloat16)
     assert torch.equal(same_p, ours_p)
     # The interpreter truncates where a device rounds.
     bound = 2**-8 if ON_CUDA else 2**-7
@@ -78,52 +78,52 @@ def test_they_are_the_softmax_in_float64(vocab: int, multiplier: float, softcap:
 
 def test_tiny_and_huge_logits() -> None:
     for scale in (1e-3, 1e4):
-        drawn = Drawn(300, scale)
+        case = HeadCase(300, scale)
         for multiplier, softcap in FINISHES:
-            logprob_p, grad_CV = drawn.expected(multiplier, softcap)
-            ours_p, ours_CV = drawn.found(multiplier, softcap, torch.float32)
+            logprob_p, grad_CV = case.compute_reference(multiplier, softcap)
+            ours_p, ours_CV = case.run_kernels(multiplier, softcap, torch.float32)
             torch.testing.assert_close(ours_p, logprob_p.float(), atol=5e-6, rtol=1e-6)
             torch.testing.assert_close(ours_CV, grad_CV.float(), atol=5e-6, rtol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 def test_a_row_depends_on_itself_alone() -> None:
-    drawn = Drawn(SECTION + 100)
-    before_p, before_CV = drawn.found(1.0, None, torch.float32)
-    alone = Softmax.of(drawn.raw_CV[1:2].to(DEVICE), 1.0, None)
-    own_p = alone.logprobs(drawn.target_p[1:4].to(DEVICE))
+    case = HeadCase(SECTION + 100)
+    before_p, before_CV = case.run_kernels(1.0, None, torch.float32)
+    single = Softmax.of(case.raw_CV[1:2].to(DEVICE), 1.0, None)
+    own_p = single.logprobs(case.target_p[1:4].to(DEVICE))
     assert torch.equal(own_p.cpu(), before_p[1:4])
-    drawn.raw_CV[0], drawn.raw_CV[3, 7] = float("nan"), float("inf")
-    after_p, after_CV = drawn.found(1.0, None, torch.float32)
+    case.raw_CV[0], case.raw_CV[3, 7] = float("nan"), float("inf")
+    after_p, after_CV = case.run_kernels(1.0, None, torch.float32)
     assert after_p[[0, 4]].isnan().all()
-    others_p, others_C = drawn.local_p % 3 != 0, [1, 2, 4, 5]
+    others_p, others_C = case.local_p % 3 != 0, [1, 2, 4, 5]
     assert torch.equal(after_p[others_p], before_p[others_p])
     assert torch.equal(after_CV[others_C], before_CV[others_C])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter
 def test_a_section_without_any_finite_logit() -> None:
-    drawn = Drawn(2 * SECTION)
-    drawn.raw_CV[:, :SECTION] = float("-inf")
-    drawn.target_p = drawn.target_p % SECTION + SECTION
-    logprob_p, grad_CV = drawn.expected(1.0, None)
-    ours_p, ours_CV = drawn.found(1.0, None, torch.float32)
+    case = HeadCase(2 * SECTION)
+    case.raw_CV[:, :SECTION] = float("-inf")
+    case.target_p = case.target_p % SECTION + SECTION
+    logprob_p, grad_CV = case.compute_reference(1.0, None)
+    ours_p, ours_CV = case.run_kernels(1.0, None, torch.float32)
     torch.testing.assert_close((ours_p, ours_CV), (logprob_p.float(), grad_CV.float()), atol=5e-6, rtol=0)
 
 
 def test_parts_of_a_vocabulary_are_as_the_whole() -> None:
     """As tensor ranks have them: sums are gathered, log probabilities added."""
-    drawn = Drawn(1000)
-    logprob_p, grad_CV = drawn.found(1.0, 30.0, torch.float32)
-    halves = [Softmax.of(half.contiguous().to(DEVICE), 1.0, 30.0) for half in drawn.raw_CV.split(500, 1)]
+    case = HeadCase(1000)
+    logprob_p, grad_CV = case.run_kernels(1.0, 30.0, torch.float32)
+    halves = [Softmax.of(half.contiguous().to(DEVICE), 1.0, 30.0) for half in case.raw_CV.split(500, 1)]
     sums_CS = torch.cat([half.sums_CS for half in halves], 1)
     ours_p, ours = torch.zeros(9), []
-    for number, half in enumerate(halves):
-        softmax, is_own_p = half._replace(sums_CS=sums_CS), drawn.target_p // 500 == number
-        cells_p = torch.where(is_own_p, drawn.local_p * 500 + drawn.target_p % 500, -1).to(DEVICE)
+    for index, half in enumerate(halves):
+        softmax, is_own_p = half._replace(sums_CS=sums_CS), case.target_p // 500 == index
+        cells_p = torch.where(is_own_p, case.local_p * 500 + case.target_p % 500, -1).to(DEVICE)
         ours_p += softmax.logprobs(cells_p).cpu()
-        given = drawn.starts_C.to(DEVICE), drawn.grad_p.to(DEVICE)
-        ours.append(softmax.gradient(cells_p, *given, torch.float32).cpu())
+        row_inputs = case.starts_C.to(DEVICE), case.grad_p.to(DEVICE)
+        ours.append(softmax.gradient(cells_p, *row_inputs, torch.float32).cpu())
     torch.testing.assert_close((ours_p, torch.cat(ours, 1)), (logprob_p, grad_CV), atol=5e-6, rtol=0)
 
 
@@ -131,28 +131,28 @@ def test_an_adapters_logits_are_added_in_float32() -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((40, 8), (8, 300)))
     out = torch.randn(40, 300, generator=generator)
-    found = out.to(DEVICE, copy=True)
-    add_product_(found, a.to(DEVICE), b.to(DEVICE), 0.5)
+    actual = out.to(DEVICE, copy=True)
+    add_product_(actual, a.to(DEVICE), b.to(DEVICE), 0.5)
     expected = out.double() + 0.5 * (a.double() @ b.double())
     # A CPU rounds the product once.
-    assert relative(found.cpu(), expected) < (1e-6 if ON_CUDA else 2e-3)
+    assert relative(actual.cpu(), expected) < (1e-6 if ON_CUDA else 2e-3)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="a CPU has no graphs")
 def test_a_cuda_graph_captures_them() -> None:
-    drawn = Drawn(1000)
-    given = [x.to(DEVICE) for x in (drawn.raw_CV, drawn.cells_p, drawn.starts_C, drawn.grad_p)]
+    case = HeadCase(1000)
+    inputs = [x.to(DEVICE) for x in (case.raw_CV, case.cells_p, case.starts_C, case.grad_p)]
 
     def compute() -> tuple[Tensor, Tensor]:
-        softmax = Softmax.of(given[0], 1.0, None)
-        return softmax.logprobs(given[1]), softmax.gradient(given[1], given[2], given[3], torch.bfloat16)
+        softmax = Softmax.of(inputs[0], 1.0, None)
+        return softmax.logprobs(inputs[1]), softmax.gradient(inputs[1], inputs[2], inputs[3], torch.bfloat16)
 
     expected = compute()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = compute()
+        captured = compute()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="12 GiB, interpreted")
@@ -176,20 +176,20 @@ def test_a_backend_with_kernels_is_as_one_without(arch: str, tmp_path: Path) -> 
     """All losses, several targets of a row, weights of zero, and a chunk that ends within a sequence."""
     shape = tiny_models.make(tmp_path / arch, arch)
     rng = np.random.default_rng(6)
-    passes = mixed_passes(rng, Reference(str(shape.path))) if arch == "qwen3" else [fb("m0", [sft(rng, 20)])]
-    found = []
+    passes = make_passes(rng, Reference(str(shape.path))) if arch == "qwen3" else [fb("m0", [sft(rng, 20)])]
+    runs = []
     for has_kernels in (False, True):
         backend = TorchBackend(shape, device=DEVICE, dtype="float32", logits_chunk=24)
         backend._trainer._head._has_kernels = has_kernels
-        for number in range(len(passes)):
-            create(backend, f"m{number}", LoraSpec(4, seed=number))
+        for index in range(len(passes)):
+            create(backend, f"m{index}", LoraSpec(4, seed=index))
         results = run(backend, *passes)
-        trained = [backend._models[f"m{number}"].gradient_P for number in range(len(passes))]
-        found.append((results, trained))
-    (expected, expected_gradients), (ours, our_gradients) = found
+        trained = [backend._models[f"m{index}"].gradient_P for index in range(len(passes))]
+        runs.append((results, trained))
+    (expected, expected_gradients), (ours, our_gradients) = runs
     for a, b in zip(ours, expected, strict=True):
-        for own, other in zip(a.logprobs, b.logprobs, strict=True):
-            np.testing.assert_allclose(own, other, atol=1e-5)
+        for actual, reference in zip(a.logprobs, b.logprobs, strict=True):
+            np.testing.assert_allclose(actual, reference, atol=1e-5)
     for own_P, other_P in zip(our_gradients, expected_gradients, strict=True):
         assert own_P is not None and other_P is not None
         assert relative(own_P.cpu(), other_P.cpu().double()) < 1e-5

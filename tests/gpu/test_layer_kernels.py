@@ -22,18 +22,18 @@ ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8 if ON_CUDA else 2**-7}
 """The interpreter cuts off where a GPU rounds."""
 
 
-def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Within one rounding of the largest numbers of a row, but for float32's order of sums."""
-    assert found.dtype == dtype
-    error = (found.double().cpu() - expected).abs().amax(-1)
+    assert actual.dtype == dtype
+    error = (actual.double().cpu() - expected).abs().amax(-1)
     bound = ROUNDING[dtype] * (1 + expected.abs().amax(-1))
     assert (error <= bound).all(), (error / bound).max()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
     """On the device, and the same in float64."""
-    own = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return own.to(DEVICE), own.double().requires_grad_()
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values.to(DEVICE), values.double().requires_grad_()
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,21 +83,21 @@ def rotation(rows: int, heads: int, keys: int, size: int, weight: Tensor | None)
 def test_rotations(dtype: torch.dtype, rows: int, heads: int, keys: int, size: int, has_norm: bool) -> None:
     x, wide = random(rows, heads + 2 * keys, size, dtype=dtype)
     weight, wide_weight = random(heads + keys, size, dtype=dtype, seed=1)
-    own = rotation(rows, heads, keys, size, weight if has_norm else None)
+    applied_rotation = rotation(rows, heads, keys, size, weight if has_norm else None)
     turned, values = wide[:, : heads + keys], wide[:, heads + keys :]
     if has_norm:
         turned = rms_norm(turned, wide_weight)
-    cos, signed = own.cos_T1E.double().cpu(), own.signed_T1E.double().cpu()
+    cos, signed = applied_rotation.cos_T1E.double().cpu(), applied_rotation.signed_T1E.double().cpu()
     turned = turned * cos + turned.roll(size // 2, -1) * signed
     expected = *turned.split([heads, keys], 1), values
     grads = [random(len(part[0]), rows, size, dtype=dtype, seed=4 + i) for i, part in enumerate(expected)]
     torch.autograd.backward(expected, [grad.transpose(0, 1) for _, grad in grads])
-    found = kernels.turn(x.requires_grad_(), own)
-    for ours, theirs in zip(found, expected, strict=True):
+    outputs = kernels.turn(x.requires_grad_(), applied_rotation)
+    for ours, theirs in zip(outputs, expected, strict=True):
         near(ours, theirs, dtype)
     with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(kernels.turn(x, own), found, strict=True))
-    torch.autograd.backward(found, [grad.transpose(0, 1) for grad, _ in grads])
+        assert all(torch.equal(a, b) for a, b in zip(kernels.turn(x, applied_rotation), outputs, strict=True))
+    torch.autograd.backward(outputs, [grad.transpose(0, 1) for grad, _ in grads])
     assert x.grad is not None and wide.grad is not None
     near(x.grad, wide.grad, dtype)
 

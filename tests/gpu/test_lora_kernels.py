@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16] if ON_CUDA else [torch.float32]
 
 
 def targets(inputs: int, outputs: tuple[int, ...]) -> list[Target]:
-    return [Target(f"l{number}", "mlp", inputs, out) for number, out in enumerate(outputs)]
+    return [Target(f"l{index}", "mlp", inputs, out) for index, out in enumerate(outputs)]
 
 
 def adapter(layout: Layout, seed: int, dtype: torch.dtype, alpha: float) -> Adapter:
@@ -36,16 +36,24 @@ def adapter(layout: Layout, seed: int, dtype: torch.dtype, alpha: float) -> Adap
 def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, rank: int) -> None:
     rng = np.random.default_rng(rank)
     inputs, outputs = 1100, (130, 40, 256)
-    own = targets(inputs, outputs)
-    delta, layout = LoRADelta(own), Layout.of(rank, own[:2] if rank == 8 else own)
-    known = [adapter(layout, seed, dtype, alpha) for seed, alpha in ((1, 16.0), (2, 3.5), (3, 32.0))]
-    counts = [(known[0], 19), (None, 2), (known[1], 1), (known[2], BLOCK_ROWS), (None, 3)]
-    adapters = [each for each, count in counts for _ in range(count)]
+    chosen_targets = targets(inputs, outputs)
+    delta, layout = LoRADelta(chosen_targets), Layout.of(rank, chosen_targets[:2] if rank == 8 else chosen_targets)
+    trained_adapters = [adapter(layout, seed, dtype, alpha) for seed, alpha in ((1, 16.0), (2, 3.5), (3, 32.0))]
+    counts = [
+        (trained_adapters[0], 19),
+        (None, 2),
+        (trained_adapters[1], 1),
+        (trained_adapters[2], BLOCK_ROWS),
+        (None, 3),
+    ]
+    adapters = [owner for owner, count in counts for _ in range(count)]
     x_nI = torch.from_numpy(rng.standard_normal((len(adapters), inputs), np.float32)).to(DEVICE, dtype)
     y_nO = torch.from_numpy(rng.standard_normal((len(adapters), sum(outputs)), np.float32)).to(DEVICE, dtype)
     expected = y_nO.double()
-    wide = {id(each): Adapter(each.spec, layout, each.compute_P.double(), torch.float64) for each in known}
-    routing = Routing.of([wide.get(id(each)) for each in adapters], [1] * len(adapters))
+    wide = {
+        id(owner): Adapter(owner.spec, layout, owner.compute_P.double(), torch.float64) for owner in trained_adapters
+    }
+    routing = Routing.of([wide.get(id(owner)) for owner in adapters], [1] * len(adapters))
     delta.reference_(expected, x_nI.double(), routing)
     DeviceRouting.of(adapters, [1] * len(adapters)).add_deltas_(delta, y_nO, x_nI)
     error = float((y_nO.double() - expected).norm() / expected.norm())
@@ -53,12 +61,12 @@ def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, 
 
 
 def test_rows_that_are_not_finite_stay_alone() -> None:
-    own = targets(256, (64,))
-    delta, layout = LoRADelta(own), Layout.of(8, own)
-    known = adapter(layout, 1, DTYPES[-1], 16.0)
+    chosen_targets = targets(256, (64,))
+    delta, layout = LoRADelta(chosen_targets), Layout.of(8, chosen_targets)
+    sick_adapter = adapter(layout, 1, DTYPES[-1], 16.0)
     x_nI = torch.ones(20, 256, dtype=DTYPES[-1], device=DEVICE)
     x_nI[3] = float("nan")
     y_nO = torch.zeros(20, 64, dtype=DTYPES[-1], device=DEVICE)
-    DeviceRouting.of([known], [20]).add_deltas_(delta, y_nO, x_nI)
+    DeviceRouting.of([sick_adapter], [20]).add_deltas_(delta, y_nO, x_nI)
     is_finite = y_nO.isfinite().all(1)
     assert not is_finite[3] and int(is_finite.sum()) == 19

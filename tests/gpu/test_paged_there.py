@@ -20,9 +20,9 @@ def test_a_captured_launch_reads_lengths_when_it_is_replayed() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(q, store, table, keys, key_dim=128, scale=0.1)
+        output = attend(q, store, table, keys, key_dim=128, scale=0.1)
     for lengths in ([1, 0, 2999], [40, 129, 17]):
         keys.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
-        assert torch.equal(found, attend(q, store, table, keys, key_dim=128, scale=0.1))
-        assert found.isfinite().all()
+        assert torch.equal(output, attend(q, store, table, keys, key_dim=128, scale=0.1))
+        assert output.isfinite().all()

@@ -13,8 +13,8 @@ from tinsmith.backends.torch.quantization import QuantisedLinear
 from tinsmith.types import ModelShape
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,16 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kind: str, dtype: str) -> None:
     pytest.importorskip("bitsandbytes")
-    host, there = (TorchBackend(shape, device=where, dtype=dtype, quantize=kind) for where in ("cpu", DEVICE))
-    for name, linear in there.base.targets.items():
+    cpu, gpu = (
+        TorchBackend(shape, device=backend_device, dtype=dtype, quantize=kind) for backend_device in ("cpu", DEVICE)
+    )
+    for name, linear in gpu.base.targets.items():
         if isinstance(linear, QuantisedLinear):
             assert linear.weight.device == device()
-            found, expected = linear.weight.cpu(), host.base.targets[name].weight
+            actual, expected = linear.weight.cpu(), cpu.base.targets[name].weight
             # Codes may differ for numbers halfway between two codes.
-            assert relative(found, expected) < (1e-6 if kind == "int8" else 0.01), name
+            assert relative(actual, expected) < (1e-6 if kind == "int8" else 0.01), name
     from support.local_sampling import HOT, run
 
-    answer = run(there.sampler, make_sample("s", make_prompt(12), HOT))["s"]
+    answer = run(gpu.sampler, make_sample("s", make_prompt(12), HOT))["s"]
     assert len(answer.sequences[0].tokens_T) == HOT.max_tokens

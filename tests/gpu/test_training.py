@@ -15,7 +15,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.errors import NonFiniteGradientError
 from tinsmith.types import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
-from unit.test_torch_backend import OUR_LOSSES, SPECS, fb, mixed_passes, relative, rl, run, sft, weights
+from unit.test_torch_backend import OUR_LOSSES, SPECS, fb, make_passes, relative, rl, run, sft, weights
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 
@@ -31,25 +31,25 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def gradient_of(backend: TorchBackend, model_id: str) -> torch.Tensor:
-    found = backend._models[model_id].gradient_P
-    assert found is not None
-    return found.cpu()
+    gradient_P = backend._models[model_id].gradient_P
+    assert gradient_P is not None
+    return gradient_P.cpu()
 
 
 def test_every_loss_has_the_values_and_gradients_of_the_cpu(shape: ModelShape) -> None:
     rng = np.random.default_rng(1)
-    host, there = pair(shape)
+    cpu, gpu = pair(shape)
     oracle = Reference(str(shape.path)) if shape.name != "tiny/gpt_oss" else None
-    for number, loss_fn in enumerate(OUR_LOSSES):
+    for index, loss_fn in enumerate(OUR_LOSSES):
         if oracle is None and loss_fn != "cross_entropy":
             continue  # the families' test trains models that the reference cannot merge
-        model_id = f"m{number}"
+        model_id = f"m{index}"
         data = [sft(rng, n) if loss_fn == "cross_entropy" or oracle is None else rl(rng, n, oracle) for n in (9, 1, 33)]
-        found = []
-        for backend in (host, there):
-            create(backend, model_id, LoraSpec(4, seed=number))
-            found.append((run(backend, fb(model_id, data, loss_fn))[0], gradient_of(backend, model_id)))
-        (expected, expected_P), (ours, ours_P) = found
+        runs = []
+        for backend in (cpu, gpu):
+            create(backend, model_id, LoraSpec(4, seed=index))
+            runs.append((run(backend, fb(model_id, data, loss_fn))[0], gradient_of(backend, model_id)))
+        (expected, expected_P), (ours, ours_P) = runs
         for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-4, err_msg=loss_fn)
         assert ours.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-3, abs=1e-3)
@@ -59,11 +59,11 @@ def test_every_loss_has_the_values_and_gradients_of_the_cpu(shape: ModelShape) -
 @pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
 @pytest.mark.parametrize("recompute", ["off", "on"])
 def test_steps_of_many_tenants_move_weights_as_on_the_cpu(qwen: ModelShape, optimizer: str, recompute: str) -> None:
-    passes = mixed_passes(np.random.default_rng(5), Reference(str(qwen.path)))
+    passes = make_passes(np.random.default_rng(5), Reference(str(qwen.path)))
     results = []
     for backend in pair(qwen, recompute=recompute, max_tokens_per_microbatch=64, logits_chunk=32):
-        for number, spec in enumerate(SPECS):
-            backend.create_model(f"m{number}", spec, optimizer)
+        for index, spec in enumerate(SPECS):
+            backend.create_model(f"m{index}", spec, optimizer)
         for _ in range(3):
             run(backend, *passes)
             outcomes = backend.optim_step([OptimStep("o", pass_.model_id, _params(optimizer)) for pass_ in passes])
@@ -86,33 +86,33 @@ def test_packed_is_as_alone(shape: ModelShape, dtype: str) -> None:
     rng = np.random.default_rng(3)
     backend = TorchBackend(shape, device=DEVICE, dtype=dtype)
     passes: list[Pass] = []
-    for number in range(5):
-        create(backend, f"m{number}", LoraSpec(8 if number < 4 else 5, seed=number))
-        passes.append(fb(f"m{number}", [sft(rng, int(n)) for n in rng.integers(1, 90, 4)]))
-    found = []
-    for groups in ([passes], [[one] for one in passes]):
+    for index in range(5):
+        create(backend, f"m{index}", LoraSpec(8 if index < 4 else 5, seed=index))
+        passes.append(fb(f"m{index}", [sft(rng, int(n)) for n in rng.integers(1, 90, 4)]))
+    runs = []
+    for groups in ([passes], [[pass_] for pass_ in passes]):
         results = [result for group in groups for result in run(backend, *group)]
-        found.append((results, [gradient_of(backend, one.model_id) for one in passes]))
-        for one in passes:
-            backend._models[one.model_id].gradient_P = None
-    (packed, packed_P), (alone, alone_P) = found
+        runs.append((results, [gradient_of(backend, pass_.model_id) for pass_ in passes]))
+        for pass_ in passes:
+            backend._models[pass_.model_id].gradient_P = None
+    (packed, packed_P), (separate, separate_P) = runs
     logprobs, gradients = (1e-4, 1e-4) if dtype == "float32" else (0.2, 0.05)
-    for a, b in zip(packed, alone, strict=True):
+    for a, b in zip(packed, separate, strict=True):
         for ours, theirs in zip(a.logprobs, b.logprobs, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=logprobs)
-    for ours_P, theirs_P in zip(packed_P, alone_P, strict=True):
+    for ours_P, theirs_P in zip(packed_P, separate_P, strict=True):
         assert relative(ours_P, theirs_P.double()) < gradients
 
 
 def test_in_bfloat16_it_stays_near_the_cpus_float32(qwen: ModelShape) -> None:
     rng = np.random.default_rng(4)
     data = [sft(rng, int(n)) for n in rng.integers(1, 90, 6)]
-    found = []
-    for where, dtype in (("cpu", "float32"), (DEVICE, "bfloat16")):
-        backend = TorchBackend(qwen, device=where, dtype=dtype)
+    runs = []
+    for device, dtype in (("cpu", "float32"), (DEVICE, "bfloat16")):
+        backend = TorchBackend(qwen, device=device, dtype=dtype)
         create(backend, "m", LoraSpec(8, seed=1))
-        found.append((run(backend, fb("m", data))[0], gradient_of(backend, "m")))
-    (expected, expected_P), (ours, ours_P) = found
+        runs.append((run(backend, fb("m", data))[0], gradient_of(backend, "m")))
+    (expected, expected_P), (ours, ours_P) = runs
     errors = [np.abs(a - b) for a, b in zip(ours.logprobs, expected.logprobs, strict=True)]
     assert float(np.mean(np.concatenate([error.ravel() for error in errors]))) < 0.05
     assert relative(ours_P, expected_P.double()) < 0.05
@@ -124,13 +124,13 @@ def test_a_tenant_that_is_not_finite_does_not_reach_its_neighbours(shape: ModelS
     rng = np.random.default_rng(7)
     backend = TorchBackend(shape, device=DEVICE, dtype=dtype)
     passes = []
-    for number in range(3):
-        create(backend, f"m{number}", LoraSpec(8, seed=number))
-        passes.append(fb(f"m{number}", [sft(rng, n) for n in (12, 12, 5, 40, 5)]))
+    for index in range(3):
+        create(backend, f"m{index}", LoraSpec(8, seed=index))
+        passes.append(fb(f"m{index}", [sft(rng, n) for n in (12, 12, 5, 40, 5)]))
     healthy = run(backend, *passes)
     expected = [gradient_of(backend, f"m{i}") for i in (0, 2)]
-    for number in range(3):
-        backend._models[f"m{number}"].gradient_P = None
+    for index in range(3):
+        backend._models[f"m{index}"].gradient_P = None
     weights(backend, "m1").fill_(value)
     backend._models["m1"].adapter.refresh()
     sick = run(backend, *passes)
