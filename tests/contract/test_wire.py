@@ -565,7 +565,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         bodies.decode(packed, "zstd", MIB)
 
 
-def hidden(body: bytes, **settings: int) -> bytes:
+def compress_without_size(body: bytes, **settings: int) -> bytes:
     """A frame that does not declare its size."""
     parameters = zstandard.ZstdCompressionParameters.from_level(3, **settings)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -574,24 +574,24 @@ def hidden(body: bytes, **settings: int) -> bytes:
 
 @given(st.binary(max_size=5000))
 def test_a_frame_that_hides_its_size_comes_back_whole(body: bytes) -> None:
-    assert bodies.decode(hidden(body), "zstd", MIB) == body
+    assert bodies.decode(compress_without_size(body), "zstd", MIB) == body
 
 
 def test_a_frame_that_hides_its_size_may_have_as_much_as_any_other() -> None:
-    assert bodies.decode(hidden(b"\0" * MIB), "zstd", MIB) == b"\0" * MIB
+    assert bodies.decode(compress_without_size(b"\0" * MIB), "zstd", MIB) == b"\0" * MIB
     with pytest.raises(TooLargeError):
-        bodies.decode(hidden(b"\0" * (MIB + 1)), "zstd", MIB)
+        bodies.decode(compress_without_size(b"\0" * (MIB + 1)), "zstd", MIB)
 
 
 def test_a_frame_that_hides_its_size_may_not_ask_for_a_huge_window() -> None:
-    assert bodies.decode(hidden(b"a", window_log=23), "zstd", MIB) == b"a"
+    assert bodies.decode(compress_without_size(b"a", window_log=23), "zstd", MIB) == b"a"
     with pytest.raises(UserError, match="too much memory"):
-        bodies.decode(hidden(b"a", window_log=24), "zstd", MIB)
+        bodies.decode(compress_without_size(b"a", window_log=24), "zstd", MIB)
 
 
 def test_a_frame_cut_short_or_followed_by_more_is_refused() -> None:
     packed = zstandard.ZstdCompressor().compress(bytes(range(256)) * 9)
-    sly = hidden(bytes(range(256)) * 9)
+    sly = compress_without_size(bytes(range(256)) * 9)
     wrongs = (packed[:-1], packed + b"x", packed + packed, b"hello", b"", sly[:-1], sly + b"x", sly + sly)
     for wrong in wrongs:
         with pytest.raises(UserError, match="not one whole zstd frame"):

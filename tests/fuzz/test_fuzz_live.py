@@ -37,7 +37,7 @@ def client(server: LiveServer) -> Iterator[RawClient]:
     new_client.http.close()
 
 
-def hidden(body: bytes) -> bytes:
+def compress_without_size(body: bytes) -> bytes:
     compressor = zstandard.ZstdCompressor().compressobj()
     return compressor.compress(body) + compressor.flush()
 
@@ -45,7 +45,7 @@ def hidden(body: bytes) -> bytes:
 def kinds(client: RawClient, model: str, sampler: str) -> list[Callable[[int], httpx.Response]]:
     """Yield bad requests, each different from the last of its kind, so that any retained memory adds up."""
     rng = random.Random(0)
-    bomb, sly = zstandard.ZstdCompressor().compress(b"\0" * 100 * MIB), hidden(b"\0" * 65 * MIB)
+    bomb, sly = zstandard.ZstdCompressor().compress(b"\0" * 100 * MIB), compress_without_size(b"\0" * 65 * MIB)
 
     def noise(size: int) -> bytes:
         return rng.randbytes(rng.randrange(size))

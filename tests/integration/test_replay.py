@@ -21,7 +21,7 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.models import NewModel
 from tinsmith.types import LoraSpec
-from unit.test_captures import same, state
+from unit.test_captures import are_equal, state
 
 MODEL = "s:train:0"
 FAMILIES: dict[str, dict[str, object]] = {
@@ -89,7 +89,7 @@ def test_a_model_comes_back_bit_by_bit_from_a_snapshot_a_gradient_and_a_log(
         bench.run_until_idle()
         outcome = bench.outcome(sampled)
         assert outcome is not None and outcome.error is None
-        assert same(state(bench.torch_backend, MODEL), before)
+        assert are_equal(state(bench.torch_backend, MODEL), before)
         assert torch.equal(bench.torch_backend._versions[sampler].flat_P, version)
 
 
@@ -113,6 +113,6 @@ def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench, monke
     assert len(trims) == 1  # each of the two was evicted once
     bench.forward(MODEL, 6)
     bench.run_until_idle()
-    assert same(state(bench.torch_backend, MODEL), before)
+    assert are_equal(state(bench.torch_backend, MODEL), before)
     mapped = Path("/proc/self/maps").read_text()
     assert str(bench.directory / "snapshots") not in mapped, "a deleted file would stay on the disk"

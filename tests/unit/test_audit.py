@@ -23,7 +23,7 @@ REF = CheckpointRef("m:train:0", "weights", "one")
 OLD = CheckpointRef("m:train:0", "weights", "old")
 
 
-class World:
+class FaultyStores:
     """Stores on one database with injected faults, with one session and two checkpoints."""
 
     def __init__(self, db: FaultyDatabase, directory: Path) -> None:
@@ -45,44 +45,44 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def stores(tmp_path: Path) -> Iterator[FaultyStores]:
     db = FaultyDatabase(fresh_url(tmp_path))
-    yield World(db, tmp_path / "checkpoints")
+    yield FaultyStores(db, tmp_path / "checkpoints")
     db.close()
 
 
-CHANGES: dict[str, Callable[[World], object]] = {
-    "key_created": lambda world: world.keys.create(TENANT),
-    "key_revoked": lambda world: world.keys.revoke(world.key_id),
-    "session_opened": lambda world: world.sessions.open(TENANT, NewSession()),
-    "session_finished": lambda world: world.sessions.finish(TENANT, world.session_id, "success"),
-    "session_expired": lambda world: world.sessions.close(world.session_id, "no heartbeat"),
-    "project_session_assigned": lambda world: world.sessions.set_project(TENANT, world.session_id, "p"),
-    "checkpoint_deleted": lambda world: world.checkpoints.delete(TENANT, REF),
-    "checkpoint_published": lambda world: world.checkpoints.set_public(TENANT, REF, True),
-    "checkpoint_ttl_set": lambda world: world.checkpoints.set_ttl(TENANT, REF, 60.0),
-    "checkpoint_expired": lambda world: world.checkpoints.sweep_expired(),
+CHANGES: dict[str, Callable[[FaultyStores], object]] = {
+    "key_created": lambda stores: stores.keys.create(TENANT),
+    "key_revoked": lambda stores: stores.keys.revoke(stores.key_id),
+    "session_opened": lambda stores: stores.sessions.open(TENANT, NewSession()),
+    "session_finished": lambda stores: stores.sessions.finish(TENANT, stores.session_id, "success"),
+    "session_expired": lambda stores: stores.sessions.close(stores.session_id, "no heartbeat"),
+    "project_session_assigned": lambda stores: stores.sessions.set_project(TENANT, stores.session_id, "p"),
+    "checkpoint_deleted": lambda stores: stores.checkpoints.delete(TENANT, REF),
+    "checkpoint_published": lambda stores: stores.checkpoints.set_public(TENANT, REF, True),
+    "checkpoint_ttl_set": lambda stores: stores.checkpoints.set_ttl(TENANT, REF, 60.0),
+    "checkpoint_expired": lambda stores: stores.checkpoints.sweep_expired(),
 }
 
 
 @pytest.mark.parametrize("event", CHANGES)
-def test_a_change_and_its_entry_are_committed_together_or_not_at_all(world: World, event: str) -> None:
-    before = world.events()
-    world.db.fail_once("uncommitted", error=RuntimeError("the process ends before the commit"))
+def test_a_change_and_its_entry_are_committed_together_or_not_at_all(stores: FaultyStores, event: str) -> None:
+    before = stores.events()
+    stores.db.fail_once("uncommitted", error=RuntimeError("the process ends before the commit"))
     with pytest.raises(RuntimeError):
-        CHANGES[event](world)
-    assert world.events() == before
-    world.db.fail_once("begin", nth=1, error=RuntimeError("the process ends after the first commit"))
-    CHANGES[event](world)
-    assert sorted(world.events()) == sorted([*before, event]), "the change needed one transaction only"
+        CHANGES[event](stores)
+    assert stores.events() == before
+    stores.db.fail_once("begin", nth=1, error=RuntimeError("the process ends after the first commit"))
+    CHANGES[event](stores)
+    assert sorted(stores.events()) == sorted([*before, event]), "the change needed one transaction only"
 
 
-def test_a_repeated_change_leaves_no_second_entry(world: World) -> None:
-    before = world.events()
+def test_a_repeated_change_leaves_no_second_entry(stores: FaultyStores) -> None:
+    before = stores.events()
     for _ in range(2):
-        world.sessions.finish(TENANT, world.session_id, "success")
-        world.checkpoints.set_public(TENANT, REF, True)
-        world.checkpoints.set_public(TENANT, REF, False)
-    later = world.events()[len(before) :]
+        stores.sessions.finish(TENANT, stores.session_id, "success")
+        stores.checkpoints.set_public(TENANT, REF, True)
+        stores.checkpoints.set_public(TENANT, REF, False)
+    later = stores.events()[len(before) :]
     assert later.count("session_finished") == 1
     assert later.count("checkpoint_published") == later.count("checkpoint_unpublished") == 2

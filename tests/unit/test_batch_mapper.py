@@ -20,7 +20,7 @@ Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": index} for index in range(10)]
 
 
-class Ran:
+class MapperRun:
     """A job run in this process: its reports and output rows."""
 
     def __init__(
@@ -75,7 +75,7 @@ def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
         for rows in batch.load():
             batch.save_results([{"n": row["n"] * factor, "loads": len(loaded)} for row in rows], tokens_out=len(rows))
 
-    ran = Ran(tmp_path, gen, kwargs={"factor": 2})
+    ran = MapperRun(tmp_path, gen, kwargs={"factor": 2})
     assert ran.output() == [{"n": 2 * index, "loads": 1} for index in range(10)]
     assert [(outcome.rows_ok, outcome.rows_failed, outcome.tokens_out) for outcome in ran.outcomes] == [
         (3, 0, 3)
@@ -93,7 +93,7 @@ def test_an_async_loop_is_awaited(tmp_path: Path) -> None:
             await asyncio.sleep(0)
             batch.save_results([{"n": row["n"] + 1} for row in rows])
 
-    assert Ran(tmp_path, gen).output() == [{"n": index + 1} for index in range(10)]
+    assert MapperRun(tmp_path, gen).output() == [{"n": index + 1} for index in range(10)]
 
 
 def test_functions_of_rows_go_over_the_row_and_fail_alone(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_functions_of_rows_go_over_the_row_and_fail_alone(tmp_path: Path) -> Non
             raise ZeroDivisionError("four")
         return {"square": row["n"] ** 2, "index": index}
 
-    ran = Ran(tmp_path, add, kind="row", options={"with_indices": True, "remove_columns": ["n"]})
+    ran = MapperRun(tmp_path, add, kind="row", options={"with_indices": True, "remove_columns": ["n"]})
     assert ran.output() == [{"square": index**2, "index": index} for index in range(10) if index != 4]
     [failure] = ran.outcomes[1].row_failures
     assert (failure.idx, failure.error_type, failure.message, failure.row) == (4, "ZeroDivisionError", "four", {"n": 4})
@@ -119,7 +119,7 @@ def test_async_functions_of_rows_run_together(tmp_path: Path) -> None:
     import time
 
     began = time.monotonic()
-    assert Ran(tmp_path, add, kind="row", batch_size=10).output() == [{"n": n, "m": n} for n in range(10)]
+    assert MapperRun(tmp_path, add, kind="row", batch_size=10).output() == [{"n": n, "m": n} for n in range(10)]
     assert time.monotonic() - began < 1.5
 
 
@@ -128,7 +128,7 @@ def test_functions_of_batches_get_and_give_every_shape(shape: str, tmp_path: Pat
     def same(rows: object, extra: int) -> object:
         return rows
 
-    ran = Ran(tmp_path, same, kind="batch", kwargs={"extra": 1}, options={"batch_format": shape})
+    ran = MapperRun(tmp_path, same, kind="batch", kwargs={"extra": 1}, options={"batch_format": shape})
     assert ran.output() == ROWS
 
 
@@ -141,7 +141,7 @@ def test_a_class_is_made_once(tmp_path: Path) -> None:
             self.calls += 1
             return {"n": [row["n"] for row in rows], "call": [self.calls] * len(rows)}
 
-    ran = Ran(tmp_path, Count, kind="batch", kwargs={"start": 10})
+    ran = MapperRun(tmp_path, Count, kind="batch", kwargs={"start": 10})
     assert [row["call"] for row in ran.output()] == [11] * 3 + [12] * 3 + [13] * 3 + [14]
 
 
@@ -151,7 +151,7 @@ def test_a_batch_function_that_raises_fails_its_batch_alone(tmp_path: Path) -> N
             raise ValueError("three")
         return rows
 
-    ran = Ran(tmp_path, some, kind="batch")
+    ran = MapperRun(tmp_path, some, kind="batch")
     assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
     assert ran.outcomes[1].error_type == "ValueError" and "three" in ran.outcomes[1].error
     assert [row["n"] for row in ran.output()] == [0, 1, 2, 6, 7, 8, 9]
@@ -167,7 +167,7 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
                 raise ValueError("three")
             batch.save_results(rows)
 
-    ran = Ran(tmp_path, gen)
+    ran = MapperRun(tmp_path, gen)
     assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
     assert 'raise ValueError("three")' in ran.outcomes[1].error.replace("'", '"')
 
@@ -193,7 +193,7 @@ def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: 
     )
     namespace: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), namespace)
-    ran = Ran(tmp_path, namespace["gen"])
+    ran = MapperRun(tmp_path, namespace["gen"])
     assert [bool(outcome.error) for outcome in ran.outcomes] == [False, True, False, False]
     assert [outcome.final for outcome in ran.outcomes] == [False, True, False, False]
     assert message in ran.outcomes[1].error
@@ -220,7 +220,9 @@ def test_a_batch_function_that_returns_no_row_for_each_row_is_not_tried_again(
     def short(rows: list[dict[str, Any]], returned: object) -> object:
         return returned
 
-    ran = Ran(tmp_path, short, kind="batch", kwargs={"returned": returned}, options={"merge": merge}, rows=ROWS[:3])
+    ran = MapperRun(
+        tmp_path, short, kind="batch", kwargs={"returned": returned}, options={"merge": merge}, rows=ROWS[:3]
+    )
     (outcome,) = ran.outcomes
     assert outcome.error and outcome.final
     assert (message if not merge else message.partition(";")[0]) in outcome.error
@@ -235,11 +237,11 @@ def test_any_number_of_rows_is_taken_where_the_job_says_so(tmp_path: Path) -> No
             return [{"n": 6}, None, [{"n": 7}, {"n": 8}], {"n": 9}, {"n": 10}]
         return [{"sum": sum(row["n"] for row in rows)}]
 
-    ran = Ran(tmp_path, regroup, kind="batch", rows_mode="any")
+    ran = MapperRun(tmp_path, regroup, kind="batch", rows_mode="any")
     assert ran.output() == [{"sum": 3}, *({"n": n} for n in range(6, 11)), {"sum": 9}]
     assert [outcome.rows_ok for outcome in ran.outcomes] == [3, 3, 3, 1]
     assert [outcome.parts[0].rows for outcome in ran.outcomes] == [1, 0, 5, 1]
-    strict = Ran(tmp_path / "strict", regroup, kind="batch")
+    strict = MapperRun(tmp_path / "strict", regroup, kind="batch")
     assert [(bool(outcome.error), outcome.final) for outcome in strict.outcomes] == [(True, True)] * 3 + [
         (False, False)
     ]
@@ -252,7 +254,7 @@ def test_an_error_among_any_number_of_results_is_that_of_its_row_once_the_batch_
     def double_rows(rows: list[dict[str, Any]]) -> list[Any]:
         return [{"n": row["n"], "bad": object()} if row["n"] == 4 else row for row in rows for _ in range(2)]
 
-    ran = Ran(tmp_path, double_rows, kind="batch", rows_mode="any", batch_size=batch_size)
+    ran = MapperRun(tmp_path, double_rows, kind="batch", rows_mode="any", batch_size=batch_size)
     if batch_size == 1:
         assert ran.failed_rows == {4: "TypeError"} and len(ran.output()) == 18
     else:
@@ -282,7 +284,7 @@ def test_row_errors_are_rows_without_a_result_in_every_output(tmp_path: Path) ->
             )
 
     writers = [batch.JsonWriter(f"{tmp_path}/a.jsonl"), batch.JsonWriter(f"{tmp_path}/b.jsonl", column="n")]
-    ran = Ran(tmp_path, gen, writers=writers)
+    ran = MapperRun(tmp_path, gen, writers=writers)
     assert ran.failed_rows == {1: "KeyError", 2: "TypeError", 5: "TypeError"}
     assert ran.output(0) == ran.output(1) == [{"n": n} for n in (0, 3, 4, 6, 7, 8, 9)]
     assert [(outcome.rows_ok, outcome.rows_failed) for outcome in ran.outcomes] == [(1, 2), (2, 1), (3, 0), (1, 0)]
@@ -292,10 +294,10 @@ def test_rows_can_be_dropped_and_multiplied_where_the_job_says_so(tmp_path: Path
     def spread(row: dict[str, Any]) -> object:
         return None if row["n"] % 2 else [{"n": row["n"]}, {"n": -row["n"]}]
 
-    ran = Ran(tmp_path, spread, kind="row", rows_mode="any")
+    ran = MapperRun(tmp_path, spread, kind="row", rows_mode="any")
     assert [row["n"] for row in ran.output()] == [0, 0, 2, -2, 4, -4, 6, -6, 8, -8]
     assert not ran.failed_rows
-    strict = Ran(tmp_path / "strict", spread, kind="row")
+    strict = MapperRun(tmp_path / "strict", spread, kind="row")
     assert len(strict.failed_rows) == 10
 
 
@@ -327,7 +329,7 @@ def test_a_mapper_that_does_not_get_to_work_says_why(body: str, tmp_path: Path) 
     namespace: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), namespace)
     with pytest.raises(MapperStartError, match=r"no model|without taking a batch|nowhere"):
-        Ran(tmp_path, namespace["gen"])
+        MapperRun(tmp_path, namespace["gen"])
 
 
 def test_who_assigns_may_fail(tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ def test_steps_go_over_a_batch_in_one_pass_and_each_row_fails_alone(tmp_path: Pa
         .filter(lambda row: row["half"] != 0)
         .map(lambda row, index: {"index": index}, with_indices=True, remove_columns="square")
     )
-    ran = Ran(tmp_path, chain, batch_size=5)
+    ran = MapperRun(tmp_path, chain, batch_size=5)
     assert ran.output() == [{"half": n // 2 * sign, "index": n} for n in (2, 5, 6, 7) for sign in (1, -1)]
     assert ran.failed_rows == {3: "ZeroDivisionError", 4: "KeyError"}
     assert [(outcome.rows_ok, outcome.rows_failed) for outcome in ran.outcomes] == [(3, 2), (5, 0)]
@@ -392,10 +394,10 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
 
     chain = data_set().filter(lambda row: row["n"] != 3)
     chain = chain.map_batches(pairs, batch_format="numpy", rows="any")
-    ran = Ran(tmp_path / "a", chain.map(picky, fn_kwargs={"at": -1}), batch_size=5)
+    ran = MapperRun(tmp_path / "a", chain.map(picky, fn_kwargs={"at": -1}), batch_size=5)
     sums = [1, 2, 4, 11, 7, 8, 9]
     assert ran.output() == [{"sum": n, "double": 2 * n} for n in sums]
-    failing = Ran(tmp_path / "b", chain.map(picky, fn_kwargs={"at": 4}), batch_size=5)
+    failing = MapperRun(tmp_path / "b", chain.map(picky, fn_kwargs={"at": 4}), batch_size=5)
     assert [(bool(outcome.error), outcome.retry, outcome.final) for outcome in failing.outcomes] == [
         (True, False, False),
         (False, True, False),
@@ -403,7 +405,7 @@ def test_batch_steps_of_a_chain_may_regroup_rows_where_they_say_so(tmp_path: Pat
     strict = data_set().map_batches(pairs, batch_format="numpy").map(picky, fn_kwargs={"at": -1})
     assert [
         (outcome.final, "returned 4 rows for a batch of 5" in outcome.error)
-        for outcome in Ran(tmp_path / "c", strict, batch_size=5).outcomes
+        for outcome in MapperRun(tmp_path / "c", strict, batch_size=5).outcomes
     ] == [(True, True)] * 2
 
 
@@ -419,11 +421,11 @@ def test_the_method_determines_the_output_columns(tmp_path: Path) -> None:
 
     merged_rows, replaced_rows = [{"n": n, "m": n + 1} for n in range(10)], [{"m": n + 1} for n in range(10)]
     options: dict[str, Any] = {"fn_constructor_kwargs": {"by": 1}}
-    assert Ran(tmp_path / "a", data_set().map(Next, **options)).output() == merged_rows
-    assert Ran(tmp_path / "b", data_set().map(Next, batched=True, **options)).output() == merged_rows
-    assert Ran(tmp_path / "c", data_set().map_batches(Next, **options)).output() == replaced_rows
-    assert Ran(tmp_path / "d", data_set().flat_map(lambda row: [{"m": row["n"] + 1}])).output() == replaced_rows
-    assert Ran(tmp_path / "e", data_set().filter(lambda row: row["n"] != 0)).output() == ROWS[1:]
+    assert MapperRun(tmp_path / "a", data_set().map(Next, **options)).output() == merged_rows
+    assert MapperRun(tmp_path / "b", data_set().map(Next, batched=True, **options)).output() == merged_rows
+    assert MapperRun(tmp_path / "c", data_set().map_batches(Next, **options)).output() == replaced_rows
+    assert MapperRun(tmp_path / "d", data_set().flat_map(lambda row: [{"m": row["n"] + 1}])).output() == replaced_rows
+    assert MapperRun(tmp_path / "e", data_set().filter(lambda row: row["n"] != 0)).output() == ROWS[1:]
 
 
 def test_async_functions_and_generators_are_steps(tmp_path: Path) -> None:
@@ -442,7 +444,7 @@ def test_async_functions_and_generators_are_steps(tmp_path: Path) -> None:
         yield rows[1:]
 
     chain = data_set().filter(even).flat_map(twice).map_batches(batches)
-    assert Ran(tmp_path, chain).output() == [{"n": n} for n in (0, 0, 2, 2, 4, 4, 6, 6, 8, 8)]
+    assert MapperRun(tmp_path, chain).output() == [{"n": n} for n in (0, 0, 2, 2, 4, 4, 6, 6, 8, 8)]
 
 
 def test_a_row_is_tried_again_after_the_errors_that_the_job_names(tmp_path: Path) -> None:
@@ -459,10 +461,10 @@ def test_a_row_is_tried_again_after_the_errors_that_the_job_names(tmp_path: Path
     options: dict[str, Any] = {"kind": "row", "limits": {"backoff_s": 0.0, "max_retries": 2}}
     mapper = serialize_function(flaky, kind="row")
     assert mapper  # it is pickled, and `tried` with it: the counts of the copy are in the results
-    ran = Ran(tmp_path, flaky, retry_on=["ConnectionError", "builtins.TimeoutError"], rows=ROWS[:4], **options)
+    ran = MapperRun(tmp_path, flaky, retry_on=["ConnectionError", "builtins.TimeoutError"], rows=ROWS[:4], **options)
     assert ran.output() == [{"n": 0, "tries": 1}, {"n": 1, "tries": 3}]
     assert ran.failed_rows == {2: "TimeoutError", 3: "KeyError"}
-    once = Ran(tmp_path / "once", flaky, rows=ROWS[:4], **options)
+    once = MapperRun(tmp_path / "once", flaky, rows=ROWS[:4], **options)
     assert once.failed_rows == {1: "ConnectionResetError", 2: "TimeoutError", 3: "KeyError"}
 
 
@@ -487,7 +489,7 @@ def test_a_batch_is_tried_again_unless_its_rows_raise_the_same_again(
 
         raise getattr(builtins, error)("no")
 
-    ran = Ran(tmp_path, fails, kind="batch", kwargs={"error": error}, retry_on=retry_on, rows=ROWS[:3])
+    ran = MapperRun(tmp_path, fails, kind="batch", kwargs={"error": error}, retry_on=retry_on, rows=ROWS[:3])
     assert [(bool(outcome.error), outcome.retry) for outcome in ran.outcomes] == [(True, retried)]
 
 
@@ -521,7 +523,7 @@ def test_an_object_that_belongs_to_an_event_loop_lasts_for_a_workers_life(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING"):
-        ran = Ran(tmp_path, OnOneLoop, kind="row", serializer="cloudpickle")
+        ran = MapperRun(tmp_path, OnOneLoop, kind="row", serializer="cloudpickle")
     assert [row["same"] for row in ran.output()] == [True] * 10 and not ran.failed_rows
     assert [row["ticks"] for row in ran.output()][-1] > 0
     assert caplog.messages == [
@@ -539,7 +541,7 @@ def test_every_kind_of_asynchronous_function_runs_on_the_one_loop(tmp_path: Path
         .map_batches(_loop_of_batch, rows="any")
         .map_batches(_loops_of_batch, rows="any", batch_format="rows")
     )
-    rows = Ran(tmp_path, data).output()
+    rows = MapperRun(tmp_path, data).output()
     assert len(rows) == 10
     assert len({loop for row in rows for loop in row["loops"]}) == 1
     assert all(len(row["loops"]) == 4 for row in rows)
@@ -590,7 +592,7 @@ def test_an_async_loop_that_is_called_again_has_the_same_event_loop_and_none_of_
             batch.save_results([{"loop": loop, "tasks": tasks, "done": old.done()} for row in rows])
 
     with caplog.at_level("WARNING"):
-        rows = Ran(tmp_path, gen).output()
+        rows = MapperRun(tmp_path, gen).output()
     assert len(rows) == 7 and len({row["loop"] for row in rows}) == 1
     assert {row["tasks"] for row in rows} == {2}
     assert len(caplog.messages) == 2 and all("old (sleep)" in message for message in caplog.messages)
@@ -617,7 +619,7 @@ def test_what_a_function_left_open_is_closed_on_its_event_loop(tmp_path: Path) -
             batch.save_results([{"n": await anext(opened)} for row in rows])
         asyncio.get_running_loop().opened = opened  # type: ignore[attr-defined]  not collected before the end
 
-    assert len(Ran(tmp_path, gen, kwargs={"path": f"{tmp_path}/mark"}).output()) == 10
+    assert len(MapperRun(tmp_path, gen, kwargs={"path": f"{tmp_path}/mark"}).output()) == 10
     assert (tmp_path / "mark").read_text() == "closed"
 
 
@@ -628,4 +630,4 @@ def test_a_synchronous_function_may_run_an_event_loop_of_its_own(tmp_path: Path)
         return {"own": asyncio.run(asyncio.sleep(0, 1))}
 
     data = data_set().map(_loop_of_row).map(own)
-    assert [row["own"] for row in Ran(tmp_path, data).output()] == [1] * 10
+    assert [row["own"] for row in MapperRun(tmp_path, data).output()] == [1] * 10

@@ -302,7 +302,7 @@ class Constructed:
 
 
 def make_class(method: str) -> Callable[..., object]:
-    class Made(Constructed):
+    class ConstructedMapper(Constructed):
         def __call__(self, subject: Any) -> Any:  # noqa: ANN401
             if method == "filter":
                 return self.by > 0
@@ -312,7 +312,7 @@ def make_class(method: str) -> Callable[..., object]:
                 else [{"by": self.by}] * (1 if method == "flat_map" else len(subject))
             )
 
-    return Made
+    return ConstructedMapper
 
 
 METHODS: dict[str, Callable[..., object]] = {

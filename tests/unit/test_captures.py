@@ -76,7 +76,7 @@ def state(backend: TorchBackend, model_id: str) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.clone() for tensor in (*tensors, *(trained.moments or ()))]
 
 
-def same(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> bool:
+def are_equal(first: list[torch.Tensor | None], second: list[torch.Tensor | None]) -> bool:
     return all(
         a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(first, second, strict=True)
     )
@@ -100,10 +100,10 @@ def test_a_capture_continues_bit_for_bit_whatever_happened_to_the_model_since(
     captured.write(tmp_path)
     other = TorchBackend(shape, device="cpu")
     other.load("m", SPEC, tmp_path, optimizer=True, optimizer_type=family)
-    assert same(state(other, "m"), before)
+    assert are_equal(state(other, "m"), before)
     assert (other._models["m"].gradient_P is not None) == pending
     assert [accumulate(other, "m", 4), step(other, "m", params), accumulate(other, "m", 5)] == straight
-    assert same(state(other, "m"), state(backend, "m"))
+    assert are_equal(state(other, "m"), state(backend, "m"))
 
 
 def test_a_captured_version_outlives_its_being_dropped(backend: TorchBackend, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
     monkeypatch.setattr(optim, "orthogonalise", fail)
     with pytest.raises(MemoryError, match="GiB free"):
         backend.optim_step(steps)
-    assert all(same(state(backend, name), old) for name, old in zip("ad", before, strict=True))
+    assert all(are_equal(state(backend, name), old) for name, old in zip("ad", before, strict=True))
     monkeypatch.undo()
     assert [outcome["step"] for outcome in backend.optim_step(steps) if isinstance(outcome, dict)] == [2, 2]
 
@@ -158,7 +158,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
 def limit_tokens(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, error: Exception, *, late: bool = False
 ) -> list[int]:
-    """Simulate memory for `most` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
+    """Simulate memory for `max_tokens` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
     run_one = Trainer._run_one
 

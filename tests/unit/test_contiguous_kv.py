@@ -34,7 +34,7 @@ SHAPES = (
 )
 
 
-class World:
+class CacheComparison:
     """Sequences of random keys and values that decode step by step, over a cache with and without contiguous copies."""
 
     def __init__(self, seed: int, max_bytes: int = 2**30) -> None:
@@ -125,78 +125,78 @@ def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
 
 
 def come_and_go(events: list[tuple[str, int]], seed: int, options: dict[str, object]) -> None:
-    world = World(seed)
+    comparison = CacheComparison(seed)
     names: list[str] = []
     for index, (event, argument) in enumerate(events):
         if event == "j":
             names += [f"{index}.{i}" for i in range(1 + argument % 7)]
             for name in names[-(1 + argument % 7) :]:
-                world.join(name, 1 + argument)
+                comparison.join(name, 1 + argument)
         elif names and event == "l":
             del names[:: 1 + argument % 3]
         elif len(names) > 1:  # the others skip a step and return, as after a preemption
-            world.step(names[1::2], **options)
+            comparison.step(names[1::2], **options)
         if names:
-            world.step(names, **options)
+            comparison.step(names, **options)
 
 
 def test_many_of_a_length_have_slots_and_few_have_none() -> None:
-    world = World(0)
+    comparison = CacheComparison(0)
     for index in range(12):
-        world.join(f"s{index}", 70 if index < 9 else 10)
-    names = list(world.sequences)
-    assert world.step(names) == 9
-    assert world.step(names) == 9
-    assert world.step(names[:3]) == 0
-    assert world.step(names[:4]) == 4
+        comparison.join(f"s{index}", 70 if index < 9 else 10)
+    names = list(comparison.sequences)
+    assert comparison.step(names) == 9
+    assert comparison.step(names) == 9
+    assert comparison.step(names[:3]) == 0
+    assert comparison.step(names[:4]) == 4
 
 
 def test_the_newest_position_is_seen_wherever_it_is() -> None:
-    world = World(2)
+    comparison = CacheComparison(2)
     for index in range(4):
-        world.join(f"s{index}", contiguous_kv.LENGTH_STEP - 1)
+        comparison.join(f"s{index}", contiguous_kv.LENGTH_STEP - 1)
     for _ in range(3):
-        assert world.step(list(world.sequences)) == 4
+        assert comparison.step(list(comparison.sequences)) == 4
 
 
 def test_free_slots_are_compacted_and_used_again() -> None:
-    world = World(1)
+    comparison = CacheComparison(1)
     for index in range(40):
-        world.join(f"s{index}", 20 + index % 5)
-    names = list(world.sequences)
-    world.step(names)
-    (group,) = world.contiguous._groups.values()
+        comparison.join(f"s{index}", 20 + index % 5)
+    names = list(comparison.sequences)
+    comparison.step(names)
+    (group,) = comparison.contiguous._groups.values()
     assert (group.num_slots, group.num_used) == (48, 48)
-    world.step(names[-5:])
+    comparison.step(names[-5:])
     assert (group.num_slots, group.num_used) == (48, 8)
-    world.step(names[-5:])
-    world.step(names)
+    comparison.step(names[-5:])
+    comparison.step(names)
     assert (group.num_slots, group.num_used) == (48, 48)
 
 
 def test_slots_stay_within_their_memory() -> None:
     cells = position_bytes(KVCache(dict(enumerate(SHAPES)), BLOCK, CPU).members)
-    world = World(2, max_bytes=8 * CAPACITY_STEP * cells)
+    comparison = CacheComparison(2, max_bytes=8 * CAPACITY_STEP * cells)
     for index in range(20):
-        world.join(f"s{index}", 30)
-    names = list(world.sequences)
-    assert world.step(names[:8]) == 8
-    assert world.step(names) == 0, "there is no room for so many"
-    assert world.step(names[:8]) == 8
+        comparison.join(f"s{index}", 30)
+    names = list(comparison.sequences)
+    assert comparison.step(names[:8]) == 8
+    assert comparison.step(names) == 0, "there is no room for so many"
+    assert comparison.step(names[:8]) == 8
     for index in range(4):
-        world.join(f"long{index}", 70)
-    assert world.step([*names[:8], "long0", "long1", "long2", "long3"]) == 8
-    assert world.step(["long0", "long1", "long2", "long3"]) == 0, "slots are taken in eights"
-    assert world.contiguous.num_bytes <= 8 * CAPACITY_STEP * cells
+        comparison.join(f"long{index}", 70)
+    assert comparison.step([*names[:8], "long0", "long1", "long2", "long3"]) == 8
+    assert comparison.step(["long0", "long1", "long2", "long3"]) == 0, "slots are taken in eights"
+    assert comparison.contiguous.num_bytes <= 8 * CAPACITY_STEP * cells
 
 
 def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> None:
-    world = World(3)
+    comparison = CacheComparison(3)
     for index in range(6):
-        world.join(f"s{index}", 9)
-    names = list(world.sequences)
-    world.step(names)
-    steps = world.contiguous.place([DecodeRow(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
+        comparison.join(f"s{index}", 9)
+    names = list(comparison.sequences)
+    comparison.step(names)
+    steps = comparison.contiguous.place([DecodeRow(n, i, 10, comparison.blocks[n]) for i, n in enumerate(names)], 6)[0]
     q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     clean = steps[0].attend(0, q, k, v, scale=0.3)
     k[2], v[2] = torch.nan, torch.inf
@@ -204,11 +204,11 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
     assert output[2].isnan().all()
     neighbours = [0, 1, 3, 4, 5]
     assert torch.equal(output[neighbours], clean[neighbours])
-    world.join("next", 5)  # in the slot that holds NaN
+    comparison.join("next", 5)  # in the slot that holds NaN
     remaining = [name for name in names if name != "s2"]
     for name in remaining:
-        world.sequences[name] = [x[:9] for x in world.sequences[name]]
-    world.step(["next", *remaining])
+        comparison.sequences[name] = [x[:9] for x in comparison.sequences[name]]
+    comparison.step(["next", *remaining])
 
 
 def test_slots_grow_in_steps_of_a_half() -> None:

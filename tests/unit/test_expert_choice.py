@@ -27,7 +27,7 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 
 
 class Measurement(NamedTuple):
-    """`most` is the 95th percentile of the differences."""
+    """`quantile_95` is the 95th percentile of the differences."""
 
     num_tokens: int
     quantile_95: float

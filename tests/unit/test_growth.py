@@ -81,7 +81,7 @@ def database(harness: Harness) -> Database:
     return harness.services.models._db
 
 
-class Life:
+class Workload:
     """One client's requests, and the work of the engine and the janitor; each can be repeated."""
 
     def __init__(self, harness: Harness) -> None:
@@ -171,7 +171,7 @@ class Life:
         return {action.__name__: action for action in actions}
 
 
-def add_history(harness: Harness, life: Life, first: int) -> None:
+def add_history(harness: Harness, workload: Workload, first: int) -> None:
     """Add ended sessions, and results of the open session."""
     indices = range(first, first + HISTORY)
     rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS, CHECKPOINTS)}
@@ -204,33 +204,33 @@ def add_history(harness: Harness, life: Life, first: int) -> None:
         rows[AUDIT].append(tenant | {"event": "session_expired", "details": {}, "created_at": now() - 3600})
         rows[USAGE].append({"bucket_start": LONG_AGO, "session_id": session_id, "base_model": BASE, "type": "training"})
         rows[USAGE][-1] |= {"tenant_id": "alice", "quantity": 1}
-        rows[FUTURES] += _futures(life, index)
-        rows[RESULTS].append({"request_id": f"{life.sampler}:{10**6 + index}", "body": b"{}"})
+        rows[FUTURES] += _futures(workload, index)
+        rows[RESULTS].append({"request_id": f"{workload.sampler}:{10**6 + index}", "body": b"{}"})
     with database(harness).write() as connection:
         for table, table_rows in rows.items():
             connection.execute(table.insert(), table_rows)
 
 
-def _futures(life: Life, index: int) -> Iterator[dict[str, object]]:
-    shared = {"tenant_id": "alice", "session_id": life.session, "base_model": BASE, "num_tokens": 3}
+def _futures(workload: Workload, index: int) -> Iterator[dict[str, object]]:
+    shared = {"tenant_id": "alice", "session_id": workload.session, "base_model": BASE, "num_tokens": 3}
     shared |= {"created_at": LONG_AGO, "settled_at": LONG_AGO, "model_id": None, "sampling_session_id": None}
     seq_id = 10**6 + index
-    sampled = {"sampling_session_id": life.sampler, "seq_id": seq_id, "settle_order": -index, "state": "done"}
-    yield shared | sampled | {"kind": "sample", "request_id": f"{life.sampler}:{seq_id}"}
+    sampled = {"sampling_session_id": workload.sampler, "seq_id": seq_id, "settle_order": -index, "state": "done"}
+    yield shared | sampled | {"kind": "sample", "request_id": f"{workload.sampler}:{seq_id}"}
     for state, seq_id in (("done", -2 * index), ("refused", -2 * index - 1)):
-        trained = {"model_id": life.model, "seq_id": seq_id, "kind": "forward_backward", "state": state}
-        yield shared | trained | {"request_id": f"{life.model}:{seq_id}", "settle_order": None}
+        trained = {"model_id": workload.model, "seq_id": seq_id, "kind": "forward_backward", "state": state}
+        yield shared | trained | {"request_id": f"{workload.model}:{seq_id}", "settle_order": None}
 
 
 def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, statement_watch: StatementWatch) -> None:
-    life = Life(harness)
+    workload = Workload(harness)
     costs: list[dict[str, int]] = []
     for round_ in range(2):
-        add_history(harness, life, 1 + round_ * HISTORY)
-        for operation in life.all().values():  # values that are cached for some seconds are not read again
+        add_history(harness, workload, 1 + round_ * HISTORY)
+        for operation in workload.all().values():  # values that are cached for some seconds are not read again
             operation()
         costs.append({})
-        for name, operation in life.all().items():
+        for name, operation in workload.all().items():
             statement_watch.steps = 0
             operation()
             costs[-1][name] = statement_watch.steps
@@ -239,8 +239,8 @@ def test_the_cost_of_a_request_does_not_grow_with_history(harness: Harness, stat
 
 
 def test_every_statement_finds_its_rows_by_an_index(harness: Harness, statement_watch: StatementWatch) -> None:
-    life = Life(harness)
-    for operation in (*life.all().values(), *life.all().values()):
+    workload = Workload(harness)
+    for operation in (*workload.all().values(), *workload.all().values()):
         operation()
     checked = {
         statement: parameters for statement, parameters in statement_watch.statements.items() if _reads(statement)

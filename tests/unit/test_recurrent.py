@@ -133,7 +133,7 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
         for index, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
             assert_close(y_LD, expected[i][lengths_done[i] : lengths_done[i] + len(y_LD)])
             states[i] = recurrence.after[index]
-            again_from(
+            recompute_after_cuts(
                 layer,
                 recurrence,
                 index,
@@ -144,7 +144,9 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
             lengths_done[i] += sizes[index]
 
 
-def again_from(layer: Layer, recurrence: Recurrence, index: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor) -> None:
+def recompute_after_cuts(
+    layer: Layer, recurrence: Recurrence, index: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor
+) -> None:
     """Compute the rest after a cut again from its state."""
     for cut, state in zip(cuts, recurrence.at_cuts[index], strict=True):
         again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshared()], [set()])

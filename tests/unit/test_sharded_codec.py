@@ -27,7 +27,7 @@ PLAIN = st.recursive(
 )
 
 
-def same(first: object, second: object) -> bool:
+def are_equal(first: object, second: object) -> bool:
     if isinstance(first, np.ndarray):
         return (
             isinstance(second, np.ndarray)
@@ -36,15 +36,17 @@ def same(first: object, second: object) -> bool:
         )
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         return type(first) is type(second) and all(
-            same(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)
+            are_equal(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)
         )
     if isinstance(first, dict):
         return (
-            isinstance(second, dict) and first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(are_equal(first[k], second[k]) for k in first)
         )
     if isinstance(first, list | tuple):
         assert isinstance(second, list | tuple)
-        return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
+        return type(first) is type(second) and len(first) == len(second) and all(map(are_equal, first, second))
     if isinstance(first, float) and math.isnan(first):
         return isinstance(second, float) and math.isnan(second)
     return type(first) is type(second) and first == second
@@ -53,7 +55,7 @@ def same(first: object, second: object) -> bool:
 @examples(200)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: object) -> None:
-    assert same(value, decode(encode(value)))
+    assert are_equal(value, decode(encode(value)))
 
 
 @pytest.mark.parametrize("loss_fn", NAMED_LOSSES)
@@ -62,7 +64,7 @@ def test_passes_come_back_as_they_were(loss_fn: str) -> None:
     messages = [pass_of(rng, 0, [3, 1, 8], loss_fn), *samples(), LoraSpec(4), AdamParams(1e-4), Degrees(2, 2, True)]
     messages += [ModelShape("a", "b", 1, 2, "c"), SparseRows(np.ones(1, np.float32), np.zeros(2, np.int64),
               np.zeros(1, np.int64), (1, 4)), np.zeros((0, 3)), np.array(2.5)]  # fmt: skip
-    assert same(messages, decode(encode(messages)))
+    assert are_equal(messages, decode(encode(messages)))
 
 
 def test_errors_keep_their_class_and_their_words() -> None:

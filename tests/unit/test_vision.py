@@ -186,7 +186,7 @@ def test_a_neighbour_that_is_not_finite_does_not_cross(shape: ModelShape, tmp_pa
 
 
 @cache
-def spoilt(how: str) -> bytes:
+def corrupt_image(how: str) -> bytes:
     data = bytearray(picture(40, 40, 5, "png" if how == "chunk" else "jpeg"))
     if how == "cut":
         return bytes(data[: len(data) // 2])
@@ -197,7 +197,7 @@ def spoilt(how: str) -> bytes:
 @pytest.mark.parametrize("how", ["cut", "chunk"])
 def test_a_broken_image_fails_its_own_pass_alone(shape: ModelShape, tmp_path: Path, how: str) -> None:
     backend = train_backend(shape, tmp_path)
-    broken = datum(text(3, 1), spoilt(how), text(3, 2))
+    broken = datum(text(3, 1), corrupt_image(how), text(3, 2))
     requests = [
         Pass("bad", "m", (DATA[1], broken), "cross_entropy", {}, False),
         Pass("good", "m", (DATA[0],), "cross_entropy", {}, False),

@@ -303,7 +303,7 @@ def test_numbers_that_published_configurations_leave_out_are_known(tmp_path: Pat
 
 
 def test_a_chat_has_the_marks_and_line_breaks_of_the_models_own_processor(shape: ModelShape) -> None:
-    """transformers.Gemma3Processor.full_image_sequence"""
+    """The reference is transformers' Gemma3Processor.full_image_sequence."""
     plan = chat(Text(shape), *IMAGE_CONTENT)
     tokenizer = AutoTokenizer.from_pretrained(shape.path)
     content = [{"type": "image"} if block["type"] == "image_url" else block for block in IMAGE_CONTENT]

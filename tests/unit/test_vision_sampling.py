@@ -20,7 +20,7 @@ from tinsmith.plan.architecture import read_config
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.request import Sequence
 from tinsmith.types import EMPTY_LOGPROB, Datum, Sample, SampleResult, SamplingParams
-from unit.test_vision import MODELS, load_reference_model, logits, spoilt, text, train_backend
+from unit.test_vision import MODELS, corrupt_image, load_reference_model, logits, text, train_backend
 from unit.test_vision import run as run_pass
 
 torch.set_num_threads(1)
@@ -189,7 +189,7 @@ def test_a_deterministic_sampler_takes_images(backend: TorchBackend, reference: 
 
 def test_a_broken_image_is_refused_and_nothing_of_it_stays(backend: TorchBackend) -> None:
     own_sampler = sampler(backend)
-    tokens, images = vision_models.model_input(text(3, 1), spoilt("cut"))
+    tokens, images = vision_models.model_input(text(3, 1), corrupt_image("cut"))
     with pytest.raises(UserError, match=r"chunks\[1\]\.data is not a valid jpeg image"):
         own_sampler.submit(Sample("bad", "v", tokens, 1, GREEDY, images=images))
     assert not own_sampler.has_work
