@@ -158,7 +158,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
 def limit_tokens(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, error: Exception, *, late: bool = False
 ) -> list[int]:
-    """Simulate memory for `max_tokens` tokens; return the attempted sizes. With `late`, fail after the backward pass."""
+    """Simulate memory for `max_tokens`; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
     run_one = Trainer._run_one
 
