@@ -180,12 +180,12 @@ def test_samples_are_forgotten_after_a_time(db: Database) -> None:
 
 def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Database) -> None:
     samples = KeptSamples(db)
-    first = keep(db, 1, most=9, prompt=[1, 2], answer=[3, 4])
-    second = keep(db, 2, most=9, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
-    other = keep(db, 3, most=9, prompt=[1, 2, 9], answer=[9])
+    first = keep(db, 1, limit=9, prompt=[1, 2], answer=[3, 4])
+    second = keep(db, 2, limit=9, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
+    other = keep(db, 3, limit=9, prompt=[1, 2, 9], answer=[9])
     # The third prompt tokenizes the end of the second answer differently.
-    third = keep(db, 4, most=9, prompt=[1, 2, 3, 4, 5, 6, 8, 8], answer=[9])
-    keep(db, 5, "bob", most=9, prompt=[1, 2], answer=[3, 4])
+    third = keep(db, 4, limit=9, prompt=[1, 2, 3, 4, 5, 6, 8, 8], answer=[9])
+    keep(db, 5, "bob", limit=9, prompt=[1, 2], answer=[3, 4])
 
     def before(request_id: str) -> list[str]:
         return samples.turns_before(*samples.get("alice", request_id))
