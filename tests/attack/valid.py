@@ -12,8 +12,8 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpx
 
 from attack.sending import Request
-from contract.test_isolation import BODIES, QUERIES, Things, openai_batch
 from support import http_harness, raw_client
+from support.every_route import BODIES, QUERIES, RouteObjects, openai_batch
 from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
 
 MODEL = raw_client.BASE
@@ -77,7 +77,7 @@ MORE: Mapping[str, dict[str, object]] = {
 class World:
     """A tenant's objects, and the numbers of its next requests."""
 
-    things: Things
+    things: RouteObjects
     other_file_id: str
     other_job_id: str  # only for purging, which prevents a resume
     key: str
@@ -105,7 +105,7 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
         file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
-        things = Things(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
+        things = RouteObjects(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
         links, files = links_of(http, things)
         sample_id = sampled["request_id"]
         return World(things, file_ids[1], str(other_job_id), key, links, new_key, files, sample_id, metrics_token)
@@ -119,7 +119,7 @@ def failing_job(name: str) -> dict[str, object]:
     return {**function, "batch_size": 1, "name": name}
 
 
-def links_of(http: httpx.Client, things: Things) -> tuple[dict[str, str], dict[str, bytes]]:
+def links_of(http: httpx.Client, things: RouteObjects) -> tuple[dict[str, str], dict[str, bytes]]:
     """Signed links, and the paths of an adapter's files."""
 
     def asked(path: str) -> str:
@@ -168,7 +168,7 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
     return replace(request, headers=request.with_header(b"Content-Type", JSON), body=body)
 
 
-def quoted(path: str, things: Things) -> str:
+def quoted(path: str, things: RouteObjects) -> str:
     """A path with its parameters filled in; names of repositories and files may contain slashes."""
     filled = path.replace("{name}", "local") if path.startswith(f"{PREFIX}/batch/pools") else path
     return quote(things.fill(filled), safe="/:" if path.startswith(HUB) else "/")

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from axe_core_python.selenium import Axe
 from selenium.webdriver.common.keys import Keys
 
-from support.browser import Browser, browsing
+from support.browser import Browser, open_browser
 from support.dashboard_data import BASE, STRANGE_NAME, Site, site
 from support.databases import database_url
 from tinsmith.db.database import Database
@@ -48,7 +48,7 @@ def alice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def chromium(alice: Site) -> Iterator[Browser]:
-    with browsing(alice.server.url) as browser:
+    with open_browser(alice.server.url) as browser:
         yield browser
 
 

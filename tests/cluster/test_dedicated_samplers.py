@@ -18,7 +18,7 @@ import tinker
 from tinker import types
 
 from support import external_engines
-from support.cluster import BASE, Cluster, clustered
+from support.cluster import BASE, Cluster, start_cluster
 from support.databases import POSTGRES, SQLITE
 from support.live import API_KEY, LiveServer, freeze, serving
 from support.raw_client import RawClient, connect, pass_body
@@ -32,7 +32,7 @@ STEP = 0.01
 
 @pytest.fixture(scope="module", params=[SQLITE, pytest.param(POSTGRES, marks=pytest.mark.slow)])
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with clustered(tmp_path_factory.mktemp("samplers"), request.param) as made:
+    with start_cluster(tmp_path_factory.mktemp("samplers"), request.param) as made:
         yield made
 
 

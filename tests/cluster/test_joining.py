@@ -253,14 +253,14 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
             many = ranked.load(shape, group, Degrees(2, shard_base=True))
             for backend in (one, many):
                 ranked.create(backend)
-            ranked.train_alike(one, many, 2, seed=3)
+            ranked.train_both(one, many, 2, seed=3)
             many.capture("m1", optimizer=True).write(tmp_path / "saved")
             many.load("m1", ranked.SPECS[1], tmp_path / "saved", optimizer=True)
             ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(1), 1, [9, 11])])
             ranked.publish(many)
             many.save_version("v1", tmp_path / "version")
             many.load_version("again", tmp_path / "version")
-            ranked.sample_alike(one, many)
+            ranked.sample_both(one, many)
             (rank,) = _ranks_of(os.getpid())
             os.kill(rank, signal.SIGKILL)
             assert lost.wait(PATIENCE_S), "without a call"

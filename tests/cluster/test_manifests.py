@@ -23,7 +23,7 @@ from tinker import types
 from support.buckets import Bucket, bucket
 from support.databases import POSTGRES, bare_url
 from support.kubelet import Cluster, Pod, running
-from support.manifests import Object, documents, image, rendered, workloads_of_compose
+from support.manifests import Object, documents, image, render_kustomization, workloads_of_compose
 from tinsmith import batch
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -73,7 +73,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bucket_: Bucket) -> Iterat
     added = {"AWS_ENDPOINT_URL": bucket_.client.meta.endpoint_url, "TINSMITH_BATCH_TENANTS": '["research"]'}
     with running(directory, image(DEPLOY / "container/Dockerfile.cpu"), extra=added) as made:
         made.apply(filled_in(documents(KUBERNETES / "base/secret.example.yaml"), values))
-        made.apply(filled_in(rendered(KUBERNETES / "base"), values))
+        made.apply(filled_in(render_kustomization(KUBERNETES / "base"), values))
         yield made
 
 
@@ -114,7 +114,7 @@ def test_the_sdk_trains_and_samples_through_the_service(cluster: Cluster, servic
     params = types.SamplingParams(max_tokens=6, temperature=1.0, stop=[])
     sequences = sampler.sample(PROMPT, 2, params).result().sequences
     assert [len(sequence.tokens) for sequence in sequences] == [6, 6]
-    assert len([name for name, taken in cluster.services["tinsmith"].taken.items() if taken]) == 2
+    assert len([name for name, taken in cluster.services["tinsmith"].connection_counts.items() if taken]) == 2
     (dedicated,) = cluster.workloads["sampler"].pods
     assert metric(dedicated, "health", "tinsmith_engine_tokens_total", kind="sampled") >= 12, (
         "the dedicated sampler drew them"

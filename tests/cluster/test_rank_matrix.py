@@ -129,8 +129,8 @@ def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, deep: ModelSha
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, degrees)
-    ranked.train_alike(one, many, 10)
-    ranked.sample_alike(one, many)
+    ranked.train_both(one, many, 10)
+    ranked.sample_both(one, many)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -147,9 +147,9 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
     if degrees == SPREAD["ep2-pp2"] and name == "gpt_oss":
         planned = base_bytes(read_directory(Path(shape.path)), dtype="float32", quantize="off", experts=2, stages=2)
         assert many.own._base.num_bytes == pytest.approx(planned, rel=0.1)
-    ranked.train_alike(one, many, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
+    ranked.train_both(one, many, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
     ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(9), 1, [1])])  # other data ranks have no rows
-    ranked.sample_alike(one, many)
+    ranked.sample_both(one, many)
     many.capture("m0", optimizer=True).write(tmp_path / "many")
     one.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
     one.capture("m0", optimizer=True).write(tmp_path / "one")
@@ -165,14 +165,14 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
     one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(deep, ranks, degrees, recompute="on")
-    ranked.train_alike(one, many, 2)
+    ranked.train_both(one, many, 2)
     many.capture("m1", optimizer=True).write(tmp_path / "many")
     one.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
     one.capture("m1", optimizer=True).write(tmp_path / "one")
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
     many.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
-    ranked.train_alike(one, many, 1, seed=1)
+    ranked.train_both(one, many, 1, seed=1)
 
 
 @pytest.mark.parametrize("name", ["pp4", "dp2-pp2", "ep2-pp2"])
@@ -213,7 +213,7 @@ def test_samples_and_dropped_steps_between_micro_batches_meet_no_message(
     run_to_end(one.run_passes(passes))
     for model in (0, 1):
         theirs, ours = ranked.gradient(one, model), ranked.gradient(many, model)
-        assert theirs is not None and ours is not None and ranked.relative(ours, theirs) < ranked.TOLERANCE
+        assert theirs is not None and ours is not None and ranked.relative_error(ours, theirs) < ranked.TOLERANCE
     found |= ranked.finish(many)
     for request_id, result in expected.items():
         tokens = [sequence.tokens_T.tolist() for sequence in result.sequences]
@@ -287,7 +287,7 @@ def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelSh
     one = TorchBackend(shape, device="cpu", quantize="int8", max_tokens_per_microbatch=64)
     ranked.create(one)
     many = ranked.load(shape, ranks, TWO["cp2"], quantize="int8")
-    ranked.train_alike(one, many, 2)
+    ranked.train_both(one, many, 2)
 
 
 @pytest.mark.parametrize("name", ["dp4", "dp2-tp2", "cp4", "pp4"])
@@ -316,7 +316,7 @@ def near_in_bfloat16(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
         for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
             assert np.abs(found - expected).max() < 0.3
         expected_P, found_P = ranked.gradient(one, model), ranked.gradient(many, model)
-        assert expected_P is not None and found_P is not None and ranked.relative(found_P, expected_P) < 0.05
+        assert expected_P is not None and found_P is not None and ranked.relative_error(found_P, expected_P) < 0.05
 
 
 @on_two
@@ -354,8 +354,8 @@ def test_every_family_is_divided_exactly_or_refused(
     # AdamW turns the rounding of one of its experts' smallest gradients into whole steps, with any degrees. Chunks of
     # Qwen3-Next's delta rule that begin elsewhere round differently, also in one process.
     rounds = family.model_type == "lfm2_moe" or (degrees.context > 1 and family.model_type == "qwen3_next")
-    ranked.train_alike(one, many, 1 if rounds else 3)
-    ranked.sample_alike(one, many)
+    ranked.train_both(one, many, 1 if rounds else 3)
+    ranked.sample_both(one, many)
 
 
 @with_its_own

@@ -26,15 +26,15 @@ from support.ranked import (
     finish,
     gradient,
     load,
-    own,
+    local_backend,
     pass_of,
     publish,
-    relative,
-    sample_alike,
+    relative_error,
+    sample_both,
     samples,
     step,
     step_both,
-    train_alike,
+    train_both,
     weights,
 )
 from tinsmith.backends import distributed, run_to_end
@@ -126,7 +126,7 @@ def one(oracle: TorchBackend, mixture_oracle: TorchBackend, many: ShardedBackend
 
 
 def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
-    train_alike(one, many, 10)
+    train_both(one, many, 10)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -147,7 +147,7 @@ def test_numbers_of_a_broken_adapter_stay_its_own(one: TorchBackend, many: Shard
             continue
         np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), atol=1e-4)
         theirs, ours = gradient(one, model), gradient(many, model)
-        assert theirs is not None and ours is not None and relative(ours, theirs) < 1e-4
+        assert theirs is not None and ours is not None and relative_error(ours, theirs) < 1e-4
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
@@ -242,12 +242,12 @@ def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> 
     agree_on(one, many, [pass_of(rng, 3, [30]), pass_of(rng, 0, [31])])
     agree_on(one, many, [pass_of(rng, 1, [5, 6, 7], forward_only=True)])
     step_both(one, many)
-    assert relative(weights(many, 0), weights(one, 0)) < 1e-4
+    assert relative_error(weights(many, 0), weights(one, 0)) < 1e-4
 
 
 def test_answers_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
-    train_alike(one, many, 1, seed=5)
-    sample_alike(one, many)
+    train_both(one, many, 1, seed=5)
+    sample_both(one, many)
 
 
 def test_samples_are_drawn_between_micro_batches(one: TorchBackend, many: ShardedBackend) -> None:
@@ -331,7 +331,7 @@ def test_refusals_equal_those_of_one_process(one: TorchBackend, many: ShardedBac
 def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     one: TorchBackend, many: ShardedBackend, tmp_path: Path
 ) -> None:
-    train_alike(one, many, 2, seed=7)
+    train_both(one, many, 2, seed=7)
     rng = np.random.default_rng(8)
     agree_on(one, many, [pass_of(rng, 1, [9, 11])])
     many.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")
@@ -345,11 +345,13 @@ def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     one.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
     agree_on(one, many, [pass_of(rng, 1, [4, 8, 15])])
     step_both(one, many)
-    assert relative(weights(many, 1), weights(one, 1)) < 1e-5
+    assert relative_error(weights(many, 1), weights(one, 1)) < 1e-5
     publish(many)
     many.save_version("v1", tmp_path / "version")
     many.load_version("again", tmp_path / "version")
-    assert many.has_version("again") and own(many)._versions["again"].flat_P.equal(own(many)._versions["v1"].flat_P)
+    assert many.has_version("again") and local_backend(many)._versions["again"].flat_P.equal(
+        local_backend(many)._versions["v1"].flat_P
+    )
 
 
 def custom(model: int, fn: traced_losses.Loss, lengths: list[int], seed: int) -> Pass:
@@ -360,7 +362,7 @@ def custom(model: int, fn: traced_losses.Loss, lengths: list[int], seed: int) ->
         tokens = rng.integers(0, tiny_models.VOCAB, length).astype(np.int32)
         weights = rng.normal(size=length).astype(np.float32)
         data.append(Datum(tokens, {"target_tokens": tokens.astype(np.int64), "weights": weights}))
-    traced = traced_losses.sent(traced_losses.trace(fn, ranks))
+    traced = traced_losses.parse_as_server(traced_losses.trace(fn, ranks))
     return Pass(f"r{model}", f"m{model}", tuple(data), "custom", {"loss_id": "l"}, False, custom_loss=traced)
 
 
@@ -385,7 +387,7 @@ def test_a_custom_loss_that_fails_on_one_rank_fails_on_all(one: TorchBackend, ma
         assert all(isinstance(outcome, PassResult) for outcome in outcomes[1:])
     for model in (0, 1):
         expected, found = gradient(one, model), gradient(many, model)
-        assert expected is not None and found is not None and relative(found, expected) < 1e-4
+        assert expected is not None and found is not None and relative_error(found, expected) < 1e-4
 
 
 def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
@@ -393,7 +395,7 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
 ) -> None:
     create(oracle)
     one, many = oracle, load(shape, group, DEGREES["dp2"])
-    trainer, run_one = own(many)._trainer, own(many)._trainer._run_one
+    trainer, run_one = local_backend(many)._trainer, local_backend(many)._trainer._run_one
 
     def run(batch, objectives, *, train):
         if sum(batch.lengths) > 20:
@@ -419,7 +421,7 @@ def test_memory_that_runs_out_in_a_stage_ends_the_ranks(
         raise MemoryError("no room on rank 0")
 
     with monkeypatch.context() as patched:
-        patched.setattr(own(backend)._trainer, "_hidden", run)
+        patched.setattr(local_backend(backend)._trainer, "_hidden", run)
         outcome = execute(group.own, "begin_passes", [[pass_of(np.random.default_rng(0), 0, [5])]])
         assert outcome.kind == "done"
         with pytest.raises(RanksLostError, match=r"rank 0 ran out of memory in its stage: .*no room"):
@@ -436,10 +438,10 @@ def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> N
         backend = load(shape, group, DEGREES["pp2"], dtype="float32")
         model = read_directory(Path(shape.path))
         wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-        held = own(backend).memory_use()["base"]
+        held = local_backend(backend).memory_use()["base"]
         assert held == pytest.approx(needs_of(model, wanted, DEGREES["pp2"]).base, rel=0.1)
         assert held < 0.6 * memory.base_bytes(model, dtype="float32", quantize="off")
-        adapter = own(backend)._models["m0"].adapter
+        adapter = local_backend(backend)._models["m0"].adapter
         assert adapter.compute_P.nbytes < 0.75 * adapter.flat_P.nbytes
 
 
@@ -471,15 +473,15 @@ def test_layers_with_a_state_continue_at_the_next_context_rank(
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
     create(one)
     many = load(shape, group, Degrees(context=2), max_tokens_per_microbatch="128")
-    train_alike(one, many, 2)
+    train_both(one, many, 2)
     agree_on(one, many, [pass_of(np.random.default_rng(1), 0, [9, 77, 10])])
-    layout = own(one)._models["m0"].adapter.layout
+    layout = local_backend(one)._models["m0"].adapter.layout
     found, expected = (layout.views(cast(torch.Tensor, gradient(backend, 0))) for backend in (many, one))
     mixers = [target for target in expected if "linear_attn" in target or "mamba" in target]
     assert len(mixers) > 2
     for target in mixers:
         for ours, theirs in zip(found[target], expected[target], strict=True):
-            assert relative(ours, theirs) < 1e-3, target
+            assert relative_error(ours, theirs) < 1e-3, target
     step_both(one, many)
     sent = count_bytes(monkeypatch, -1)
     run_to_end(many.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
@@ -559,8 +561,8 @@ def test_tokens_that_all_choose_the_experts_of_one_rank(tmp_path: Path, group: G
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     create(one)
     many = load(shape, group, DEGREES["ep2"])
-    train_alike(one, many, 2)
-    sample_alike(one, many)
+    train_both(one, many, 2)
+    sample_both(one, many)
 
 
 def test_a_rank_holds_only_its_own_experts(mixture: ModelShape, group: Group) -> None:
@@ -577,7 +579,7 @@ def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(
 ) -> None:
     one, many = mixture_oracle, load(mixture, group, DEGREES["ep2"])
     create(one)
-    train_alike(one, many, 1)
+    train_both(one, many, 1)
     for backend in (one, many):
         publish(backend)
         for sample in samples():
@@ -605,7 +607,7 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost)
     """If one rank alone changes an adapter, the next step detects it."""
     backend = load(shape, group, DEGREES["dp2"])
     run_to_end(backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])]))
-    trained = own(backend)._models["m0"]
+    trained = local_backend(backend)._models["m0"]
     assert trained.gradient_P is not None
     trained.gradient_P[0] += 1.0
     with pytest.raises(RanksLostError, match="different results for optim_step"):

@@ -12,8 +12,8 @@ import pytest
 import tinker
 from tinker import types
 
-from support.balancer import balancing
-from support.cluster import BASE, Cluster, clustered
+from support.balancer import run_balancer
+from support.cluster import BASE, Cluster, start_cluster
 from support.databases import POSTGRES, SQLITE
 from support.live import API_KEY, LiveServer, freeze
 from support.raw_client import RawClient, connect
@@ -23,7 +23,7 @@ ADAM = types.AdamParams(learning_rate=0.1)
 
 @pytest.fixture(scope="module", params=[SQLITE, pytest.param(POSTGRES, marks=pytest.mark.slow)])
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with clustered(tmp_path_factory.mktemp("roles"), request.param) as made:
+    with start_cluster(tmp_path_factory.mktemp("roles"), request.param) as made:
         yield made
 
 
@@ -138,26 +138,26 @@ def test_the_real_sdk_trains_and_samples_while_engines_die(
 @pytest.mark.slow
 @pytest.mark.parametrize("database_kind", [POSTGRES])
 def test_four_servers_and_two_engines_behind_one_address(tmp_path: Path, database_kind: str) -> None:
-    with clustered(tmp_path, database_kind) as cluster, contextlib.ExitStack() as stack:
+    with start_cluster(tmp_path, database_kind) as cluster, contextlib.ExitStack() as stack:
         servers = [stack.enter_context(cluster.process(f"server{number}", "server")) for number in range(4)]
         for name in ("one", "two"):
             stack.enter_context(cluster.process(name, "engine"))
         ports = [int(server.url.rpartition(":")[2]) for server in servers]
-        balancer = stack.enter_context(balancing(ports))
+        balancer = stack.enter_context(run_balancer(ports))
         cluster.await_ready("one", "two")
         with tinker.ServiceClient(base_url=balancer.url, api_key=API_KEY) as service:
             models = [service.create_lora_training_client(BASE, rank=4).result() for _ in range(4)]
             steps = [model.optim_step(ADAM) for _ in range(3) for model in models]
             assert [step.result().metrics["step"] for step in steps] == [1] * 4 + [2] * 4 + [3] * 4
         assert sorted(map(str, cluster.owners().values())) == ["one", "one", "two", "two"]
-        assert min(balancer.taken.values()) > 0, "all servers were asked"
+        assert min(balancer.connection_counts.values()) > 0, "all servers were asked"
 
 
 @pytest.mark.slow
 def test_a_real_model_trained_through_the_death_of_its_engine_has_the_losses_of_one_that_was_not(
     tmp_path: Path,
 ) -> None:
-    with clustered(tmp_path, SQLITE) as cluster, contextlib.ExitStack() as stack:
+    with start_cluster(tmp_path, SQLITE) as cluster, contextlib.ExitStack() as stack:
         server = stack.enter_context(cluster.process("server", "server"))
         for name in ("one", "two"):
             stack.enter_context(cluster.process(name, "engine", "--backend", "torch"))

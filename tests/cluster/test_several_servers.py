@@ -15,11 +15,11 @@ import pytest
 import tinker
 from tinker import types
 
-from support.balancer import balancing
+from support.balancer import run_balancer
 from support.databases import POSTGRES, bare_url
 from support.live import API_KEY, LiveServer, serving
 from support.postgres import PostgresServer
-from support.raw_client import RawClient, alive, connect, engine_of, wait_until_gone
+from support.raw_client import RawClient, connect, engine_of, is_alive, wait_until_gone
 from tinsmith.cluster.engines import EngineRow, Engines, holder_of
 from tinsmith.db.database import Database
 from tinsmith.db.wakeups import SAFETY_POLL_S
@@ -107,7 +107,7 @@ def test_a_run_through_one_address_survives_the_death_of_a_server(
     one, _ = servers
     adam = types.AdamParams(learning_rate=0.1)
     ports = [port for server in servers if (port := urlsplit(server.url).port)]
-    with balancing(ports) as balancer:
+    with run_balancer(ports) as balancer:
         with tinker.ServiceClient(base_url=balancer.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client(BASE, rank=4).result()
             for _ in range(3):
@@ -119,7 +119,7 @@ def test_a_run_through_one_address_survives_the_death_of_a_server(
             assert model.optim_step(adam).result().metrics["step"] == 5, "nothing that was acknowledged is lost"
             resumed = service.create_training_client_from_state_with_optimizer(path).result()
             assert resumed.optim_step(adam).result().metrics["step"] == 4
-        assert min(balancer.taken.values()) > 0, "both servers were asked"
+        assert min(balancer.connection_counts.values()) > 0, "both servers were asked"
         assert owner(url, resumed.model_id).holder.endswith(str(tmp_path / "two"))
 
 
@@ -144,7 +144,7 @@ def test_an_engine_that_was_paused_while_another_took_over_writes_nothing(
     (data_dir,) = (server.data_dir for server in servers if holder_of(server.data_dir) == old.holder)
     log = next((data_dir / "logs").glob("engine-*.log")).read_text()
     assert "this engine lost its lease" in log and "Traceback" not in log, log
-    assert not alive(old.pid)
+    assert not is_alive(old.pid)
 
 
 def test_a_restart_of_postgres_is_a_delay_and_no_loss(tmp_path: Path) -> None:

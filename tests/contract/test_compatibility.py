@@ -19,8 +19,8 @@ from support.compatibility import (
     TESTS,
     Witness,
     cli_commands,
-    declared,
-    known_names,
+    collect_coverage,
+    coverable_names,
     ledger,
     render,
     sdk_methods,
@@ -36,15 +36,15 @@ def test_the_document_matches_the_tests() -> None:
 
 
 def test_every_method_command_and_endpoint_is_driven_or_excepted() -> None:
-    driven = set(declared())
-    undriven = known_names() - driven - set(EXCEPTIONS)
+    driven = set(collect_coverage())
+    undriven = coverable_names() - driven - set(EXCEPTIONS)
     assert not undriven, f"no test covers {sorted(undriven)}, and EXCEPTIONS gives no reason"
     assert not driven & set(EXCEPTIONS), f"both covered and excepted: {sorted(driven & set(EXCEPTIONS))}"
     assert all(EXCEPTIONS.values())
 
 
 def test_declarations_name_existing_things() -> None:
-    unknown = (set(declared()) | set(EXCEPTIONS)) - known_names()
+    unknown = (set(collect_coverage()) | set(EXCEPTIONS)) - coverable_names()
     assert not unknown, f"{sorted(unknown)} is no method, command or endpoint"
 
 
@@ -58,7 +58,7 @@ def test_every_row_of_the_ledger_has_tests_that_exist() -> None:
     expected = {f"{letter}{number}" for letter, count in LEDGER_ROWS.items() for number in range(1, count + 1)}
     assert sorted(each.row for each in rows) == sorted(expected | {"B46", "Z"})
     for each in rows:
-        assert each.what and each.tests, f"{each.row} has no test"
+        assert each.promise and each.tests, f"{each.row} has no test"
         assert each.against in (*AGAINST, MISSING), f"{each.row} runs against {each.against!r}"
         assert each.lacks or each.against != MISSING, f"{each.row} does not say what is missing"
         for test in each.tests:

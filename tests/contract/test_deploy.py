@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
-from support.manifests import documents, image, merged
+from support.manifests import documents, image, merge
 from tinsmith.settings import PREFIX, Settings
 
 DEPLOY = ROOT / "deploy"
@@ -246,7 +246,7 @@ def test_a_patch_makes_a_manifest_of_the_one_that_it_patches(name: str) -> None:
     (manifest,) = documents(DEPLOY / f"kubernetes/base/{name}.yaml")
     (patch,) = documents(DEPLOY / f"kubernetes/gpu/{name}.yaml")
     assert patch["metadata"].pop("namespace") == "tinsmith"
-    patched = merged(manifest, patch)
+    patched = merge(manifest, patch)
     assert isinstance(patched, dict) and patched != manifest
     kubernetes_validate.validate(patched, KUBERNETES, strict=True)
 

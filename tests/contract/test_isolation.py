@@ -16,7 +16,17 @@ from urllib.parse import unquote
 import pytest
 from httpx import Response
 
-from support.every_route import BODIES, ELSEWHERE, FILTERS, LISTING_QUERIES, Things, ask, filled, things_of, url_of
+from support.every_route import (
+    BODIES,
+    FILTERS,
+    LISTING_QUERIES,
+    UNPREFIXED_PATHS,
+    RouteObjects,
+    ask,
+    create_objects,
+    fill_ids,
+    url_of,
+)
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.openapi import body_schema
@@ -78,10 +88,10 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
 def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int) -> None:
     """The response is the same as for an object that does not exist."""
     path, given = FILTERS[number]
-    theirs = things_of(harness)
+    theirs = create_objects(harness)
     seen = []
     for things in (theirs, nothing_like(theirs)):
-        asked = filled(given, things)
+        asked = fill_ids(given, things)
         url, headers = url_of(path), {"X-API-Key": BOB}
         if isinstance(asked, dict):
             answer = harness.client.post(url, json=asked, headers=headers)
@@ -95,7 +105,7 @@ def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int)
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, method: str, path: str) -> None:
-    things = things_of(harness)
+    things = create_objects(harness)
     before = harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())
     refused = ask(harness, method, path, things, BOB)
     assert refused.status_code == 404, refused.text
@@ -107,11 +117,11 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
 
 @pytest.mark.parametrize(("method", "path"), LISTINGS)
 def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, method: str, path: str) -> None:
-    things = things_of(harness)
+    things = create_objects(harness)
     body = {} if method == "POST" else None
     url = url_of(path) + LISTING_QUERIES.get(path, "")
     answer = harness.client.request(method, url, json=body, headers={"X-API-Key": BOB})
-    assert answer.status_code == 200 or not path.startswith(ELSEWHERE)
+    assert answer.status_code == 200 or not path.startswith(UNPREFIXED_PATHS)
     assert not [name for name in (things.session_id, things.file_id, things.batch_id, "alice") if name in answer.text]
 
 
@@ -159,12 +169,12 @@ def test_a_pool_shows_only_the_callers_jobs(harness: Harness) -> None:
     ],
 )
 def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: str, body: dict[str, object]) -> None:
-    things = things_of(harness)
-    filled = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
-    filled |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
+    things = create_objects(harness)
+    request_fields = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
+    request_fields |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
 
     def answer() -> str:
-        sent = harness.post(path, filled, BOB)
+        sent = harness.post(path, request_fields, BOB)
         if sent.status_code != 200:
             return sent.text
         request_id = sent.json().get("request_id")
@@ -173,8 +183,8 @@ def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: 
 
     if path != "create_model":
         assert "does not exist" in answer()
-        if "model_seq_id" in filled:
-            filled["model_seq_id"] = 8  # the first number is used
+        if "model_seq_id" in request_fields:
+            request_fields["model_seq_id"] = 8  # the first number is used
     run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
     published = harness.send("POST", f"training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
     assert published.status_code == 200
@@ -187,7 +197,7 @@ def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: 
 def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     harness: Harness, method: str, action: str
 ) -> None:
-    things = things_of(harness)
+    things = create_objects(harness)
     run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
     path = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
     harness.send("POST", f"{path}/publish")
@@ -197,7 +207,7 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     assert harness.send(method, path + action, body, ALICE).status_code == 200
 
 
-def nothing_like(things: Things) -> Things:
+def nothing_like(things: RouteObjects) -> RouteObjects:
     """Return ids and paths of the same form that do not exist."""
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
@@ -205,10 +215,10 @@ def nothing_like(things: Things) -> Things:
     others |= {"message_batch_id": f"msgbatch_{uuid.uuid4().hex}"}
     others |= {"trajectory_id": f"{things.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
     others["response_id"] = f"resp_{uuid.uuid4().hex}"
-    return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
+    return replace(RouteObjects(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 
-def without_ids(text: str, things: Things) -> str:
+def without_ids(text: str, things: RouteObjects) -> str:
     text = text.replace(things.message_batch_id, "MESSAGES")
     text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
     text = text.replace(things.response_id, "RESPONSE").replace(things.trajectory_id, "TRAJECTORY")
@@ -218,7 +228,7 @@ def without_ids(text: str, things: Things) -> str:
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_foreign_and_missing_objects_have_the_same_answer(harness: Harness, method: str, path: str) -> None:
     """A foreign object and a missing one have the same status, body and headers."""
-    theirs = things_of(harness)
+    theirs = create_objects(harness)
     nobodys = nothing_like(theirs)
     answers = [
         (answer.status_code, *(without_ids(str(said), things) for said in (answer.text, headers)))
@@ -253,12 +263,12 @@ STRANGE_IDS = {
 
 @pytest.mark.parametrize("strange", STRANGE_IDS)
 def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: str) -> None:
-    things_of(harness)
+    create_objects(harness)
     name = STRANGE_IDS[strange]
     for method, path in id_routes():
         for part in (part for part in PARTS if f"{{{part}}}" in path.replace(":path", "")):
             rest = path.replace(":path", "").format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
-            body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", "", ""))
+            body = BODIES.get(path, lambda _things: {})(RouteObjects("", "", "", "", "", ""))
             url = url_of(rest).replace("NAME", name)
             answer = harness.client.request(
                 method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
@@ -270,14 +280,14 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
 
 @pytest.mark.parametrize("strange", STRANGE_IDS)
 def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: str) -> None:
-    alice = things_of(harness)
+    alice = create_objects(harness)
     name = unquote(STRANGE_IDS[strange])[:4000]
     path = f"tinker://{name}/weights/{name}"
-    things = Things(name, name, name, path, path, name, name, name)
+    things = RouteObjects(name, name, name, path, path, name, name, name)
     for path, body in BODIES.items():
-        if "{" in path or isinstance(filled := body(things), bytes):
+        if "{" in path or isinstance(request_fields := body(things), bytes):
             continue
-        answer = harness.client.post(url_of(path), json=filled, headers={"X-API-Key": ALICE})
+        answer = harness.client.post(url_of(path), json=request_fields, headers={"X-API-Key": ALICE})
         assert answer.status_code in (400, 404, 410), (path, answer.text[:300])
     named = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})
     assert harness.result(named.json()["request_id"])["category"] == "user"

@@ -22,7 +22,16 @@ from sqlalchemy import event
 from support import databases
 from support.databases import KINDS
 from support.engine_bench import Bench
-from support.every_route import BODIES, FILTERS, LISTING_QUERIES, QUERIES, Things, filled, things_of, url_of
+from support.every_route import (
+    BODIES,
+    FILTERS,
+    LISTING_QUERIES,
+    QUERIES,
+    RouteObjects,
+    create_objects,
+    fill_ids,
+    url_of,
+)
 from support.http_harness import ALICE, BASE, Harness, close, make_harness, sample_request
 from tinsmith.api.app import OPERATIONS
 from tinsmith.cluster.engines import Engines, Seat, fence
@@ -147,7 +156,7 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     recorder = Recorder(_url_of(database, tmp_path))
     recorder.watch(database)
     for operation in OPERATIONS:
-        ask_everything(harness, operation.method, operation.path, things_of(harness))
+        ask_everything(harness, operation.method, operation.path, create_objects(harness))
         database.execute(KEYS.update().values(revoked_at=None))  # one route revokes the key
         harness.services.tenants._refusals.clear()
     services = harness.services
@@ -172,7 +181,7 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     assert weak == {}, "\n".join(f"WEAK {' '.join(text.split())}: {lines}" for text, lines in weak.items())
 
 
-def ask_everything(harness: Harness, method: str, path: str, things: Things) -> None:
+def ask_everything(harness: Harness, method: str, path: str, things: RouteObjects) -> None:
     """Send a request with its own objects, and with each filter."""
     body, headers = BODIES.get(path, lambda _things: {})(things), {"X-API-Key": ALICE}
     query = QUERIES.get(path, "") or LISTING_QUERIES.get(path, "")
@@ -183,7 +192,7 @@ def ask_everything(harness: Harness, method: str, path: str, things: Things) -> 
         harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)
     for filtered, given in FILTERS:
         if filtered == path:
-            value = filled(given, things)
+            value = fill_ids(given, things)
             if isinstance(value, dict):
                 harness.client.post(url_of(path), json=value, headers=headers)
             else:

@@ -307,7 +307,7 @@ def test_a_clients_periodic_requests_are_accepted(
     deadline = time.monotonic() + 20
     with tinker.ServiceClient(base_url=fake_server.url, api_key=API_KEY) as service:
         service.create_sampling_client(base_model=NANO).result()  # no session before the first use
-        while not {"POST /telemetry", "POST /session_heartbeat"} <= witness.seen:
+        while not {"POST /telemetry", "POST /session_heartbeat"} <= witness.called_names:
             assert time.monotonic() < deadline, "neither came"
             time.sleep(0.1)
         assert service.get_telemetry() is not None

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from support import payloads
-from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, text_rows
+from support.coordinating import LIMITS, PATIENCE_S, CoordinatorSetup, coordinate, submit, text_rows
 from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
@@ -103,7 +103,7 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
         limits=LIMITS,
     )
     job_id = jobs.create("local", spec)
-    asyncio.run(coordinate(Place("", str(tmp_path), job_id), jobs, workers=2))
+    asyncio.run(coordinate(CoordinatorSetup("", str(tmp_path), job_id), jobs, workers=2))
     job = jobs.find("local", job_id)
     errors = {error["row_idx"]: error for error in jobs.row_errors(job_id)}
     assert (job.status, sorted(errors), job.rows_ok) == ("SUCCEEDED", sorted(KINDS), ROWS - len(KINDS)), job

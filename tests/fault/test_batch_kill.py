@@ -24,7 +24,7 @@ import pytest
 import sqlalchemy as sa
 
 import tinsmith.batch.coordinator.job_run
-from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
+from support.coordinating import LIMITS, PATIENCE_S, CoordinatorSetup, coordinate, start_process, submit
 from support.databases import fresh_url
 from support.live import freeze
 from tinsmith import batch
@@ -99,7 +99,7 @@ def cost_of(jobs: BatchJobs, job_id: int, directory: Path, killed: bool) -> Cost
 
 def kill_server(directory: Path, url: str, step: str) -> Cost:
     with opened(url) as jobs:
-        place = Place(url, str(directory), submit(jobs, directory, double))
+        place = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
         for status in (-signal.SIGKILL, 0):
             process = start_process(place, f"{step}:{STEPS[step]}")
             assert process.wait(PATIENCE_S) == status, (directory / "here.log").read_text()[-3000:]
@@ -121,7 +121,7 @@ def hit_or_kill(point: str) -> None:
 
 def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
     with opened(url) as jobs:
-        place = Place(url, str(directory), submit(jobs, directory, double))
+        place = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
         killed: list[int] = []
 
         def kill() -> None:
@@ -197,13 +197,13 @@ def test_a_server_that_lost_its_lease_changes_nothing(tmp_path: Path, database_k
         marker, gate = tmp_path / "marker", tmp_path / "gate"
         options = {"marker": str(marker), "gate": str(gate)}
         job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
-        first = start_process(Place(url, str(directory), job_id, "first", linger_s=2.0))
+        first = start_process(CoordinatorSetup(url, str(directory), job_id, "first", linger_s=2.0))
         try:
             until(marker.exists, first)
             # From here its lease is as long as the job's limit.
             until(lambda: lease_s(jobs, job_id) < 2, first)
             freeze(first.pid, directory)
-            second = start_process(Place(url, str(directory), job_id, "second"))
+            second = start_process(CoordinatorSetup(url, str(directory), job_id, "second"))
             assert second.wait(PATIENCE_S) == 0, (directory / "second.log").read_text()[-3000:]
             before = cost_of(jobs, job_id, directory, killed=True), jobs.find("local", job_id)
             assert (before[0].output, before[0].status, before[0].leftovers) == (EXPECTED, "SUCCEEDED", [])
@@ -237,13 +237,13 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
         limits = replace(LIMITS, lease_s=1.0)
         options = {"marker": str(tmp_path / "marker"), "gate": str(tmp_path / "gate")}
         job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
-        first = start_process(Place(url, str(directory), job_id, "first"))
+        first = start_process(CoordinatorSetup(url, str(directory), job_id, "first"))
         until((tmp_path / "marker").exists, first)
         until(lambda: lease_s(jobs, job_id) < 2, first)
         first.kill()
         first.wait()
         done = jobs.find("local", job_id).completed_batches
-        asyncio.run(coordinate(Place(url, str(elsewhere), job_id, "second"), jobs))
+        asyncio.run(coordinate(CoordinatorSetup(url, str(elsewhere), job_id, "second"), jobs))
         cost = cost_of(jobs, job_id, directory, killed=True)
         assert (cost.output, cost.status, cost.leftovers, cost.retries) == (EXPECTED, "SUCCEEDED", [], 0)
         assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"

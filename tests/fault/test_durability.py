@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from support.engine_bench import BASE, Bench, saved
+from support.engine_bench import BASE, Bench, save_weights
 from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.db.schema import BODIES, MODELS, SAMPLERS
 from tinsmith.engine.loop import QUIET_S
@@ -264,7 +264,7 @@ def test_a_model_unloaded_during_a_snapshot_leaves_no_file(bench: Bench, monkeyp
 def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
     model = bench.model()
     train_for(bench, model, 1)
-    saved(bench, model, 3)
+    save_weights(bench, model, 3)
     path = f"tinker://{model}/weights/one"
     bench.backend.breaks["save"] = FULL  # so that no snapshot covers the load
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
@@ -276,7 +276,7 @@ def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
     bench.run_until_idle()
     assert bench.weight() == weight, "as long as it is there it is loaded again"
     train_for(bench, model, 1, 6)
-    saved(bench, model, 8, overwrite=True)
+    save_weights(bench, model, 8, overwrite=True)
     bench.restart()
     lost = bench.forward(model, 9)
     bench.run_until_idle()
@@ -286,7 +286,7 @@ def test_a_replay_does_not_load_an_overwritten_checkpoint(bench: Bench) -> None:
 def test_a_load_is_on_disk_before_its_client_knows(bench: Bench) -> None:
     model = bench.model()
     train_for(bench, model, 1)
-    saved(bench, model, 3)
+    save_weights(bench, model, 3)
     path = f"tinker://{model}/weights/one"
     settle, seen = bench.futures.settle, []
 
@@ -551,12 +551,12 @@ def test_a_model_that_cannot_fit_alone_is_a_user_error(bench: Bench, kind: str) 
 
 def test_the_server_is_woken_before_cleanup(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
-    saved(bench, model, 1)
+    save_weights(bench, model, 1)
     order: list[str] = []
     drop, wake = bench.backend.drop_version, bench.mailbox.wake
     bench.backend.drop_version = lambda version_id: order.append("tidied") or drop(version_id)  # type: ignore[method-assign]
     monkeypatch.setattr(bench.mailbox, "wake", lambda *told: order.append("told") or wake(*told))
-    saved(bench, model, 2, overwrite=True)
+    save_weights(bench, model, 2, overwrite=True)
     assert order == ["told", "tidied"]
 
 

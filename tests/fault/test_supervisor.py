@@ -19,7 +19,7 @@ import pytest
 
 from support.databases import fresh_url
 from support.live import API_KEY, LiveServer, free_port, freeze, serving
-from support.raw_client import BASE, RawClient, alive, connect, engine_of, wait_until_gone
+from support.raw_client import BASE, RawClient, connect, engine_of, is_alive, wait_until_gone
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engines import Engines, Seat, holder_of
 from tinsmith.cluster.supervisor import Supervisor, last_error
@@ -109,7 +109,7 @@ def test_a_stopping_server_answers_its_polls_and_leaves_no_process(tmp_path: Pat
         for poll in polls:
             poll.join()
         assert [answer.status_code for answer in answers] == [408] * 4
-        assert not alive(engine)
+        assert not is_alive(engine)
     log = next((tmp_path / "data" / "logs").glob("engine-*.log")).read_text()
     assert "Fatal Python error" not in log and "Traceback" not in log, log
 
@@ -145,7 +145,7 @@ def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: P
             assert client.steps_taken(client.step(model, 2)) == 2, "the two engines took the first step once"
             assert wait_until_gone(old)
     finally:
-        if alive(old):
+        if is_alive(old):
             os.kill(old, signal.SIGKILL)
 
 

@@ -78,7 +78,7 @@ def things(harness: Harness) -> dict[str, str]:
     session_id = harness.session()
     model_id = harness.model(session_id)
     sampler_id = harness.sampler(session_id)
-    path = harness.saved(model_id)
+    path = harness.save_checkpoint(model_id)
     pending = harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
     return {
         "session_id": session_id,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
+from support.coordinating import LIMITS, PATIENCE_S, CoordinatorSetup, coordinate, start_process, submit
 from support.databases import fresh_url
 from support.payloads import serialize_function
 from tinsmith import batch
@@ -50,7 +50,7 @@ def job(directory: Path, batch_size: int = 2, **changes: Any) -> JobSpec:  # noq
 def run(jobs: BatchJobs, url: str, directory: Path, spec: JobSpec) -> int:
     """Run a job to its end with one worker."""
     job_id = jobs.create("local", spec)
-    asyncio.run(coordinate(Place(url, str(directory), job_id), jobs, workers=1))
+    asyncio.run(coordinate(CoordinatorSetup(url, str(directory), job_id), jobs, workers=1))
     return job_id
 
 
@@ -85,14 +85,14 @@ def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tm
     """The output was recorded before the first part was deleted; it is not published again from the rest."""
     jobs, url = place
     job_id = submit(jobs, tmp_path, double)
-    process = start_process(Place(url, str(tmp_path), job_id), "batch.recorded")
+    process = start_process(CoordinatorSetup(url, str(tmp_path), job_id), "batch.recorded")
     assert process.wait(PATIENCE_S) == -signal.SIGKILL, (tmp_path / "here.log").read_text()[-3000:]
     whole = (tmp_path / "out.jsonl").read_bytes()
     parts = sorted(path for path in (tmp_path / TEMPORARY_DIRECTORY).rglob("*") if path.is_file())
     assert len(parts) >= 2 and len(rows_of(tmp_path / "out.jsonl")) == 20
     for path in parts[::2]:
         path.unlink()
-    asyncio.run(coordinate(Place(url, str(tmp_path), job_id), jobs, workers=1))
+    asyncio.run(coordinate(CoordinatorSetup(url, str(tmp_path), job_id), jobs, workers=1))
     assert (tmp_path / "out.jsonl").read_bytes() == whole
     assert jobs.find("local", job_id).status == "SUCCEEDED"
     assert not [path for path in parts if path.exists()]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.coordinating import Place, coordinate, submit
+from support.coordinating import CoordinatorSetup, coordinate, submit
 from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness
 from support.live import LiveServer, serving
@@ -359,7 +359,7 @@ def test_a_confined_job_writes_only_below_its_roots(tmp_path: Path) -> None:
             errors = {"format": "json", "path": f"{own}/errors/{made}"}
             confined = {"batch_input_format": source, "batch_output_formats": outputs, "batch_error_format": errors}
             job_id = submit(jobs, own, keep, roots=[str(own)], **confined)
-            asyncio.run(coordinate(Place(url, str(tmp_path), job_id), jobs))
+            asyncio.run(coordinate(CoordinatorSetup(url, str(tmp_path), job_id), jobs))
             found = jobs.find("local", job_id)
             if given == "in.jsonl":
                 assert (found.status, found.rows_ok) == ("SUCCEEDED", 5), found.error

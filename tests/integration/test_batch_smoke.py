@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from support.coordinating import PATIENCE_S, Place, start_process, submit
+from support.coordinating import PATIENCE_S, CoordinatorSetup, start_process, submit
 from support.databases import fresh_url
 from support.live import LiveServer, serving
 from tinsmith import batch
@@ -273,7 +273,7 @@ def test_progress_never_goes_back_when_the_server_is_killed(tmp_path: Path, data
     database = Database(url)
     jobs = BatchJobs(database)
     try:
-        place = Place(url, str(tmp_path), submit(jobs, tmp_path, double_slowly, rows=60))
+        place = CoordinatorSetup(url, str(tmp_path), submit(jobs, tmp_path, double_slowly, rows=60))
         seen: list[int] = []
 
         def done() -> int:

@@ -182,7 +182,7 @@ def test_a_cancel_wakes_the_engine_once_for_a_pending_sample(harness: Harness) -
     for _ in range(2):
         assert harness.ok("cancel_future", {"request_id": request_id}) == {}
     assert harness.kinds() == {request_id: "sample", f"{request_id}:cancel": "cancel"}
-    assert harness.stored_body(f"{request_id}:cancel") == REASON.encode()
+    assert harness.read_request_body(f"{request_id}:cancel") == REASON.encode()
     assert harness.woken
 
 

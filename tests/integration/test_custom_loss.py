@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support import traced_losses
 from support.live import LiveServer
 from support.properties import examples
-from support.traced_losses import LOSSES, in_client, request, sent, trace
+from support.traced_losses import LOSSES, in_client, parse_as_server, request, trace
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, custom_loss
 from tinsmith.backends.torch.custom_loss import CustomRun
@@ -68,7 +68,7 @@ def test_a_loss_and_its_gradient_equal_the_clients(name: str, seed: int) -> None
     rng = np.random.default_rng(seed)
     fn, ranks = LOSSES[name]
     handle = trace(fn, ranks)
-    loss = sent(handle)
+    loss = parse_as_server(handle)
     data = [traced_losses.datum(rng, int(rng.integers(2, 30)), 50, ranks) for _ in range(3)]
     run = CustomRun(loss, [arrays(datum) for datum in data])
     expected: dict[str, float] = {}
@@ -93,7 +93,7 @@ def test_a_loss_and_its_gradient_equal_the_clients(name: str, seed: int) -> None
 
 def failure(fn: traced_losses.Loss, *, length: int = 4, **inputs: np.ndarray) -> str:
     ranks = {"logprobs": 1, **{name: value.ndim for name, value in inputs.items()}}
-    loss = sent(trace(fn, ranks))
+    loss = parse_as_server(trace(fn, ranks))
     datum = Datum(np.zeros(length, np.int32), {"target_tokens": np.zeros(length, np.int64), **inputs})
     run = CustomRun(loss, [datum], max_seconds=5)
     weights = run.weights(0, torch.full((length,), -1.0))
@@ -184,7 +184,7 @@ def test_a_slow_loss_is_stopped_unless_it_is_replayed() -> None:
             logprobs = torch.sort(logprobs)[0] * 1.0
         return logprobs.sum(), {}
 
-    loss = sent(trace(slow, {"logprobs": 1}))
+    loss = parse_as_server(trace(slow, {"logprobs": 1}))
     datum = Datum(np.zeros(20_000, np.int32), {"target_tokens": np.zeros(20_000, np.int64)})
     run = CustomRun(loss, [datum], max_seconds=0.01)
     run.weights(0, torch.randn(20_000))
@@ -198,7 +198,7 @@ def test_a_loss_that_writes_to_its_inputs_changes_neither_the_request_nor_the_re
         weights += 1
         return (logprobs * weights).sum(), {}
 
-    loss = sent(trace(writes, {"logprobs": 1, "weights": 1}))
+    loss = parse_as_server(trace(writes, {"logprobs": 1, "weights": 1}))
     weights = np.ones(3, np.float32)
     weights.flags.writeable = False
     run = CustomRun(loss, [Datum(np.zeros(3, np.int32), {"weights": weights})])
@@ -351,7 +351,7 @@ def backend() -> TorchBackend:
 
 
 def pass_of(model_id: str, fn: traced_losses.Loss, data: list[Datum], ranks: dict[str, int]) -> Pass:
-    loss = sent(trace(fn, ranks))
+    loss = parse_as_server(trace(fn, ranks))
     return Pass(f"r-{model_id}", model_id, tuple(data), "custom", {"loss_id": "l"}, False, loss)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from support.engine_bench import BASE, Bench, saved
+from support.engine_bench import BASE, Bench, save_weights
 from tinsmith.backends import MicroBatches
 from tinsmith.db.database import now
 from tinsmith.db.schema import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
@@ -398,16 +398,16 @@ def test_a_save_on_a_full_disk_fails_alone(bench: Bench) -> None:
     assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "failed"
     assert directories(bench) == set(), "nothing of it stays on the disk that is full"
     bench.backend.breaks.clear()
-    bench.result(saved(bench, model, 2))
+    bench.result(save_weights(bench, model, 2))
     assert bench.checkpoints.page("alice", 10, 0)[1] == 1
 
 
 def test_a_failed_overwrite_leaves_what_was_there(bench: Bench) -> None:
     model = bench.model()
-    saved(bench, model, 1)
+    save_weights(bench, model, 1)
     before = directories(bench)
     bench.backend.breaks["save"] = OSError(28, "No space left on device")
-    bench.error(saved(bench, model, 2, overwrite=True))
+    bench.error(save_weights(bench, model, 2, overwrite=True))
     bench.backend.breaks.clear()
     assert directories(bench) == before
     found = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
@@ -419,7 +419,7 @@ def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = bench.model()
-    saved(bench, model, 1)
+    save_weights(bench, model, 1)
     (before,) = directories(bench)
     seen: list[object] = []
     discard = Directories.discard
@@ -430,7 +430,7 @@ def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(
         discard(self, name)
 
     monkeypatch.setattr(Directories, "discard", watch)
-    bench.result(saved(bench, model, 2, overwrite=True))
+    bench.result(save_weights(bench, model, 2, overwrite=True))
     (after,) = directories(bench)
     assert after != before
     assert seen == [after], "another connection sees the new row when the old directory goes"
@@ -537,12 +537,12 @@ def test_a_cached_prompt_is_found_by_its_own_tenant_only(bench: Bench, monkeypat
 
 def test_a_publish_under_a_name_in_use_is_refused_without_effect(bench: Bench) -> None:
     model = bench.model()
-    sampler = bench.publish(model, 1, number=7)
+    sampler = bench.publish(model, 1, sampler_seq_id=7)
     bench.run_until_idle()
     before = bench.sample(sampler)
     bench.train(model, 2)
     bench.step(model, 3)
-    bench.publish(model, 4, number=7)
+    bench.publish(model, 4, sampler_seq_id=7)
     step = bench.step(model, 5)
     bench.run_until_idle()
     assert "is in use" in bench.error(f"{model}:4")

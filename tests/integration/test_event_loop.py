@@ -202,7 +202,7 @@ def tour(harness: Harness) -> None:
     harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
     harness.ok("asample", sample_request(sampler))
     harness.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
-    path = harness.saved(model_id).removeprefix("tinker://")
+    path = harness.save_checkpoint(model_id).removeprefix("tinker://")
     for asked in ("sessions", "training_runs", f"training_runs/{model_id}", "checkpoints", "batch/jobs", "health"):
         harness.get(asked)
     run_id, kind, name = path.split("/")

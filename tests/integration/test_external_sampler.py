@@ -30,7 +30,18 @@ from tinker import types
 
 from support import external_engines
 from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
-from support.external_sampling import EOS, PATIENCE_S, PROMPT, SHAPE, Fake, Outcome, Place, interpreter, sample, until
+from support.external_sampling import (
+    EOS,
+    PATIENCE_S,
+    PROMPT,
+    SHAPE,
+    ExternalSetup,
+    Fake,
+    Outcome,
+    interpreter,
+    sample,
+    until,
+)
 from support.live import API_KEY, serving
 from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
@@ -64,15 +75,15 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-Open = Callable[..., Place]
+Open = Callable[..., ExternalSetup]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
     with contextlib.ExitStack() as entered:
 
-        def open_(kind: str, fake: Fake | None = None, **engine: object) -> Place:
-            place = Place(
+        def open_(kind: str, fake: Fake | None = None, **engine: object) -> ExternalSetup:
+            place = ExternalSetup(
                 kind, entered.enter_context(external_engines.running(kind, fake or Fake())), tmp_path, **engine
             )
             entered.callback(place.sampler.close)
@@ -154,9 +165,9 @@ def test_vllm_is_asked_which_logprobs_it_reports(raw: bool, opened: Open) -> Non
     except NotSupportedError as error:
         outcome = str(error)
     assert (outcome is not None and "raw_logprobs" in outcome) == raw
-    before = len(place.fake.asked)
+    before = len(place.fake.requests)
     result = place.answer(sample("cut", top_p=0.5))
-    assert len(place.fake.asked) - before == (1 if raw else 2)  # raw needs no second request
+    assert len(place.fake.requests) - before == (1 if raw else 2)  # raw needs no second request
     tokens = [*PROMPT.tolist(), *result.sequences[0].tokens_T.tolist()]
     wanted = expected(place.fake, tokens, len(PROMPT), 0.0)
     own = wanted[np.arange(len(wanted)), result.sequences[0].tokens_T]
@@ -235,10 +246,10 @@ def test_end_tokens_stop_where_they_should(opened: Open) -> None:
     place = opened("vllm")
     free = place.answer(sample("free", max_tokens=8, stop_eos=False)).sequences[0]
     assert free.stop_reason == "length"
-    stops = [body["stop_token_ids"] for path, body in place.fake.asked if path == "/v1/completions"]
+    stops = [body["stop_token_ids"] for path, body in place.fake.requests if path == "/v1/completions"]
     assert stops[-1] == []
     place.answer(sample("ends"))
-    assert place.fake.asked[-1][1]["stop_token_ids"] == sorted(EOS)
+    assert place.fake.requests[-1][1]["stop_token_ids"] == sorted(EOS)
 
 
 REFUSED = {
@@ -316,7 +327,7 @@ def test_targets_beyond_what_vllm_can_tell_are_refused() -> None:
         VllmDialect(EOS, 150_000).about_prompt(1, 0, (1,), 100)
 
 
-def weight_of(place: Place, result: SampleResult, weights: Sequence[float]) -> float:
+def weight_of(place: ExternalSetup, result: SampleResult, weights: Sequence[float]) -> float:
     """Whose logprobs these are."""
     sequence = result.sequences[0]
     tokens = [*PROMPT.tolist(), *sequence.tokens_T.tolist()]
@@ -464,7 +475,7 @@ def test_a_cancelled_request_leaves_the_engine(kind: str, opened: Open) -> None:
     assert place.sampler.step() == []
 
 
-def streamed(place: Place, request: Sample) -> tuple[SampleResult, list[Partial]]:
+def streamed(place: ExternalSetup, request: Sample) -> tuple[SampleResult, list[Partial]]:
     place.sampler.submit(request)
     told: list[Partial] = []
     result: Outcome | None = None
@@ -492,7 +503,7 @@ def test_a_stream_tells_every_token_once_with_its_logprobs(stream: str, cut_afte
     whole = place.answer(sample("whole", "v", **asked))
     place.fake.cut_after = cut_after
     result, told = streamed(place, sample("streamed", "v", stream=True, **asked))
-    streams = [body for _, body in place.fake.asked if body.get("stream")]
+    streams = [body for _, body in place.fake.requests if body.get("stream")]
     assert len(streams) == (4 if cut_after else 2) and place.fake.cut_after == 0
     for index, (sequence, plain) in enumerate(zip(result.sequences, whole.sequences, strict=True)):
         mine = [partial for partial in told if partial.index == index]
@@ -512,7 +523,7 @@ def test_a_stream_tells_every_token_once_with_its_logprobs(stream: str, cut_afte
 def test_sglang_without_seeds_does_not_stream(opened: Open) -> None:
     place = opened("sglang", Fake(deterministic=False))
     _, told = streamed(place, sample(seed=None, stream=True))
-    assert told == [] and not any(body.get("stream") for _, body in place.fake.asked)
+    assert told == [] and not any(body.get("stream") for _, body in place.fake.requests)
 
 
 @pytest.mark.parametrize(
@@ -546,7 +557,7 @@ def test_sglang_takes_unembeddings_where_it_can(
     assert outcome.prompt_logprobs_T is not None and outcome.topk_prompt is not None
     np.testing.assert_allclose(outcome.prompt_logprobs_T[1:], wanted[np.arange(4), PROMPT[1:]], atol=1e-5)
     np.testing.assert_array_equal(outcome.topk_prompt.token_ids_Tk[1:], np.argsort(-wanted, axis=1)[:, :2])
-    prompts = [body for path, body in place.fake.asked if path == "/generate" and body["lora_path"]]
+    prompts = [body for path, body in place.fake.requests if path == "/generate" and body["lora_path"]]
     assert all(body["logprob_start_len"] == -1 for body in prompts), "scored token by token"
 
 
@@ -635,12 +646,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_certificate_is_checked_as_the_settings_say(certificate: Path, tmp_path: Path) -> None:
     with external_engines.running("vllm", Fake(), certificate) as fake:
         for number, verify in enumerate((str(certificate), False)):
-            place = Place("vllm", fake, tmp_path / str(number), access=EngineAccess(verify=verify))
+            place = ExternalSetup("vllm", fake, tmp_path / str(number), access=EngineAccess(verify=verify))
             try:
                 place.answer(sample(f"r{number}"))
             finally:
                 place.sampler.close()
-        place = Place("vllm", fake, tmp_path / "refused")
+        place = ExternalSetup("vllm", fake, tmp_path / "refused")
         try:
             place.sampler.submit(sample("r"))
             connection = place.sampler._connection
@@ -702,7 +713,7 @@ def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
 
 def test_a_child_is_started_watched_and_started_again(tmp_path: Path) -> None:
     fake = Fake()
-    place = Place("vllm", fake, tmp_path, url="", python=interpreter(tmp_path), options=("--max-loras", "2"))
+    place = ExternalSetup("vllm", fake, tmp_path, url="", python=interpreter(tmp_path), options=("--max-loras", "2"))
     try:
         place.publish("v", 0.2)
         first = place.answer(sample("a", "v"))
@@ -719,7 +730,7 @@ def test_an_engine_that_never_comes_up_fails_requests_by_name(tmp_path: Path) ->
     failing = tmp_path / "python"
     failing.write_text("#!/bin/sh\nexit 7\n")
     failing.chmod(0o755)
-    place = Place("vllm", Fake(), tmp_path, url="", python=str(failing))
+    place = ExternalSetup("vllm", Fake(), tmp_path, url="", python=str(failing))
     try:
         outcome = place.run(sample("r"))["r"]
         assert isinstance(outcome, EngineFailedError)

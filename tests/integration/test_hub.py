@@ -106,7 +106,7 @@ def test_other_files_of_a_model_directory_are_not_served(harness: Harness, tmp_p
 
 
 def test_a_file_has_a_length_a_digest_and_ranges(harness: Harness) -> None:
-    repo = repository(harness.saved(harness.model()))
+    repo = repository(harness.save_checkpoint(harness.model()))
     weights = FILES["adapter_model.safetensors"]
     facts = ask(harness, f"api/models/{repo}?blobs=true").json()
     head = ask(harness, f"{repo}/resolve/main/adapter_model.safetensors", method="HEAD")
@@ -136,7 +136,7 @@ def test_missing_objects_have_the_hubs_error_codes(harness: Harness) -> None:
 
 
 def test_a_checkpoint_is_its_tenant_s_until_it_is_published(harness: Harness) -> None:
-    path = harness.saved(harness.model(), files={**FILES, "optimizer.safetensors": b"x"})
+    path = harness.save_checkpoint(harness.model(), files={**FILES, "optimizer.safetensors": b"x"})
     repo = repository(path)
     for call in (f"api/models/{repo}", f"{repo}/resolve/main/adapter_config.json", f"api/models/{repo}/tree/main"):
         assert ask(harness, call).status_code == 200

@@ -161,7 +161,7 @@ def test_authentication_and_heartbeats_need_no_thread_of_other_work(
 
 def test_downloads_are_opened_beside_other_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     model_id = harness.model()
-    path = harness.saved(model_id)
+    path = harness.save_checkpoint(model_id)
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     found = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link")
     assert found.status_code == 200, found.text

@@ -153,7 +153,7 @@ def test_a_json_pass_is_stored_as_the_message_that_the_sdk_sends(
     model_id = harness.model()
     inner = {"data": [datum()], "loss_fn": "cross_entropy", "loss_fn_config": {}}
     future = harness.ok(path, {"model_id": model_id} | ({nested: inner} if nested else inner))
-    stored = read_pass(harness.stored_body(future["request_id"]), "r")
+    stored = read_pass(harness.read_request_body(future["request_id"]), "r")
     sent = read_pass(pass_body(model_id, 1, forward_only=path == "forward"), "r")
     assert (stored.model_id, stored.loss_fn, stored.forward_only) == (sent.model_id, sent.loss_fn, sent.forward_only)
     for mine, theirs in zip(stored.data, sent.data, strict=True):

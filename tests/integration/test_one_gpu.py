@@ -11,7 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from support.external_sampling import EOS, SHAPE, Place, interpreter, sample
+from support.external_sampling import EOS, SHAPE, ExternalSetup, interpreter, sample
 from tinsmith.backends import with_remote_sampler
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.backends.with_remote_sampler import RemotelySampledBackend, memory_directory
@@ -105,7 +105,7 @@ def opened(
 
 
 def answered(backend: RemotelySampledBackend, *samples: Sample) -> list[SampleResult]:
-    place = Place.__new__(Place)
+    place = ExternalSetup.__new__(ExternalSetup)
     place.sampler = backend.sampler
     return [place.answer(each) for each in samples]
 

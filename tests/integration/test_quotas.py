@@ -360,7 +360,7 @@ def test_full_storage_takes_no_checkpoint_and_still_publishes(tmp_path: Path, pa
 def test_full_storage_takes_no_copy(tmp_path: Path) -> None:
     harness = harness_with(tmp_path, checkpoint_bytes=1)
     try:
-        source = harness.saved(harness.model())
+        source = harness.save_checkpoint(harness.model())
         copy = {"source_path": source, "destination_project_id": "p"}
         assert_refused(harness.post("copy_weights", copy), "checkpoint_bytes")
         harness.services.quotas._defaults = QuotaLimits()

@@ -18,7 +18,7 @@ METADATA = {"renderer_name": "role_colon"}
 
 @pytest.fixture
 def source(harness: Harness) -> str:
-    return harness.saved(harness.model(user_metadata=METADATA, lora_config={"rank": 4}))
+    return harness.save_checkpoint(harness.model(user_metadata=METADATA, lora_config={"rank": 4}))
 
 
 def copy(harness: Harness, source: str, key: str = ALICE, headers: dict[str, str] | None = None, **body) -> Response:
@@ -71,7 +71,7 @@ def test_a_copy_is_a_checkpoint_of_a_new_run_that_lists_like_any_other(harness: 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
 def test_a_copy_keeps_its_kind_and_survives_its_source(harness: Harness, kind: str) -> None:
-    source = harness.saved(harness.model(), kind)
+    source = harness.save_checkpoint(harness.model(), kind)
     path = copied(copy(harness, source, ttl_seconds=3600))
     assert path.split("/")[3] == kind
     assert checkpoint_of(harness, path).expires_at is not None
@@ -128,7 +128,7 @@ def test_a_retry_finds_the_copy_that_it_made_before(harness: Harness, source: st
     assert len(directories(harness)) == 2
     assert copied(copy(harness, source)) != first
     assert "exists already and was not copied from" in detail(
-        copy(harness, harness.saved(harness.model()), headers=key)
+        copy(harness, harness.save_checkpoint(harness.model()), headers=key)
     )
     harness.send("POST", f"training_runs/{source.split('/')[2]}/checkpoints/weights/one/publish")
     assert copied(copy(harness, source, BOB, headers=key)) != first  # another tenant's key is another key
@@ -147,7 +147,7 @@ def test_into_a_session_the_slot_is_the_key(harness: Harness, source: str) -> No
     path = copied(copy(harness, source, **slot))
     assert path == f"tinker://{session_id}:train:3/weights/one"
     assert copied(copy(harness, source, **slot)) == path
-    assert "was not copied from" in detail(copy(harness, harness.saved(harness.model()), **slot))
+    assert "was not copied from" in detail(copy(harness, harness.save_checkpoint(harness.model()), **slot))
     taken = harness.model(session_id, 4)
     assert taken in detail(copy(harness, source, session_id=session_id, model_seq_id=4))
     assert f"{session_id}:train:3" in harness.get(f"sessions/{session_id}").json()["training_run_ids"]
@@ -202,7 +202,7 @@ def test_a_token_is_checked_at_the_door_and_only_its_tenant_is_stored(harness: H
     body = {"session_id": harness.session(BOB), "model_seq_id": 0, "path": source, "optimizer": False}
     future = harness.ok("load_weights", body | {"weights_access_token": ALICE}, BOB)
     assert harness.kinds()[future["request_id"]] == "load_model"
-    stored = harness.stored_body(future["request_id"])
+    stored = harness.read_request_body(future["request_id"])
     assert read_load(stored).granted_by == "alice"
     assert ALICE.encode() not in stored and b"token" not in stored
     model = harness.services.models.get("bob", future["model_id"])
@@ -214,7 +214,7 @@ def test_a_load_into_a_model_takes_a_token_too(harness: Harness, source: str) ->
     body = {"model_id": model_id, "seq_id": 1, "path": source, "optimizer": False}
     future = harness.ok("load_weights", body | {"weights_access_token": ALICE}, BOB)
     assert harness.kinds()[future["request_id"]] == "load_weights"
-    assert read_load(harness.stored_body(future["request_id"])).granted_by == "alice"
+    assert read_load(harness.read_request_body(future["request_id"])).granted_by == "alice"
 
 
 @pytest.mark.parametrize("into_model", [False, True])

@@ -421,7 +421,7 @@ def test_the_overview_lists_engines_and_samplers_with_what_is_ones_own(harness: 
 def test_the_overview_counts_what_is_ones_own(harness: Harness) -> None:
     session_id = harness.session()
     model_id = harness.model(session_id)
-    harness.saved(model_id)
+    harness.save_checkpoint(model_id)
     harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
     counts = harness.get("dashboard/overview").json()["counts"]
     ones = ("runs", "loaded_runs", "sessions", "active_sessions", "checkpoints", "waiting_requests")
@@ -568,7 +568,7 @@ def test_notes_of_answers_go_with_their_samples(harness: Harness) -> None:
 
 
 def test_a_link_to_an_archive_leads_to_it(harness: Harness) -> None:
-    path = harness.saved(harness.model()).removeprefix("tinker://")
+    path = harness.save_checkpoint(harness.model()).removeprefix("tinker://")
     run_id, kind, name = path.split("/")
     link = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()
     answer = harness.client.get(link["url"])

@@ -26,7 +26,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def export(harness: Harness) -> str:
-    return harness.saved(harness.model(), "external_weights")
+    return harness.save_checkpoint(harness.model(), "external_weights")
 
 
 def address(path: str) -> str:
@@ -80,7 +80,7 @@ def test_a_range_that_means_nothing_is_ignored(harness: Harness, export: str, gi
 
 
 def test_only_exports_have_such_links(harness: Harness) -> None:
-    path = harness.saved(harness.model())
+    path = harness.save_checkpoint(harness.model())
     answer = harness.get(f"{address(path)}/external_weights_urls")
     assert answer.status_code == 400
     assert "is not an export" in answer.json()["detail"]
@@ -147,7 +147,7 @@ def test_a_link_dies_with_its_checkpoint(harness: Harness, export: str, how: str
     if how == "delete":
         harness.send("DELETE", address(export))
     elif how == "overwrite":
-        harness.saved(export.split("/")[2], "external_weights", files={WEIGHTS: b"other"})
+        harness.save_checkpoint(export.split("/")[2], "external_weights", files={WEIGHTS: b"other"})
     else:
         ref = harness.services.checkpoints.page("alice", 1, 0)[0][0].ref
         harness.services.checkpoints.set_ttl("alice", ref, -1.0)
@@ -171,7 +171,7 @@ def test_damaged_files_are_not_sent(harness: Harness, export: str) -> None:
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
 def test_an_archive_holds_all_files_of_any_checkpoint(harness: Harness, kind: str) -> None:
-    path = harness.saved(harness.model(), kind)
+    path = harness.save_checkpoint(harness.model(), kind)
     redirect = archive(harness, path)
     assert redirect.status_code == 302
     left = parsedate_to_datetime(redirect.headers["expires"]) - datetime.now(UTC)
@@ -185,9 +185,9 @@ def test_an_archive_holds_all_files_of_any_checkpoint(harness: Harness, kind: st
 
 
 def test_the_length_of_an_archive_is_known_before_it_is_made(harness: Harness) -> None:
-    url = archive(harness, harness.saved(harness.model(), files={"a": b"", "b": bytes(512), "c": bytes(513)})).headers[
-        "location"
-    ]
+    url = archive(
+        harness, harness.save_checkpoint(harness.model(), files={"a": b"", "b": bytes(512), "c": bytes(513)})
+    ).headers["location"]
     parts = urlsplit(url)
     head = harness.client.head(f"{parts.path}?{parts.query}")
     whole = fetch(harness, url)
@@ -197,7 +197,7 @@ def test_the_length_of_an_archive_is_known_before_it_is_made(harness: Harness) -
 
 
 def test_an_archive_that_has_begun_ends_whole(harness: Harness) -> None:
-    path = harness.saved(harness.model())
+    path = harness.save_checkpoint(harness.model())
     files = harness.services.checkpoints.files
     (directory,) = files.path("").iterdir()
     chunks = tar_of(files, directory.name, files.files(directory.name))

@@ -81,7 +81,7 @@ def test_a_sample_is_stored_with_an_id_for_each_sequence(harness: Harness) -> No
     (row,) = harness.pending()
     assert (row.kind, row.seq_id, row.sampling_session_id) == ("sample", 5, sampler_id)
     assert row.num_tokens == 2 + 2 * 3
-    stored = harness.stored_body(row.request_id)
+    stored = harness.read_request_body(row.request_id)
     assert stored == json_bytes(body)
     assert read_sample(stored, row.request_id, None).prompt_T.tolist() == [1, 2]
     assert harness.woken[-1] == BASE

@@ -147,7 +147,7 @@ def test_a_pass_is_stored_as_it_was_received(harness: Harness) -> None:
     body = pass_bytes(model_id, 1)
     answer = send_pass(harness, zstandard.ZstdCompressor().compress(body), content_encoding="zstd")
     assert answer.json() == {"request_id": f"{model_id}:1", "model_id": model_id}
-    assert harness.stored_body(f"{model_id}:1") == body
+    assert harness.read_request_body(f"{model_id}:1") == body
     (row,) = [row for row in harness.pending() if row.state == "pending"]
     assert (row.kind, row.seq_id, row.num_tokens, row.model_id) == ("forward_backward", 1, 3, model_id)
 
@@ -158,7 +158,7 @@ def test_a_forward_is_told_from_a_forward_backward(harness: Harness) -> None:
     send_pass(harness, pass_bytes(model_id, 2), path="forward")
     assert harness.kinds() == {f"{model_id}:1": "forward", f"{model_id}:2": "forward"}
     for seq_id in (1, 2):
-        assert read_pass(harness.stored_body(f"{model_id}:{seq_id}"), "r").forward_only
+        assert read_pass(harness.read_request_body(f"{model_id}:{seq_id}"), "r").forward_only
 
 
 def test_numbers_may_arrive_in_any_order(harness: Harness) -> None:
@@ -362,7 +362,7 @@ def test_a_save_is_stored_with_its_kind(harness: Harness) -> None:
     for kind, body in bodies.items():
         future = harness.ok(kind, body)
         assert harness.kinds()[future["request_id"]] == kind
-        assert harness.stored_body(future["request_id"]) == json_bytes(body)
+        assert harness.read_request_body(future["request_id"]) == json_bytes(body)
 
 
 @pytest.mark.parametrize(

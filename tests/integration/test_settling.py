@@ -14,7 +14,7 @@ from sqlalchemy import exc
 import tinsmith.engine.loop as engine_module
 from support.databases import fresh_url
 from support.engine_bench import BASE, ENGINE, SHAPE, Bench
-from support.faulty_database import WRITING, Fails, FaultyDatabase, Moment, lost, never
+from support.faulty_database import WRITING, Fails, FaultyDatabase, TransactionPoint, connection_error, never
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import DedicatedSamplers, Executors
@@ -105,7 +105,7 @@ def gradient(bench: Bench, request_id: str) -> float:
     return metrics["grad_norm"]
 
 
-def at_settlement(bench: FaultyBench, moment: Moment, error: BaseException | None = None) -> None:
+def at_settlement(bench: FaultyBench, moment: TransactionPoint, error: BaseException | None = None) -> None:
     """The next settlement fails once, at `moment` of its transaction."""
     original = bench.futures.settle
 
@@ -123,7 +123,7 @@ def at_settlement(bench: FaultyBench, moment: Moment, error: BaseException | Non
 @pytest.mark.parametrize("moment", WRITING)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_step(
-    bench: FaultyBench, packed: bool, moment: Moment
+    bench: FaultyBench, packed: bool, moment: TransactionPoint
 ) -> None:
     bench.model(ONE)
     bench.model(TWO)
@@ -144,7 +144,9 @@ def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_
 
 
 @pytest.mark.parametrize("moment", WRITING)
-def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: FaultyBench, moment: Moment) -> None:
+def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(
+    bench: FaultyBench, moment: TransactionPoint
+) -> None:
     bench.model(ONE)
     bench.train(ONE, 1)
     bench.run_until_idle()
@@ -161,7 +163,9 @@ def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: Fault
 
 @pytest.mark.parametrize("moment", WRITING)
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
-def test_finished_requests_are_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
+def test_finished_requests_are_settled_once_without_a_restart(
+    bench: FaultyBench, kind: str, moment: TransactionPoint
+) -> None:
     if kind != "create":
         bench.model(ONE)
     if kind == "far":  # uploads are settled when they have finished
@@ -272,7 +276,7 @@ class Workload:
 def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[Workload, int]:
     """Run a workload; also return the number of engine restarts. Submissions do not fail."""
     workload, restarts = Workload(bench, name), 0
-    counts: dict[Moment, int] | None = None
+    counts: dict[TransactionPoint, int] | None = None
     for submit in (workload.first_half, workload.second_half):
         bench.db.reset()
         submit()
@@ -290,7 +294,9 @@ def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[W
 
 @pytest.mark.extended
 @pytest.mark.parametrize("moment", ["read", *WRITING])
-def test_an_error_at_any_transaction_of_an_engine_changes_no_result(bench: FaultyBench, moment: Moment) -> None:
+def test_an_error_at_any_transaction_of_an_engine_changes_no_result(
+    bench: FaultyBench, moment: TransactionPoint
+) -> None:
     run_workload(bench, "warm-up")
     undisturbed, _ = run_workload(bench, "work")
     expected = undisturbed.results()
@@ -303,8 +309,8 @@ def test_an_error_at_any_transaction_of_an_engine_changes_no_result(bench: Fault
     assert not [error for _, error in bench.settled().values() if error and "UPDATE" in error]
 
 
-def failing_every(moment: Moment, first: int, at: Moment, number: int) -> BaseException | None:
-    return lost() if at == moment and number % STRIDE == first else None
+def failing_every(moment: TransactionPoint, first: int, at: TransactionPoint, number: int) -> BaseException | None:
+    return connection_error() if at == moment and number % STRIDE == first else None
 
 
 # Permanent errors, and errors outside of the database.
@@ -313,11 +319,11 @@ def failing_every(moment: Moment, first: int, at: Moment, number: int) -> BaseEx
 def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
     workload = Workload(bench, "work")
     workload.first_half()
-    bench.db.reset(lambda _moment, number: lost() if 5 < number < 25 else None)
+    bench.db.reset(lambda _moment, number: connection_error() if 5 < number < 25 else None)
     bench.run()
     bench.db.reset()
     workload.second_half()
-    bench.db.reset(lambda _moment, number: lost() if 5 < number < 25 else None)
+    bench.db.reset(lambda _moment, number: connection_error() if 5 < number < 25 else None)
     bench.run()
     assert bench.db.raised > 10
     bench.db.reset()
@@ -365,7 +371,7 @@ def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: Fa
     original, told = bench.futures.settle, iter([False, False, False])
 
     def settle(_settlements: list[Settlement], _applied: dict[str, int]) -> None:
-        raise lost()
+        raise connection_error()
 
     bench.futures.settle = settle  # type: ignore[method-assign]
     with pytest.raises(IterationFailedError):
@@ -384,7 +390,7 @@ def test_kept_settlements_are_not_retried_at_every_step(bench: FaultyBench, monk
     bench.engine._arrivals.fetch()
     bench.engine._outbox._pause_s = 60.0
     bench.engine._sampling._admit(bench.engine._queues)
-    bench.db.reset(lambda moment, _number: lost() if moment == "begin" else None)
+    bench.db.reset(lambda moment, _number: connection_error() if moment == "begin" else None)
     for _ in samples:
         bench.engine._sampling.between(0.0)
     assert bench.db.raised == 1, "a training step must not wait for a database that is away at each micro-batch"
@@ -441,7 +447,7 @@ def sampler_bench(tmp_path: Path, database_kind: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("moment", ["read", *WRITING])
 def test_one_error_at_any_transaction_of_a_dedicated_sampler_changes_no_result(
-    sampler_bench: SamplerBench, moment: Moment
+    sampler_bench: SamplerBench, moment: TransactionPoint
 ) -> None:
     bench = sampler_bench
 

@@ -15,7 +15,7 @@ import pytest
 
 from support import external_engines
 from support.external_engines import DEADLY
-from support.external_sampling import PATIENCE_S, SHAPE, Fake, Outcome, Place, interpreter, sample, until
+from support.external_sampling import PATIENCE_S, SHAPE, ExternalSetup, Fake, Outcome, interpreter, sample, until
 from tinsmith.backends import run_to_end
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.errors import EngineFailedError, TinsmithError
@@ -58,7 +58,7 @@ class Trainer(FakeBackend):
         self.fake.device_is_free = False
 
 
-Open = Callable[..., Place]
+Open = Callable[..., ExternalSetup]
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     engines: list[Fake] = []
     with contextlib.ExitStack() as entered:
 
-        def open_(kind: str) -> Place:
+        def open_(kind: str) -> ExternalSetup:
             engines.append(entered.enter_context(external_engines.running(kind, Fake())))
-            place = Place(kind, engines[0], tmp_path, Trainer(engines[0], PARTS[kind]), shares_device=True)
+            place = ExternalSetup(kind, engines[0], tmp_path, Trainer(engines[0], PARTS[kind]), shares_device=True)
             entered.callback(place.sampler.close)
             place.publish("v", 0.3)
             place.answer(sample("up", "v"))
@@ -84,8 +84,8 @@ ORDERS = {
 }
 
 
-def tags(place: Place, path: str) -> list[str]:
-    return [tag for asked, body in place.fake.asked if asked == path for tag in body["tags"]]
+def tags(place: ExternalSetup, path: str) -> list[str]:
+    return [tag for asked, body in place.fake.requests if asked == path for tag in body["tags"]]
 
 
 def test_each_has_the_device_alone_and_hands_it_over_in_order(kind: str, opened: Open) -> None:
@@ -103,7 +103,7 @@ def test_each_has_the_device_alone_and_hands_it_over_in_order(kind: str, opened:
     assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
     run_to_end(place.backend.run_passes([]))  # it sleeps already
     assert place.fake.paths()[-len(asleep) :] == asleep
-    mark = len(place.fake.asked)
+    mark = len(place.fake.requests)
     place.sampler.submit(sample("later", "v"))
     assert not place.trainer.is_asleep, "nothing moves before a step of the sampler"
     found = place.collect()
@@ -148,9 +148,9 @@ def test_an_engine_that_dies_asleep_comes_back_when_the_trainer_has_left(
     place.sampler.submit(sample("after", "v"))
     until(lambda: not connection.is_up(era))
     place.fake.dead = False  # others started it again; it is awake
-    mark = len(place.fake.asked)
+    mark = len(place.fake.requests)
     place.backend.optim_step([])
-    assert place.fake.asked[mark:] == [], "no request while the trainer has the device"
+    assert place.fake.requests[mark:] == [], "no request while the trainer has the device"
     after = place.collect()["after"]
     assert isinstance(after, SampleResult), after
     assert after.sequences[0].tokens_T.tolist() == before.sequences[0].tokens_T.tolist()
@@ -216,7 +216,7 @@ def test_sglang_may_end_an_aborted_request_late(opened: Open) -> None:
 
 
 def test_a_child_is_not_started_while_the_trainer_has_the_device(tmp_path: Path) -> None:
-    place = Place("vllm", Fake(), tmp_path, url="", python=interpreter(tmp_path), shares_device=True)
+    place = ExternalSetup("vllm", Fake(), tmp_path, url="", python=interpreter(tmp_path), shares_device=True)
     try:
         assert place.trainer.is_asleep
         place.publish("v", 0.3)

@@ -63,7 +63,7 @@ def test_requests_are_stored_by_threads_and_the_loop_does_not_wait_for_another_w
     asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
     refused = harness.ok("asample", asked)
     assert refused["request_id"] == f"{sampler}:0"
-    assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
+    assert harness.read_request_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
     assert harness.woken == ["local/tiny"] * 5  # the last was refused; an engine must skip it
     streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not declare its length
     packed = streamed.compress(pass_bytes(model_id, seq_id=4)) + streamed.flush()

@@ -9,7 +9,7 @@ from tinsmith.types import Pending
 
 def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:
     """Unclaimed requests after an arrival number, including refused ones, which engines skip."""
-    return [one.request for one in Ownership(db, base_model, "engine-without-runs").incoming(after_arrival)]
+    return [row.request for row in Ownership(db, base_model, "engine-without-runs").incoming(after_arrival)]
 
 
 def pending_ids(db: Database, base_model: str) -> set[str]:

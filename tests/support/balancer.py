@@ -15,7 +15,7 @@ class Balancer:
         self._tries = len(ports)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.taken: dict[int, int] = dict.fromkeys(ports, 0)
+        self.connection_counts: dict[int, int] = dict.fromkeys(ports, 0)
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Balancer:
             with contextlib.suppress(OSError):
                 server = socket.create_connection(("127.0.0.1", port), timeout=5)
                 server.settimeout(None)
-                self.taken[port] += 1
+                self.connection_counts[port] += 1
                 return server
         return None
 
@@ -52,9 +52,9 @@ def pump(source: socket.socket, target: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def balancing(ports: Sequence[int]) -> Iterator[Balancer]:
-    made = Balancer(ports)
+def run_balancer(ports: Sequence[int]) -> Iterator[Balancer]:
+    balancer = Balancer(ports)
     try:
-        yield made
+        yield balancer
     finally:
-        made.close()
+        balancer.close()

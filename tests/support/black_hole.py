@@ -28,8 +28,8 @@ class BlackHole:
         self._swallows = False
         self._far: dict[socket.socket, socket.socket | None] = {}  # None: swallowed
         self._ending, self._end = socket.socketpair()
-        for each in (self._listener, self._ending):
-            self._selector.register(each, selectors.EVENT_READ)
+        for source in (self._listener, self._ending):
+            self._selector.register(source, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -47,8 +47,8 @@ class BlackHole:
     def close(self) -> None:
         self._end.send(b"x")
         self._thread.join()
-        for each in (*self._far, self._listener, self._ending, self._end):
-            each.close()
+        for source in (*self._far, self._listener, self._ending, self._end):
+            source.close()
         self._selector.close()
 
     def _run(self) -> None:
@@ -94,8 +94,8 @@ class BlackHole:
 @contextlib.contextmanager
 def black_hole(directory: Path) -> Iterator[BlackHole]:
     """A proxy before the Postgres whose socket is in `directory`."""
-    made = BlackHole(directory / ".s.PGSQL.5432")
+    relay = BlackHole(directory / ".s.PGSQL.5432")
     try:
-        yield made
+        yield relay
     finally:
-        made.close()
+        relay.close()

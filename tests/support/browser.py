@@ -61,14 +61,14 @@ class Browser:
 
         self.until(click, f"{selector} {words}")
 
-    def until(self, true: Callable[[], T], what: str) -> T:
+    def until(self, condition: Callable[[], T], description: str) -> T:
         """Wait for a condition; the page may be redrawn at any moment."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
-                if found := true():
-                    return found
-            assert time.monotonic() < deadline, f"{what} did not come:\n{self.text('body')[:3000]}"
+                if value := condition():
+                    return value
+            assert time.monotonic() < deadline, f"{description} did not come:\n{self.text('body')[:3000]}"
             time.sleep(0.05)
 
     def complaints(self) -> list[str]:
@@ -77,7 +77,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browsing(url: str, width: int = 1280, height: int = 900) -> Iterator[Browser]:
+def open_browser(url: str, width: int = 1280, height: int = 900) -> Iterator[Browser]:
     chromium, driver_path = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver_path is None:
         pytest.fail("the dashboard is tested in Chromium: run scripts/setup-browser, or install chromium-driver")

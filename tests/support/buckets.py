@@ -35,8 +35,8 @@ class Bucket:
         return f"{self.scheme}://{self.name}"
 
     def keys(self, prefix: str = "") -> list[str]:
-        found = self.client.list_objects_v2(Bucket=self.name, Prefix=prefix)
-        return sorted(entry["Key"] for entry in found.get("Contents", ()))
+        listing = self.client.list_objects_v2(Bucket=self.name, Prefix=prefix)
+        return sorted(entry["Key"] for entry in listing.get("Contents", ()))
 
     def get(self, key: str) -> bytes:
         return self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
@@ -65,12 +65,12 @@ def bucket() -> Iterator[Bucket]:
         server.start()
         host, port = server.get_host_and_port()
         environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        found = Bucket(f"bucket-{uuid.uuid4().hex}", boto3.client("s3"))
-        found.client.create_bucket(Bucket=found.name)
+        new_bucket = Bucket(f"bucket-{uuid.uuid4().hex}", boto3.client("s3"))
+        new_bucket.client.create_bucket(Bucket=new_bucket.name)
         try:
-            yield found
+            yield new_bucket
         finally:
-            found.client.close()
+            new_bucket.client.close()
             server.stop()
 
 
@@ -114,14 +114,14 @@ def cloud_bucket() -> Iterator[tuple[Bucket, CloudStorage]]:
     """A fresh bucket of Cloud Storage, and its server."""
     from werkzeug.serving import make_server
 
-    with bucket() as found, pytest.MonkeyPatch.context() as environment:
+    with bucket() as s3_bucket, pytest.MonkeyPatch.context() as environment:
         cloud = CloudStorage()
         server = make_server("127.0.0.1", 0, cloud, threaded=True)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         environment.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{server.port}")
         try:
-            yield replace(found, scheme="gs"), cloud
+            yield replace(s3_bucket, scheme="gs"), cloud
         finally:
             cloud.released.set()
             server.shutdown()

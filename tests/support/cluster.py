@@ -43,18 +43,18 @@ class Cluster:
         """Start `tinsmith serve` in a role and wait until it answers; on the fake backend unless `arguments` say
         otherwise."""
         port = free_port()
-        given = ("--backend", "fake", "--role", role, "--health-port", str(port), *arguments)
+        options = ("--backend", "fake", "--role", role, "--health-port", str(port), *arguments)
         shared = {**self._shared, **(settings or {})}
-        with serving(self.directory / name, *given, port=port, settings=shared) as made:
-            yield made
+        with serving(self.directory / name, *options, port=port, settings=shared) as server:
+            yield server
 
     def engines(self) -> dict[str, EngineRow]:
         """By the name of their process: `NAME`, or `NAME-NUMBER` from its second engine on."""
-        found: dict[str, EngineRow] = {}
+        engines_by_name: dict[str, EngineRow] = {}
         for row in Engines(self._db, "").of_base(BASE):
-            number = row.engine_id.split("-")[1]
-            found[Path(row.holder).name + (f"-{number}" if number != "0" else "")] = row
-        return found
+            engine_index = row.engine_id.split("-")[1]
+            engines_by_name[Path(row.holder).name + (f"-{engine_index}" if engine_index != "0" else "")] = row
+        return engines_by_name
 
     def await_ready(self, *names: str) -> None:
         self.wait(lambda: all((row := self.engines().get(name)) and row.state == "ready" for name in names))
@@ -83,9 +83,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def clustered(directory: Path, kind: str) -> Iterator[Cluster]:
-    made = Cluster(directory, kind)
+def start_cluster(directory: Path, kind: str) -> Iterator[Cluster]:
+    cluster = Cluster(directory, kind)
     try:
-        yield made
+        yield cluster
     finally:
-        made.close()
+        cluster.close()

@@ -127,7 +127,7 @@ class LedgerRow:
     """`against` is of AGAINST, or MISSING; `lacks` names missing or unproven parts. Tests are `file::test`."""
 
     row: str
-    what: str
+    promise: str
     against: str
     lacks: str
     tests: tuple[str, ...]
@@ -137,13 +137,13 @@ def ledger() -> list[LedgerRow]:
     with LEDGER.open(newline="") as file:
         return [
             LedgerRow(
-                each["row"],
-                each["what"],
-                each["against"],
-                each["lacks"],
-                tuple(each["tests"].split("; ") if each["tests"] else ()),
+                columns["row"],
+                columns["what"],
+                columns["against"],
+                columns["lacks"],
+                tuple(columns["tests"].split("; ") if columns["tests"] else ()),
             )
-            for each in csv.DictReader(file)
+            for columns in csv.DictReader(file)
         ]
 
 
@@ -172,22 +172,22 @@ def _commands(group: click.Group, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def known_names() -> set[str]:
+def coverable_names() -> set[str]:
     return {*sdk_methods(), *cli_commands(), *ENDPOINTS}
 
 
-def declared() -> dict[str, list[str]]:
+def collect_coverage() -> dict[str, list[str]]:
     """Name -> the tests that declare its coverage, as `file::test`."""
-    found: dict[str, list[str]] = defaultdict(list)
+    tests_by_name: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for name in _declared_by(node):
-                    found[name].append(f"{path.relative_to(TESTS)}::{node.name}")
-    return dict(found)
+                for name in _parse_covers(node):
+                    tests_by_name[name].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return dict(tests_by_name)
 
 
-def _declared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+def _parse_covers(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     for decorator in function.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.covers":
             yield from (ast.literal_eval(argument) for argument in decorator.args)
@@ -195,9 +195,9 @@ def _declared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[s
 
 def render() -> str:
     """The text of docs/compatibility.md."""
-    tests = declared()
+    tests = collect_coverage()
     clients = [client.__name__ for client in CLIENTS]
-    methods = {name: [each for each in sdk_methods() if each.startswith(f"{name}.")] for name in clients}
+    methods = {name: [method for method in sdk_methods() if method.startswith(f"{name}.")] for name in clients}
     return "\n".join(
         [
             "# Compatibility",
@@ -250,10 +250,10 @@ def _endpoint_lines(tests: dict[str, list[str]]) -> Iterator[str]:
 
 def _ledger_lines() -> Iterator[str]:
     rows = ledger()
-    counts = {kind: sum(each.against == kind for each in rows) for kind in AGAINST}
+    counts = {kind: sum(row.against == kind for row in rows) for kind in AGAINST}
     proven = ", ".join(f"{counts[kind]} {words}" for kind, words in AGAINST.items())
-    partly = sum(bool(each.lacks) and each.against != MISSING for each in rows)
-    missing = ", ".join(each.row for each in rows if each.against == MISSING) or "nothing"
+    partly = sum(bool(row.lacks) and row.against != MISSING for row in rows)
+    missing = ", ".join(row.row for row in rows if row.against == MISSING) or "nothing"
     yield f"[ledger.csv](ledger.csv) lists {len(rows)} promises with their tests: {proven}."
     yield f"Its column `lacks` says what {partly} of them lack. Missing: {missing}."
 
@@ -276,10 +276,11 @@ def _sdk_lines() -> Iterator[str]:
     yield ""
     yield "| SDK | sends passes as | reads results as | releases that pass |"
     yield "|---|---|---|---|"
-    for first, last, sent, read in FORMS:
+    for first, last, passes_form, results_form in FORMS:
         members = [result for minor, result in results.items() if _number(first) <= _number(minor) <= _number(last)]
         versions = ", ".join(result.version for result in members if not (result.failed or result.reason))
-        yield f"| {first if first == last else f'{first} to {last}'} | {sent} | {read} | {versions or 'none'} |"
+        releases = first if first == last else f"{first} to {last}"
+        yield f"| {releases} | {passes_form} | {results_form} | {versions or 'none'} |"
     failures = [f"- {minor}: {result.reason or ', '.join(result.failed)}" for minor, result in results.items()
                 if result.failed or result.reason]  # fmt: skip
     yield from ("", "Failed:", "", *failures) if failures else ()
@@ -295,17 +296,17 @@ def _number(minor: str) -> int:
 
 def _client_lines() -> Iterator[str]:
     """A line for each suite, from the results in the repository."""
-    results = {name: ClientResult(**each) for name, each in json.loads(CLIENT_RESULTS.read_text()).items()}
+    results = {name: ClientResult(**fields) for name, fields in json.loads(CLIENT_RESULTS.read_text()).items()}
     dates = sorted({result.date for result in results.values()})
     yield "`make test-clients` runs these suites against a live server, with the newest packages. The last results are"
     yield f"of {' and '.join(dates)}:"
     yield ""
     for name, result in results.items():
-        failed = result.reason or ", ".join(f"`{each}`" for each in result.failed)
-        found = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
+        failed = result.reason or ", ".join(f"`{test}`" for test in result.failed)
+        outcome = f"{result.passed} passed" + (f", failed: {failed}" if failed else "")
         suite = "" if name == result.package else f"{name}, "
         date = f", {result.date}" if len(dates) > 1 else ""
-        yield f"- {suite}{result.package} {result.version}{date}: {found}"
+        yield f"- {suite}{result.package} {result.version}{date}: {outcome}"
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
@@ -316,10 +317,10 @@ def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
         proof = proof or ", ".join(f"`{test}`" for test in tests.get(name, []))
         lines.setdefault(proof, []).append(name.rpartition(".")[2] if "." in name else name)
     for proof, driven in lines.items():
-        both = {name for name in driven if f"{name}_async" in driven}
-        alone = [name for name in driven if name.removesuffix("_async") not in both or name in both]
-        shown = [f"`{name}`{' (_async)' if name in both else ''}" for name in alone]
-        yield f"- {', '.join(shown)}: {proof}"
+        with_async = {name for name in driven if f"{name}_async" in driven}
+        shortened = [name for name in driven if name.removesuffix("_async") not in with_async or name in with_async]
+        quoted = [f"`{name}`{' (_async)' if name in with_async else ''}" for name in shortened]
+        yield f"- {', '.join(quoted)}: {proof}"
 
 
 def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -335,35 +336,37 @@ class Witness:
     """Records the SDK's public methods that a test calls, and the requests that it sends."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.seen: set[str] = set()
+        self.called_names: set[str] = set()
         for name in sdk_methods():
             client = getattr(tinker, name.split(".")[0])
             member = inspect.getattr_static(client, name.split(".")[1])
             function = member.__func__ if isinstance(member, staticmethod) else member
-            noting = self._noting_calls(name, function)
-            patch.setattr(client, name.split(".")[1], staticmethod(noting) if function is not member else noting)
+            recorder = self._record_calls(name, function)
+            patch.setattr(client, name.split(".")[1], staticmethod(recorder) if function is not member else recorder)
         for transport in (httpx.Client, httpx.AsyncClient):
-            patch.setattr(transport, "send", self._noting_requests(transport.send))
+            patch.setattr(transport, "send", self._record_requests(transport.send))
 
     def missing(self, names: set[str]) -> set[str]:
         """Those of `names` that were not called. If they include a command, which may run as a process, none are
         checked."""
-        return set() if any(name.startswith("tinker ") for name in names) else names - self.seen
+        return set() if any(name.startswith("tinker ") for name in names) else names - self.called_names
 
-    def _noting_calls(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+    def _record_calls(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(function)
         def call(*args: object, **kwargs: object) -> object:
-            self.seen.add(name)
+            self.called_names.add(name)
             return function(*args, **kwargs)
 
         return call
 
-    def _noting_requests(self, send: Callable[..., object]) -> Callable[..., object]:
+    def _record_requests(self, send: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(send)
         def note(client: object, request: httpx.Request, **kwargs: object) -> object:
             _, below, path = request.url.path.partition("/api/v1")
             if below:
-                self.seen.update(name for name in ENDPOINTS if _pattern(name).fullmatch(f"{request.method} {path}"))
+                self.called_names.update(
+                    name for name in ENDPOINTS if _pattern(name).fullmatch(f"{request.method} {path}")
+                )
             return send(client, request, **kwargs)
 
         return note

@@ -32,7 +32,7 @@ LIMITS = Limits(backoff_s=0.01, grace_s=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CoordinatorSetup:
     """A database with one job, and its coordinator; `linger_s` is how long the coordinator runs after the job has
     ended."""
 
@@ -57,13 +57,13 @@ def submit(
     """Submit twenty rows in ten batches, to `out.jsonl`, unless `options` say otherwise."""
     kwargs = options.pop("fn_kwargs", None)
     rows = options.pop("rows", 20)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "batch_input_format": {"format": "items", "path": "items", "items": text_rows(rows)},
         "batch_output_formats": [{"format": "json", "path": str(directory / "out.jsonl")}],
         "batch_size": 2,
         "limits": limits,
     }
-    spec = JobSpec(batch_serialized_fn=packed(described(function, kwargs=kwargs)), **{**given, **options})
+    spec = JobSpec(batch_serialized_fn=packed(described(function, kwargs=kwargs)), **{**defaults, **options})
     return jobs.create("local", spec)
 
 
@@ -75,35 +75,35 @@ def is_over(jobs: BatchJobs, job_id: int) -> bool:
     return status in TERMINAL and (cleaned or status != "SUCCEEDED")
 
 
-async def coordinate(place: Place, jobs: BatchJobs, workers: int = 1) -> None:
-    settings = Settings(data_dir=Path(place.data_dir), backend="fake", batch_workers=workers)
-    coordinator = Coordinator(settings, jobs, place.holder)
+async def coordinate(setup: CoordinatorSetup, jobs: BatchJobs, workers: int = 1) -> None:
+    settings = Settings(data_dir=Path(setup.data_dir), backend="fake", batch_workers=workers)
+    coordinator = Coordinator(settings, jobs, setup.holder)
     coordinator.start()
     try:
         deadline = time.monotonic() + PATIENCE_S
-        while not is_over(jobs, place.job_id):
-            assert time.monotonic() < deadline, jobs.find("local", place.job_id)
+        while not is_over(jobs, setup.job_id):
+            assert time.monotonic() < deadline, jobs.find("local", setup.job_id)
             await asyncio.sleep(0.05)
-        await asyncio.sleep(place.linger_s)
+        await asyncio.sleep(setup.linger_s)
     finally:
         await coordinator.stop()
 
 
-def start_process(place: Place, failpoints: str = "") -> subprocess.Popen[bytes]:
-    with (Path(place.data_dir) / f"{place.holder}.log").open("ab") as log:
+def start_process(setup: CoordinatorSetup, failpoints: str = "") -> subprocess.Popen[bytes]:
+    with (Path(setup.data_dir) / f"{setup.holder}.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=log, stderr=log)
     assert process.stdin is not None
-    process.stdin.write(json.dumps({**asdict(place), "failpoints": failpoints}).encode() + b"\n")
+    process.stdin.write(json.dumps({**asdict(setup), "failpoints": failpoints}).encode() + b"\n")
     process.stdin.close()
     return process
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.readline())
-    arm(given.pop("failpoints"), "server", Path(given["data_dir"]), list)
-    place = Place(**given)
-    database = Database(place.database_url)
-    asyncio.run(coordinate(place, BatchJobs(database)))
+    arguments = json.loads(sys.stdin.readline())
+    arm(arguments.pop("failpoints"), "server", Path(arguments["data_dir"]), list)
+    setup = CoordinatorSetup(**arguments)
+    database = Database(setup.database_url)
+    asyncio.run(coordinate(setup, BatchJobs(database)))
     database.close()
 
 

@@ -45,7 +45,7 @@ class Site:
 
     def train(self, steps: int) -> None:
         """Train the first run for more steps, each with a logged reward."""
-        datum = lesson(self.model)
+        datum = make_datum(self.model)
         for _ in range(steps):
             passed = self.model.forward_backward([datum] * 4, "cross_entropy")
             stepped = self.model.optim_step(types.AdamParams(learning_rate=1e-3))
@@ -58,7 +58,7 @@ class Site:
 
     def long_job(self) -> int:
         """A job that runs until it is cancelled."""
-        return self.submit("evaluation", [f"Say {number}." for number in range(5000)], max_tokens=64)
+        return self.submit("evaluation", [f"Say {index}." for index in range(5000)], max_tokens=64)
 
     def submit(self, name: str, texts: Sequence[object], max_tokens: int) -> int:
         directory = self.server.data_dir / "batch" / TENANT
@@ -77,33 +77,33 @@ class Site:
         return answer.json()["job_id"]
 
 
-def lesson(model: tinker.TrainingClient) -> types.Datum:
+def make_datum(model: tinker.TrainingClient) -> types.Datum:
     text = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
     tokens = model.get_tokenizer().encode(text)
     inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def new_key(data_dir: Path, tenant: str, *more: str) -> str:
+def new_key(data_dir: Path, tenant: str, *key_options: str) -> str:
     def run(*words: str) -> str:
         command = [sys.executable, "-m", "tinsmith.cli", *words, "--data-dir", str(data_dir)]
         options = {"capture_output": True, "text": True, "timeout": 60, "check": True, "env": environment(data_dir)}
         return subprocess.run(command, **options).stdout.strip()
 
     run("migrate")  # before the first start of the server
-    return run("keys", "create", tenant, *more)
+    return run("keys", "create", tenant, *key_options)
 
 
 @contextlib.contextmanager
 def neighbour(alice: Site) -> Iterator[None]:
     """Another tenant trains until the end of the block."""
-    key, ended = new_key(alice.server.data_dir, "bob"), threading.Event()
+    key, stop = new_key(alice.server.data_dir, "bob"), threading.Event()
 
     def train() -> None:
         with tinker.ServiceClient(base_url=alice.server.url, api_key=key) as service:
             model = service.create_lora_training_client(BASE, rank=4).result()
-            data = [lesson(model)] * 3
-            while not ended.is_set():
+            data = [make_datum(model)] * 3
+            while not stop.is_set():
                 passed = model.forward_backward(data, "cross_entropy")
                 stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
                 passed.result()
@@ -114,7 +114,7 @@ def neighbour(alice: Site) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         working.join()
 
 
@@ -127,38 +127,40 @@ def site(data_dir: Path) -> Iterator[Site]:
         )
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=key))
         model = service.create_lora_training_client(BASE, rank=8).result()
-        found = Site(server, key, service, http, model, run=model.model_id)
+        dashboard_site = Site(server, key, service, http, model, run=model.model_id)
         # A short job with a failed row.
         texts: list[object] = [*(f"Say {word}." for word in ("hello", "yes", "no", "please")), 7]
-        found.job_id = found.submit("greetings", texts, max_tokens=4)
-        found.train(STEPS)
-        _store(found)
-        _converse(found)
-        yield found
+        dashboard_site.job_id = dashboard_site.submit("greetings", texts, max_tokens=4)
+        dashboard_site.train(STEPS)
+        _store(dashboard_site)
+        _converse(dashboard_site)
+        yield dashboard_site
 
 
-def _store(found: Site) -> None:
-    found.checkpoints.append(found.model.save_state("first").result().path)
-    found.checkpoints.append(found.model.save_weights_for_sampler("answers").result().path)
-    opened = found.http.post("create_session", json={"tags": [], "display_name": STRANGE_NAME, "project_id": "maths"})
+def _store(target_site: Site) -> None:
+    target_site.checkpoints.append(target_site.model.save_state("first").result().path)
+    target_site.checkpoints.append(target_site.model.save_weights_for_sampler("answers").result().path)
+    opened = target_site.http.post(
+        "create_session", json={"tags": [], "display_name": STRANGE_NAME, "project_id": "maths"}
+    )
     session_id = opened.raise_for_status().json()["session_id"]
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
-    found.strange_run = found.http.post("create_model", json=body).raise_for_status().json()["model_id"]
+    target_site.strange_run = target_site.http.post("create_model", json=body).raise_for_status().json()["model_id"]
 
 
-def _converse(found: Site) -> None:
+def _converse(target_site: Site) -> None:
     """Two turns of one conversation."""
-    tokenizer = found.model.get_tokenizer()
-    sampler = found.model.save_weights_and_get_sampling_client().result()
+    tokenizer = target_site.model.get_tokenizer()
+    sampler = target_site.model.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=8, temperature=0.7, seed=3)
     prompt = tokenizer.encode("<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n")
     for turn in ("\n<|im_start|>user\nOnce more.<|im_end|>\n<|im_start|>assistant\n", ""):
         answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
         prompt += [*answer.sequences[0].tokens, *tokenizer.encode(turn)]
-    (found.sample, *_) = (one["request_id"] for one in _samples(found, 2))
+    (target_site.sample, *_) = (sample["request_id"] for sample in _samples(target_site, 2))
 
 
-def _samples(found: Site, count: int) -> list[dict[str, str]]:
-    listed = found.http.get("dashboard/samples").raise_for_status().json()["samples"]
+def _samples(target_site: Site, count: int) -> list[dict[str, str]]:
+    listed = target_site.http.get("dashboard/samples").raise_for_status().json()["samples"]
     assert len(listed) >= count
     return listed

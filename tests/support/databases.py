@@ -22,7 +22,7 @@ chosen = SQLITE
 
 
 @functools.cache
-def migrated_file() -> bytes:
+def sqlite_template() -> bytes:
     """A template of an empty SQLite database, since the migrations take longer than most tests."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "test.db"
@@ -31,7 +31,7 @@ def migrated_file() -> bytes:
 
 
 @functools.cache
-def _migrated_template() -> str:
+def _postgres_template() -> str:
     server = postgres.shared_server()
     server.run(f"CREATE DATABASE {TEMPLATE}")
     _migrate(server.url(TEMPLATE))
@@ -47,9 +47,9 @@ def _migrate(url: str) -> None:
 def fresh_url(directory: Path, kind: str | None = None) -> str:
     """A new database, migrated and empty; a SQLite file lies in `directory`."""
     if (kind or chosen) == POSTGRES:
-        return postgres.shared_server().fresh(_migrated_template())
+        return postgres.shared_server().fresh(_postgres_template())
     path = directory / "tinsmith.db"
-    path.write_bytes(migrated_file())
+    path.write_bytes(sqlite_template())
     return f"sqlite:///{path}"
 
 

@@ -50,7 +50,7 @@ class FlakyBackend(FakeBackend):
         return super().run_passes(passes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        self.break_if_told("optim_step")
+        self.raise_planned_error("optim_step")
         return super().optim_step(steps)
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
@@ -58,7 +58,7 @@ class FlakyBackend(FakeBackend):
 
         def write(directory: Path) -> None:
             (directory / "half-written").write_text("...")
-            self.break_if_told("save")
+            self.raise_planned_error("save")
             (directory / "half-written").unlink()
             captured.write(directory)
 
@@ -67,10 +67,10 @@ class FlakyBackend(FakeBackend):
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
-        self.break_if_told("load")
+        self.raise_planned_error("load")
         super().load(model_id, spec, directory, optimizer=optimizer, optimizer_type=optimizer_type)
 
-    def break_if_told(self, method: str) -> None:
+    def raise_planned_error(self, method: str) -> None:
         if method in self.breaks:
             raise self.breaks[method]
 
@@ -145,8 +145,8 @@ class Bench:
         refusal: UserError | None = None,
         num_tokens: int = 0,
     ) -> str:
-        given = {"model_id": model_id, "seq_id": seq_id or None}  # a model's creation has no sequence number
-        raw = body if isinstance(body, bytes) else json.dumps(given | body).encode()
+        ids = {"model_id": model_id, "seq_id": seq_id or None}  # a model's creation has no sequence number
+        raw = body if isinstance(body, bytes) else json.dumps(ids | body).encode()
         request_id = f"{model_id}:{'unload' if seq_id is None else seq_id}"
         session = model_id.split(":")[0]
         new = NewFuture(request_id, tenant, session, BASE, kind, raw, num_tokens, model_id=model_id, seq_id=seq_id)
@@ -192,15 +192,15 @@ class Bench:
         datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
         targets = np.array(tokens, "<i8").tobytes()
         datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=targets, dtype=pb.DTYPE_INT64))
-        given = np.array([1.0] * len(tokens) if weights is None else weights, "<f4").tobytes()
-        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=given, dtype=pb.DTYPE_FLOAT32))
+        weight_bytes = np.array([1.0] * len(tokens) if weights is None else weights, "<f4").tobytes()
+        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=weight_bytes, dtype=pb.DTYPE_FLOAT32))
         raw = message.SerializeToString()
         return self.submit(model_id, seq_id, kind, raw, tenant=tenant, num_tokens=len(tokens))
 
-    def publish(self, model_id: str, seq_id: int, number: int, kind: str = "snapshot") -> str:
-        body = {"sampling_session_seq_id": number, "kind": kind}
+    def publish(self, model_id: str, seq_id: int, sampler_seq_id: int, kind: str = "snapshot") -> str:
+        body = {"sampling_session_seq_id": sampler_seq_id, "kind": kind}
         self.submit(model_id, seq_id, "save_weights_for_sampler", body)
-        return f"{model_id.split(':')[0]}:sample:{number}"
+        return f"{model_id.split(':')[0]}:sample:{sampler_seq_id}"
 
     def sample(self, sampling_session_id: str, seq_id: int = 0, tenant: str = "alice") -> str:
         body = {
@@ -243,7 +243,7 @@ class Bench:
             return connection.scalar(query)
 
 
-def saved(bench: Bench, model: str, seq_id: int, **more: object) -> str:
-    request_id = bench.submit(model, seq_id, "save_weights", {"path": "one"} | more)
+def save_weights(bench: Bench, model: str, seq_id: int, **fields: object) -> str:
+    request_id = bench.submit(model, seq_id, "save_weights", {"path": "one"} | fields)
     bench.run_until_idle()
     return request_id

@@ -19,12 +19,12 @@ from tinsmith.store.history import KeptSequence, SampleContent, keep_sample, new
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 
-ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
+UNPREFIXED_PATHS = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 """Routes of other services' clients, whose paths have no prefix."""
 
 
 @dataclass(frozen=True, slots=True)
-class Things:
+class RouteObjects:
     """One object of every kind, owned by alice."""
 
     session_id: str
@@ -79,22 +79,22 @@ def bulk_job(name: str, resume_from: object = None) -> dict[str, object]:
     return spec | {"name": name, "resume_from": resume_from}
 
 
-def filled(value: object, things: Things) -> object:
+def fill_ids(value: object, objects: RouteObjects) -> object:
     """An example of a declaration, with the ids of these objects."""
     if isinstance(value, dict):
-        return {name: filled(each, things) for name, each in value.items()}
+        return {name: fill_ids(member, objects) for name, member in value.items()}
     if isinstance(value, list):
-        return [filled(each, things) for each in value]
-    if value == "{job_id}" and things.job_id.isdecimal():
-        return int(things.job_id)
-    return things.fill(value) if isinstance(value, str) else value
+        return [fill_ids(member, objects) for member in value]
+    if value == "{job_id}" and objects.job_id.isdecimal():
+        return int(objects.job_id)
+    return objects.fill(value) if isinstance(value, str) else value
 
 
-def body_of(operation: Operation) -> Callable[[Things], dict[str, object] | bytes]:
-    def body(things: Things) -> dict[str, object] | bytes:
+def body_of(operation: Operation) -> Callable[[RouteObjects], dict[str, object] | bytes]:
+    def body(objects: RouteObjects) -> dict[str, object] | bytes:
         if PROTO_TYPE in operation.takes:
-            return pass_bytes(things.model_id, 5)
-        return filled(operation.example, things)  # type: ignore[return-value]
+            return pass_bytes(objects.model_id, 5)
+        return fill_ids(operation.example, objects)  # type: ignore[return-value]
 
     return body
 
@@ -104,28 +104,28 @@ def openai_batch(file_id: str) -> dict[str, object]:
 
 
 # The bodies and queries of routes that take ids there; routes with ids in their path may need neither.
-BODIES = {each.path: body_of(each) for each in OPERATIONS if isinstance(each.example, dict)}
-QUERIES = {each.path: each.example for each in OPERATIONS if isinstance(each.example, str)}
+BODIES = {operation.path: body_of(operation) for operation in OPERATIONS if isinstance(operation.example, dict)}
+QUERIES = {operation.path: operation.example for operation in OPERATIONS if isinstance(operation.example, str)}
 LISTING_QUERIES = {"/audit": "?event_type=all&event_date=2020-01-01"}
 # Ids that a listing takes as a filter or a cursor: (path, query or body).
-FILTERS = [(each.path, given) for each in OPERATIONS for given in each.filters]
+FILTERS = [(operation.path, example) for operation in OPERATIONS for example in operation.filters]
 
 
-def things_of(harness: Harness, key: str = ALICE) -> Things:
+def create_objects(harness: Harness, key: str = ALICE) -> RouteObjects:
     session_id = harness.session(key)
     model_id = harness.model(session_id, key=key)
     store_sample(harness, key.removeprefix("tml-"), session_id, f"{model_id}:0")
-    return Things(
+    return RouteObjects(
         session_id,
         model_id,
         harness.sampler(session_id, key=key),
-        harness.saved(model_id),
-        harness.saved(model_id, "external_weights"),
-        failed_job(harness, session_id, key),
-        *uploaded(harness, key),
+        harness.save_checkpoint(model_id),
+        harness.save_checkpoint(model_id, "external_weights"),
+        create_failed_job(harness, session_id, key),
+        *store_file_and_batch(harness, key),
         harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": {}}, key)["upload_id"],
-        stored_response(harness, key.removeprefix("tml-")),
-        *captured(harness, key.removeprefix("tml-")),
+        store_response(harness, key.removeprefix("tml-")),
+        *store_trajectory(harness, key.removeprefix("tml-")),
         message_batch(harness, key),
     )
 
@@ -138,7 +138,7 @@ def store_sample(harness: Harness, tenant_id: str, session_id: str, request_id: 
             execute(connection, statement)
 
 
-def stored_response(harness: Harness, tenant_id: str) -> str:
+def store_response(harness: Harness, tenant_id: str) -> str:
     response_id = f"resp_{uuid.uuid4().hex}"
     request = {"model": BASE, "input": "hi"}
     harness.services.responses.add(tenant_id, response_id, request, [], [])
@@ -147,21 +147,21 @@ def stored_response(harness: Harness, tenant_id: str) -> str:
     return response_id
 
 
-def captured(harness: Harness, tenant_id: str) -> tuple[str, str]:
+def store_trajectory(harness: Harness, tenant_id: str) -> tuple[str, str]:
     """Store a trajectory; return it and its session."""
     session = uuid.uuid4().hex
     answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
     harness.services.exchanges.record(tenant_id, session, BASE, [[1, 2]], [SampleResult("r", (answer,))])
-    (found,) = harness.services.exchanges.trajectories(tenant_id, session)
-    return found.trajectory_id, session
+    (trajectory,) = harness.services.exchanges.trajectories(tenant_id, session)
+    return trajectory.trajectory_id, session
 
 
-def uploaded(harness: Harness, key: str) -> tuple[str, str]:
+def store_file_and_batch(harness: Harness, key: str) -> tuple[str, str]:
     """Store a file and a batch of it."""
     headers, file = {"X-API-Key": key}, {"file": ("in.jsonl", b"x")}
-    made = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()
-    batch = harness.client.post("/v1/batches", headers=headers, json=openai_batch(made["id"])).json()
-    return made["id"], batch["id"]
+    file_object = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()
+    batch = harness.client.post("/v1/batches", headers=headers, json=openai_batch(file_object["id"])).json()
+    return file_object["id"], batch["id"]
 
 
 def message_batch(harness: Harness, key: str) -> str:
@@ -170,7 +170,7 @@ def message_batch(harness: Harness, key: str) -> str:
     return harness.client.post("/v1/messages/batches", headers={"X-API-Key": key}, json=body).json()["id"]
 
 
-def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
+def create_failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
     """A bulk job that can be read and resumed."""
     job_id = harness.ok("batch/jobs", bulk_job(name), key)["job_id"]
     jobs = harness.services.batch_jobs
@@ -180,13 +180,13 @@ def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
 
 
 def url_of(path: str) -> str:
-    return path if path.startswith(ELSEWHERE) else PREFIX + path
+    return path if path.startswith(UNPREFIXED_PATHS) else PREFIX + path
 
 
-def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> Response:
-    body = BODIES.get(path, lambda _things: {})(things)
+def ask(harness: Harness, method: str, path: str, objects: RouteObjects, key: str) -> Response:
+    body = BODIES.get(path, lambda _objects: {})(objects)
     headers = {"X-API-Key": key}
-    url = url_of(things.fill(path + QUERIES.get(path, "")))
+    url = url_of(objects.fill(path + QUERIES.get(path, "")))
     if isinstance(body, bytes):
         return harness.client.request(method, url, content=body, headers=headers | {"Content-Type": PROTO_TYPE})  # type: ignore[return-value]
     return harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)  # type: ignore[return-value]

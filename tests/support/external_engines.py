@@ -50,7 +50,7 @@ class Engine:
     vocab_size: int = 64
     context: int = 128
     processed: bool = True
-    asked: list[tuple[str, Json]] = field(default_factory=list)
+    requests: list[tuple[str, Json]] = field(default_factory=list)
     adapters: dict[str, float] = field(default_factory=dict)
     names_ever: list[str] = field(default_factory=list)
     running: int = 0
@@ -84,7 +84,7 @@ class Engine:
     downloads: list[str] = field(default_factory=list)
 
     def logits(self, tokens: list[int], weight: float) -> Logits:
-        mark = sum((place + 2) * token for place, token in enumerate(tokens[-3:])) + 1
+        mark = sum((position + 2) * token for position, token in enumerate(tokens[-3:])) + 1
         return 3 * np.sin((mark + 7.3 * weight) * np.arange(1, self.vocab_size + 1) * 0.7)
 
     def die(self) -> None:
@@ -109,12 +109,12 @@ class Engine:
                 self.broken.append(f"the KV cache resumed before {self.asleep}")
             self.asleep = [other for other in self.asleep if other != part]
 
-    def use(self, what: str, *parts: str) -> None:
+    def use(self, action: str, *parts: str) -> None:
         if not set(parts or self.asleep).isdisjoint(self.asleep):
-            self.broken.append(f"{what} with {self.asleep} asleep")
+            self.broken.append(f"{action} with {self.asleep} asleep")
 
     def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
+        return [path for path, _ in self.requests]
 
 
 def log_softmax(logits: Logits) -> Logits:
@@ -123,7 +123,7 @@ def log_softmax(logits: Logits) -> Logits:
 
 
 @dataclass
-class Wanted:
+class GenerationRequest:
     """A request in the fake's own words."""
 
     tokens: list[int]
@@ -155,38 +155,38 @@ def text_of(token: int) -> str:
     return chr(ord("a") + token % 26)
 
 
-def generate(engine: Engine, wanted: Wanted) -> Iterator[Step]:
-    rng = np.random.default_rng(wanted.seed)
+def generate(engine: Engine, request: GenerationRequest) -> Iterator[Step]:
+    rng = np.random.default_rng(request.seed)
     answer: list[int] = []
     while True:
-        raw = engine.logits(wanted.tokens + answer, wanted.weight)
+        raw = engine.logits(request.tokens + answer, request.weight)
         logits = raw.copy()
-        for token, value in wanted.bias.items():
+        for token, value in request.bias.items():
             logits[token] += value
-        for token in {*wanted.tokens, *answer}:
+        for token in {*request.tokens, *answer}:
             logits[token] = (
-                logits[token] / wanted.repetition if logits[token] > 0 else logits[token] * wanted.repetition
+                logits[token] / request.repetition if logits[token] > 0 else logits[token] * request.repetition
             )
         for token in set(answer):
-            logits[token] -= wanted.presence + wanted.frequency * answer.count(token)
-        temperature = wanted.temperature or 1.0
+            logits[token] -= request.presence + request.frequency * answer.count(token)
+        temperature = request.temperature or 1.0
         tempered = logits / temperature
         processed = tempered.copy()
-        if wanted.temperature:
+        if request.temperature:
             probabilities = np.exp(log_softmax(processed))
-            processed[probabilities < wanted.min_p * probabilities.max()] = -np.inf
-            if wanted.top_k > 0:
-                processed[processed < np.sort(processed)[-wanted.top_k]] = -np.inf
+            processed[probabilities < request.min_p * probabilities.max()] = -np.inf
+            if request.top_k > 0:
+                processed[processed < np.sort(processed)[-request.top_k]] = -np.inf
             order = np.argsort(-processed)
             before = np.cumsum(np.exp(log_softmax(processed))[order]) - np.exp(log_softmax(processed))[order]
-            processed[order[before >= wanted.top_p]] = -np.inf
+            processed[order[before >= request.top_p]] = -np.inf
             token = int(rng.choice(engine.vocab_size, p=np.exp(log_softmax(processed))))
         else:
             token = int(processed.argmax())
         answer.append(token)
         text = "".join(map(text_of, answer))
-        finish = "stop" if token in wanted.stop_tokens or any(stop in text for stop in wanted.stops) else ""
-        if not finish and len(answer) >= wanted.max_tokens:
+        finish = "stop" if token in request.stop_tokens or any(stop in text for stop in request.stops) else ""
+        if not finish and len(answer) >= request.max_tokens:
             finish = "length"
         yield Step(token, log_softmax(raw), log_softmax(tempered), log_softmax(processed), finish)
         if finish:
@@ -194,7 +194,7 @@ def generate(engine: Engine, wanted: Wanted) -> Iterator[Step]:
 
 
 def prompt_logprobs(engine: Engine, tokens: list[int], weight: float) -> list[Logits]:
-    return [log_softmax(engine.logits(tokens[:place], weight)) for place in range(1, len(tokens))]
+    return [log_softmax(engine.logits(tokens[:length], weight)) for length in range(1, len(tokens))]
 
 
 def clamp(value: float | Logits) -> float:
@@ -206,7 +206,7 @@ def error(status: int, message: str, kind: str = "BadRequestError") -> Response:
 
 
 @contextlib.contextmanager
-def counted(engine: Engine) -> Iterator[None]:
+def count_running(engine: Engine) -> Iterator[None]:
     engine.running += 1
     engine.most_running = max(engine.most_running, engine.running)
     try:
@@ -215,7 +215,7 @@ def counted(engine: Engine) -> Iterator[None]:
         engine.running -= 1
 
 
-async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Response | None:
+async def inject_fault(engine: Engine, request: Request, tokens: list[int]) -> Response | None:
     """What a request may run into before it is answered."""
     engine.use("a request")
     if engine.dead:
@@ -226,8 +226,8 @@ async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Respon
     if tokens and tokens[0] == DEADLY:
         engine.die()
         return error(500, "EngineCore encountered an issue", "InternalServerError")
-    begun, endless = time.monotonic(), bool(tokens) and tokens[0] == NEVER_ENDING
-    while endless or time.monotonic() < begun + engine.pause_s:  # read each time: a test may end the pause
+    started_at, endless = time.monotonic(), bool(tokens) and tokens[0] == NEVER_ENDING
+    while endless or time.monotonic() < started_at + engine.pause_s:  # read each time: a test may end the pause
         await asyncio.sleep(0.01)
         if engine.dead:
             return error(500, "EngineCore encountered an issue", "InternalServerError")
@@ -240,7 +240,7 @@ async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Respon
 async def body_of(engine: Engine, request: Request) -> Json:
     text = await request.body()
     body = json.loads(text) if text else {}
-    engine.asked.append((request.url.path + (f"?{request.url.query}" if request.url.query else ""), body))
+    engine.requests.append((request.url.path + (f"?{request.url.query}" if request.url.query else ""), body))
     return body
 
 
@@ -251,10 +251,10 @@ def weight_in(directory: str, engine: Engine) -> float:
             script = "import sys, huggingface_hub as hub; print(hub.snapshot_download(sys.argv[1]))"
             environment = os.environ | {"HF_ENDPOINT": engine.endpoint, "HF_HOME": home, "HF_HUB_OFFLINE": "0"}
             words = [sys.executable, "-c", script, directory]
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise OSError(done.stderr)
-            return float(json.loads((Path(done.stdout.strip()) / "fake_adapter.json").read_text())["weight"])
+            completed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+            if completed.returncode:
+                raise OSError(completed.stderr)
+            return float(json.loads((Path(completed.stdout.strip()) / "fake_adapter.json").read_text())["weight"])
     path = Path(directory) / "fake_adapter.json"
     return float(json.loads(path.read_text())["weight"])
 
@@ -265,8 +265,8 @@ def weight_in(directory: str, engine: Engine) -> float:
 def vllm_app(engine: Engine) -> Starlette:
     async def completions(request: Request) -> Response:
         body = await body_of(engine, request)
-        with counted(engine):
-            if refused := await held_up(engine, request, body["prompt"]):
+        with count_running(engine):
+            if refused := await inject_fault(engine, request, body["prompt"]):
                 return refused
             model = body["model"]
             if model != "tinsmith-base" and model not in engine.adapters:
@@ -322,9 +322,9 @@ def vllm_app(engine: Engine) -> Starlette:
     return Starlette(routes=[*routes, Route("/health", health), Route("/v1/models", models)])
 
 
-def vllm_wanted(engine: Engine, body: Json) -> Wanted:
+def parse_vllm_request(engine: Engine, body: Json) -> GenerationRequest:
     stops = set(body["stop_token_ids"])
-    return Wanted(
+    return GenerationRequest(
         body["prompt"], engine.adapters.get(body["model"], 0.0), body["max_tokens"], body["temperature"], body["top_k"],
         body["top_p"], body["min_p"], body["presence_penalty"], body["frequency_penalty"], body["repetition_penalty"],
         {int(token): bias for token, bias in body.get("logit_bias", {}).items()}, body.get("seed"), stops, body["stop"],
@@ -334,16 +334,21 @@ def vllm_wanted(engine: Engine, body: Json) -> Wanted:
 def vllm_choice(engine: Engine, body: Json, steps: list[Step]) -> Json:
     tops, values = [], []
     for step in steps:
-        told = step.processed if engine.processed else step.raw
-        ids = body.get("logprob_token_ids") or np.argsort(-told)[: body["logprobs"]].tolist()
-        tops.append({f"token_id:{token}": clamp(told[token]) for token in dict.fromkeys([step.token, *ids])})
-        values.append(clamp(told[step.token]))
-    named = [f"token_id:{step.token}" for step in steps]
-    told_of = {"text_offset": [0] * len(steps), "token_logprobs": values, "tokens": named, "top_logprobs": tops}
+        logprobs = step.processed if engine.processed else step.raw
+        ids = body.get("logprob_token_ids") or np.argsort(-logprobs)[: body["logprobs"]].tolist()
+        tops.append({f"token_id:{token}": clamp(logprobs[token]) for token in dict.fromkeys([step.token, *ids])})
+        values.append(clamp(logprobs[step.token]))
+    token_names = [f"token_id:{step.token}" for step in steps]
+    completion_logprobs = {
+        "text_offset": [0] * len(steps),
+        "token_logprobs": values,
+        "tokens": token_names,
+        "top_logprobs": tops,
+    }
     return {
         "index": 0,
         "text": "".join(text_of(step.token) for step in steps),
-        "logprobs": told_of,
+        "logprobs": completion_logprobs,
         "finish_reason": steps[-1].finish or None,
         "stop_reason": None,
         "token_ids": [step.token for step in steps],
@@ -352,28 +357,30 @@ def vllm_choice(engine: Engine, body: Json, steps: list[Step]) -> Json:
 
 
 def vllm_answer(engine: Engine, body: Json) -> Json:
-    wanted = vllm_wanted(engine, body)
-    choice = vllm_choice(engine, body, list(generate(engine, wanted)))
+    request = parse_vllm_request(engine, body)
+    choice = vllm_choice(engine, body, list(generate(engine, request)))
     choice["prompt_logprobs"] = None
     if (k := body.get("prompt_logprobs")) is not None:
         rows: list[Json | None] = [None]
-        for place, logprobs in enumerate(prompt_logprobs(engine, wanted.tokens, wanted.weight), 1):
+        for position, logprobs in enumerate(prompt_logprobs(engine, request.tokens, request.weight), 1):
             best = np.argsort(-logprobs)[: engine.vocab_size if k < 0 else k].tolist()
-            ids = dict.fromkeys([wanted.tokens[place], *best])
-            rows.append({str(one): {"logprob": clamp(logprobs[one]), "rank": 1, "decoded_token": ""} for one in ids})
+            ids = dict.fromkeys([request.tokens[position], *best])
+            rows.append(
+                {str(token): {"logprob": clamp(logprobs[token]), "rank": 1, "decoded_token": ""} for token in ids}
+            )
         choice["prompt_logprobs"] = rows
     choice["routed_experts"] = None
     usage = {
-        "prompt_tokens": len(wanted.tokens),
-        "prompt_tokens_details": {"cached_tokens": len(wanted.tokens) // 16 * 16},
+        "prompt_tokens": len(request.tokens),
+        "prompt_tokens_details": {"cached_tokens": len(request.tokens) // 16 * 16},
     }
     return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": body["model"], "choices": [choice],
             "usage": usage}  # fmt: skip
 
 
 async def vllm_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
-    for number, step in enumerate(generate(engine, vllm_wanted(engine, body))):
-        if engine.cut_after and number == engine.cut_after:
+    for index, step in enumerate(generate(engine, parse_vllm_request(engine, body))):
+        if engine.cut_after and index == engine.cut_after:
             engine.cut_after = 0
             return
         yield f"data: {json.dumps({'choices': [vllm_choice(engine, body, [step])]})}\n\n"
@@ -388,8 +395,8 @@ async def vllm_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
 def sglang_app(engine: Engine) -> Starlette:
     async def answers(request: Request) -> Response:
         body = await body_of(engine, request)
-        with counted(engine):
-            if refused := await held_up(engine, request, body["input_ids"]):
+        with count_running(engine):
+            if refused := await inject_fault(engine, request, body["input_ids"]):
                 return refused
             name = body["lora_path"]
             if name is not None and name not in engine.adapters:
@@ -408,9 +415,9 @@ def sglang_app(engine: Engine) -> Starlette:
         return JSONResponse({"model_path": "model", "is_generation": True}, 503 if engine.dead else 200)
 
     async def server_info(_: Request) -> Response:
-        told = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic, "version": engine.version}
-        told["lora_target_modules"] = list(engine.lora_target_modules)
-        return JSONResponse({**told, "context_length": engine.context})
+        info = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic, "version": engine.version}
+        info["lora_target_modules"] = list(engine.lora_target_modules)
+        return JSONResponse({**info, "context_length": engine.context})
 
     async def load(request: Request) -> Response:
         body = await body_of(engine, request)
@@ -423,10 +430,12 @@ def sglang_app(engine: Engine) -> Starlette:
 
     async def unload(request: Request) -> Response:
         body = await body_of(engine, request)
-        known = engine.adapters.pop(body["lora_name"], None) is not None
-        return JSONResponse({"success": known, "error_message": "", "loaded_adapters": {}}, 200 if known else 400)
+        was_loaded = engine.adapters.pop(body["lora_name"], None) is not None
+        return JSONResponse(
+            {"success": was_loaded, "error_message": "", "loaded_adapters": {}}, 200 if was_loaded else 400
+        )
 
-    async def done(request: Request) -> Response:
+    async def acknowledge(request: Request) -> Response:
         await body_of(engine, request)
         return PlainTextResponse("")
 
@@ -445,7 +454,7 @@ def sglang_app(engine: Engine) -> Starlette:
         return JSONResponse(None)
 
     posts = {"/generate": answers, "/load_lora_adapter": load, "/unload_lora_adapter": unload}
-    posts |= {"/abort_request": done, "/flush_cache": flush}
+    posts |= {"/abort_request": acknowledge, "/flush_cache": flush}
     posts |= {"/release_memory_occupation": release, "/resume_memory_occupation": resume}
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
     # Before version 0.5.10, the engine's facts were at other paths.
@@ -456,74 +465,81 @@ def sglang_app(engine: Engine) -> Starlette:
 
 async def sglang_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
     """Each event has the whole answer so far, or, if incremental, what is new. Two tokens may share an event."""
-    whole = sglang_answer(engine, body)
-    lists = {name: told for name, told in whole["meta_info"].items() if name.startswith("output_")}
-    finish, total = whole["meta_info"]["finish_reason"], len(whole["output_ids"])
+    final = sglang_answer(engine, body)
+    lists = {name: values for name, values in final["meta_info"].items() if name.startswith("output_")}
+    finish, total = final["meta_info"]["finish_reason"], len(final["output_ids"])
     ends = [*range(1, total, 2), total]
-    for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if engine.cut_after and number == engine.cut_after:
+    for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if engine.cut_after and index == engine.cut_after:
             engine.cut_after = 0
             return
         first = start if engine.incremental else 0
-        meta = whole["meta_info"] | {name: told[first:end] for name, told in lists.items()}
+        meta = final["meta_info"] | {name: values[first:end] for name, values in lists.items()}
         meta |= {"completion_tokens": end, "finish_reason": finish if end == total else None}
-        event = {"text": None, "output_ids": whole["output_ids"][first:end], "meta_info": meta}
+        event = {"text": None, "output_ids": final["output_ids"][first:end], "meta_info": meta}
         yield f"data: {json.dumps(event)}\n\n"
         await asyncio.sleep(0)
     yield "data: [DONE]\n\n"
 
 
 def sglang_answer(engine: Engine, body: Json) -> Json:
-    given = body["sampling_params"]
-    stops = set() if given["ignore_eos"] else set(given.get("stop_token_ids", []))
-    seed = given.get("sampling_seed", 42) if engine.deterministic else None
+    params = body["sampling_params"]
+    stops = set() if params["ignore_eos"] else set(params.get("stop_token_ids", []))
+    seed = params.get("sampling_seed", 42) if engine.deterministic else None
     name = body["lora_path"]
-    wanted = Wanted(
-        body["input_ids"], engine.adapters[name] if name else 0.0, given["max_new_tokens"], given["temperature"],
-        given["top_k"], given["top_p"], given["min_p"], given["presence_penalty"], given["frequency_penalty"], 1.0,
-        {int(token): bias for token, bias in given.get("logit_bias", {}).items()}, seed, stops, given.get("stop", []),
+    parsed = GenerationRequest(
+        body["input_ids"], engine.adapters[name] if name else 0.0, params["max_new_tokens"], params["temperature"],
+        params["top_k"], params["top_p"], params["min_p"], params["presence_penalty"], params["frequency_penalty"], 1.0,
+        {int(token): bias for token, bias in params.get("logit_bias", {}).items()}, seed, stops, params.get("stop", []),
     )  # fmt: skip
-    steps = list(generate(engine, wanted))
+    steps = list(generate(engine, parsed))
     k = body["top_logprobs_num"]
-    told = [step.tempered for step in steps]
+    step_logprobs = [step.tempered for step in steps]
     meta: Json = {
         "id": body["rid"],
         "finish_reason": {"type": steps[-1].finish},
-        "prompt_tokens": len(wanted.tokens),
+        "prompt_tokens": len(parsed.tokens),
         "completion_tokens": len(steps),
         "cached_tokens": 0,
         "output_token_logprobs": [
-            [clamp(row[step.token]), step.token, None] for row, step in zip(told, steps, strict=True)
+            [clamp(row[step.token]), step.token, None] for row, step in zip(step_logprobs, steps, strict=True)
         ],
         "output_top_logprobs": [
-            [[clamp(row[one]), one, None] for one in np.argsort(-row)[:k].tolist()] if k else None for row in told
+            [[clamp(row[token_id]), token_id, None] for token_id in np.argsort(-row)[:k].tolist()] if k else None
+            for row in step_logprobs
         ],
     }
     if ids := body.get("token_ids_logprob"):
-        meta["output_token_ids_logprobs"] = [[[clamp(row[one]), one, None] for one in ids] for row in told]
+        meta["output_token_ids_logprobs"] = [
+            [[clamp(row[token_id]), token_id, None] for token_id in ids] for row in step_logprobs
+        ]
     if (start := body["logprob_start_len"]) >= 0:
-        rows = [None, *prompt_logprobs(engine, wanted.tokens, wanted.weight)][start:]
+        rows = [None, *prompt_logprobs(engine, parsed.tokens, parsed.weight)][start:]
         rows[0] = None  # the first that is told of has none
-        own, tops, chosen = [], [], []
-        for place, row in enumerate(rows, start):
-            token = wanted.tokens[place]
-            own.append([None if row is None else clamp(row[token]), token, None])
-            tops.append(None if row is None else [[clamp(row[o]), o, None] for o in np.argsort(-row)[:k].tolist()])
+        prompt_rows, top_rows, chosen_rows = [], [], []
+        for position, row in enumerate(rows, start):
+            token = parsed.tokens[position]
+            prompt_rows.append([None if row is None else clamp(row[token]), token, None])
+            top_rows.append(None if row is None else [[clamp(row[o]), o, None] for o in np.argsort(-row)[:k].tolist()])
             ids = body.get("token_ids_logprob", [])
-            chosen.append(None if row is None else [[clamp(row[one]), one, None] for one in ids])
-        meta |= {"input_token_logprobs": own, "input_top_logprobs": tops, "input_token_ids_logprobs": chosen}
+            chosen_rows.append(None if row is None else [[clamp(row[token_id]), token_id, None] for token_id in ids])
+        meta |= {
+            "input_token_logprobs": prompt_rows,
+            "input_top_logprobs": top_rows,
+            "input_token_ids_logprobs": chosen_rows,
+        }
     return {"text": "", "output_ids": [step.token for step in steps], "meta_info": meta}
 
 
 APPS = {"vllm": vllm_app, "sglang": sglang_app}
 
 
-def guarded(engine: Engine, app: Starlette) -> ASGIApp:
+def require_headers(engine: Engine, app: Starlette) -> ASGIApp:
     """As behind a gateway: requests without the engine's headers are answered with 401."""
 
     async def check(scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope)
-        if any(given.get(name) != value for name, value in engine.headers.items()):
+        headers = Headers(scope=scope)
+        if any(headers.get(name) != value for name, value in engine.headers.items()):
             engine.refused += 1
             await error(401, "Unauthorized", "AuthenticationError")(scope, receive, send)
         else:
@@ -537,7 +553,7 @@ def running(kind: str, engine: Engine, certificate: Path | None = None) -> Itera
     """The engine on a free port of this process, until the end of the block; with TLS if there is a certificate, whose
     file has its key, too.
     """
-    app = guarded(engine, APPS[kind](engine))
+    app = require_headers(engine, APPS[kind](engine))
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ssl_certfile=certificate)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -556,8 +572,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=APPS)
     parser.add_argument("--port", type=int, required=True)
-    given, _ = parser.parse_known_args()
-    uvicorn.run(APPS[given.kind](Engine(process=True)), port=given.port, log_level="error", lifespan="off")
+    arguments, _ = parser.parse_known_args()
+    uvicorn.run(APPS[arguments.kind](Engine(process=True)), port=arguments.port, log_level="error", lifespan="off")
 
 
 if __name__ == "__main__":

@@ -26,17 +26,17 @@ Fake = external_engines.Engine
 Outcome = SampleResult | TinsmithError
 
 
-class Place:
+class ExternalSetup:
     """A fake backend with a sampler at a fake engine."""
 
     def __init__(
         self, kind: str, fake: Fake, tmp_path: Path, trainer: FakeBackend | None = None, **engine: object
     ) -> None:
         self.fake = fake
-        place = RemoteEngine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
+        remote = RemoteEngine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
         self.trainer = trainer or FakeBackend(SHAPE)
-        place = replace(place, **cast(dict[str, bool], engine))
-        self.backend = with_remote_sampler(self.trainer, kind, place, SHAPE, EOS)
+        remote = replace(remote, **cast(dict[str, bool], engine))
+        self.backend = with_remote_sampler(self.trainer, kind, remote, SHAPE, EOS)
         self.sampler = self.backend.sampler
 
     def publish(self, version_id: str, weight: float, model_id: str = "m") -> None:
@@ -51,12 +51,12 @@ class Place:
         return self.collect()
 
     def collect(self) -> dict[str, Outcome]:
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         deadline = time.monotonic() + PATIENCE_S
         while self.sampler.has_work:
             assert time.monotonic() < deadline, "the sampler has not finished"
-            found.update(self.sampler.step())
-        return found
+            outcomes.update(self.sampler.step())
+        return outcomes
 
     def answer(self, sample: Sample) -> SampleResult:
         outcome = self.run(sample)[sample.request_id]
@@ -64,13 +64,13 @@ class Place:
         return outcome
 
 
-def sample(request_id: str = "r", version: str | None = None, n: int = 1, **given: object) -> Sample:
+def sample(request_id: str = "r", version: str | None = None, n: int = 1, **options: object) -> Sample:
     params = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
-    known = set(SamplingParams.__dataclass_fields__)
-    params |= {name: value for name, value in given.items() if name in known}
-    rest = {name: value for name, value in given.items() if name not in known}
-    prompt = cast(np.ndarray, rest.pop("prompt", PROMPT))
-    return Sample(request_id, version, prompt, n, SamplingParams(**params), **rest)  # pyright: ignore[reportArgumentType]
+    param_names = set(SamplingParams.__dataclass_fields__)
+    params |= {name: value for name, value in options.items() if name in param_names}
+    sample_options = {name: value for name, value in options.items() if name not in param_names}
+    prompt = cast(np.ndarray, sample_options.pop("prompt", PROMPT))
+    return Sample(request_id, version, prompt, n, SamplingParams(**params), **sample_options)  # pyright: ignore[reportArgumentType]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -85,9 +85,9 @@ def interpreter(directory: Path) -> str:
     it is vLLM 0.32 for an architecture that does not begin with "Other".
     """
     path, script = directory / "python", Path(external_engines.__file__)
-    told = 'case "$3" in Other*) echo unknown;; *) echo 0.32.0;; esac'
+    version_script = 'case "$3" in Other*) echo unknown;; *) echo 0.32.0;; esac'
     path.write_text(
-        f'#!/bin/sh\nif [ "$1" = -c ]; then {told}; exit; fi\nexec "{sys.executable}" "{script}" vllm "$@"\n'
+        f'#!/bin/sh\nif [ "$1" = -c ]; then {version_script}; exit; fi\nexec "{sys.executable}" "{script}" vllm "$@"\n'
     )
     path.chmod(0o755)
     return str(path)

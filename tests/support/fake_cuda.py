@@ -65,12 +65,12 @@ class FakeDevice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        given = dict(kwargs or {})
+        kwargs_copy = dict(kwargs or {})
         if func is Tensor.numpy:
             return _numbers(*args)
         if func is Tensor.backward:
             with self:
-                return self._backward(args[0], given["gradient"])
+                return self._backward(args[0], kwargs_copy["gradient"])
         if func is Tensor.register_hook and args[0].grad_fn is not None:
             self.hooks.setdefault((args[0].grad_fn, args[0].output_nr), []).append(args[1])
         if func in (Tensor.__float__, Tensor.__bool__) and args[0].device.type == "cpu":
@@ -79,17 +79,17 @@ class FakeDevice(TorchFunctionMode):
             # Without its value, which fake tensors of one element would otherwise carry to the device.
             return torch.empty(args[0].shape, dtype=args[0].dtype)
         if func is torch.empty:
-            given.pop("pin_memory", None)
-        if func in (torch.addmm, torch.baddbmm) and given.pop("out_dtype", None) is not None:
+            kwargs_copy.pop("pin_memory", None)
+        if func in (torch.addmm, torch.baddbmm) and kwargs_copy.pop("out_dtype", None) is not None:
             # Their decompositions do not know this argument.
-            found = (torch.mm if func is torch.addmm else torch.bmm)(*args[1:])
-            assert given["out"].shape == found.shape and given["out"].dtype == torch.float32
-            return given["out"]
+            product = (torch.mm if func is torch.addmm else torch.bmm)(*args[1:])
+            assert kwargs_copy["out"].shape == product.shape and kwargs_copy["out"].dtype == torch.float32
+            return kwargs_copy["out"]
         if func is Tensor.cpu:
             self.reads += 1
         if self.strict:
-            self._check(func, args, given)
-        return func(*args, **given)
+            self._check(func, args, kwargs_copy)
+        return func(*args, **kwargs_copy)
 
     def _backward(self, x: Tensor, gradient: Tensor) -> None:
         _backward(x, gradient, self.hooks)
@@ -98,13 +98,13 @@ class FakeDevice(TorchFunctionMode):
             self.callbacks.pop(0)()
 
     @staticmethod
-    def _check(func: Callable[..., object], args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    def _check(func: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func in (torch.tensor, torch.as_tensor):
-            assert "cuda" not in str(given.get("device")), "a copy from memory that is not pinned"
+            assert "cuda" not in str(kwargs.get("device")), "a copy from memory that is not pinned"
         if func is Tensor.to and isinstance(args[0], Tensor):
-            there = [x for x in (*args[1:], given.get("device")) if isinstance(x, torch.device | str)]
-            moves = [x for x in there if torch.device(x).type != args[0].device.type]
-            assert not moves or given.get("non_blocking"), "a copy that waits"
+            devices = [x for x in (*args[1:], kwargs.get("device")) if isinstance(x, torch.device | str)]
+            moves = [x for x in devices if torch.device(x).type != args[0].device.type]
+            assert not moves or kwargs.get("non_blocking"), "a copy that waits"
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             for key in args[1] if isinstance(args[1], tuple) else (args[1],):
                 assert key is None or isinstance(key, slice | int | Tensor | type(Ellipsis)), "an index that is copied"
@@ -165,33 +165,37 @@ def _backward(
             order.append(node)
 
     visit(x.grad_fn)
-    given: dict[Any, dict[int, Tensor]] = {x.grad_fn: {x.output_nr: gradient}}
+    pending: dict[Any, dict[int, Tensor]] = {x.grad_fn: {x.output_nr: gradient}}
     # So that a layer runs again once in a backward, not for each of its saved tensors.
-    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: id(given)):
+    with torch.no_grad(), mock.patch.object(torch._C, "_current_graph_task_id", lambda: id(pending)):
         for node in reversed(order):
-            own = given.pop(node, None)
-            if own is None:
+            node_gradients = pending.pop(node, None)
+            if node_gradients is None:
                 continue
             if hasattr(node, "variable"):  # a leaf
                 leaf = node.variable
-                leaf.grad = own[0] if leaf.grad is None else leaf.grad.add_(own[0])
+                leaf.grad = node_gradients[0] if leaf.grad is None else leaf.grad.add_(node_gradients[0])
                 continue
-            for place, found in own.items():
-                for hook in hooks.get((node, place), ()):
-                    hook(found)
-            outputs = (getattr(node, "apply", None) or node)(*(own.get(i) for i in range(max(own) + 1)))
+            for index, gradient_part in node_gradients.items():
+                for hook in hooks.get((node, index), ()):
+                    hook(gradient_part)
+            outputs = (getattr(node, "apply", None) or node)(
+                *(node_gradients.get(i) for i in range(max(node_gradients) + 1))
+            )
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            others = [pair for pair in node.next_functions if pair[0] is not None]
-            needed = getattr(node, "needs_input_grad", [pair[0] is not None for pair in node.next_functions])
+            edges = [pair for pair in node.next_functions if pair[0] is not None]
+            needs_gradient = getattr(node, "needs_input_grad", [pair[0] is not None for pair in node.next_functions])
             # A Function of ours has gradients of arguments that are no tensors, too, and no edges for them.
-            gradients = [found for found, is_needed in zip(outputs, needed, strict=False) if is_needed]
-            for (other, place), found in zip(others, gradients, strict=True):
-                if found is not None:
-                    meta = other._input_metadata[place]
-                    assert found.device == x.device, f"{node} gives a gradient on {found.device}"
-                    found = found.sum_to_size(meta.shape).to(meta.dtype)
-                    before = given.setdefault(other, {})
-                    before[place] = found if place not in before else before[place] + found
+            gradients = [
+                gradient_part for gradient_part, is_needed in zip(outputs, needs_gradient, strict=False) if is_needed
+            ]
+            for (other, index), gradient_part in zip(edges, gradients, strict=True):
+                if gradient_part is not None:
+                    meta = other._input_metadata[index]
+                    assert gradient_part.device == x.device, f"{node} gives a gradient on {gradient_part.device}"
+                    gradient_part = gradient_part.sum_to_size(meta.shape).to(meta.dtype)
+                    before = pending.setdefault(other, {})
+                    before[index] = gradient_part if index not in before else before[index] + gradient_part
 
 
 @contextmanager
@@ -211,20 +215,22 @@ def _move(model: nn.Module) -> None:
     """Move parameters and buffers to the device; tied ones stay tied."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
-        for held in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
-            for name, value in held.items():
+        for tensors in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
+            for name, value in tensors.items():
                 if value is not None:
-                    there = moved.setdefault(id(value), value.detach().to(DEVICE))
-                    held[name] = nn.Parameter(there, requires_grad=False) if held is module._parameters else there
-                    moved[id(value)] = held[name]
+                    on_device = moved.setdefault(id(value), value.detach().to(DEVICE))
+                    tensors[name] = (
+                        nn.Parameter(on_device, requires_grad=False) if tensors is module._parameters else on_device
+                    )
+                    moved[id(value)] = tensors[name]
 
 
-def _on_host(own: Callable[..., Any]) -> Callable[..., Any]:
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same with plain tensors, of zeros for those that are given."""
 
     def run(*args: Any) -> Any:  # noqa: ANN401
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return own(*(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
+            return function(*(torch.zeros(arg.shape) if isinstance(arg, Tensor) else arg for arg in args))
 
     return run
 
@@ -245,7 +251,7 @@ class _Softmax(NamedTuple):
 
     def gradient(self, cells_p: Tensor, starts_C: Tensor, grad_p: Tensor, dtype: torch.dtype) -> Tensor:
         assert len(starts_C) == len(self.raw_CV) + 1 and cells_p.shape == grad_p.shape
-        assert {each.device for each in (cells_p, starts_C, grad_p)} == {self.raw_CV.device}
+        assert {tensor.device for tensor in (cells_p, starts_C, grad_p)} == {self.raw_CV.device}
         return torch.empty_like(self.raw_CV, dtype=dtype)
 
 
@@ -253,8 +259,8 @@ def _qwen_features(tower: Any, pixels: Any, device: torch.device) -> Features:  
     """What the tower gives. It reads its grid on the device, once for each image."""
     width, num_rows = tower.module.config.out_hidden_size, len(pixels.patches) // tower._processor.merge_size**2
     deeper = len(getattr(tower.module, "deepstack_merger_list", ()))
-    first, *others = torch.empty(1 + deeper, num_rows, width, dtype=torch.bfloat16, device=device)
-    return Features(first, tuple(others))
+    first, *deeper_features = torch.empty(1 + deeper, num_rows, width, dtype=torch.bfloat16, device=device)
+    return Features(first, tuple(deeper_features))
 
 
 def _attend_pages(

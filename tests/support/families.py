@@ -98,7 +98,7 @@ class Family:
 
     model_type: str
     title: str
-    what: str = ""
+    peculiarity: str = ""
     config: Mapping[str, object] = field(default_factory=dict)
     experts: bool = False
     states: bool = False
@@ -259,8 +259,8 @@ FAMILIES = tuple(family for family in ALL_FAMILIES if is_installed(family.since)
 """Those of the installed release of transformers."""
 
 VISION = tuple(
-    Family(model_type, title, what, vision_models.configuration(model_type))
-    for model_type, title, what in (
+    Family(model_type, title, peculiarity, vision_models.configuration(model_type))
+    for model_type, title, peculiarity in (
         ("qwen3_vl", "Qwen3-VL", "M-RoPE, deepstack"),
         ("qwen3_vl_moe", "Qwen3-VL-MoE", "M-RoPE, deepstack, experts"),
         ("qwen3_5", "Qwen3.5", "M-RoPE"),
@@ -331,7 +331,7 @@ def build(family: Family) -> PreTrainedModel:
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.config})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # Gemma's norms multiply by one more than their weight.
-    return randomised(model, 0.0 if "gemma" in family.model_type else 1.0)
+    return randomise_weights(model, 0.0 if "gemma" in family.model_type else 1.0)
 
 
 def make_later(directory: Path, family: Family) -> ModelShape:
@@ -348,10 +348,10 @@ def make_later(directory: Path, family: Family) -> ModelShape:
 def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
     config = AutoConfig.for_model(refusal.model_type, **{**COMMON, **refusal.config})
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return _write(directory, randomised(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
+    return _write(directory, randomise_weights(auto.from_config(config, dtype=torch.float32), 1.0), refusal.model_type)
 
 
-def randomised(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
+def randomise_weights(model: PreTrainedModel, norm_offset: float) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, parameter in sorted(model.named_parameters()):
@@ -413,7 +413,7 @@ The error gives the reason:
 """
 
 
-def _named(family: Family | Refusal) -> str:
+def _describe(family: Family | Refusal) -> str:
     notes = [f"`{family.model_type}`"] if family.title.lower() != family.model_type else []
     if family.since != TRANSFORMERS.oldest:
         notes.append(f"from {family.since} on")
@@ -425,13 +425,13 @@ def _named(family: Family | Refusal) -> str:
 def render() -> str:
     served: dict[str, list[str]] = {}
     for family in ALL_FAMILIES:
-        name = f"{_named(family)}{'*' if family.core else ''}"
-        served.setdefault(family.what or "no peculiarity", []).append(name)
+        name = f"{_describe(family)}{'*' if family.core else ''}"
+        served.setdefault(family.peculiarity or "no peculiarity", []).append(name)
     refused: dict[str, list[str]] = {}
     for refusal in ALL_REFUSED:
-        refused.setdefault(refusal.reason, []).append(_named(refusal))
-    kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
-    images = "- " + ", ".join(_named(family) for family in VISION) + "\n"
+        refused.setdefault(refusal.reason, []).append(_describe(refusal))
+    kinds = [f"- {peculiarity}: {', '.join(names)}\n" for peculiarity, names in served.items()]
+    images = "- " + ", ".join(_describe(family) for family in VISION) + "\n"
     reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
     releases = f"Tested with {TRANSFORMERS} and {TORCH}"
     return INTRODUCTION + "".join(kinds) + WITH_IMAGES + images + BETWEEN.format(releases=releases) + "".join(reasons)

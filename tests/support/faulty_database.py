@@ -12,21 +12,21 @@ from sqlalchemy.engine import Connection
 
 from tinsmith.db.database import Database
 
-Moment = Literal["read", "begin", "uncommitted", "committed"]
+TransactionPoint = Literal["read", "begin", "uncommitted", "committed"]
 """A reader, or a writer at its beginning, before its commit, or after a commit without confirmation."""
 
-WRITING: tuple[Moment, ...] = ("begin", "uncommitted", "committed")
+WRITING: tuple[TransactionPoint, ...] = ("begin", "uncommitted", "committed")
 
 
-Fails = Callable[[Moment, int], BaseException | None]
+Fails = Callable[[TransactionPoint, int], BaseException | None]
 """The error of a transaction, by the moment and the number of earlier transactions at it."""
 
 
-def never(_moment: Moment, _number: int) -> None:
+def never(_point: TransactionPoint, _count: int) -> None:
     return None
 
 
-def lost() -> exc.OperationalError:
+def connection_error() -> exc.OperationalError:
     return exc.OperationalError("UPDATE futures SET state = ?", {}, Exception("server closed the connection"))
 
 
@@ -38,21 +38,21 @@ class FaultyDatabase(Database):
         self._lock = threading.Lock()
         self.reset()
 
-    def reset(self, fails: Fails = never, counts: dict[Moment, int] | None = None) -> None:
+    def reset(self, fails: Fails = never, counts: dict[TransactionPoint, int] | None = None) -> None:
         """Set the counts, or start from zero."""
         self.fails = fails
-        self.counts: dict[Moment, int] = counts or dict.fromkeys(("read", *WRITING), 0)
+        self.counts: dict[TransactionPoint, int] = counts or dict.fromkeys(("read", *WRITING), 0)
         self.raised = 0
 
-    def fail_once(self, moment: Moment, nth: int = 0, error: BaseException | None = None) -> None:
+    def fail_once(self, point: TransactionPoint, nth: int = 0, error: BaseException | None = None) -> None:
         """Fail at the `nth` transaction from now."""
-        self.reset(lambda at, number: (error or lost()) if (at, number) == (moment, nth) else None)
+        self.reset(lambda at, count: (error or connection_error()) if (at, count) == (point, nth) else None)
 
-    def _reach(self, moment: Moment) -> None:
+    def _reach(self, point: TransactionPoint) -> None:
         with self._lock:
-            number = self.counts[moment]
-            self.counts[moment] += 1
-            error = self.fails(moment, number)
+            count = self.counts[point]
+            self.counts[point] += 1
+            error = self.fails(point, count)
             self.raised += error is not None
         if error is not None:
             raise error

@@ -51,7 +51,7 @@ def make_harmony_model(directory: Path) -> Path:
     tokenizer.add_special_tokens(list(MARKS))
     tokenizer.save(str(path))
     (directory / "chat_template.jinja").write_text(TEMPLATE)
-    ends = [tokenizer.token_to_id(each) for each in ("<|return|>", "<|call|>")]
+    ends = [tokenizer.token_to_id(token) for token in ("<|return|>", "<|call|>")]
     config = directory / "generation_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": ends}))
     return directory

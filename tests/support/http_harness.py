@@ -95,33 +95,35 @@ class Harness:
     def session(self, key: str = ALICE) -> str:
         return self.ok("create_session", {"tags": [], "sdk_version": "0.38.0"}, key)["session_id"]
 
-    def model(self, session_id: str | None = None, number: int = 0, key: str = ALICE, **changes: object) -> str:
+    def model(self, session_id: str | None = None, model_seq_id: int = 0, key: str = ALICE, **changes: object) -> str:
         """Store a model as the engine creates it."""
         session_id = session_id or self.session(key)
-        body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE, **changes}
+        body = {"session_id": session_id, "model_seq_id": model_seq_id, "base_model": BASE, **changes}
         future = self.ok("create_model", body, key)
         self.settle(future["request_id"], b'{"type":"create_model"}')
         with self.services.models._db.write() as connection:
             connection.execute(set_state(future["model_id"], "ready"))
         return future["model_id"]
 
-    def sampler(self, session_id: str | None = None, number: int = 0, key: str = ALICE) -> str:
+    def sampler(self, session_id: str | None = None, sampler_seq_id: int = 0, key: str = ALICE) -> str:
         session_id = session_id or self.session(key)
-        body = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE}
+        body = {"session_id": session_id, "sampling_session_seq_id": sampler_seq_id, "base_model": BASE}
         return self.ok("create_sampling_session", body, key)["sampling_session_id"]
 
     def checkpoint(self, model_id: str, kind: str = "weights", name: str = "one", **changes: object) -> str:
         """Store a checkpoint as the engine does, without files."""
         model = self.services.models.find(model_id)
         assert model is not None
-        facts = {"base_model": BASE, "lora": replace(model.lora, seed=None), **changes}
-        new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **facts)  # type: ignore[arg-type]
+        fields = {"base_model": BASE, "lora": replace(model.lora, seed=None), **changes}
+        new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **fields)  # type: ignore[arg-type]
         with self.services.models._db.write() as connection:
             for statement in completion(new, uuid.uuid4().hex, 7):
                 connection.execute(statement)
         return new.ref.path
 
-    def saved(self, model_id: str, kind: str = "weights", name: str = "one", files: Mapping[str, bytes] = FILES) -> str:
+    def save_checkpoint(
+        self, model_id: str, kind: str = "weights", name: str = "one", files: Mapping[str, bytes] = FILES
+    ) -> str:
         """Store a checkpoint with files."""
         model = self.services.models.find(model_id)
         assert model is not None
@@ -151,7 +153,7 @@ class Harness:
         """The accepted pending requests and their kinds."""
         return {row.request_id: row.kind for row in self.pending() if row.state == "pending"}
 
-    def stored_body(self, request_id: str) -> bytes:
+    def read_request_body(self, request_id: str) -> bytes:
         return self.services.futures.bodies([request_id])[request_id]
 
     def result(self, request_id: str, key: str = ALICE) -> dict:
@@ -246,12 +248,12 @@ def close(harness: Harness) -> None:
 
 
 def pass_bytes(
-    model_id: str, seq_id: int, tokens: tuple[int, ...] = (1, 2, 3), *, loss_fn: str = "cross_entropy", **more: object
+    model_id: str, seq_id: int, tokens: tuple[int, ...] = (1, 2, 3), *, loss_fn: str = "cross_entropy", **fields: object
 ) -> bytes:
     """A forward_backward request of one datum."""
     import numpy as np
 
-    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, **more)  # type: ignore[arg-type]
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, **fields)  # type: ignore[arg-type]
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
     for name, values, dtype in (
@@ -265,9 +267,9 @@ def pass_bytes(
 def send_pass(
     harness: Harness, body: bytes, *, path: str = "forward_backward", key: str = ALICE, **headers: str
 ) -> Response:
-    sent = {"X-API-Key": key, "Content-Type": "application/x-protobuf"}
-    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    return harness.client.post(f"/api/v1/{path}", content=body, headers=sent)  # type: ignore[return-value]
+    all_headers = {"X-API-Key": key, "Content-Type": "application/x-protobuf"}
+    all_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
+    return harness.client.post(f"/api/v1/{path}", content=body, headers=all_headers)  # type: ignore[return-value]
 
 
 def sample_request(sampling_session_id: str, seq_id: int = 0, **changes: object) -> dict[str, object]:

@@ -25,7 +25,7 @@ GIBIBYTE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PublishedModel:
     """`published` parameters and, for mixtures, `active` ones, both in billions."""
 
     name: str
@@ -38,9 +38,9 @@ class Known:
         return read(self.config, self.name)
 
 
-KNOWN = tuple(
-    Known(one["name"], one["billions"], one["active_billions"], cast("Mapping[str, object]", one["config"]))
-    for one in json.loads(FACTS.read_text())
+PUBLISHED_MODELS = tuple(
+    PublishedModel(row["name"], row["billions"], row["active_billions"], cast("Mapping[str, object]", row["config"]))
+    for row in json.loads(FACTS.read_text())
 )
 
 INTRODUCTION = """# Where a model fits
@@ -111,13 +111,13 @@ Gemma 3 is counted without its vision tower, DeepSeek-V3 without its multi-token
 
 def render() -> str:
     lines = []
-    for known in KNOWN:
-        model = known.model
+    for published_model in PUBLISHED_MODELS:
+        model = published_model.model
         needs = needs_of(model, Workload(1, DEVICE_BYTES), Degrees())
         per_token = memory.key_value_bytes(model, dtype="bfloat16") / 1024
         plans = [_in_short(choose(model, Workload(devices, DEVICE_BYTES))) for devices in (1, 8)]
         cells = [
-            known.name,
+            published_model.name,
             billions(model.num_parameters).removesuffix(" B")
             + (f" ({billions(model.num_active).removesuffix(' B')})" if model.has_experts else ""),
             f"{needs.base / GIBIBYTE:.1f}",
@@ -131,12 +131,15 @@ def render() -> str:
 
 def _exchanges() -> Iterator[str]:
     device = next(device for device in DEVICES if device.name == "H100 SXM")
-    work = StepShare(memory.MICRO_BATCH[True])
-    models = {known.name: known.model for known in KNOWN}
+    step_share = StepShare(memory.MICRO_BATCH[True])
+    models = {published_model.name: published_model.model for published_model in PUBLISHED_MODELS}
     for name, devices in itertools.product(("Llama-3.1-70B", "Qwen3-235B-A22B"), (8, 64)):
         plan = choose(models[name], Workload(devices, device.memory_bytes))
-        sent, step = traffic(plan.model, plan.workload, plan.degrees, work), step_time(plan, device, work)
-        sizes = (sent.tensor, sent.logits, sent.experts, sent.base, sent.gradients)
+        exchanged, step = (
+            traffic(plan.model, plan.workload, plan.degrees, step_share),
+            step_time(plan, device, step_share),
+        )
+        sizes = (exchanged.tensor, exchanged.logits, exchanged.experts, exchanged.base, exchanged.gradients)
         share = f"{1 - step.compute / step.total:.0%}"
         cells = [name, str(devices), _in_short(plan)]
         if plan.fits:

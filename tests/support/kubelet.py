@@ -109,16 +109,16 @@ class Pod:
         """What is where: paths in the container -> directories here."""
         image = self._cluster.image
         mounted = {image.volume: "image-volume"}
-        mounted |= {each["mountPath"]: each["name"] for each in self.container.get("volumeMounts", ())}
-        empty = {each["name"] for each in self.spec.get("volumes", ()) if "emptyDir" in each}
-        found = {"/tmp": self._temporary}
+        mounted |= {mount["mountPath"]: mount["name"] for mount in self.container.get("volumeMounts", ())}
+        empty = {mount["name"] for mount in self.spec.get("volumes", ()) if "emptyDir" in mount}
+        paths = {"/tmp": self._temporary}
         mounted.pop("/tmp", None)
         for path, volume in mounted.items():
             claimed = volume not in empty and volume != "image-volume"
             assert not claimed or claims is not None, f"{self.name}: there is no volume {volume}"
-            found[path] = (claims if claimed and claims else self.directory) / volume
-            found[path].mkdir(parents=True, exist_ok=True)
-        return found
+            paths[path] = (claims if claimed and claims else self.directory) / volume
+            paths[path].mkdir(parents=True, exist_ok=True)
+        return paths
 
     def _here(self, text: str) -> str:
         for path, directory in self.paths.items():
@@ -132,21 +132,21 @@ class Pod:
 
     def environment(self) -> dict[str, str]:
         image = self._cluster.image
-        found = {"HOSTNAME": self.name, "HOME": image.home, "TMPDIR": "/tmp", **image.env}
+        variables = {"HOSTNAME": self.name, "HOME": image.home, "TMPDIR": "/tmp", **image.env}
         if self.spec.get("enableServiceLinks", True):
-            found |= self._cluster.service_links()
+            variables |= self._cluster.service_links()
         for source in self.container.get("envFrom", ()):
             ((kind, reference),) = source.items()
             stored = self._cluster.object({"configMapRef": "ConfigMap", "secretRef": "Secret"}[kind], reference["name"])
-            found |= stored.get("stringData") or stored["data"]
-        for each in self.container.get("env", ()):
-            if "value" in each:
-                found[each["name"]] = each["value"]
+            variables |= stored.get("stringData") or stored["data"]
+        for variable in self.container.get("env", ()):
+            if "value" in variable:
+                variables[variable["name"]] = variable["value"]
             else:
-                assert each["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}, each
-                found[each["name"]] = self.address
-        found = {name: self._here(value) for name, value in found.items()}
-        return found | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **self._cluster.extra}
+                assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}, variable
+                variables[variable["name"]] = self.address
+        variables = {name: self._here(value) for name, value in variables.items()}
+        return variables | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", **self._cluster.extra}
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         image = self._cluster.image
@@ -213,8 +213,10 @@ class Pod:
             def runs() -> bool:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     environment = self.environment()
-                    ended = subprocess.run(words, env=environment, capture_output=True, timeout=timeout, check=False)
-                    return ended.returncode == 0
+                    completed = subprocess.run(
+                        words, env=environment, capture_output=True, timeout=timeout, check=False
+                    )
+                    return completed.returncode == 0
                 return False
 
             return runs
@@ -229,7 +231,7 @@ class Pod:
         return answers
 
     def port(self, name: str | int) -> int:
-        ports = {each["name"]: each["containerPort"] for each in self.container.get("ports", ())}
+        ports = {port_spec["name"]: port_spec["containerPort"] for port_spec in self.container.get("ports", ())}
         return ports[name] if isinstance(name, str) else name
 
     def _terminate(self, process: subprocess.Popen[bytes]) -> None:
@@ -252,7 +254,7 @@ class Workload:
 
     declared: Object
     pods: list[Pod] = field(default_factory=list)
-    made: int = 0
+    num_created: int = 0
 
     @property
     def current(self) -> list[Pod]:
@@ -266,7 +268,7 @@ class Service:
         (self.port,) = declared["spec"]["ports"]
         self.selector: Mapping[str, str] = declared["spec"]["selector"]
         self.refused: list[str] = []
-        self.taken: dict[str, int] = {}
+        self.connection_counts: dict[str, int] = {}
         self._cluster = cluster
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -291,16 +293,16 @@ class Service:
                 if not (endpoints := self._endpoints()):
                     client.close()
                     continue
-                pod = endpoints[sum(self.taken.values()) % len(endpoints)]
+                pod = endpoints[sum(self.connection_counts.values()) % len(endpoints)]
                 try:
                     server = socket.create_connection((pod.address, pod.port(self.port["targetPort"])), timeout=5)
                 except OSError as error:
                     self.refused.append(f"{pod.name}: {error}")
-                    self.taken[pod.name] = self.taken.get(pod.name, 0) + 1
+                    self.connection_counts[pod.name] = self.connection_counts.get(pod.name, 0) + 1
                     client.close()
                     continue
                 server.settimeout(None)
-                self.taken[pod.name] = self.taken.get(pod.name, 0) + 1
+                self.connection_counts[pod.name] = self.connection_counts.get(pod.name, 0) + 1
                 for source, target in ((client, server), (server, client)):
                     threading.Thread(target=pump, args=(source, target), daemon=True).start()
 
@@ -334,35 +336,35 @@ class Cluster:
 
     def service_links(self) -> dict[str, str]:
         """The variables that a kubelet sets for each Service that has an address, unless a pod declines them."""
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for (kind, name), declared in self._objects.items():
             if kind == "Service" and declared["spec"].get("clusterIP") != "None":
                 prefix = name.upper().replace("-", "_")
                 (port,) = declared["spec"]["ports"]
-                found[f"{prefix}_SERVICE_HOST"] = "10.96.0.10"
-                found[f"{prefix}_SERVICE_PORT"] = found[f"{prefix}_SERVICE_PORT_{port['name'].upper()}"] = str(
+                variables[f"{prefix}_SERVICE_HOST"] = "10.96.0.10"
+                variables[f"{prefix}_SERVICE_PORT"] = variables[f"{prefix}_SERVICE_PORT_{port['name'].upper()}"] = str(
                     port["port"]
                 )
                 link = f"{prefix}_PORT_{port['port']}_TCP"
-                found[f"{prefix}_PORT"] = found[link] = f"tcp://10.96.0.10:{port['port']}"
-                found |= {f"{link}_PROTO": "tcp", f"{link}_PORT": str(port["port"]), f"{link}_ADDR": "10.96.0.10"}
-        return found
+                variables[f"{prefix}_PORT"] = variables[link] = f"tcp://10.96.0.10:{port['port']}"
+                variables |= {f"{link}_PROTO": "tcp", f"{link}_PORT": str(port["port"]), f"{link}_ADDR": "10.96.0.10"}
+        return variables
 
     def apply(self, objects: Sequence[Object]) -> None:
         """`kubectl apply`: everything that has no pods first."""
-        for each in objects:
-            name = each["metadata"]["name"]
-            if each["kind"] in KINDS:
-                self._objects[each["kind"], name] = each
-            if each["kind"] == "Service" and each["spec"].get("clusterIP") != "None":
-                self.services[name] = Service(self, each)
-        for each in objects:
-            if each["kind"] == "Job":
-                self._jobs.append(self._pod(each, f"{each['metadata']['name']}-1"))
-            elif each["kind"] not in KINDS:
-                assert each["kind"] in ("Deployment", "StatefulSet"), each["kind"]
-                workload = self.workloads[each["metadata"]["name"]] = Workload(each)
-                for _ in range(each["spec"]["replicas"]):
+        for manifest in objects:
+            name = manifest["metadata"]["name"]
+            if manifest["kind"] in KINDS:
+                self._objects[manifest["kind"], name] = manifest
+            if manifest["kind"] == "Service" and manifest["spec"].get("clusterIP") != "None":
+                self.services[name] = Service(self, manifest)
+        for manifest in objects:
+            if manifest["kind"] == "Job":
+                self._jobs.append(self._pod(manifest, f"{manifest['metadata']['name']}-1"))
+            elif manifest["kind"] not in KINDS:
+                assert manifest["kind"] in ("Deployment", "StatefulSet"), manifest["kind"]
+                workload = self.workloads[manifest["metadata"]["name"]] = Workload(manifest)
+                for _ in range(manifest["spec"]["replicas"]):
                     self._grow(workload)
 
     def job(self, objects: Sequence[Object]) -> Pod:
@@ -383,20 +385,20 @@ class Cluster:
 
     def _grow(self, workload: Workload, ordinal: int | None = None) -> Pod:
         name = workload.declared["metadata"]["name"]
-        number = ordinal if ordinal is not None else workload.made
-        workload.made += 1
-        workload.pods.append(self._pod(workload.declared, f"{name}-{number}"))
+        pod_index = ordinal if ordinal is not None else workload.num_created
+        workload.num_created += 1
+        workload.pods.append(self._pod(workload.declared, f"{name}-{pod_index}"))
         return workload.pods[-1]
 
     def await_ready(self, *names: str) -> None:
         self.wait(lambda: all(pod.ready for name in names for pod in self.workloads[name].current), f"{names} ready")
 
-    def wait(self, reached: Callable[[], object], what: str) -> None:
+    def wait(self, reached: Callable[[], object], description: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
             if time.monotonic() > deadline:
                 logs = "".join(f"\n== {pod.name} {pod.exits}\n{pod.log[-3000:]}" for pod in self.pods())
-                raise AssertionError(f"not reached: {what}{logs}")
+                raise AssertionError(f"not reached: {description}{logs}")
             time.sleep(TICK_S)
 
     def restart(self, name: str) -> None:

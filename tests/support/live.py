@@ -116,8 +116,8 @@ def serving(
 
 def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server on this data directory, and of commands that use its database."""
-    given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
-    return {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
+    all_settings = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
+    return {**os.environ, **{f"TINSMITH_{name}": value for name, value in all_settings.items()}}
 
 
 def free_port() -> int:

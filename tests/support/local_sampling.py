@@ -100,7 +100,7 @@ def finish(sampler: LocalSampler, max_steps: int = 3000) -> dict[str, SampleResu
     raise AssertionError("the sampler does not finish")
 
 
-def alone(base: BaseModel, sample: Sample, versions: Mapping[str, Adapter] | None = None) -> SampleResult:
+def sample_alone(base: BaseModel, sample: Sample, versions: Mapping[str, Adapter] | None = None) -> SampleResult:
     return run(LocalSampler(base, versions or {}), sample)[sample.request_id]
 
 

@@ -26,47 +26,47 @@ def documents(path: Path) -> list[Object]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
-def merged(value: object, patch: object) -> object:
+def merge(value: object, patch: object) -> object:
     """As Kustomize does it, as far as it is used here: lists of containers go by their names."""
     if isinstance(value, dict) and isinstance(patch, dict):
-        return {key: merged(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
+        return {key: merge(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
     if isinstance(value, list) and isinstance(patch, list):
-        by_name = {each["name"]: each for each in patch}
-        assert by_name.keys() <= {each["name"] for each in value}
-        return [merged(each, by_name.get(each["name"], {})) for each in value]
+        by_name = {element["name"]: element for element in patch}
+        assert by_name.keys() <= {element["name"] for element in value}
+        return [merge(element, by_name.get(element["name"], {})) for element in value]
     return value if patch is None else patch
 
 
-def rendered(directory: Path) -> list[Object]:
+def render_kustomization(directory: Path) -> list[Object]:
     """What `kubectl kustomize DIRECTORY` makes, up to the order of keys."""
     (kustomization,) = documents(directory / "kustomization.yaml")
     assert set(kustomization) <= KUSTOMIZATION, kustomization
-    found: list[Object] = []
+    objects: list[Object] = []
     for resource in kustomization["resources"]:
         path = directory / resource
-        found += rendered(path) if path.is_dir() else documents(path)
+        objects += render_kustomization(path) if path.is_dir() else documents(path)
     for patch in kustomization.get("patches", ()):
         (change,) = documents(directory / patch["path"])
-        (index,) = [at for at, each in enumerate(found) if _key(each) == _key(change)]
-        found[index] = merged(found[index], change)  # type: ignore[assignment]
-    for each in found:
-        if "namespace" in kustomization and each["kind"] != "Namespace":
-            each["metadata"]["namespace"] = kustomization["namespace"]
+        (index,) = [at for at, manifest in enumerate(objects) if _key(manifest) == _key(change)]
+        objects[index] = merge(objects[index], change)  # type: ignore[assignment]
+    for manifest in objects:
+        if "namespace" in kustomization and manifest["kind"] != "Namespace":
+            manifest["metadata"]["namespace"] = kustomization["namespace"]
         for label in kustomization.get("labels", ()):
-            each["metadata"].setdefault("labels", {}).update(label["pairs"])
-        for container in containers(each):
+            manifest["metadata"].setdefault("labels", {}).update(label["pairs"])
+        for container in containers(manifest):
             for image in kustomization.get("images", ()):
                 if container["image"].partition(":")[0] == image["name"]:
                     container["image"] = f"{image['newName']}:{image['newTag']}"
-    return found
+    return objects
 
 
-def _key(found: Object) -> tuple[str, str]:
-    return found["kind"], found["metadata"]["name"]
+def _key(manifest: Object) -> tuple[str, str]:
+    return manifest["kind"], manifest["metadata"]["name"]
 
 
-def containers(found: Object) -> list[Object]:
-    return found.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
+def containers(manifest: Object) -> list[Object]:
+    return manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +93,22 @@ def image(dockerfile: Path) -> Image:
     ((user, home),) = re.findall(r"useradd --uid (\d+) --create-home --home-dir (\S+)", said["RUN"])
     assert user == said["USER"]
     options, _, check = said["HEALTHCHECK"].partition("CMD ")
-    asked = {name: int(value) for name, value in re.findall(r"--(\S+)=(\d+)", options)}
-    health: Object = {"exec": {"command": json.loads(check)}, "failureThreshold": asked["retries"]}
-    health |= {"periodSeconds": asked["interval"], "timeoutSeconds": asked["timeout"]}
+    options_by_name = {name: int(value) for name, value in re.findall(r"--(\S+)=(\d+)", options)}
+    health: Object = {"exec": {"command": json.loads(check)}, "failureThreshold": options_by_name["retries"]}
+    health |= {"periodSeconds": options_by_name["interval"], "timeoutSeconds": options_by_name["timeout"]}
     entrypoint, command = (tuple(json.loads(said[name])) for name in ("ENTRYPOINT", "CMD"))
     return Image(env, entrypoint, command, home, user, said["VOLUME"], said["STOPSIGNAL"], health)
 
 
-def interpolated(text: str, env: Mapping[str, str]) -> str:
+def interpolate(text: str, env: Mapping[str, str]) -> str:
     """`${NAME}`, `${NAME:-default}`, `${NAME:?error}` and `$$`, as Compose reads them."""
 
-    def value(found: re.Match[str]) -> str:
-        if found[0] == "$$":
+    def value(match: re.Match[str]) -> str:
+        if match[0] == "$$":
             return "$"
-        given = env.get(found["name"], "")
-        assert given or found["kind"] != ":?", f"{found['name']}: {found['rest']}"
-        return given or (found["rest"] if found["kind"] == ":-" else "")
+        setting = env.get(match["name"], "")
+        assert setting or match["kind"] != ":?", f"{match['name']}: {match['rest']}"
+        return setting or (match["rest"] if match["kind"] == ":-" else "")
 
     return re.sub(r"\$\$|\$\{(?P<name>[A-Z_]+)(?:(?P<kind>:[-?])(?P<rest>[^}]*))?\}", value, text)
 
@@ -117,20 +117,20 @@ def workloads_of_compose(path: Path, env: Mapping[str, str], health: Object) -> 
     """Workloads that do what the services of our image do. Their volumes outlive containers, as those of a StatefulSet
     do. `health` is the probe of the image."""
     (compose,) = documents(path)
-    found: list[Object] = []
+    workloads: list[Object] = []
     for name, service in compose["services"].items():
-        image = interpolated(service["image"], env)
+        image = interpolate(service["image"], env)
         if not image.startswith("tinsmith:"):
             continue
         assert set(service) <= SERVICE, service
         (volume,) = service["volumes"]
         volume_name, _, mount = volume.partition(":")
-        given = {key: interpolated(str(value), env) for key, value in service["environment"].items()}
+        variables = {key: interpolate(str(value), env) for key, value in service["environment"].items()}
         container = {
             "name": name,
             "image": image,
             "args": service["command"],
-            "env": [{"name": key, "value": value} for key, value in given.items()],
+            "env": [{"name": key, "value": value} for key, value in variables.items()],
             "readinessProbe": health,
             "volumeMounts": [{"name": volume_name, "mountPath": mount}],
         }
@@ -138,8 +138,8 @@ def workloads_of_compose(path: Path, env: Mapping[str, str], health: Object) -> 
         pod = {"containers": [container], "terminationGracePeriodSeconds": grace_s, "enableServiceLinks": False}
         template = {"metadata": {"labels": {"service": name}}, "spec": pod}
         spec = {"replicas": 1, "template": template, "volumeClaimTemplates": [{"metadata": {"name": volume_name}}]}
-        found.append({"kind": "StatefulSet", "metadata": {"name": name}, "spec": spec})
-    return found
+        workloads.append({"kind": "StatefulSet", "metadata": {"name": name}, "spec": spec})
+    return workloads
 
 
 def pod_of(workload: Object) -> Object:
@@ -151,6 +151,6 @@ def pod_of(workload: Object) -> Object:
         "namespace": workload["metadata"]["namespace"],
     }
     claimed = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())]
-    volumes = [{"name": each, "persistentVolumeClaim": {"claimName": f"{each}-{name}-0"}} for each in claimed]
+    volumes = [{"name": volume, "persistentVolumeClaim": {"claimName": f"{volume}-{name}-0"}} for volume in claimed]
     spec = {**template["spec"], "volumes": [*template["spec"].get("volumes", ()), *volumes]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

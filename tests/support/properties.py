@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 TIMES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 
-def examples(number: int) -> settings:
+def examples(count: int) -> settings:
     """Decorator of a property with this many examples in `make test`."""
-    return settings(max_examples=number * max(TIMES, 1))
+    return settings(max_examples=count * max(TIMES, 1))
 
 
 def load_profile() -> None:

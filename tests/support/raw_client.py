@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import httpx
 import numpy as np
@@ -22,7 +21,6 @@ DEADLINE_S = 30.0
 @dataclass(frozen=True, slots=True)
 class RawClient:
     http: httpx.Client
-    numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def post(self, path: str, body: object) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -41,14 +39,18 @@ class RawClient:
     def session(self) -> str:
         return self.ok("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
 
-    def model(self, session_id: str | None = None, number: int = 0) -> str:
-        body = {"session_id": session_id or self.session(), "model_seq_id": number, "base_model": BASE}
+    def model(self, session_id: str | None = None, model_seq_id: int = 0) -> str:
+        body = {"session_id": session_id or self.session(), "model_seq_id": model_seq_id, "base_model": BASE}
         created = self.ok("create_model", body | {"lora_config": {"rank": 4}})
         self.result(created["request_id"])
         return created["model_id"]
 
-    def sampler(self, session_id: str | None = None, number: int = 0) -> str:
-        body = {"session_id": session_id or self.session(), "sampling_session_seq_id": number, "base_model": BASE}
+    def sampler(self, session_id: str | None = None, sampler_seq_id: int = 0) -> str:
+        body = {
+            "session_id": session_id or self.session(),
+            "sampling_session_seq_id": sampler_seq_id,
+            "base_model": BASE,
+        }
         return self.ok("create_sampling_session", body)["sampling_session_id"]
 
     def step(self, model_id: str, seq_id: int, **adam: object) -> str:
@@ -130,7 +132,7 @@ def resident_bytes(pid: int) -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -141,6 +143,6 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pid: int, timeout_s: float = 15.0) -> bool:
     deadline = time.monotonic() + timeout_s
-    while alive(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not alive(pid)
+    return not is_alive(pid)

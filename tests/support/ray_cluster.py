@@ -69,27 +69,27 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
     cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
     try:
         nodes = Nodes(cluster, directory)
-        for each in cpus:
-            nodes.add(each)
+        for num_cpus in cpus:
+            nodes.add(num_cpus)
         yield nodes
     finally:
         ray.shutdown()
         cluster.shutdown()
         monkeypatched.undo()
-        left = _below(directory)
-        for pid in left:
+        leftover_pids = _find_processes(directory)
+        for pid in leftover_pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
-    assert not left, "processes of the cluster outlived it"
+    assert not leftover_pids, "processes of the cluster outlived it"
 
 
-def _below(directory: Path, patience_s: float = 10.0) -> list[int]:
+def _find_processes(directory: Path, patience_s: float = 10.0) -> list[int]:
     """The processes whose command lines contain the cluster's directory, after time to end."""
     deadline = time.monotonic() + patience_s
-    while (found := [pid for pid in _pids() if str(directory) in _command(pid)]) and time.monotonic() < deadline:
+    while (pids := [pid for pid in _pids() if str(directory) in _command(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return pids
 
 
 def _pids() -> list[int]:

@@ -141,9 +141,9 @@ class Jobs:
         assert refresh and fields
         if not self.records:
             return self._answer(ClusterNotUpError("the jobs controller is not up"))
-        found = [types.SimpleNamespace(**{name: getattr(each, name) for name in fields}) for each in self.records]
-        found = [each for each in found if (name_match or "") in each.job_name]
-        return self._answer((found, len(found), {}, len(found)))
+        records = [types.SimpleNamespace(**{name: getattr(record, name) for name in fields}) for record in self.records]
+        records = [record for record in records if (name_match or "") in record.job_name]
+        return self._answer((records, len(records), {}, len(records)))
 
     def cancel(self, job_ids: list[int] | None = None) -> str:
         for record in self.records:
@@ -163,12 +163,12 @@ class Jobs:
 
 def module(directory: Path) -> Any:  # noqa: ANN401
     """The module `sky`, with its machines below a directory."""
-    made: Any = types.ModuleType("sky")
-    made.__spec__ = ModuleSpec("sky", None)
-    made.Task, made.jobs = Task, Jobs(directory)
-    made.get = made.jobs.get
-    made.exceptions = types.SimpleNamespace(ClusterNotUpError=ClusterNotUpError)
-    return made
+    sky_module: Any = types.ModuleType("sky")
+    sky_module.__spec__ = ModuleSpec("sky", None)
+    sky_module.Task, sky_module.jobs = Task, Jobs(directory)
+    sky_module.get = sky_module.jobs.get
+    sky_module.exceptions = types.SimpleNamespace(ClusterNotUpError=ClusterNotUpError)
+    return sky_module
 
 
 def check(sky: Any) -> None:  # noqa: ANN401
@@ -181,13 +181,15 @@ def check(sky: Any) -> None:  # noqa: ANN401
         (Jobs.get, sky.get),
     ]
     for ours, theirs in pairs:
-        there = inspect.signature(theirs).parameters
-        named = [name for name in inspect.signature(ours).parameters if name != "self"]
-        assert set(named) <= set(there), (theirs, named, list(there))
+        parameters = inspect.signature(theirs).parameters
+        parameter_names = [name for name in inspect.signature(ours).parameters if name != "self"]
+        assert set(parameter_names) <= set(parameters), (theirs, parameter_names, list(parameters))
         required = {
-            name for name, each in there.items() if each.default is each.empty and each.kind != each.VAR_KEYWORD
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
         }
-        assert required <= set(named), (theirs, required)
+        assert required <= set(parameter_names), (theirs, required)
     for status in ManagedJobStatus:
         assert sky.jobs.ManagedJobStatus(status.value).is_terminal() == status.is_terminal(), status
     assert issubclass(sky.exceptions.ClusterNotUpError, Exception)

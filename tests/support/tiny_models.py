@@ -46,15 +46,15 @@ def config(arch: str, **overrides: object) -> PreTrainedConfig:
     if arch == "llama":
         return LlamaConfig(**{**_COMMON, "tie_word_embeddings": False, "attention_bias": True, **overrides})
     if arch == "gemma2":
-        own = {"sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
-        return Gemma2Config(**{**_COMMON, **own, **overrides})
+        arch_options = {"sliding_window": 6, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0}
+        return Gemma2Config(**{**_COMMON, **arch_options, **overrides})
     if arch == "gpt_oss":
-        own = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
-        return GptOssConfig(**{**_COMMON, **own, **overrides})
+        arch_options = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
+        return GptOssConfig(**{**_COMMON, **arch_options, **overrides})
     if arch == "qwen3_5":
-        own = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        arch_options = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
                "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
-        return Qwen3_5TextConfig(**{**_COMMON, "tie_word_embeddings": True, **own, **overrides})
+        return Qwen3_5TextConfig(**{**_COMMON, "tie_word_embeddings": True, **arch_options, **overrides})
     raise ValueError(arch)
 
 

@@ -73,18 +73,18 @@ def pairwise(logprobs, weights):
 
 def smooth(logprobs, weights):
     steps = logprobs[1:] - logprobs[:-1]
-    ordered, places = torch.sort(logprobs * weights, descending=True)
+    ordered, indices = torch.sort(logprobs * weights, descending=True)
     tail = torch.cumsum(ordered, dim=0)[-1]
     best = logprobs.max(dim=0)
-    loss = steps.square().sum() + 0.1 * tail - best.values + places[0] * 0.0
+    loss = steps.square().sum() + 0.1 * tail - best.values + indices[0] * 0.0
     return loss, {"custom/deep/name.x-1:sum": steps.abs().max()}
 
 
 def grouped(logprobs, groups, weights):
     sums = weights.new_zeros(4).scatter_add(0, groups, logprobs)
-    kept = logprobs[weights > 0]
+    weighted_logprobs = logprobs[weights > 0]
     chosen = logprobs.gather(0, groups)
-    return sums.logsumexp(0) - kept.sum() + chosen.std(), {"custom/kept:sum": (weights > 0).sum()}
+    return sums.logsumexp(0) - weighted_logprobs.sum() + chosen.std(), {"custom/kept:sum": (weights > 0).sum()}
 
 
 def top_k(logprobs, teacher):
@@ -113,14 +113,14 @@ def trace(fn: Loss, ranks: Mapping[str, int]) -> LossHandle:
     return trace_loss(fn, ranks, "s")  # type: ignore[arg-type]
 
 
-def sent(handle: LossHandle) -> CustomLoss:
+def parse_as_server(handle: LossHandle) -> CustomLoss:
     """The loss as the server receives it."""
     return create_custom_loss_of(read_object(orjson.dumps(request(handle)))).loss
 
 
 def request(handle: LossHandle, **changes: object) -> dict[str, Any]:
     graph = encode_graph(handle).model_dump()
-    inputs = [{"name": each.name, "rank": each.rank} for each in handle.inputs]
+    inputs = [{"name": loss_input.name, "rank": loss_input.rank} for loss_input in handle.inputs]
     return {"name": handle.name, "inputs": inputs, "graph": graph, **changes}
 
 

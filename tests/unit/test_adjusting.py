@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support import tiny_models
-from support.local_sampling import alone, finish, make_prompt, make_sample, run
+from support.local_sampling import finish, make_prompt, make_sample, run, sample_alone
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.calls import ToolCall
@@ -36,7 +36,7 @@ def chatty() -> BaseModel:
 
 
 def sequence(base: BaseModel, params: SamplingParams, prompt: np.ndarray, **options: object) -> SampledSequence:
-    return alone(base, make_sample("r", prompt, params, **options)).sequences[0]
+    return sample_alone(base, make_sample("r", prompt, params, **options)).sequences[0]
 
 
 def model_logits(base: BaseModel, prompt: np.ndarray, answer: list[int]) -> np.ndarray:
@@ -166,7 +166,7 @@ def test_adjustments_of_one_request_change_no_other(base: BaseModel) -> None:
     ]
     together = run(LocalSampler(base, {}), *samples)
     for sample in samples:
-        ours, theirs = together[sample.request_id], alone(base, sample)
+        ours, theirs = together[sample.request_id], sample_alone(base, sample)
         assert [s.tokens_T.tolist() for s in ours.sequences] == [s.tokens_T.tolist() for s in theirs.sequences]
 
 
@@ -193,7 +193,7 @@ def text_of(base: BaseModel, found: SampledSequence) -> str:
 def test_an_answer_that_is_held_to_a_schema_fits_it(request: pytest.FixtureRequest, model: str, seed: int) -> None:
     base = request.getfixturevalue(model)
     params = held_to(Grammar("json_schema", json.dumps(SCHEMA)), seed=seed, temperature=1.0)
-    found = alone(base, make_sample("r", make_prompt(6), params, num_samples=3))
+    found = sample_alone(base, make_sample("r", make_prompt(6), params, num_samples=3))
     for one in found.sequences:
         assert one.stop_reason == "stop"
         value = json.loads(text_of(base, one))

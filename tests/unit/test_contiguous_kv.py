@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import tiny_models
-from support.local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
+from support.local_sampling import HOT, assert_same, make_adapter, make_prompt, make_sample, run, sample_alone
 from support.properties import examples
 from tinsmith.backends.torch.attention import Window
 from tinsmith.backends.torch.model import BaseModel
@@ -236,7 +236,7 @@ def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch:
     found = run(LocalSampler(base, versions), *samples)
     monkeypatch.setattr(contiguous_kv, "MIN_GROUP_SIZE", 10**6)
     for sample in samples:
-        assert_same(found[sample.request_id], alone(base, sample, versions))
+        assert_same(found[sample.request_id], sample_alone(base, sample, versions))
 
 
 @pytest.mark.parametrize("intel", [True, False])

@@ -184,7 +184,7 @@ def custom(name: str) -> tuple[CustomLoss, Datum]:
     fn, ranks = traced_losses.LOSSES[name]
     one = traced_losses.datum(np.random.default_rng(0), 9, tiny_models.VOCAB, ranks)
     inputs = {key: tensor.to_numpy() for key, tensor in one.loss_fn_inputs.items()}
-    loss = traced_losses.sent(traced_losses.trace(fn, ranks))
+    loss = traced_losses.parse_as_server(traced_losses.trace(fn, ranks))
     return loss, Datum(np.array(one.model_input.to_ints(), np.int32), inputs)
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from support import tiny_models
 from support.local_sampling import (
     HOT,
-    alone,
     assert_same,
     finish,
     make_adapter,
@@ -24,6 +23,7 @@ from support.local_sampling import (
     reference_logprobs,
     reference_model,
     run,
+    sample_alone,
 )
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter
@@ -100,7 +100,7 @@ def test_greedy_answers_equal_generate(base: BaseModel, model_dirs: dict[str, Pa
     generated = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, pad_token_id=0
     )
-    result = alone(base, make_sample("a", prompt, replace(GREEDY, max_tokens=20, stop_eos=True)))
+    result = sample_alone(base, make_sample("a", prompt, replace(GREEDY, max_tokens=20, stop_eos=True)))
     assert result.sequences[0].tokens_T.tolist() == generated[0, 17:].tolist()
 
 
@@ -110,7 +110,7 @@ def test_sampled_logprobs_are_of_the_whole_distribution_at_the_temperature(
 ):
     prompt = make_prompt(9)
     params = replace(HOT, temperature=temperature, top_k=20, top_p=0.9)
-    answer = alone(base, make_sample("a", prompt, params, topk_sample_logprobs=5)).sequences[0]
+    answer = sample_alone(base, make_sample("a", prompt, params, topk_sample_logprobs=5)).sequences[0]
     logprobs = reference_logprobs(
         reference_model(model_dirs["qwen3"]), np.concatenate([prompt, answer.tokens_T]), temperature
     )[8:-1]
@@ -123,7 +123,7 @@ def test_sampled_logprobs_are_of_the_whole_distribution_at_the_temperature(
 
 def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
     adapter, prompt = make_adapter(base, 3), make_prompt(20)
-    answer = alone(base, make_sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
+    answer = sample_alone(base, make_sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
     tokens = torch.from_numpy(np.concatenate([prompt, answer.tokens_T]).astype(np.int64))
     routing = Routing([Segment(0, len(tokens), adapter)])
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str,
     samples = _crowd(np.random.default_rng(0), 24, [None, *versions])
     together = run(LocalSampler(base, versions), *samples)
     for sample in samples:
-        assert_same(together[sample.request_id], alone(base, sample, versions), BOUNDS[arch])
+        assert_same(together[sample.request_id], sample_alone(base, sample, versions), BOUNDS[arch])
 
 
 @pytest.mark.parametrize("arch", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.extended)])
@@ -205,7 +205,7 @@ def test_batches_chunks_and_memory_do_not_change_an_answer(
             results.update(sampler.step())
     results.update(finish(sampler))
     for sample in samples:
-        assert_same(results[sample.request_id], alone(base, sample, versions), BOUNDS[arch])
+        assert_same(results[sample.request_id], sample_alone(base, sample, versions), BOUNDS[arch])
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseModel):
@@ -219,21 +219,21 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseM
 
 
 def test_samples_differ_and_the_first_is_the_only_one_of_a_smaller_request(base: BaseModel):
-    many = alone(base, make_sample("a", make_prompt(6), num_samples=8))
+    many = sample_alone(base, make_sample("a", make_prompt(6), num_samples=8))
     assert len({tuple(sequence.tokens_T.tolist()) for sequence in many.sequences}) == 8
-    assert_same(alone(base, make_sample("a", make_prompt(6))), replace(many, sequences=many.sequences[:1]))
+    assert_same(sample_alone(base, make_sample("a", make_prompt(6))), replace(many, sequences=many.sequences[:1]))
     few_at_once = LocalSampler(base, {}, options=SamplerOptions(max_sequences=3, block_size=4))
     assert_same(run(few_at_once, make_sample("a", make_prompt(6), num_samples=8))["a"], many)
 
 
 def _free_run(base: BaseModel, **changes: float) -> np.ndarray:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
-    return alone(base, make_sample("a", make_prompt(5), params)).sequences[0].tokens_T
+    return sample_alone(base, make_sample("a", make_prompt(5), params)).sequences[0].tokens_T
 
 
 def _stopped(base: BaseModel, **changes: object) -> SampleResult:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
-    return alone(base, make_sample("a", make_prompt(5), params))
+    return sample_alone(base, make_sample("a", make_prompt(5), params))
 
 
 def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(base: BaseModel):
@@ -258,7 +258,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(base: BaseModel):
 
 def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(base: BaseModel):
     params = SamplingParams(max_tokens=60, temperature=3.0, stop_eos=False, seed=3)
-    free = alone(base, make_sample("a", make_prompt(5), params, num_samples=32))
+    free = sample_alone(base, make_sample("a", make_prompt(5), params, num_samples=32))
     rows = [sequence.tokens_T.tolist() for sequence in free.sequences]
     assert {len(row) for row in rows} == {60}, "stop_eos=False goes on after the end of text"
     index, row = next((i, row) for i, row in enumerate(rows) if tiny_models.EOS in row[:-1])
@@ -266,7 +266,7 @@ def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(ba
     unused = next(token for token in range(300) if token not in row)
     for changes in ({}, {"stop_strings": ("never there",)}, {"stop_tokens": (unused,)}):
         stopping = replace(params, stop_eos=True, **changes)
-        answer = alone(base, make_sample("a", make_prompt(5), stopping, num_samples=32)).sequences[index]
+        answer = sample_alone(base, make_sample("a", make_prompt(5), stopping, num_samples=32)).sequences[index]
         assert answer.tokens_T.tolist() == expected
         assert answer.stop_reason == "stop"
 
@@ -315,7 +315,7 @@ def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
 
 
 def test_a_prompt_of_one_token_has_the_logprobs_of_nothing(base: BaseModel):
-    result = alone(base, make_sample("a", make_prompt(1), HOT, prompt_logprobs=True, topk_prompt_logprobs=2))
+    result = sample_alone(base, make_sample("a", make_prompt(1), HOT, prompt_logprobs=True, topk_prompt_logprobs=2))
     assert result.prompt_logprobs_T is not None
     assert np.isnan(result.prompt_logprobs_T).tolist() == [True]
     assert result.topk_prompt is not None
@@ -336,7 +336,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again_and_answers_the_same(bases
     assert hits == [0, 28, 0, 40]
     assert_same(again, replace(first, prompt_logprobs_T=None), BOUNDS[arch])
     assert_same(scored, first, BOUNDS[arch])
-    assert_same(second_turn, alone(base, make_sample("d", turn)), BOUNDS[arch])
+    assert_same(second_turn, sample_alone(base, make_sample("d", turn)), BOUNDS[arch])
 
 
 def test_layers_with_a_state_share_a_beginning_from_the_third_prompt_on(bases: dict[str, BaseModel]):
@@ -347,7 +347,7 @@ def test_layers_with_a_state_share_a_beginning_from_the_third_prompt_on(bases: d
     results = [run(sampler, make_sample("a", prompt, num_samples=3))["a"] for prompt in prompts]
     assert [result.prompt_cache_hit_tokens for result in results] == [0, 0, 20, 20]
     for prompt, result in zip(prompts, results, strict=True):
-        assert_same(result, alone(base, make_sample("a", prompt, num_samples=3)), BOUNDS["qwen3_5"])
+        assert_same(result, sample_alone(base, make_sample("a", prompt, num_samples=3)), BOUNDS["qwen3_5"])
 
 
 def test_a_cached_prompt_is_found_in_its_own_scope_only(base: BaseModel):
@@ -375,7 +375,7 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     del versions["v"]
     results = finish(sampler)
     for request_id, adapter in (("a", old), ("waiting", old), ("new", new)):
-        assert_same(results[request_id], alone(base, sample, {"v": adapter}))
+        assert_same(results[request_id], sample_alone(base, sample, {"v": adapter}))
     assert results["new"].prompt_cache_hit_tokens == 0
     assert results["a"].sequences[0].tokens_T.tolist() != results["new"].sequences[0].tokens_T.tolist()
     sampler.collect()
@@ -420,7 +420,7 @@ def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[st
             assert isinstance(outcome, UserError)
             assert "not finite" in str(outcome)
         else:
-            assert_same(outcome, alone(base, sample, versions), BOUNDS[arch])
+            assert_same(outcome, sample_alone(base, sample, versions), BOUNDS[arch])
 
 
 def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_token_could_be_drawn(
@@ -443,7 +443,7 @@ def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_toke
 
 def test_an_answer_runs_to_the_end_of_the_context_if_nothing_else_is_said(base: BaseModel):
     params = SamplingParams(stop_eos=False, seed=1)
-    answer = alone(base, make_sample("a", make_prompt(250), params)).sequences[0]
+    answer = sample_alone(base, make_sample("a", make_prompt(250), params)).sequences[0]
     assert (len(answer.tokens_T), answer.stop_reason) == (6, "length")
 
 
@@ -473,7 +473,7 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_and_the_largest_that
         make_sample("c", make_prompt(35, 1)[:29]),
     )
     assert len(fits["b"].sequences[0].tokens_T) == 11
-    assert_same(fits["c"], alone(base, make_sample("c", make_prompt(35, 1)[:29])))
+    assert_same(fits["c"], sample_alone(base, make_sample("c", make_prompt(35, 1)[:29])))
 
 
 @pytest.mark.parametrize("prompt", [[], [5, 300], [-1]])
@@ -500,7 +500,7 @@ def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: B
     assert not sampler.cancel("unknown")
     results = finish(sampler)
     assert list(results) == ["kept"]
-    assert_same(results["kept"], alone(base, kept))
+    assert_same(results["kept"], sample_alone(base, kept))
     assert not sampler.cancel("kept")
 
 
@@ -519,9 +519,9 @@ def test_a_bfloat16_base_scores_its_own_samples_as_it_drew_them(
     base = BaseModel.load(bases["qwen3"].shape, device="cpu", dtype="bfloat16")
     versions = {"v": make_adapter(base, 4)}
     for version_id in (None, "v"):
-        drawn = alone(base, make_sample("a", make_prompt(20), version_id=version_id), versions).sequences[0]
+        drawn = sample_alone(base, make_sample("a", make_prompt(20), version_id=version_id), versions).sequences[0]
         whole = np.concatenate([make_prompt(20), drawn.tokens_T])
-        scored = alone(base, make_sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
+        scored = sample_alone(base, make_sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
         assert scored.prompt_logprobs_T is not None
         np.testing.assert_allclose(scored.prompt_logprobs_T[20:], drawn.logprobs_T, atol=0.15)
 
@@ -542,4 +542,6 @@ def test_a_failing_step_leaves_a_sampler_that_can_go_on(
     assert base.hidden == hidden
     assert sampler.cancel("a")
     assert sampler._batcher.pool.num_live == 0
-    assert_same(run(sampler, make_sample("b", make_prompt(12)))["b"], alone(base, make_sample("b", make_prompt(12))))
+    assert_same(
+        run(sampler, make_sample("b", make_prompt(12)))["b"], sample_alone(base, make_sample("b", make_prompt(12)))
+    )

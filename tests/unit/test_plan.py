@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from typer.testing import CliRunner, Result
 
 from support import families
-from support.known_models import DOCUMENT, KNOWN, Known, render
+from support.known_models import DOCUMENT, PUBLISHED_MODELS, PublishedModel, render
 from tinsmith.backends.torch import backend
 from tinsmith.cli import main as cli
 from tinsmith.cli import plan as report
@@ -48,7 +48,7 @@ STATEFUL = tuple(family for family in families.FAMILIES if family.states)
 
 
 def known(name: str) -> Architecture:
-    return next(one.model for one in KNOWN if one.name == name)
+    return next(one.model for one in PUBLISHED_MODELS if one.name == name)
 
 
 def counted_by_transformers(config: dict[str, Any]) -> int:
@@ -56,8 +56,8 @@ def counted_by_transformers(config: dict[str, Any]) -> int:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).num_parameters()
 
 
-@pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.name)
-def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(one: Known) -> None:
+@pytest.mark.parametrize("one", PUBLISHED_MODELS, ids=lambda one: one.name)
+def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(one: PublishedModel) -> None:
     model = one.model
     assert model.num_parameters == counted_by_transformers(dict(one.config))
     assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
@@ -150,7 +150,7 @@ def test_files_tell_their_own_size(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_says_too_little_is_refused_by_name(change: dict[str, object], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        read({**KNOWN[0].config, **change})
+        read({**PUBLISHED_MODELS[0].config, **change})
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
@@ -454,14 +454,14 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
 
 
 @given(
-    st.sampled_from(KNOWN),
+    st.sampled_from(PUBLISHED_MODELS),
     st.sampled_from([1, 2, 3, 4, 8, 16, 64]),
     st.integers(4, 200),
     st.integers(1, 256),
     st.integers(1, 20_000),
 )
 def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
-    one: Known, devices: int, gigabytes: int, rank: int, context: int
+    one: PublishedModel, devices: int, gigabytes: int, rank: int, context: int
 ) -> None:
     wanted = Workload(devices, gigabytes * 10**9, rank=rank, context=context)
     plan, more = choose(one.model, wanted), choose(one.model, replace(wanted, memory_bytes=2 * wanted.memory_bytes))
@@ -472,8 +472,8 @@ def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
     assert not plan.fits or check(one.model, wanted, plan.degrees).mode == plan.mode
 
 
-@given(st.sampled_from(KNOWN), st.integers(1, 3), st.integers(1, 3))
-def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor: int, data: int) -> None:
+@given(st.sampled_from(PUBLISHED_MODELS), st.integers(1, 3), st.integers(1, 3))
+def test_cutting_a_model_further_never_takes_more_of_a_device(one: PublishedModel, tensor: int, data: int) -> None:
     wanted = Workload(64, GPU)
     few, many = (
         Degrees(2**data, 2**tensor, shard_base=True),
@@ -522,7 +522,7 @@ def test_the_command_of_a_mixture_spreads_its_experts() -> None:
 
 
 def test_each_known_model_is_found_by_its_own_name_and_a_directory_is_itself(tmp_path: Path) -> None:
-    for one in KNOWN:
+    for one in PUBLISHED_MODELS:
         found = report.find_known_model(f"owner/{one.name}")
         assert found is not None and found.num_parameters == one.model.num_parameters
     assert report.find_known_model("owner/Qwen3-8B-distilled") is None
@@ -740,7 +740,7 @@ def doctor(*words: str) -> Result:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(next(dict(one.config) for one in KNOWN if one.name == "Llama-3.1-70B")))
+    path.write_text(json.dumps(next(dict(one.config) for one in PUBLISHED_MODELS if one.name == "Llama-3.1-70B")))
     return str(path)
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support import tiny_models
 from support.local_sampling import (
     HOT,
-    alone,
     assert_same,
     finish,
     make_adapter,
@@ -23,6 +22,7 @@ from support.local_sampling import (
     reference_logprobs,
     reference_model,
     run,
+    sample_alone,
 )
 from support.properties import examples
 from tinsmith.backends.torch.model import BaseModel
@@ -199,12 +199,12 @@ def test_a_prompt_that_fills_the_context_is_scored(
 def test_a_sparse_answer_has_the_cells_of_its_question(base: BaseModel):
     ids = _ids(np.random.default_rng(0), 8, 4)
     targets = _csr(ids, listed_nothings=3)
-    result = alone(base, make_sample("a", make_prompt(9), target_prompt_logprobs=targets)).target_prompt
+    result = sample_alone(base, make_sample("a", make_prompt(9), target_prompt_logprobs=targets)).target_prompt
     assert isinstance(result, SparseRows)
     assert result.shape == (8, 4)
     assert result.crow_indices.tolist() == targets.crow_indices.tolist()
     assert result.col_indices.tolist() == targets.col_indices.tolist()
-    dense = alone(base, make_sample("a", make_prompt(9), target_prompt_logprobs=ids)).target_prompt
+    dense = sample_alone(base, make_sample("a", make_prompt(9), target_prompt_logprobs=ids)).target_prompt
     assert isinstance(dense, np.ndarray)
     rows = np.repeat(np.arange(8), np.diff(targets.crow_indices))
     np.testing.assert_allclose(result.values, dense[rows, targets.col_indices], atol=1e-6)
@@ -326,7 +326,7 @@ def test_batches_chunks_and_memory_do_not_change_prompt_logprobs(
             results.update(sampler.step())
     results.update(finish(sampler))
     for sample in samples:
-        assert_same(results[sample.request_id], alone(base, sample, versions))
+        assert_same(results[sample.request_id], sample_alone(base, sample, versions))
 
 
 def _alternatives(result: SampleResult) -> list[list[int]]:
@@ -338,7 +338,7 @@ def test_alternatives_follow_the_seed_and_differ_without_one(base: BaseModel):
     prompt = make_prompt(12)
     seeds = [7, 7, 8, None, None]
     drawn = [
-        _alternatives(alone(base, make_sample("a", prompt, replace(HOT, seed=seed), prompt_alt_tokens_k=6)))
+        _alternatives(sample_alone(base, make_sample("a", prompt, replace(HOT, seed=seed), prompt_alt_tokens_k=6)))
         for seed in seeds
     ]
     assert drawn[0] == drawn[1]
@@ -348,7 +348,7 @@ def test_alternatives_follow_the_seed_and_differ_without_one(base: BaseModel):
 
 def test_at_temperature_zero_all_alternatives_are_the_likeliest_token(base: BaseModel, model_dirs: dict[str, Path]):
     prompt = make_prompt(12)
-    result = alone(base, make_sample("a", prompt, replace(HOT, temperature=0.0), prompt_alt_tokens_k=3))
+    result = sample_alone(base, make_sample("a", prompt, replace(HOT, temperature=0.0), prompt_alt_tokens_k=3))
     logprobs = reference_logprobs(reference_model(model_dirs["qwen3"]), prompt)[:-1]
     assert _alternatives(result) == [[token] * 3 for token in logprobs.argmax(-1).tolist()]
     assert result.alt_tokens is not None
@@ -356,7 +356,7 @@ def test_at_temperature_zero_all_alternatives_are_the_likeliest_token(base: Base
 
 
 def test_a_prompt_of_one_token_has_no_alternatives(base: BaseModel):
-    result = alone(base, make_sample("a", make_prompt(1), prompt_alt_tokens_k=3))
+    result = sample_alone(base, make_sample("a", make_prompt(1), prompt_alt_tokens_k=3))
     assert result.alt_tokens is not None
     assert result.alt_tokens.token_ids_Tk.shape == result.alt_tokens.logprobs_Tk.shape == (0, 3)
 

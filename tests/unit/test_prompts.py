@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import tiny_models
-from support.local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
+from support.local_sampling import assert_same, make_adapter, make_prompt, make_sample, run, sample_alone
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -93,7 +93,7 @@ def test_of_a_prompt_only_the_last_row_is_asked_for_unless_it_is_scored(tmp_path
     results = run(sampler, short, scored)
     assert counting.asked[0] == (24, 5), "one row of the first, and four of the scored one's"
     for sample in (short, scored):
-        assert_same(results[sample.request_id], alone(base, sample, versions))
+        assert_same(results[sample.request_id], sample_alone(base, sample, versions))
 
 
 GROUPED = LayerShape(2, 8, 6, torch.bfloat16)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from support import tiny_models
-from support.families import COMMON, EXPERTS, GATED_DELTA, LATENT, SHARED_EXPERT, randomised
+from support.families import COMMON, EXPERTS, GATED_DELTA, LATENT, SHARED_EXPERT, randomise_weights
 from support.local_sampling import make_prompt
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.model import BaseModel
@@ -50,7 +50,7 @@ def make_wrapper(directory: Path, model_type: str, *, tied: bool = False) -> tup
     _, text, vision = WRAPPERS[model_type]
     tie = {"tie_word_embeddings": tied}
     config = AutoConfig.for_model(model_type, text_config={**COMMON, **text, **tie}, vision_config=vision, **tie)
-    model = randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 1.0).eval()
+    model = randomise_weights(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), 1.0).eval()
     model.save_pretrained(directory)
     if model_type == "kimi_k25":  # its save_pretrained gives layers of the text model the tower's name
         file = directory / "model.safetensors"
