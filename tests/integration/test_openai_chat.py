@@ -108,10 +108,20 @@ def test_a_model_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> No
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """A SentencePiece-like tokenizer: pieces with a space mark, and byte fallback."""
-    pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
+    vocabulary = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "b",
+        "\u2581a",
+        "ab",
+    ]
     inner = Tokenizer(
         models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
+            vocab={token: i for i, token in enumerate(vocabulary)},
             merges=[("\u2581", "a"), ("a", "b")],
             unk_token="<unk>",
             byte_fallback=True,
@@ -150,19 +160,19 @@ def plan_of(*stops: str, tools: ToolUse | None = None) -> GenerationPlan:
     return GenerationPlan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=tools)
 
 
-def pieces_of(plan: GenerationPlan, written: str, *, whole: bool) -> tuple[str, list[str], Choice]:
+def pieces_of(plan: GenerationPlan, written: str, *, at_once: bool) -> tuple[str, list[str], Choice]:
     choice = Choice(plan, TEXT, 0)
     texts, calls = "", []
     for token in TEXT.encode(written, special=False):
         choice.push(token, -0.5)
-        if not whole:
-            piece = choice.piece()
-            texts += piece.text
-            calls += [f"{call.name}({call.arguments})" for call in piece.calls]
+        if not at_once:
+            delta = choice.piece()
+            texts += delta.text
+            calls += [f"{call.name}({call.arguments})" for call in delta.calls]
     choice.finish()
-    piece = choice.piece()
-    calls += [f"{call.name}({call.arguments})" for call in piece.calls]
-    return texts + piece.text, calls, choice
+    delta = choice.piece()
+    calls += [f"{call.name}({call.arguments})" for call in delta.calls]
+    return texts + delta.text, calls, choice
 
 
 @examples(60)
@@ -187,7 +197,7 @@ LLAMA = replace(HERMES, form="llama")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("use", "written", "content", "calls"),
     [
@@ -204,9 +214,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     ],
 )
 def test_calls_are_found_and_other_text_stays_text(
-    use: ToolUse, written: str, content: str, calls: list[str], whole: bool
+    use: ToolUse, written: str, content: str, calls: list[str], at_once: bool
 ) -> None:
-    assert pieces_of(plan_of(tools=use), written, whole=whole)[:2] == (content, calls)
+    assert pieces_of(plan_of(tools=use), written, whole=at_once)[:2] == (content, calls)
 
 
 def test_text_ends_at_the_end_token() -> None:
@@ -215,8 +225,8 @@ def test_text_ends_at_the_end_token() -> None:
     for token in ids:
         choice.push(token, 0.0)
     choice.finish()
-    piece = choice.piece()
-    assert piece.text == "hi" and len(choice.token_ids) == len(ids)
+    delta = choice.piece()
+    assert delta.text == "hi" and len(choice.token_ids) == len(ids)
     assert TEXT.end_token_ids == {0, 2}
 
 
@@ -227,26 +237,26 @@ THINKING = Thinking(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
 Said = tuple[str, str, list[str], str | None]
 
 
-def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
+def said(plan: GenerationPlan, written: str, *, at_once: bool) -> Said:
     """An answer's reasoning, text, tool calls and stop reason."""
     choice = Choice(plan, TEXT, 0)
     thought = text = ""
     calls: list[str] = []
     for token in TEXT.encode(written, special=False):
         choice.push(token, -0.5)
-        if not whole:
-            piece = choice.piece()
-            assert not (piece.reasoning and (text or calls)), "a thought comes first"
-            thought, text = thought + piece.reasoning, text + piece.text
-            calls += [f"{call.name}({call.arguments})" for call in piece.calls]
+        if not at_once:
+            delta = choice.piece()
+            assert not (delta.reasoning and (text or calls)), "a thought comes first"
+            thought, text = thought + delta.reasoning, text + delta.text
+            calls += [f"{call.name}({call.arguments})" for call in delta.calls]
     choice.finish()
-    piece = choice.piece()
+    delta = choice.piece()
     assert len(choice.token_ids) == len(TEXT.encode(written, special=False))
-    calls += [f"{call.name}({call.arguments})" for call in piece.calls]
-    return thought + piece.reasoning, text + piece.text, calls, choice.stopped_by
+    calls += [f"{call.name}({call.arguments})" for call in delta.calls]
+    return thought + delta.reasoning, text + delta.text, calls, choice.stopped_by
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("written", "thought", "text"),
     [
@@ -265,16 +275,16 @@ def said(plan: GenerationPlan, written: str, *, whole: bool) -> Said:
         ("", "", ""),
     ],
 )
-def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, whole: bool) -> None:
-    assert said(replace(plan_of(), thinking=THINKING), written, whole=whole) == (thought, text, [], None)
-    assert said(plan_of(), written, whole=whole)[:2] == ("", written), "as it is, where nothing is marked"
+def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, at_once: bool) -> None:
+    assert said(replace(plan_of(), thinking=THINKING), written, whole=at_once) == (thought, text, [], None)
+    assert said(plan_of(), written, whole=at_once)[:2] == ("", written), "as it is, where nothing is marked"
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_thought_that_the_prompt_began(whole: bool) -> None:
-    begun = replace(plan_of(), thinking=replace(THINKING, begun=True))
-    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("hm", "yes")
-    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("hm, I am cut off", "")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_thought_that_the_prompt_began(at_once: bool) -> None:
+    opened = replace(plan_of(), thinking=replace(THINKING, begun=True))
+    assert said(opened, "hm\n</think>\n\nyes", whole=at_once)[:2] == ("hm", "yes")
+    assert said(opened, "hm, I am cut off", whole=at_once)[:2] == ("hm, I am cut off", "")
 
 
 def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
@@ -283,20 +293,20 @@ def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
     for token in (THINKING.open_id, face[0], THINKING.close_id, *face):
         choice.push(token, -0.5)
     choice.finish()
-    piece = choice.piece()
-    assert (len(face) > 1, piece.reasoning, piece.text) == (True, "\ufffd", "\U0001f600")
+    delta = choice.piece()
+    assert (len(face) > 1, delta.reasoning, delta.text) == (True, "\ufffd", "\U0001f600")
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_stops_and_calls_beside_a_thought(at_once: bool) -> None:
     stopped = replace(plan_of("st", "ab"), thinking=THINKING)
-    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("hm", "", [], "st")
-    assert said(stopped, "<think>a</think>bc st", whole=whole) == ("a", "bc ", [], "st"), "none lies across the mark"
+    assert said(stopped, "<think>hm st hm</think>yes", whole=at_once) == ("hm", "", [], "st")
+    assert said(stopped, "<think>a</think>bc st", whole=at_once) == ("a", "bc ", [], "st"), "none lies across the mark"
     use = replace(plan_of(tools=HERMES), thinking=THINKING)
     for thought in ("hm", f"hm\n{CALL}"):
-        found = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=whole)
-        assert found == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
-    assert said(use, f"<think>hm {CALL}", whole=whole) == ("hm", "", ['f({"a": 1})'], None)
+        answer = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=at_once)
+        assert answer == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
+    assert said(use, f"<think>hm {CALL}", whole=at_once) == ("hm", "", ['f({"a": 1})'], None)
 
 
 @examples(150)
@@ -308,14 +318,14 @@ def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
     st.booleans(),
 )
 def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
-    written: list[str], stops: list[str], begun: bool
+    written: list[str], stops: list[str], opened: bool
 ) -> None:
-    plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
+    plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=opened))
     text = "".join(written)
     assert said(plan, text, whole=False) == said(plan, text, whole=True)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
     ("written", "text"),
     [
@@ -330,19 +340,19 @@ def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
         ("", ""),
     ],
 )
-def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, whole: bool) -> None:
-    assert said(replace(plan_of(), hidden=THINKING), written, whole=whole) == ("", text, [], None)
+def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, at_once: bool) -> None:
+    assert said(replace(plan_of(), hidden=THINKING), written, whole=at_once) == ("", text, [], None)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
-    begun = replace(plan_of(), hidden=replace(THINKING, begun=True))
-    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("", "yes")
-    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("", "")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_stops_and_calls_beside_a_thought_that_is_left_out(at_once: bool) -> None:
+    opened = replace(plan_of(), hidden=replace(THINKING, begun=True))
+    assert said(opened, "hm\n</think>\n\nyes", whole=at_once)[:2] == ("", "yes")
+    assert said(opened, "hm, I am cut off", whole=at_once)[:2] == ("", "")
     stopped = replace(plan_of("st"), hidden=THINKING)
-    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("", "", [], "st")
+    assert said(stopped, "<think>hm st hm</think>yes", whole=at_once) == ("", "", [], "st")
     use = replace(plan_of(tools=HERMES), hidden=THINKING)
-    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=whole) == ("", "I look.", ['f({"a": 1})'], None)
+    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=at_once) == ("", "I look.", ['f({"a": 1})'], None)
 
 
 @examples(100)
@@ -351,23 +361,23 @@ def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
     st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
     st.booleans(),
 )
-def test_markers_never_leak_into_text(written: list[str], stops: list[str], begun: bool) -> None:
-    plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=begun))
-    found = said(plan, "".join(written), whole=False)
-    assert found == said(plan, "".join(written), whole=True)
-    assert "think>" not in found[1]
+def test_markers_never_leak_into_text(written: list[str], stops: list[str], opened: bool) -> None:
+    plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=opened))
+    answer = said(plan, "".join(written), whole=False)
+    assert answer == said(plan, "".join(written), whole=True)
+    assert "think>" not in answer[1]
 
 
 def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> None:
-    def read(**more: object) -> GenerationPlan:
-        return message({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more})
+    def read(**fields: object) -> GenerationPlan:
+        return message({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **fields})
 
     plain = read()
     assert (plain.thinking, plain.hidden) == (None, THINKING)
     off = read(thinking={"type": "disabled"})
     assert off.thinking is None and off.hidden is not None
-    asked = read(thinking={"type": "enabled", "budget_tokens": 1024})
-    assert asked.thinking is not None and asked.hidden is None
+    with_thinking = read(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert with_thinking.thinking is not None and with_thinking.hidden is None
     schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     assert read(output_config=schema).hidden is None, "it cannot think"
     text = Text(shape_of(make_tool_model(tmp_path / "plain")))
@@ -389,32 +399,32 @@ RANGES: list[tuple[dict[str, object], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "param", "words"), RANGES)
+@pytest.mark.parametrize(("fields", "param", "words"), RANGES)
 def test_a_parameter_out_of_its_range_is_refused_with_the_range(
-    more: dict[str, object], param: str, words: str
+    fields: dict[str, object], param: str, words: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        chat(**more)
+        chat(**fields)
     assert refused.value.param == param and words in str(refused.value)
 
 
 def test_completions_and_messages_have_ranges_of_their_own() -> None:
     body = {"model": "m", "prompt": "one"}
-    for more, words in (
+    for fields, words in (
         ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
         ({"logprobs": 21}, "logprobs is 21; it must lie between 0 and 20"),
         ({"temperature": 3}, "temperature is 3; it must lie between 0 and 2"),
     ):
         with pytest.raises(RequestError, match=words):
-            completion(body | more)
+            completion(body | fields)
     assert completion(body | {"max_tokens": 0, "echo": True}).echo_only
-    for more, words in (
+    for fields, words in (
         ({"temperature": 1.5}, "temperature is 1.5; it must lie between 0 and 1"),
         ({"top_p": -1}, "top_p is -1; it must lie between 0 and 1"),
         ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
     ):
         with pytest.raises(RequestError, match=words):
-            message({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more)
+            message({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | fields)
 
 
 def test_models_with_separate_reasoning(tmp_path: Path) -> None:
@@ -439,23 +449,23 @@ def test_models_with_separate_reasoning(tmp_path: Path) -> None:
 # Requests.
 
 
-def chat(**more: object) -> GenerationPlan:
-    return validate(ChatRequest, {"model": "m", "messages": CHATS[0], **more}).plan(TEXT)
+def chat(**fields: object) -> GenerationPlan:
+    return validate(ChatRequest, {"model": "m", "messages": CHATS[0], **fields}).plan(TEXT)
 
 
 @pytest.mark.parametrize(
-    "more",
+    "fields",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}},
         {"guided_json": {"type": "integer"}},
         {"min_tokens": 3, "allowed_token_ids": [5, 6], "bad_words": ["no", " never"]},
     ],
 )
-def test_a_plan_survives_its_way_to_the_engine(more: dict[str, Any]) -> None:
+def test_a_plan_survives_its_way_to_the_engine(fields: dict[str, Any]) -> None:
     plan = chat(
         stop=["a", "b"], stop_token_ids=[7], ignore_eos=True, seed=4, temperature=0.5, top_k=0, top_p=0.5, min_p=0.1,
         repetition_penalty=1.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"3": 4, "5": -6}, max_tokens=9,
-        **more,
+        **fields,
     )  # fmt: skip
     assert plan.params.adjustments is not None
     body = sample_body(plan.prompts[0], 3, plan.params, {"topk_sample_logprobs": 2}, stream=True)
@@ -467,7 +477,7 @@ def test_a_plan_survives_its_way_to_the_engine(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("fields", "words"),
     [
         ({"messages": []}, "1 to"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
@@ -513,9 +523,9 @@ def test_a_plan_survives_its_way_to_the_engine(more: dict[str, Any]) -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_a_request_that_cannot_be_honoured_is_refused(more: dict[str, object], words: str) -> None:
+def test_a_request_that_cannot_be_honoured_is_refused(fields: dict[str, object], words: str) -> None:
     with pytest.raises(Exception, match=words):
-        chat(**more)
+        chat(**fields)
 
 
 @pytest.mark.parametrize(
@@ -538,8 +548,8 @@ def test_prompts_come_as_text_or_ids_one_or_many() -> None:
 
 
 def test_a_model_is_a_base_a_path_or_both() -> None:
-    found = [ModelTarget.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
-    assert [(one.base_model, one.model_path) for one in found] == [
+    targets = [ModelTarget.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
+    assert [(target.base_model, target.model_path) for target in targets] == [
         ("a/b", None),
         (None, "tinker://x"),
         ("a/b", "tinker://x"),

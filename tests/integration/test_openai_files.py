@@ -25,8 +25,8 @@ LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}\n'
 
 @pytest.fixture
 def client(fake_server: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="tml-test", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="tml-test", max_retries=0) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def files(tmp_path: Path, database_kind: str) -> Iterator[Files]:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, max_file_bytes=1000)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, max_file_bytes=1000)
+    yield new_harness
+    close(new_harness)
 
 
 def upload(client: openai.OpenAI, content: bytes = LINES, name: str = "in.jsonl") -> openai.types.FileObject:
@@ -50,13 +50,13 @@ def upload(client: openai.OpenAI, content: bytes = LINES, name: str = "in.jsonl"
 def test_a_file_comes_back_as_it_went(client: openai.OpenAI) -> None:
     content = os.urandom(3_000_000)
     before = int(time.time())
-    made = upload(client, content, "tea & cake.jsonl")
-    assert made.bytes == len(content)
-    assert (made.filename, made.purpose, made.status) == ("tea & cake.jsonl", "batch", "processed")
-    assert before <= made.created_at <= time.time()
-    assert made.expires_at == made.created_at + 30 * 86400
-    assert client.files.retrieve(made.id) == made
-    assert client.files.content(made.id).content == content
+    file = upload(client, content, "tea & cake.jsonl")
+    assert file.bytes == len(content)
+    assert (file.filename, file.purpose, file.status) == ("tea & cake.jsonl", "batch", "processed")
+    assert before <= file.created_at <= time.time()
+    assert file.expires_at == file.created_at + 30 * 86400
+    assert client.files.retrieve(file.id) == file
+    assert client.files.content(file.id).content == content
 
 
 def test_the_hosted_service_s_address_works_too(fake_server: LiveServer) -> None:
@@ -65,47 +65,47 @@ def test_the_hosted_service_s_address_works_too(fake_server: LiveServer) -> None
 
 
 def test_a_part_of_a_file_can_be_read(client: openai.OpenAI) -> None:
-    made = upload(client, bytes(range(100)))
-    part = client.files.with_raw_response.content(made.id, extra_headers={"Range": "bytes=10-19"})
+    file = upload(client, bytes(range(100)))
+    part = client.files.with_raw_response.content(file.id, extra_headers={"Range": "bytes=10-19"})
     assert (part.status_code, part.content) == (206, bytes(range(10, 20)))
     assert part.headers["content-range"] == "bytes 10-19/100"
     assert part.headers["etag"] == f'"{hashlib.sha256(bytes(range(100))).hexdigest()}"'
     with pytest.raises(openai.APIStatusError) as refused:
-        client.files.content(made.id, extra_headers={"Range": "bytes=200-"})
+        client.files.content(file.id, extra_headers={"Range": "bytes=200-"})
     assert refused.value.status_code == 416
 
 
 def test_a_deleted_file_is_not_there(client: openai.OpenAI, fake_server: LiveServer) -> None:
-    made = upload(client)
-    path = fake_server.data_dir / "files" / made.id
+    file = upload(client)
+    path = fake_server.data_dir / "files" / file.id
     assert path.read_bytes() == LINES
-    assert client.files.delete(made.id).deleted
+    assert client.files.delete(file.id).deleted
     assert not path.exists()
     for ask in (client.files.retrieve, client.files.content, client.files.delete):
-        with pytest.raises(openai.NotFoundError, match=made.id):
-            ask(made.id)
+        with pytest.raises(openai.NotFoundError, match=file.id):
+            ask(file.id)
 
 
 def test_lists_come_in_pages_newest_first(client: openai.OpenAI) -> None:
-    made = [upload(client).id for _ in range(5)]
+    file_ids = [upload(client).id for _ in range(5)]
     first = client.files.list(limit=2)
-    assert [each.id for each in first.data] == made[:-3:-1]
+    assert [file.id for file in first.data] == file_ids[:-3:-1]
     assert first.has_more
-    assert [each.id for each in client.files.list(limit=2)][:5] == made[::-1], "the client goes on by itself"
-    assert [each.id for each in client.files.list(after=made[3], order="asc").data] == made[4:]
+    assert [file.id for file in client.files.list(limit=2)][:5] == file_ids[::-1], "the client goes on by itself"
+    assert [file.id for file in client.files.list(after=file_ids[3], order="asc").data] == file_ids[4:]
     oldest = client.files.list(order="asc").data
-    assert [each.id for each in oldest][-5:] == made
+    assert [file.id for file in oldest][-5:] == file_ids
     outputs = client.files.list(
-        purpose="batch_output", after=made[2]
+        purpose="batch_output", after=file_ids[2]
     ).data  # batches of other tests may have added some
-    assert {each.purpose for each in outputs} <= {"batch_output"} and not {each.id for each in outputs} & set(made)
-    assert made[2] in [each.id for each in client.files.list(purpose="batch")]
+    assert {file.purpose for file in outputs} <= {"batch_output"} and not {file.id for file in outputs} & set(file_ids)
+    assert file_ids[2] in [file.id for file in client.files.list(purpose="batch")]
 
 
 def test_a_file_expires_when_its_owner_says(client: openai.OpenAI) -> None:
     after: openai.types.file_create_params.ExpiresAfter = {"anchor": "created_at", "seconds": 3600}
-    made = client.files.create(file=("in.jsonl", LINES), purpose="batch", expires_after=after)
-    assert made.expires_at == made.created_at + 3600
+    file = client.files.create(file=("in.jsonl", LINES), purpose="batch", expires_after=after)
+    assert file.expires_at == file.created_at + 3600
     for seconds in (3599, 30 * 86400 + 1):
         after["seconds"] = seconds
         with pytest.raises(openai.BadRequestError, match=rf"expires_after.seconds is {seconds}") as refused:
@@ -114,7 +114,7 @@ def test_a_file_expires_when_its_owner_says(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "words"),
+    ("changes", "param", "words"),
     [
         ({"purpose": "fine-tune"}, "purpose", "'fine-tune'"),
         ({"file": ("in.txt", LINES)}, "file", "ends with .jsonl"),
@@ -124,11 +124,11 @@ def test_a_file_expires_when_its_owner_says(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
-    client: openai.OpenAI, given: dict[str, object], param: str, words: str
+    client: openai.OpenAI, changes: dict[str, object], param: str, words: str
 ) -> None:
-    asked: dict[str, object] = {"file": ("in.jsonl", LINES), "purpose": "batch", **given}
+    arguments: dict[str, object] = {"file": ("in.jsonl", LINES), "purpose": "batch", **changes}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.files.create(**asked)  # type: ignore[arg-type]
+        client.files.create(**arguments)  # type: ignore[arg-type]
     assert words in refused.value.message
     assert refused.value.param == param
 
@@ -145,35 +145,35 @@ def test_a_missing_key_has_openais_error(harness: Harness) -> None:
 
 
 def form(harness: Harness, content: bytes, *, key: str = ALICE, **changes: object) -> httpx.Response:
-    asked = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}, **changes}
-    return harness.client.post("/v1/files", headers={"X-API-Key": key}, **asked)  # type: ignore[arg-type, return-value]
+    arguments = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}, **changes}
+    return harness.client.post("/v1/files", headers={"X-API-Key": key}, **arguments)  # type: ignore[arg-type, return-value]
 
 
 def test_foreign_files_are_not_listed(harness: Harness) -> None:
-    mine = form(harness, b"x").json()["id"]
+    file_id = form(harness, b"x").json()["id"]
     form(harness, b"y", key=BOB)
     listed = harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
-    assert [each["id"] for each in listed] == [mine]
-    refused = harness.client.get(f"/v1/files?after={mine}", headers={"X-API-Key": BOB})
+    assert [file["id"] for file in listed] == [file_id]
+    refused = harness.client.get(f"/v1/files?after={file_id}", headers={"X-API-Key": BOB})
     assert refused.status_code == 404
 
 
 def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(harness: Harness) -> None:
     assert form(harness, b"x" * 1000).status_code == 200
-    kept = set(os.listdir(harness.services.settings.data_dir / "files"))
+    file_names = set(os.listdir(harness.services.settings.data_dir / "files"))
     for size in (1001, 100_000, 1_000_000):
         answer = form(harness, b"x" * size)
         assert answer.status_code == 413, size
         assert "1000 bytes" in answer.json()["error"]["message"]
 
-    def undeclared() -> Iterator[bytes]:
+    def chunks_without_length() -> Iterator[bytes]:
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
         for _ in range(10):
             yield b"x" * 10_000
 
     headers = {"X-API-Key": ALICE, "Content-Type": "multipart/form-data; boundary=b"}
-    assert harness.client.post("/v1/files", headers=headers, content=undeclared()).status_code == 413
-    assert set(os.listdir(harness.services.settings.data_dir / "files")) == kept
+    assert harness.client.post("/v1/files", headers=headers, content=chunks_without_length()).status_code == 413
+    assert set(os.listdir(harness.services.settings.data_dir / "files")) == file_names
 
 
 @pytest.mark.parametrize(
@@ -232,26 +232,26 @@ def test_a_tenants_stored_bytes_are_bounded(tmp_path: Path) -> None:
 
 
 def test_an_expired_file_is_not_there_and_is_swept(files: Files) -> None:
-    kept, gone = (files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, 60) for _ in range(2))
+    fresh, expired = (files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, 60) for _ in range(2))
     with files._db.write() as connection:
-        connection.execute(UPLOADS.update().where(UPLOADS.c.file_id == gone.file_id).values(expires_at=1.0))
-    found, more = files.page("t", 10, after=None, ascending=False, purpose=None)
-    assert ([each.file_id for each in found], more) == ([kept.file_id], False)
-    assert files.sweep_expired() == [gone.file_id]
+        connection.execute(UPLOADS.update().where(UPLOADS.c.file_id == expired.file_id).values(expires_at=1.0))
+    page, has_more = files.page("t", 10, after=None, ascending=False, purpose=None)
+    assert ([file.file_id for file in page], has_more) == ([fresh.file_id], False)
+    assert files.sweep_expired() == [expired.file_id]
     assert files.sweep_expired() == []
-    assert (files.path(kept.file_id).exists(), files.path(gone.file_id).exists()) == (True, False)
+    assert (files.path(fresh.file_id).exists(), files.path(expired.file_id).exists()) == (True, False)
 
 
 def test_bytes_without_a_row_are_swept_once_they_are_old(files: Files) -> None:
-    kept = files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, None)
+    listed = files.add("t", files.store(new_id(), [b"x"]), "a.jsonl", BATCH, None)
     stored = files.store(new_id(), [b"x"])
     cut_short = files.path(".x.unfinished")
     cut_short.write_bytes(b"x")
-    for path in (files.path(kept.file_id), files.path(stored.file_id), cut_short):
+    for path in (files.path(listed.file_id), files.path(stored.file_id), cut_short):
         os.utime(path, (1, 1))
     fresh = files.store(new_id(), [b"x"])
     assert sorted(files.sweep_unreferenced(60)) == sorted([stored.file_id, cut_short.name])
-    assert sorted(os.listdir(files.path("."))) == sorted([kept.file_id, fresh.file_id])
+    assert sorted(os.listdir(files.path("."))) == sorted([listed.file_id, fresh.file_id])
 
 
 def test_bytes_that_were_cut_short_are_no_file(files: Files) -> None:
@@ -266,5 +266,5 @@ def test_bytes_that_were_cut_short_are_no_file(files: Files) -> None:
 
 def test_a_file_made_twice_under_one_id_is_one_file(files: Files) -> None:
     for _ in range(2):
-        made = files.add("t", files.store("file-1", [b"x"]), "a.jsonl", BATCH, None)
-    assert files.page("t", 10, after=None, ascending=False, purpose=None) == ([made], False)
+        file = files.add("t", files.store("file-1", [b"x"]), "a.jsonl", BATCH, None)
+    assert files.page("t", 10, after=None, ascending=False, purpose=None) == ([file], False)

@@ -34,9 +34,9 @@ BODY = {"model": nano.MODEL_NAME, "messages": [{"role": "user", "content": "hi"}
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield replace(made, services=replace(made.services, bases=Bases((SHAPE,))))
-    close(made)
+    new_harness = make_harness(tmp_path)
+    yield replace(new_harness, services=replace(new_harness.services, bases=Bases((SHAPE,))))
+    close(new_harness)
 
 
 def words(text: str) -> list[int]:
@@ -62,15 +62,15 @@ async def pending(harness: Harness, count: int = 1) -> list[str]:
     raise AssertionError("nothing was submitted")
 
 
-def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
-    harness.services.futures.settle([Settlement(request_id, write_sample_result(found), "proto")], {})
+def settle(harness: Harness, request_id: str, sample_result: SampleResult) -> None:
+    harness.services.futures.settle([Settlement(request_id, write_sample_result(sample_result), "proto")], {})
     harness.services.waiters.settled([request_id])
 
 
 def test_an_answer_needs_no_http(harness: Harness) -> None:
     async def scenario() -> None:
-        asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "n": 2, "max_tokens": 4}
-        answering = asyncio.create_task(answer(harness.services, "alice", COMPLETIONS, asked))
+        request = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "n": 2, "max_tokens": 4}
+        answering = asyncio.create_task(answer(harness.services, "alice", COMPLETIONS, request))
         first, second = await pending(harness, 2)
         settle(harness, second, result("three", "four"))
         settle(harness, first, result("one", "two"))
@@ -78,7 +78,9 @@ def test_an_answer_needs_no_http(harness: Harness) -> None:
         assert status == 200
         choices = body["choices"]
         assert isinstance(choices, list)
-        assert [(one["index"], one["text"]) for one in choices] == list(enumerate(["one", "two", "three", "four"]))
+        assert [(choice["index"], choice["text"]) for choice in choices] == list(
+            enumerate(["one", "two", "three", "four"])
+        )
 
     asyncio.run(scenario())
 
@@ -96,41 +98,41 @@ def test_an_answer_needs_no_http(harness: Harness) -> None:
 def test_an_error_is_an_answer(
     harness: Harness, endpoint: str, body: dict[str, object], status: int, code: str | None
 ) -> None:
-    found, told = asyncio.run(answer(harness.services, "alice", endpoint, body))
-    assert found == status
-    error = told["error"]
+    answer_status, answer_body = asyncio.run(answer(harness.services, "alice", endpoint, body))
+    assert answer_status == status
+    error = answer_body["error"]
     assert isinstance(error, dict) and error["message"] and error["code"] == code
 
 
-def posted(harness: Harness, path: str, **more: object) -> dict[str, object]:
-    body: dict[str, object] = {"model": nano.MODEL_NAME, **more}
+def post_refused(harness: Harness, path: str, **fields: object) -> dict[str, object]:
+    body: dict[str, object] = {"model": nano.MODEL_NAME, **fields}
     headers = {"X-API-Key": "tml-alice"}
-    found = harness.client.post(path, json=body, headers=headers)
-    assert found.status_code == 400
-    return found.json()["error"]
+    response = harness.client.post(path, json=body, headers=headers)
+    assert response.status_code == 400
+    return response.json()["error"]
 
 
 def test_too_long_a_prompt_is_refused_in_the_words_that_clients_match_on(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness.app.state, "services", harness.services)
-    context, number = SHAPE.max_context_length, len(words("hi"))
+    context, num_words = SHAPE.max_context_length, len(words("hi"))
     chat = [{"role": "user", "content": "hi " * context}]
-    told = posted(harness, "/v1/completions", prompt="hi", max_tokens=context)
-    assert told["message"] == (
-        f"This model's maximum context length is {context} tokens. However, you requested {number + context} tokens "
-        f"({number} in the prompt, {context} in the completion). Please reduce the length of the prompt or of the "
+    error = post_refused(harness, "/v1/completions", prompt="hi", max_tokens=context)
+    assert error["message"] == (
+        f"This model's maximum context length is {context} tokens. However, you requested {num_words + context} tokens "
+        f"({num_words} in the prompt, {context} in the completion). Please reduce the length of the prompt or of the "
         "completion (max_tokens)."
     )
-    assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
-    told = posted(harness, "/oai/api/v1/chat/completions", messages=chat)
-    assert str(told["message"]).startswith(f"This model's maximum context length is {context} tokens. However, your")
-    assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = post_refused(harness, "/oai/api/v1/chat/completions", messages=chat)
+    assert str(error["message"]).startswith(f"This model's maximum context length is {context} tokens. However, your")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     for path in ("/anthropic/api/v1/messages", "/v1/messages"):
-        told = posted(harness, path, messages=BODY["messages"], max_tokens=context)
-        assert str(told["message"]).startswith("input length and `max_tokens` exceed context limit: ")
-        told = posted(harness, path, messages=chat, max_tokens=4)
-        assert "prompt is too long: " in str(told["message"]) and f"> {context - 1} maximum" in str(told["message"])
+        error = post_refused(harness, path, messages=BODY["messages"], max_tokens=context)
+        assert str(error["message"]).startswith("input length and `max_tokens` exceed context limit: ")
+        error = post_refused(harness, path, messages=chat, max_tokens=4)
+        assert "prompt is too long: " in str(error["message"]) and f"> {context - 1} maximum" in str(error["message"])
 
 
 def test_models_come_in_the_form_of_the_client_that_asks(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,14 +144,14 @@ def test_models_come_in_the_form_of_the_client_that_asks(harness: Harness, monke
     for prefix in ("/v1", "/oai/api/v1", "/anthropic/api/v1"):
         page = harness.client.get(f"{prefix}/models", headers=key | version).json()
         assert page["first_id"] == page["last_id"] == nano.MODEL_NAME and page["has_more"] is False
-        one = harness.client.get(f"{prefix}/models/{nano.MODEL_NAME}", headers=key | version).json()
-        assert one == page["data"][0]
-        assert (one["type"], one["created_at"], one["max_input_tokens"]) == (
+        model = harness.client.get(f"{prefix}/models/{nano.MODEL_NAME}", headers=key | version).json()
+        assert model == page["data"][0]
+        assert (model["type"], model["created_at"], model["max_input_tokens"]) == (
             "model", "2023-11-14T22:13:20Z", SHAPE.max_context_length
         )  # fmt: skip
     for query, words_ in (("limit=0", "limit is 0"), ("after_id=x", "'x'"), ("after_id=x&before_id=y", "one of them")):
-        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers=key)
-        assert found.status_code == 400 and words_ in found.json()["error"]["message"]
+        response = harness.client.get(f"/anthropic/api/v1/models?{query}", headers=key)
+        assert response.status_code == 400 and words_ in response.json()["error"]["message"]
 
 
 def test_pages_of_models_go_on_in_both_directions(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +160,8 @@ def test_pages_of_models_go_on_in_both_directions(harness: Harness, monkeypatch:
     monkeypatch.setattr(harness.app.state, "services", replace(harness.services, bases=bases))
 
     def page(query: str) -> tuple[list[str], bool]:
-        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers={"X-API-Key": "tml-alice"}).json()
-        return [model["id"][-1] for model in found["data"]], found["has_more"]
+        body = harness.client.get(f"/anthropic/api/v1/models?{query}", headers={"X-API-Key": "tml-alice"}).json()
+        return [model["id"][-1] for model in body["data"]], body["has_more"]
 
     assert page("limit=2") == (["a", "b"], True)
     assert page("limit=2&after_id=local/b") == (["c", "d"], True)
@@ -177,20 +179,20 @@ def test_a_missing_key_has_the_error_that_clients_expect(harness: Harness) -> No
         ("/v1/models", {"X-API-Key": "tml-carol", "anthropic-version": "2023-06-01"}, "invalid x-api-key"),
         ("/anthropic/api/v1/models", none, "x-api-key header is required"),
     ):
-        found = harness.client.get(path, headers=headers)
-        assert found.status_code == 401 and found.json()["error"]["message"].startswith(words_), found.text
-        assert "carol" not in found.text, "a key is never repeated"
+        response = harness.client.get(path, headers=headers)
+        assert response.status_code == 401 and response.json()["error"]["message"].startswith(words_), response.text
+        assert "carol" not in response.text, "a key is never repeated"
 
 
 def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_path: Path) -> None:
-    made = make_harness(tmp_path, limits=QuotaLimits(queued_requests=1))
-    services = replace(made.services, bases=Bases((SHAPE,)))
-    asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
-    status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
+    limited_harness = make_harness(tmp_path, limits=QuotaLimits(queued_requests=1))
+    services = replace(limited_harness.services, bases=Bases((SHAPE,)))
+    request = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
+    status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, request))
     assert status == 429
     kinds = [row.kind for row in incoming(services.futures._db, nano.MODEL_NAME)]
     assert kinds == ["sample", "cancel"]
-    close(made)
+    close(limited_harness)
 
 
 def test_a_disconnect_cancels_the_samples(harness: Harness) -> None:
@@ -227,42 +229,42 @@ def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
 
 
 def stream(
-    harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
+    harness: Harness, partials_for: Callable[[str], Sequence[Partial]], sample_result: SampleResult, **fields: object
 ) -> list[News]:
     """The events of a stream whose engine sends these partials and settles with this result."""
 
     async def collect(services: Services) -> list[News]:
-        prepared = prepare(services, "alice", BODY | {"stream": True} | more, ChatRequest, IgnoredFields())
+        prepared = prepare(services, "alice", BODY | {"stream": True} | fields, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
         async with submitted_samples(prepared) as seats:
-            news: list[News] = []
+            deltas: list[News] = []
             source: AsyncIterator[News] = follow(prepared, seats, results)
 
             async def engine() -> None:
                 await asyncio.sleep(0.05)
-                for partial in told(seats[0].request_id):
+                for partial in partials_for(seats[0].request_id):
                     services.partials.arrived([line_of(partial)])
                 await asyncio.sleep(0.05)
-                settle(harness, seats[0].request_id, found)
+                settle(harness, seats[0].request_id, sample_result)
 
             working = asyncio.create_task(engine())
-            async for one in source:
-                news.append(one)
+            async for delta in source:
+                deltas.append(delta)
             await working
-            assert [len(one.sequences) for one in results] == [len(found.sequences)]
-            return news
+            assert [len(delta.sequences) for delta in results] == [len(sample_result.sequences)]
+            return deltas
 
     return asyncio.run(collect(harness.services))
 
 
-def text_of(news: Sequence[News], index: int = 0) -> str:
-    return "".join(one.piece.text for one in news if one.choice and one.choice.index == index and one.piece)
+def text_of(deltas: Sequence[News], index: int = 0) -> str:
+    return "".join(delta.piece.text for delta in deltas if delta.choice and delta.choice.index == index and delta.piece)
 
 
 def test_partials_are_shown_as_they_come(harness: Harness) -> None:
-    news = stream(harness, lambda name: partials_of(name, "hello there"), result("hello there"))
-    assert text_of(news) == "hello there" and len(news) > 3
-    assert [one.reason for one in news if one.reason] == ["length"]
+    deltas = stream(harness, lambda name: partials_of(name, "hello there"), result("hello there"))
+    assert text_of(deltas) == "hello there" and len(deltas) > 3
+    assert [delta.reason for delta in deltas if delta.reason] == ["length"]
 
 
 def test_partials_that_come_before_the_response_begins_are_shown(harness: Harness) -> None:
@@ -276,13 +278,13 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
             first = await anext(source)
             services.partials.arrived([line_of(partial) for partial in partials[2:]])
             settle(harness, seats[0].request_id, result("hello there"))
-            news = [first, *[one async for one in source]]
+            deltas = [first, *[delta async for delta in source]]
         async with submitted_samples(prepared):
             pass  # its client left before the response began
-        return news, dict(services.partials._early)
+        return deltas, dict(services.partials._early)
 
-    news, early = asyncio.run(scenario(harness.services))
-    assert text_of(news) == "hello there" and len(news) > 3
+    deltas, early = asyncio.run(scenario(harness.services))
+    assert text_of(deltas) == "hello there" and len(deltas) > 3
     assert early == {}
 
 
@@ -290,12 +292,12 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
 def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    begun, left = threading.Event(), threading.Event()
+    submission_began, client_left = threading.Event(), threading.Event()
     submit = harness.services.futures.submit
 
     def slow(new: NewFuture) -> object:
-        begun.set()
-        assert left.wait(15)
+        submission_began.set()
+        assert client_left.wait(15)
         return submit(new)
 
     monkeypatch.setattr(harness.services.futures, "submit", slow)
@@ -308,9 +310,11 @@ def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
                 pass
 
         serving = asyncio.create_task(client())
-        await asyncio.to_thread(begun.wait, 15)
+        await asyncio.to_thread(submission_began.wait, 15)
         serving.cancel()
-        asyncio.get_running_loop().call_later(0.3, left.set)  # the row comes after a cancellation that does not wait
+        asyncio.get_running_loop().call_later(
+            0.3, client_left.set
+        )  # the row comes after a cancellation that does not wait
         with pytest.raises(asyncio.CancelledError):
             await serving
 
@@ -321,29 +325,31 @@ def test_a_client_that_leaves_during_the_submission_cancels_its_samples(
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_lost_partials_come_with_the_result(harness: Harness, lost: int) -> None:
-    def told(name: str) -> list[Partial]:
+    def partials_without_one(name: str) -> list[Partial]:
         partials = partials_of(name, "hello there")
         return partials[:lost] + partials[lost + 1 :]
 
-    news = stream(harness, told, result("hello there"))
-    assert text_of(news) == "hello there" and len(news) <= lost + 1
+    deltas = stream(harness, partials_without_one, result("hello there"))
+    assert text_of(deltas) == "hello there" and len(deltas) <= lost + 1
 
 
 def test_several_choices_are_kept_apart(harness: Harness) -> None:
-    def told(name: str) -> list[Partial]:
+    def interleave_partials(name: str) -> list[Partial]:
         pairs = zip(partials_of(name, "one two"), partials_of(name, "six ten", 1), strict=True)
         return [partial for pair in pairs for partial in pair]
 
-    news = stream(harness, told, result("one two", "six ten"), n=2)
-    assert (text_of(news), text_of(news, 1)) == ("one two", "six ten")
+    deltas = stream(harness, interleave_partials, result("one two", "six ten"), n=2)
+    assert (text_of(deltas), text_of(deltas, 1)) == ("one two", "six ten")
 
 
 def test_reasoning_is_streamed(harness: Harness) -> None:
     written = "<think>\nso it is\n</think>\n\nhello there"
-    news = stream(harness, lambda name: partials_of(name, written), result(written))
-    pieces = [one.piece for one in news if one.piece]
-    assert "".join(piece.reasoning for piece in pieces) == "so it is" and text_of(news) == "hello there"
-    assert sum(bool(piece.reasoning) for piece in pieces) > 1, "not all of it at its end"
+    deltas = stream(harness, lambda name: partials_of(name, written), result(written))
+    text_deltas = [delta.piece for delta in deltas if delta.piece]
+    assert (
+        "".join(text_delta.reasoning for text_delta in text_deltas) == "so it is" and text_of(deltas) == "hello there"
+    )
+    assert sum(bool(text_delta.reasoning) for text_delta in text_deltas) > 1, "not all of it at its end"
     together = stream(harness, lambda name: partials_of(name, written), result(written), separate_reasoning=False)
     assert text_of(together) == written
 
@@ -369,31 +375,31 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
 
 
 def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:
-    moment = [1000.0]
+    now = [1000.0]
     services = harness.services
-    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 300.0, clock=lambda: moment[0])
+    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 300.0, clock=lambda: now[0])
     seats = [implicit.next_sample("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
     assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
     assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
     assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
-    moment[0] += REPLACED_EVERY_S
+    now[0] += REPLACED_EVERY_S
     replaced = implicit.next_sample("alice", nano.MODEL_NAME, None)
     assert replaced.session_id != seats[0].session_id
     assert services.sessions.get("alice", seats[0].session_id).state == "finished"
     assert services.sessions.get("alice", replaced.session_id).tags == ["standing"]
     services.sessions.close(replaced.session_id, "silent")
-    moment[0] += 30
+    now[0] += 30
     assert implicit.next_sample("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
 
 
 def test_a_waiting_client_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[str] = []
     monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
-    moment = [0.0]
+    now = [0.0]
     services = harness.services
-    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 40.0, lambda: moment[0])
+    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 40.0, lambda: now[0])
     seat = implicit.next_sample("alice", nano.MODEL_NAME, None)
     for _ in range(10):
-        moment[0] += 3
+        now[0] += 3
         implicit.keep("alice", seat.session_id)
     assert beats == [seat.session_id] * 2  # every ten seconds of thirty, and not the first ones

@@ -27,12 +27,12 @@ THEIRS = AutoTokenizer.from_pretrained(str(nano.path()))
 SAY: list[dict[str, Any]] = [{"role": "user", "content": "Say hello."}]
 
 
-def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **more: object) -> GenerationPlan:
-    return validate(ChatRequest, {"model": "m", "messages": messages, **more}).plan(text)
+def chat(messages: list[dict[str, Any]] = SAY, text: Text = TEXT, **fields: object) -> GenerationPlan:
+    return validate(ChatRequest, {"model": "m", "messages": messages, **fields}).plan(text)
 
 
-def completion(**more: object) -> GenerationPlan:
-    return validate(CompletionRequest, {"model": "m", "prompt": "a", **more}).plan(TEXT)
+def completion(**fields: object) -> GenerationPlan:
+    return validate(CompletionRequest, {"model": "m", "prompt": "a", **fields}).plan(TEXT)
 
 
 def ids(written: str) -> list[int]:
@@ -61,16 +61,18 @@ ENDED = "yes no<|im_end|>"
 def test_a_chat_has_every_token_that_was_sampled_and_a_logprob_of_each(stop: str | None) -> None:
     """These include the end token and the tokens of a stop string, which are not in the text."""
     plan = chat(return_token_ids=True, logprobs=True, stop=stop)
-    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])
+    answer: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])
     assert (
-        found["prompt_token_ids"]
+        answer["prompt_token_ids"]
         == list(plan.prompts[0])
         == THEIRS.apply_chat_template(SAY, add_generation_prompt=True)["input_ids"]
     )
-    choice = found["choices"][0]
+    choice = answer["choices"][0]
     assert choice["token_ids"] == ids(ENDED)
     assert choice["message"]["content"] == ("yes no" if stop is None else "yes ")
-    assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.0 - i for i in range(len(ids(ENDED)))]
+    assert [token_logprob["logprob"] for token_logprob in choice["logprobs"]["content"]] == [
+        -1.0 - i for i in range(len(ids(ENDED)))
+    ]
     plain: Any = ChatAnswer(chat(), TEXT).whole([result(plan, ENDED)])
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
@@ -79,7 +81,7 @@ def test_tokens_are_named_by_their_ids() -> None:
     plan = chat(return_tokens_as_token_ids=True, logprobs=True)
     choice: Any = ChatAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
     names = [f"token_id:{token}" for token in ids(ENDED)]
-    assert [each["token"] for each in choice[0]["logprobs"]["content"]] == names
+    assert [token_logprob["token"] for token_logprob in choice[0]["logprobs"]["content"]] == names
     plan = completion(return_tokens_as_token_ids=True, logprobs=True)
     choice = CompletionAnswer(plan, TEXT).whole([result(plan, ENDED)])["choices"]
     assert choice[0]["logprobs"]["tokens"] == names
@@ -88,8 +90,8 @@ def test_tokens_are_named_by_their_ids() -> None:
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
-    more: dict[str, Any] = {"return_token_ids": True, "stop": ["ll nev"]}
-    plan = chat(logprobs=True, **more) if chats else completion(logprobs=1, **more)
+    options: dict[str, Any] = {"return_token_ids": True, "stop": ["ll nev"]}
+    plan = chat(logprobs=True, **options) if chats else completion(logprobs=1, **options)
     answer, written = (ChatAnswer if chats else CompletionAnswer), "one \u4f60 <think> it shall never be"
     expected: Any = answer(plan, TEXT).whole([result(plan, written)])["choices"]
     streamed = answer(plan, TEXT)
@@ -97,31 +99,37 @@ def test_a_stream_has_the_ids_and_logprobs_of_the_whole(chats: bool) -> None:
     assert (first if chats else first["choices"][0])["prompt_token_ids"] == list(plan.prompts[0])
     choice = Choice(plan, TEXT, 0)
     chunks: list[Any] = [first]
-    for place, token in enumerate(ids(written)):
-        choice.push(token, -1.0 - place)
+    for position, token in enumerate(ids(written)):
+        choice.push(token, -1.0 - position)
         chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), None)]
     choice.finish()
     chunks += [chunk for _, chunk in streamed.added(choice, choice.piece(), "stop")]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    pieces = [chunk["choices"][0] for chunk in chunks]
-    token_ids = [token for piece in pieces for token in piece.get("token_ids", [])]
+    choices_of_chunks = [chunk["choices"][0] for chunk in chunks]
+    token_ids = [token for chunk_choice in choices_of_chunks for token in chunk_choice.get("token_ids", [])]
     assert token_ids == expected[0]["token_ids"] == ids(written)
     name = "content" if chats else "token_logprobs"
-    logprobs = [each for piece in pieces for each in (piece["logprobs"] or {name: []})[name]]
+    logprobs = [
+        token_logprob
+        for chunk_choice in choices_of_chunks
+        for token_logprob in (chunk_choice["logprobs"] or {name: []})[name]
+    ]
     assert logprobs == expected[0]["logprobs"][name] and len(logprobs) == len(token_ids)
 
 
 def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
     prompt = ids("any prompt")
     plan = chat(prompt_token_ids=prompt, prompt_logprobs=2)
-    found: Any = ChatAnswer(plan, TEXT).whole([result(plan, "x", 3)])
-    assert list(plan.prompts[0]) == prompt and "token_ids" not in found["choices"][0]
-    first, *rest = found["prompt_logprobs"]
-    assert first is None and len(rest) == len(prompt) - 1
-    for place, (token, row) in enumerate(zip(prompt[1:], rest, strict=True)):
-        own = {"logprob": -1.0 - place, "rank": None, "decoded_token": THEIRS.decode([token])}
-        assert row.pop(str(token)) == own
-        assert {int(one): (each["logprob"], each["rank"]) for one, each in row.items()} == {0: (0, 1), 1: (-0.125, 2)}
+    answer: Any = ChatAnswer(plan, TEXT).whole([result(plan, "x", 3)])
+    assert list(plan.prompts[0]) == prompt and "token_ids" not in answer["choices"][0]
+    first, *rows = answer["prompt_logprobs"]
+    assert first is None and len(rows) == len(prompt) - 1
+    for position, (token, row) in enumerate(zip(prompt[1:], rows, strict=True)):
+        expected_entry = {"logprob": -1.0 - position, "rank": None, "decoded_token": THEIRS.decode([token])}
+        assert row.pop(str(token)) == expected_entry
+        assert {
+            int(token_id): (logprob_entry["logprob"], logprob_entry["rank"]) for token_id, logprob_entry in row.items()
+        } == {0: (0, 1), 1: (-0.125, 2)}
     plan = completion(prompt_token_ids=prompt, prompt_logprobs=0, return_token_ids=True)
     choice: Any = CompletionAnswer(plan, TEXT).whole([result(plan, "x")])["choices"]
     assert choice[0]["prompt_token_ids"] == prompt
@@ -130,11 +138,14 @@ def test_a_prompt_comes_as_ids_and_goes_with_its_logprobs() -> None:
 
 def test_the_last_tokens_of_a_prompt_are_kept() -> None:
     assert list(chat(truncate_prompt_tokens=3).prompts[0]) == list(chat().prompts[0])[-3:]
-    assert [list(one) for one in completion(prompt=[[1, 2, 3], [4]], truncate_prompt_tokens=2).prompts] == [[2, 3], [4]]
+    assert [list(prompt) for prompt in completion(prompt=[[1, 2, 3], [4]], truncate_prompt_tokens=2).prompts] == [
+        [2, 3],
+        [4],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("fields", "text"),
     [
         ({}, "yes "),
         ({"include_stop_str_in_output": True}, "yes no"),
@@ -145,8 +156,8 @@ def test_the_last_tokens_of_a_prompt_are_kept() -> None:
         ({"stop": None, "skip_special_tokens": False}, "yes no no"),
     ],
 )
-def test_end_and_special_tokens_of_an_answer(more: dict[str, Any], text: str) -> None:
-    choice = Choice(completion(**({"stop": ["no"]} | more)), TEXT, 0)
+def test_end_and_special_tokens_of_an_answer(fields: dict[str, Any], text: str) -> None:
+    choice = Choice(completion(**({"stop": ["no"]} | fields)), TEXT, 0)
     for token in ids("yes no no<|im_end|>"):
         choice.push(token, -1.0)
     choice.finish()
@@ -154,11 +165,11 @@ def test_end_and_special_tokens_of_an_answer(more: dict[str, Any], text: str) ->
 
 
 def test_a_stop_token_is_shown_if_stops_are() -> None:
-    (number,) = ids("!")
+    (token_id,) = ids("!")
     for shows in (False, True):
-        plan = completion(stop_token_ids=[number], include_stop_str_in_output=shows)
+        plan = completion(stop_token_ids=[token_id], include_stop_str_in_output=shows)
         choice = Choice(plan, TEXT, 0)
-        for token in (*ids("go"), number):
+        for token in (*ids("go"), token_id):
             choice.push(token, -1.0)
         choice.finish()
         assert choice.piece().text == ("go!" if shows else "go")
@@ -178,8 +189,8 @@ def test_an_answer_continues_the_last_message_as_transformers_has_it(tmp_path: P
     expected = theirs.apply_chat_template(messages, continue_final_message=True)["input_ids"]
     text = Text(read_shape("local/x", directory))
     assert list(chat(messages, text, continue_final_message=True).prompts[0]) == expected
-    found = validate(TokenizeRequest, {"messages": messages, "continue_final_message": True}).token_ids(text)
-    assert list(found) == expected
+    token_ids = validate(TokenizeRequest, {"messages": messages, "continue_final_message": True}).token_ids(text)
+    assert list(token_ids) == expected
 
 
 def test_a_chat_may_come_without_the_beginning_of_an_answer() -> None:
@@ -205,7 +216,10 @@ def test_an_effort_becomes_the_templates_variable(tmp_path: Path) -> None:
         assert chat(reasoning_effort=usual).prompts == chat().prompts
     (directory / "chat_template.jinja").write_text("{{ 'off' if enable_thinking is false else 'on' }}")
     text = Text(read_shape("local/y", directory))
-    assert [text.decode(chat(text=text, reasoning_effort=each).prompts[0]) for each in ("none", None)] == ["off", "on"]
+    assert [text.decode(chat(text=text, reasoning_effort=effort).prompts[0]) for effort in ("none", None)] == [
+        "off",
+        "on",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,11 +232,11 @@ def test_thoughts_are_found_by_the_marks_of_the_template(tmp_path: Path, marks: 
     theirs.save_pretrained(directory)
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}" + template)
     text = Text(read_shape("local/x", directory))
-    found = thinking_of(text)
+    thinking = thinking_of(text)
     if not template:
-        assert found is None
+        assert thinking is None
         return
-    assert found is not None and [found.open_id, found.close_id] == theirs.convert_tokens_to_ids(list(marks))
+    assert thinking is not None and [thinking.open_id, thinking.close_id] == theirs.convert_tokens_to_ids(list(marks))
 
 
 def test_words_are_spelled_alone_and_after_a_space() -> None:

@@ -49,14 +49,14 @@ def test_metrics_of_a_client_are_read_back_with_the_servers(harness: Harness) ->
         "step": 1,
     }
     assert harness.ok("log_metrics", {"model_id": model_id, "step": 4, "metrics": {"reward": 2}})["step"] == 4
-    found = harness.get(f"training_runs/{model_id}/metrics").json()
-    assert [(point["source"], point["step"], point["metrics"]) for point in found["points"]] == [
+    page = harness.get(f"training_runs/{model_id}/metrics").json()
+    assert [(point["source"], point["step"], point["metrics"]) for point in page["points"]] == [
         ("client", 1, {"reward": 1.0}),
         ("client", 4, {"reward": 2.0}),
         ("server", 1, {"loss_per_token": 2.5}),
     ]
-    later = harness.get(f"training_runs/{model_id}/metrics?after={found['cursor'] + 60}").json()
-    assert later == {"points": [], "cursor": found["cursor"] + 60}
+    later = harness.get(f"training_runs/{model_id}/metrics?after={page['cursor'] + 60}").json()
+    assert later == {"points": [], "cursor": page["cursor"] + 60}
 
 
 def check_refused_metrics(harness: Harness, body: dict[str, object], words: str) -> None:
@@ -73,7 +73,7 @@ def check_refused_metrics(harness: Harness, body: dict[str, object], words: str)
     [
         ({}, "metrics is missing"),
         ({"metrics": {}}, "metrics has 0 names"),
-        ({"metrics": {f"n{number}": 1 for number in range(65)}}, "metrics has 65 names"),
+        ({"metrics": {f"n{index}": 1 for index in range(65)}}, "metrics has 65 names"),
         ({"metrics": {"reward": "high"}}, "metrics.reward is 'high'"),
         ({"metrics": {"reward": True}}, "metrics.reward is True"),
         ({"metrics": {"reward": None}}, "metrics.reward is None"),
@@ -92,9 +92,9 @@ def test_metrics_that_are_none_are_refused_with_the_reason(
     check_refused_metrics(harness, body, words)
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "NaN", "Infinity"])
-def test_a_number_that_is_none_is_refused(harness: Harness, number: str) -> None:
-    body = f'{{"model_id": "{harness.model()}", "metrics": {{"reward": {number}}}}}'
+@pytest.mark.parametrize("literal", ["1e999", "-1e999", "1" + "0" * 400, "NaN", "Infinity"])
+def test_a_number_that_is_none_is_refused(harness: Harness, literal: str) -> None:
+    body = f'{{"model_id": "{harness.model()}", "metrics": {{"reward": {literal}}}}}'
     headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
     answer = harness.client.post("/api/v1/log_metrics", content=body, headers=headers)
     assert answer.status_code == 400 and answer.json()["detail"]
@@ -110,10 +110,13 @@ def test_a_batch_of_points_is_logged_once_however_often_it_is_sent(harness: Harn
     points = [{"step": step, "metrics": {"reward": [0.0, 1.0, 2.0, 3.0, 4.0], "kl": step}} for step in (3, 1)]
     for _ in range(2):
         assert harness.ok("log_metrics", {"model_id": model_id, "points": points})["step"] == 1
-    found = harness.get(f"training_runs/{model_id}/metrics").json()["points"]
+    shown_points = harness.get(f"training_runs/{model_id}/metrics").json()["points"]
     levels = {"": 2.0, ":min": 0.0, ":p10": 0.4, ":p50": 2.0, ":p90": 3.6, ":max": 4.0}
     reward = {f"reward{suffix}": pytest.approx(value) for suffix, value in levels.items()}
-    assert [(point["step"], point["metrics"]) for point in found] == [(1, reward | {"kl": 1}), (3, reward | {"kl": 3})]
+    assert [(point["step"], point["metrics"]) for point in shown_points] == [
+        (1, reward | {"kl": 1}),
+        (3, reward | {"kl": 3}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +141,9 @@ def test_a_batch_that_is_none_is_refused_and_nothing_of_it_is_kept(
 # Runs.
 
 
-def named(harness: Harness, name: str | None, number: int = 0, **changes: object) -> str:
+def create_named_run(harness: Harness, name: str | None, model_seq_id: int = 0, **changes: object) -> str:
     session_id = harness.ok("create_session", {"tags": [], "display_name": name, "project_id": f"of {name}"})
-    return harness.model(session_id["session_id"], number, **changes)
+    return harness.model(session_id["session_id"], model_seq_id, **changes)
 
 
 def ids(harness: Harness, query: str = "", key: str = ALICE) -> list[str]:
@@ -150,19 +153,19 @@ def ids(harness: Harness, query: str = "", key: str = ALICE) -> list[str]:
 
 
 def test_runs_are_found_by_all_their_names_and_sorted(harness: Harness) -> None:
-    one = named(harness, "Maths, first try")
-    two = named(harness, "maths again", lora_config={"rank": 4})
-    three = named(harness, None, lora_config={"rank": 64})
+    first = create_named_run(harness, "Maths, first try")
+    second = create_named_run(harness, "maths again", lora_config={"rank": 4})
+    third = create_named_run(harness, None, lora_config={"rank": 64})
     harness.model(key=BOB)
-    assert ids(harness) == [three, two, one]
-    assert ids(harness, "?search=MATHS") == [two, one]
-    assert ids(harness, "?search=try+maths") == [one]
-    assert ids(harness, "?search=of+maths+again") == [two]
-    assert ids(harness, f"?search={two[:20]}") == [two]
+    assert ids(harness) == [third, second, first]
+    assert ids(harness, "?search=MATHS") == [second, first]
+    assert ids(harness, "?search=try+maths") == [first]
+    assert ids(harness, "?search=of+maths+again") == [second]
+    assert ids(harness, f"?search={second[:20]}") == [second]
     assert ids(harness, "?search=%25") == ids(harness, "?search=_aths") == []
-    assert ids(harness, "?sort=lora_rank&order=asc") == [two, one, three]
-    assert ids(harness, "?sort=lora_rank") == [three, one, two]
-    assert ids(harness, "?limit=1&offset=1") == [two]
+    assert ids(harness, "?sort=lora_rank&order=asc") == [second, first, third]
+    assert ids(harness, "?sort=lora_rank") == [third, first, second]
+    assert ids(harness, "?limit=1&offset=1") == [second]
 
 
 @pytest.mark.parametrize("query", ["sort=tenant_id", "sort=", "order=up", "search=" + "x" * 201, "limit=x"])
@@ -171,7 +174,7 @@ def test_a_list_of_runs_that_cannot_be_is_refused(harness: Harness, query: str) 
 
 
 def test_a_run_is_shown_with_its_last_metrics(harness: Harness) -> None:
-    model_id = named(harness, "mine")
+    model_id = create_named_run(harness, "mine")
     empty = harness.get(f"dashboard/runs/{model_id}").json()
     assert (empty["step"], empty["metrics"]) == (0, {})
     db = harness.services.models._db
@@ -189,11 +192,11 @@ def test_a_page_of_a_thousand_runs_is_a_page(harness: Harness) -> None:
     first = harness.model()
     with harness.services.models._db.write() as connection:
         row = dict(connection.execute(sa.select(MODELS).where(MODELS.c.model_id == first)).one()._mapping)
-        rows = [row | {"model_id": f"s:train:{number}", "created_at": float(number)} for number in range(1, 1001)]
+        rows = [row | {"model_id": f"s:train:{index}", "created_at": float(index)} for index in range(1, 1001)]
         connection.execute(MODELS.insert(), rows)
     page = harness.get("dashboard/runs?limit=50&offset=500").json()
     assert page["cursor"] == {"offset": 500, "limit": 50, "total_count": 1001}
-    assert [run["model_id"] for run in page["runs"]] == [f"s:train:{number}" for number in range(501, 451, -1)]
+    assert [run["model_id"] for run in page["runs"]] == [f"s:train:{index}" for index in range(501, 451, -1)]
 
 
 def test_a_run_is_named_and_tagged_and_found_by_both(harness: Harness) -> None:
@@ -223,10 +226,10 @@ def test_checkpoints_lead_from_run_to_run(harness: Harness) -> None:
         harness.services.audit.record("alice", "checkpoint_loaded", loaded)
 
     def lineage(name: str) -> set[tuple[str, str]]:
-        found = harness.get(f"dashboard/runs/{runs[name]}/lineage").json()["links"]
-        known = {model_id: name for name, model_id in runs.items()}
-        assert all(link["path"] == f"tinker://{link['parent']}/weights/one" for link in found)
-        return {(known[link["parent"]], known[link["child"]]) for link in found}
+        run_links = harness.get(f"dashboard/runs/{runs[name]}/lineage").json()["links"]
+        names_by_id = {model_id: name for name, model_id in runs.items()}
+        assert all(link["path"] == f"tinker://{link['parent']}/weights/one" for link in run_links)
+        return {(names_by_id[link["parent"]], names_by_id[link["child"]]) for link in run_links}
 
     assert lineage("run") == {("grandparent", "parent"), ("parent", "run"), ("run", "child")}
     assert lineage("grandparent") == set(links)
@@ -235,17 +238,17 @@ def test_checkpoints_lead_from_run_to_run(harness: Harness) -> None:
 
 def test_the_list_of_runs_has_outlines_of_their_curves(harness: Harness) -> None:
     session_id = harness.session()
-    rewarded, trained, empty = (harness.model(session_id, number) for number in range(3))
+    rewarded, trained, empty = (harness.model(session_id, model_seq_id) for model_seq_id in range(3))
     db = harness.services.models._db
     with db.write() as connection:
         for step in range(1, 101):
             for model_id in (rewarded, trained):
                 execute(connection, Curves(db).step_statement(model_id, step, {"loss_per_token": float(step)}))
     harness.services.curves.log_points(rewarded, [(step, {"reward": step / 2}) for step in range(5)])
-    found = {run["model_id"]: run["outline"] for run in harness.get("dashboard/runs?outlines=true").json()["runs"]}
-    assert found[rewarded] == {"name": "reward", "values": [0.0, 0.5, 1.0, 1.5, 2.0]}
-    assert found[trained] == {"name": "loss_per_token", "values": [float(step) for step in range(4, 101, 4)]}
-    assert found[empty] is None
+    outlines = {run["model_id"]: run["outline"] for run in harness.get("dashboard/runs?outlines=true").json()["runs"]}
+    assert outlines[rewarded] == {"name": "reward", "values": [0.0, 0.5, 1.0, 1.5, 2.0]}
+    assert outlines[trained] == {"name": "loss_per_token", "values": [float(step) for step in range(4, 101, 4)]}
+    assert outlines[empty] is None
     assert {run["outline"] for run in harness.get("dashboard/runs").json()["runs"]} == {None}
 
 
@@ -260,12 +263,12 @@ def test_the_queue_shows_what_waits_of_ones_own(harness: Harness) -> None:
     harness.ok("asample", sample_request(sampler))
     other = harness.model(key=BOB)
     harness.ok("optim_step", {"model_id": other, "seq_id": 1, "adam_params": {}}, BOB)
-    found = harness.get("dashboard/queue").json()["waiting"]
-    assert [(one["kind"], one["lane"], one["requests"]) for one in found] == [
+    groups = harness.get("dashboard/queue").json()["waiting"]
+    assert [(group["kind"], group["lane"], group["requests"]) for group in groups] == [
         ("optim_step", model_id, 2),
         ("sample", sampler, 1),
     ]
-    assert found[1]["tokens"] > 0
+    assert groups[1]["tokens"] > 0
 
 
 def test_a_step_shows_ones_own_runs_and_of_others_only_how_much(harness: Harness) -> None:
@@ -281,9 +284,9 @@ def test_a_step_shows_ones_own_runs_and_of_others_only_how_much(harness: Harness
 
 
 def test_the_machine_has_rates_of_the_last_minute_and_its_queue(harness: Harness) -> None:
-    moment = time.time()
+    now = time.time()
     shares = {"bob": {"secret:train:0": 600}}
-    steps = [RecentStep(moment - age, 2.0, 1, 0, 0, 600, shares) for age in (300.0, 38.0, 8.0)]
+    steps = [RecentStep(now - age, 2.0, 1, 0, 0, 600, shares) for age in (300.0, 38.0, 8.0)]
     harness.services.recent_steps.add(BASE, steps)
     idle = harness.get("dashboard/machine").json()
     assert idle["rates"]["training_tokens"] == pytest.approx(1200 / 40, rel=0.1)
@@ -295,19 +298,19 @@ def test_the_machine_has_rates_of_the_last_minute_and_its_queue(harness: Harness
     assert busy["requests"] == 1 and 0 <= busy["oldest_s"] < 60
     other = harness.get("dashboard/machine", BOB)
     assert other.json()["queue"]["requests"] == 0
-    seen = harness.get("dashboard/timeline").json()
-    assert [step["others_tokens"] for step in seen["steps"]] == [600, 600, 600]
-    assert [one["kind"] for one in seen["requests"]] == ["create_model"]
-    assert [one["kind"] for one in seen["waiting"]] == ["optim_step"]
+    timeline = harness.get("dashboard/timeline").json()
+    assert [step["others_tokens"] for step in timeline["steps"]] == [600, 600, 600]
+    assert [request["kind"] for request in timeline["requests"]] == ["create_model"]
+    assert [request["kind"] for request in timeline["waiting"]] == ["optim_step"]
     theirs = harness.get("dashboard/timeline?minutes=1", BOB).json()
     assert theirs["requests"] == theirs["waiting"] == theirs["steps"] == []
     assert "secret" not in harness.get("dashboard/timeline").text
 
 
 def test_the_timeline_has_snapshots_of_the_caller_and_when_others_sampled(harness: Harness) -> None:
-    moment = time.time()
-    spans = [RecentStep(moment - 5, 2.0, 0, 0, 0, 0, {"bob": {"secret:train:0": 0}})]
-    spans.append(RecentStep(moment - 1, 0.5, 0, 0, 0, 0, {"alice": {"mine:train:0": 0}}))
+    now = time.time()
+    spans = [RecentStep(now - 5, 2.0, 0, 0, 0, 0, {"bob": {"secret:train:0": 0}})]
+    spans.append(RecentStep(now - 1, 0.5, 0, 0, 0, 0, {"alice": {"mine:train:0": 0}}))
     harness.services.recent_steps.add(BASE, spans)
     rows = [(30, 20), (25, 15), (9, 8)]
     sampled = [
@@ -315,18 +318,18 @@ def test_the_timeline_has_snapshots_of_the_caller_and_when_others_sampled(harnes
         | {
             "base_model": BASE,
             "num_tokens": 1,
-            "created_at": moment - began,
-            "started_at": moment - began,
-            "ran_at": moment - ended,
-            "settled_at": moment - ended,
+            "created_at": now - begin_age,
+            "started_at": now - begin_age,
+            "ran_at": now - end_age,
+            "settled_at": now - end_age,
         }
-        for index, (began, ended) in enumerate(rows)
+        for index, (begin_age, end_age) in enumerate(rows)
     ]
     with harness.services.models._db.write() as connection:
         connection.execute(FUTURES.insert(), sampled)
-    seen = harness.get("dashboard/timeline").json()
-    assert [(one["lane"], one["ended"] - one["began"]) for one in seen["snapshots"]] == [("mine:train:0", 0.5)]
-    assert [(round(moment - one["began"]), round(moment - one["ended"])) for one in seen["others_sampling"]] == [
+    timeline = harness.get("dashboard/timeline").json()
+    assert [(span["lane"], span["ended"] - span["began"]) for span in timeline["snapshots"]] == [("mine:train:0", 0.5)]
+    assert [(round(now - span["began"]), round(now - span["ended"])) for span in timeline["others_sampling"]] == [
         (30, 15),
         (9, 8),
     ]
@@ -350,13 +353,13 @@ def test_utilisation_is_that_of_gpus_or_of_cpus_since_the_last_reading(
     assert used.read() == {"cpu": pytest.approx(0.8)}  # no time has passed
     assert Utilisation(tmp_path / "absent").read() == {"cpu": None}
     nvml = ModuleType("pynvml")
-    facts = {
+    nvml_functions = {
         "nvmlInit": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
     }
-    facts["nvmlDeviceGetUtilizationRates"] = lambda index: SimpleNamespace(gpu=(37, 100)[index])
-    for name, value in facts.items():
+    nvml_functions["nvmlDeviceGetUtilizationRates"] = lambda index: SimpleNamespace(gpu=(37, 100)[index])
+    for name, value in nvml_functions.items():
         monkeypatch.setattr(nvml, name, value, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert used.read() == {"gpus": [0.37, 1.0]}
@@ -393,8 +396,8 @@ def test_why_a_request_waits_is_said(harness: Harness) -> None:
 
 def test_an_engine_that_does_not_work_says_why(harness: Harness) -> None:
     harness.queue[BASE] = ("paused_capacity", "it is loading")
-    found = harness.get("dashboard/overview").json()["engines"][0]
-    assert (found["state"], found["reason"]) == ("paused_capacity", "it is loading")
+    engine = harness.get("dashboard/overview").json()["engines"][0]
+    assert (engine["state"], engine["reason"]) == ("paused_capacity", "it is loading")
 
 
 def test_the_overview_lists_engines_and_samplers_with_what_is_ones_own(harness: Harness) -> None:
@@ -402,17 +405,17 @@ def test_the_overview_lists_engines_and_samplers_with_what_is_ones_own(harness: 
     engines = Engines(database, "here")
     lease = engines.take(Seat(BASE, "sampler", 1), 60)
     engines.set_state(Seat(BASE, "sampler", 1), "ready")
-    gone = engines.take(Seat(BASE), 0.0)
+    silent_engine = engines.take(Seat(BASE), 0.0)
     run = harness.model()
     with database.write() as connection:
-        connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(engine_id=gone.engine_id))
+        connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(engine_id=silent_engine.engine_id))
     Futures(database).submit(NewFuture("r", "alice", "s", BASE, "sample", b"", executor=lease.engine_id))
     seats = {seat["name"]: seat for seat in harness.get("dashboard/overview").json()["seats"]}
-    assert list(seats) == [gone.engine_id, lease.engine_id]
-    shown = [(seat["kind"], seat["state"], seat["runs"], seat["waiting_requests"]) for seat in seats.values()]
-    assert shown == [("engine", "silent", 1, 0), ("sampler", "ready", 0, 1)]
-    others = harness.get("dashboard/overview", BOB).json()["seats"]
-    assert [(seat["runs"], seat["waiting_requests"]) for seat in others] == [(0, 0), (0, 0)]
+    assert list(seats) == [silent_engine.engine_id, lease.engine_id]
+    alice_seats = [(seat["kind"], seat["state"], seat["runs"], seat["waiting_requests"]) for seat in seats.values()]
+    assert alice_seats == [("engine", "silent", 1, 0), ("sampler", "ready", 0, 1)]
+    bob_seats = harness.get("dashboard/overview", BOB).json()["seats"]
+    assert [(seat["runs"], seat["waiting_requests"]) for seat in bob_seats] == [(0, 0), (0, 0)]
 
 
 # A tenant's objects.
@@ -431,12 +434,12 @@ def test_the_overview_counts_what_is_ones_own(harness: Harness) -> None:
 
 
 def test_a_session_is_active_in_every_place_until_its_client_says_farewell(harness: Harness) -> None:
-    kept, ended = harness.session(), harness.session()
-    harness.post(f"sessions/{ended}/finish", {"reason": {"type": "success"}}).raise_for_status()
+    active, finished = harness.session(), harness.session()
+    harness.post(f"sessions/{finished}/finish", {"reason": {"type": "success"}}).raise_for_status()
     counts = harness.get("dashboard/overview").json()["counts"]
     listed = harness.post("sessions/search", {"statuses": [{"type": "active"}]}).json()["sessions"]
-    census = {one.meter: one.value for one in DatabaseCounts(harness.services.models._db, "server").counts()}
-    assert [one["session_id"] for one in listed] == [kept]
+    census = {row.meter: row.value for row in DatabaseCounts(harness.services.models._db, "server").counts()}
+    assert [row["session_id"] for row in listed] == [active]
     assert (counts["active_sessions"], counts["sessions"]) == (1, 2)
     assert census["tinsmith_sessions_open"] == 1
 
@@ -445,7 +448,9 @@ def test_a_job_that_is_being_cancelled_is_not_finished(harness: Harness) -> None
     row = {"tenant_id": "alice", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "spec": {}, "sealed": True}
     row |= {"max_failed_rows": 0.0, "cleaned": False, "created_at": 0.0, "updated_at": 0.0}
     with harness.services.models._db.write() as connection:
-        connection.execute(BATCH_JOBS.insert(), [row | {"status": one} for one in ("CANCELLING", "RUNNING", "FAILED")])
+        connection.execute(
+            BATCH_JOBS.insert(), [row | {"status": status} for status in ("CANCELLING", "RUNNING", "FAILED")]
+        )
     counts = harness.get("dashboard/overview").json()["counts"]
     assert (counts["unfinished_jobs"], counts["jobs"]) == (2, 3)
 
@@ -454,17 +459,17 @@ def test_keys_and_quotas_of_the_tenant_are_shown_without_secrets(tmp_path: Path)
     harness = make_harness(tmp_path, limits=QuotaLimits(models=4, tokens_per_minute=100))
     try:
         keys = Keys(harness.services.models._db)
-        made, secret = keys.create("alice", "laptop")
-        keys.revoke(made.key_id)
+        first_key, secret = keys.create("alice", "laptop")
+        keys.revoke(first_key.key_id)
         harness.model()
         answer = harness.get("dashboard/tenant")
         assert secret not in answer.text and "digest" not in answer.text
-        found = answer.json()
-        assert (found["tenant_id"], found["takes_any_key"]) == ("alice", False)
-        mine, other = found["keys"]
-        assert mine["current"] and mine["revoked_at"] is None
+        tenant = answer.json()
+        assert (tenant["tenant_id"], tenant["takes_any_key"]) == ("alice", False)
+        current_key, other = tenant["keys"]
+        assert current_key["current"] and current_key["revoked_at"] is None
         assert (other["name"], other["current"], bool(other["revoked_at"])) == ("laptop", False, True)
-        quotas = {one["name"]: (one["limit"], one["used"]) for one in found["quotas"]}
+        quotas = {quota["name"]: (quota["limit"], quota["used"]) for quota in tenant["quotas"]}
         assert quotas["models"] == (4, 1)
         assert quotas["tokens_per_minute"] == (100, None)
         assert len(harness.get("dashboard/tenant", BOB).json()["keys"]) == 1
@@ -475,8 +480,8 @@ def test_keys_and_quotas_of_the_tenant_are_shown_without_secrets(tmp_path: Path)
 def test_without_keys_the_tenant_is_local(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, local=True)
     try:
-        found = harness.get("dashboard/tenant", "tml-any").json()
-        assert (found["tenant_id"], found["takes_any_key"], found["keys"]) == ("local", True, [])
+        tenant = harness.get("dashboard/tenant", "tml-any").json()
+        assert (tenant["tenant_id"], tenant["takes_any_key"], tenant["keys"]) == ("local", True, [])
     finally:
         close(harness)
 
@@ -491,12 +496,12 @@ def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
             execute(connection, statement)
     (listed,) = harness.get("dashboard/samples").json()["samples"]
     assert listed["request_id"] == "s:sample:0:0" and listed["answer_begins"] is None
-    found = harness.get("dashboard/samples/s:sample:0:0").json()
-    assert found["prompt"] == {"tokens": [1, 2], "pieces": None, "text": None}
-    shown = {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
+    sample_detail = harness.get("dashboard/samples/s:sample:0:0").json()
+    assert sample_detail["prompt"] == {"tokens": [1, 2], "pieces": None, "text": None}
+    sequence = {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
     unknown = dict.fromkeys(("reward", "run", "step", "advantage", "training_logprobs"))
-    assert found["sequences"] == [shown | unknown]
-    assert found["params"] == {"temperature": 0.5} and found["turns_before"] == []
+    assert sample_detail["sequences"] == [sequence | unknown]
+    assert sample_detail["params"] == {"temperature": 0.5} and sample_detail["turns_before"] == []
     assert harness.get("dashboard/samples?search=" + "x" * 201).status_code == 400
 
 
@@ -514,35 +519,38 @@ def keep_group(harness: Harness, request_id: str, prompt: list[int], answers: li
     return digests
 
 
-def found_groups(harness: Harness, query: str = "", key: str = ALICE) -> list[list[str]]:
+def read_groups(harness: Harness, query: str = "", key: str = ALICE) -> list[list[str]]:
     answer = harness.get(f"dashboard/groups{query}", key)
     assert answer.status_code == 200, answer.text
-    return [[f"{one['request_id']}/{one['number']}" for one in group["answers"]] for group in answer.json()["groups"]]
+    return [
+        [f"{group_answer['request_id']}/{group_answer['number']}" for group_answer in group["answers"]]
+        for group in answer.json()["groups"]
+    ]
 
 
 def test_answers_to_one_prompt_are_a_group_with_what_became_of_them(harness: Harness) -> None:
     first, second = keep_group(harness, "a", [1, 2], [[3], [4, 5]])
     (third,) = keep_group(harness, "b", [1, 2], [[6]])
     (other,) = keep_group(harness, "c", [9], [[3]])
-    given = {first: 0.0, second: 1.0, third: 0.5, other: 3.0, "0" * 32: 9.0}
-    body = {"rewards": [{"digest": digest, "reward": reward} for digest, reward in given.items()]}
+    rewards = {first: 0.0, second: 1.0, third: 0.5, other: 3.0, "0" * 32: 9.0}
+    body = {"rewards": [{"digest": digest, "reward": reward} for digest, reward in rewards.items()]}
     assert harness.ok("dashboard/samples/rewards", body, BOB) == {"updated": 0}
     for _ in range(2):
         assert harness.ok("dashboard/samples/rewards", body) == {"updated": 4}
     logprobs = np.array([-0.25, -0.75], np.float32)
     harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 7, 0.5, logprobs)])
     harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 8, 0.1, logprobs)])
-    assert found_groups(harness) == [["c/0"], ["b/0", "a/0", "a/1"]]
-    assert found_groups(harness, "?sort=spread") == [["b/0", "a/0", "a/1"], ["c/0"]]
-    assert found_groups(harness, "?sort=reward&order=asc&limit=1") == [["b/0", "a/0", "a/1"]]
-    assert found_groups(harness, "?least=2") == [["c/0"]] and found_groups(harness, "?most=-1") == []
-    assert found_groups(harness, "?run=r:train:0") == found_groups(harness, "?step=7") == [["b/0", "a/0", "a/1"]]
-    assert found_groups(harness, "?run=s:train:0&step=8") == [] and found_groups(harness, "?text=4+5") != []
-    assert found_groups(harness, key=BOB) == []
+    assert read_groups(harness) == [["c/0"], ["b/0", "a/0", "a/1"]]
+    assert read_groups(harness, "?sort=spread") == [["b/0", "a/0", "a/1"], ["c/0"]]
+    assert read_groups(harness, "?sort=reward&order=asc&limit=1") == [["b/0", "a/0", "a/1"]]
+    assert read_groups(harness, "?least=2") == [["c/0"]] and read_groups(harness, "?most=-1") == []
+    assert read_groups(harness, "?run=r:train:0") == read_groups(harness, "?step=7") == [["b/0", "a/0", "a/1"]]
+    assert read_groups(harness, "?run=s:train:0&step=8") == [] and read_groups(harness, "?text=4+5") != []
+    assert read_groups(harness, key=BOB) == []
     row = harness.get("dashboard/groups?step=7").json()["groups"][0]["answers"][2]
     assert (row["reward"], row["advantage"], row["run"], row["tokens"]) == (1.0, 0.5, "r:train:0", 2)
-    one = harness.get("dashboard/samples/a").json()["sequences"][1]
-    assert (one["reward"], one["step"], one["training_logprobs"]) == (1.0, 7, [-0.25, -0.75])
+    sequence = harness.get("dashboard/samples/a").json()["sequences"][1]
+    assert (sequence["reward"], sequence["step"], sequence["training_logprobs"]) == (1.0, 7, [-0.25, -0.75])
 
 
 @pytest.mark.parametrize("query", ["sort=none", "order=up", "least=x", "step=nan", "text=" + "x" * 201])
@@ -557,14 +565,14 @@ def test_rewards_that_are_none_are_refused(harness: Harness, body: object) -> No
 
 
 def test_notes_of_answers_go_with_their_samples(harness: Harness) -> None:
-    kept = harness.services.kept_samples
+    kept_samples = harness.services.kept_samples
     (digest,) = keep_group(harness, "old", [1], [[2]])
-    for number in range(10):
-        keep_group(harness, f"new{number}", [number], [[3]])
-    assert kept.set_rewards("alice", {digest: 1.0}) == 0, "its sample is not kept any more"
-    assert len(kept.notes("alice", [f"new{number}" for number in range(10)])) == 10
-    kept.sweep(1e12)
-    assert kept.notes("alice", ["new1"]) == {}
+    for index in range(10):
+        keep_group(harness, f"new{index}", [index], [[3]])
+    assert kept_samples.set_rewards("alice", {digest: 1.0}) == 0, "its sample is not kept any more"
+    assert len(kept_samples.notes("alice", [f"new{index}" for index in range(10)])) == 10
+    kept_samples.sweep(1e12)
+    assert kept_samples.notes("alice", ["new1"]) == {}
 
 
 def test_a_link_to_an_archive_leads_to_it(harness: Harness) -> None:
@@ -610,9 +618,9 @@ def test_each_file_is_sent_once_and_asked_for_again(harness: Harness) -> None:
 
 def test_the_page_names_files_that_there_are_and_nothing_of_elsewhere() -> None:
     page = (FILES / "index.html").read_text()
-    named = re.findall(r'(?:src|href)="([^"#]+)"', page)
-    assert named and all(name.startswith("/dashboard/") for name in named)
-    assert {name.removeprefix("/dashboard/") for name in named} <= set(routes.assets())
+    paths = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    assert paths and all(name.startswith("/dashboard/") for name in paths)
+    assert {name.removeprefix("/dashboard/") for name in paths} <= set(routes.assets())
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=", page), "nothing inline"
 
 

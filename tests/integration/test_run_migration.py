@@ -54,7 +54,7 @@ def as_seen_by(db: Database, lease: Lease, idle_s: float = IDLE_S) -> Ownership:
 
 def runs_of(db: Database, lease: Lease, count: int, idle_for_s: float = 1.0) -> list[str]:
     """Create runs of an engine; the first was used last."""
-    names = [f"{lease.engine_id}:train:{number}" for number in range(count)]
+    names = [f"{lease.engine_id}:train:{index}" for index in range(count)]
     for age, name in enumerate(names):
         Models(db).create(NewModel(name, "s", "alice", BASE, LoraSpec(4), engine_id=lease.engine_id))
         with db.write() as connection:
@@ -69,41 +69,43 @@ def counts(db: Database) -> list[int]:
 
 
 def test_runs_migrate_until_no_engine_has_two_fewer(db: Database) -> None:
-    one, two, three = (ready(db, index) for index in range(3))
+    giver, second, third = (ready(db, index) for index in range(3))
     ready(db, 0, "sampler")
-    runs = runs_of(db, one, 7)
-    runs_of(db, two, 1)
-    mine = as_seen_by(db, one)
-    moved: list[str] = []
-    while taker := mine.migration_target():
-        assert taker == three.engine_id if not moved else taker in (two.engine_id, three.engine_id)
-        moved.append(mine.idle_runs()[0])
-        assert mine.migrate(moved[-1], taker)
-    assert moved == runs[:4], "those that were used last"
+    runs = runs_of(db, giver, 7)
+    runs_of(db, second, 1)
+    ownership = as_seen_by(db, giver)
+    moved_runs: list[str] = []
+    while taker := ownership.migration_target():
+        assert taker == third.engine_id if not moved_runs else taker in (second.engine_id, third.engine_id)
+        moved_runs.append(ownership.idle_runs()[0])
+        assert ownership.migrate(moved_runs[-1], taker)
+    assert moved_runs == runs[:4], "those that were used last"
     assert counts(db) == [2, 3, 3]
-    assert [as_seen_by(db, lease).migration_target() for lease in (one, two, three)] == [None] * 3, "nothing comes back"
+    assert [as_seen_by(db, lease).migration_target() for lease in (giver, second, third)] == [None] * 3, (
+        "nothing comes back"
+    )
 
 
 def test_an_engine_that_has_just_joined_or_is_not_there_gets_nothing(db: Database) -> None:
-    one, two = ready(db, 0), ready(db, 1)
-    (run, *_) = runs_of(db, one, 4)
-    assert as_seen_by(db, one, 2 * LONG_S).migration_target() is None, "it joined a moment ago"
-    assert as_seen_by(db, one, 0).migration_target() is None, "it is turned off"
-    mine = as_seen_by(db, one)
-    assert mine.migration_target() == two.engine_id
+    giver, taker = ready(db, 0), ready(db, 1)
+    (run, *_) = runs_of(db, giver, 4)
+    assert as_seen_by(db, giver, 2 * LONG_S).migration_target() is None, "it joined a moment ago"
+    assert as_seen_by(db, giver, 0).migration_target() is None, "it is turned off"
+    ownership = as_seen_by(db, giver)
+    assert ownership.migration_target() == taker.engine_id
     Engines(db, "here").set_state(Seat(BASE, index=1), "loading")
-    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id)
+    assert ownership.migration_target() is None and not ownership.migrate(run, taker.engine_id)
     Engines(db, "here").release(Seat(BASE, index=1), "ready")
-    assert mine.migration_target() is None and not mine.migrate(run, two.engine_id), "the engine has ended"
+    assert ownership.migration_target() is None and not ownership.migrate(run, taker.engine_id), "the engine has ended"
     assert counts(db) == [4]
 
 
 def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
-    one, two = ready(db, 0), ready(db, 1)
-    trained, sampled, quiet, late = runs_of(db, one, 4)
+    giver, taker = ready(db, 0), ready(db, 1)
+    train_runs, sampled, quiet, late = runs_of(db, giver, 4)
     futures, samplers = Futures(db), SamplingSessions(db)
-    asked = futures.submit(
-        NewFuture(f"{trained}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=trained, seq_id=1)
+    pass_id = futures.submit(
+        NewFuture(f"{train_runs}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=train_runs, seq_id=1)
     )
     samplers.create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=sampled))
     drawn = futures.submit(
@@ -111,34 +113,34 @@ def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
     )
     with db.write() as connection:
         connection.execute(MODELS.update().where(MODELS.c.model_id == late).values(last_request_at=now() + LONG_S))
-    mine = as_seen_by(db, one)
-    assert mine.idle_runs() == [quiet]
-    assert [mine.migrate(run, two.engine_id) for run in (trained, sampled)] == [False, False]
-    futures.settle([Settlement(asked, b"{}"), Settlement(drawn, b"{}")], {})
-    assert mine.idle_runs() == [trained, sampled, quiet]
-    assert mine.migrate(sampled, two.engine_id)
-    assert not mine.migrate(sampled, two.engine_id), "it is another's"
-    assert as_seen_by(db, two).idle_runs() == [sampled]
+    ownership = as_seen_by(db, giver)
+    assert ownership.idle_runs() == [quiet]
+    assert [ownership.migrate(run, taker.engine_id) for run in (train_runs, sampled)] == [False, False]
+    futures.settle([Settlement(pass_id, b"{}"), Settlement(drawn, b"{}")], {})
+    assert ownership.idle_runs() == [train_runs, sampled, quiet]
+    assert ownership.migrate(sampled, taker.engine_id)
+    assert not ownership.migrate(sampled, taker.engine_id), "it is another's"
+    assert as_seen_by(db, taker).idle_runs() == [sampled]
 
 
 def test_missing_and_unusable_runs_are_not_migrated(db: Database) -> None:
-    one, two = ready(db, 0), ready(db, 1)
-    run, *_ = runs_of(db, one, 3)
-    mine = as_seen_by(db, one)
+    giver, taker = ready(db, 0), ready(db, 1)
+    run, *_ = runs_of(db, giver, 3)
+    ownership = as_seen_by(db, giver)
     for state in ("creating", "failed", "unloaded"):
         with db.write() as connection:
             connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(state=state))
-        assert run not in mine.idle_runs() and not mine.migrate(run, two.engine_id)
-    assert not mine.migrate("s:train:nobody", two.engine_id)
+        assert run not in ownership.idle_runs() and not ownership.migrate(run, taker.engine_id)
+    assert not ownership.migrate("s:train:nobody", taker.engine_id)
 
 
 def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, database_url: str) -> None:
-    one, two = ready(db, 0), ready(db, 1)
-    run, *_ = runs_of(db, one, 4)
-    fenced = Database(database_url, fence(one))
+    giver, taker = ready(db, 0), ready(db, 1)
+    run, *_ = runs_of(db, giver, 4)
+    fenced = Database(database_url, fence(giver))
     Engines(db, "here").take(Seat(BASE), LONG_S)
     with pytest.raises(LeaseLostError):
-        as_seen_by(fenced, one).migrate(run, two.engine_id)
+        as_seen_by(fenced, giver).migrate(run, taker.engine_id)
     fenced.close()
     assert counts(db) == [4]
 
@@ -150,22 +152,22 @@ def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Data
     assert chosen == [taker.engine_id] * 3
 
     def give(giver: Lease) -> None:
-        mine = Database(database_url)
-        ownership = as_seen_by(mine, giver)
+        database = Database(database_url)
+        ownership = as_seen_by(database, giver)
         for run in runs[giver.engine_id]:
             ownership.migrate(run, taker.engine_id)
-        mine.close()
+        database.close()
 
     threads = [threading.Thread(target=give, args=(giver,)) for giver in givers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found = counts(db)
-    assert sum(found) == 18 and max(found) - min(found) >= 0
+    run_counts = counts(db)
+    assert sum(run_counts) == 18 and max(run_counts) - min(run_counts) >= 0
     with db.read() as connection:
-        taken = Counter(connection.scalars(sa.select(MODELS.c.engine_id)))[taker.engine_id]
-    assert taken <= 5, "one that has as many as a giver gets none from it"
+        num_taken = Counter(connection.scalars(sa.select(MODELS.c.engine_id)))[taker.engine_id]
+    assert num_taken <= 5, "one that has as many as a giver gets none from it"
 
 
 # Migration by the engines.
@@ -214,16 +216,16 @@ class Pair(Bench):
             if not busy:
                 return
 
-    def owned(self, model_id: str) -> str:
+    def create_owned_run(self, model_id: str) -> str:
         self.models.create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4, 1), engine_id=self.leases[0].engine_id))
         self.submit(model_id, 0, "create_model", {})
         self.run_until_idle()
         return model_id
 
     def owner(self, model_id: str = RUN) -> int:
-        found = self.models.find(model_id)
-        assert found is not None
-        return [lease.engine_id for lease in self.leases].index(found.engine_id or "")
+        model = self.models.find(model_id)
+        assert model is not None
+        return [lease.engine_id for lease in self.leases].index(model.engine_id or "")
 
     def look(self, index: int = 0) -> None:
         """Run an engine's migration check, and wait for the snapshots that it began."""
@@ -236,36 +238,38 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     # The batching window would make the steps, and so the last bits of results, depend on this machine's speed.
     monkeypatch.setattr(queues, "MAX_HOLD_S", 0.0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_pair = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
+        yield new_pair
+        new_pair.close()
 
 
-def trained(pair: Pair, runs: list[str], move_at: int | None) -> list[bytes | None]:
+def train_runs(pair: Pair, runs: list[str], move_at: int | None) -> list[bytes | None]:
     """Train some runs for ten steps, with a pending gradient, a version and an in-flight version at one step."""
-    asked: list[str] = []
+    request_ids: list[str] = []
     published: list[str] = []
     for step in range(10):
         for run in runs:
             first = 4 * step + 1
-            asked.append(pair.train(run, first, (step + 1, 2, 3)))
+            request_ids.append(pair.train(run, first, (step + 1, 2, 3)))
             pair.run_until_idle()
             if run == runs[0]:
                 published.append(pair.publish(run, first + 1, step, "snapshot" if step % 2 else "inflight"))
                 pair.run_until_idle()
             else:
-                asked.append(pair.forward(run, first + 1))
+                request_ids.append(pair.forward(run, first + 1))
             if step == move_at and run == runs[0]:
-                moved(pair, run)
-            asked.append(pair.train(run, first + 2, (7, step, 9)))
-            asked.append(pair.submit(run, first + 3, "optim_step", {**OPTIM}))
+                move_run(pair, run)
+            request_ids.append(pair.train(run, first + 2, (7, step, 9)))
+            request_ids.append(pair.submit(run, first + 3, "optim_step", {**OPTIM}))
             pair.run_until_idle()
-        asked += [pair.sample(session, step) for session in published[-3:]]
+        request_ids += [pair.sample(session, step) for session in published[-3:]]
         pair.run_until_idle()
-    return [outcome.body for one in asked if (outcome := pair.outcome(one)) and outcome.error is None]
+    return [
+        outcome.body for request_id in request_ids if (outcome := pair.outcome(request_id)) and outcome.error is None
+    ]
 
 
-def moved(pair: Pair, run: str) -> None:
+def move_run(pair: Pair, run: str) -> None:
     pair.join()
     for _ in range(5):
         pair.look()
@@ -276,14 +280,14 @@ def moved(pair: Pair, run: str) -> None:
 
 
 def test_ten_steps_with_a_move_in_the_middle_are_ten_steps_bit_for_bit(pair: Pair, tmp_path: Path) -> None:
-    runs = [pair.owned(RUN), pair.owned(OTHER)]
-    disturbed = trained(pair, runs, move_at=5)
+    runs = [pair.create_owned_run(RUN), pair.create_owned_run(OTHER)]
+    disturbed = train_runs(pair, runs, move_at=5)
     assert (pair.owner(RUN), pair.owner(OTHER)) == (1, 0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         (tmp_path / "calm").mkdir()
         calm = type(pair)(tmp_path / "calm", Path(sockets))
-        runs = [calm.owned(RUN), calm.owned(OTHER)]
-        undisturbed = trained(calm, runs, move_at=None)
+        runs = [calm.create_owned_run(RUN), calm.create_owned_run(OTHER)]
+        undisturbed = train_runs(calm, runs, move_at=None)
         calm.close()
     assert len(undisturbed) == 10 * 7 + 27
     assert disturbed == undisturbed
@@ -292,22 +296,22 @@ def test_ten_steps_with_a_move_in_the_middle_are_ten_steps_bit_for_bit(pair: Pai
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = Pair(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_pair = Pair(tmp_path, Path(sockets))
+        yield new_pair
+        new_pair.close()
 
 
-def stepped(pair: Pair, run: str, seq_id: int) -> float:
+def count_steps_after_one_more(pair: Pair, run: str, seq_id: int) -> float:
     """Take one more optimizer step on any engine; return the run's step count."""
     pair.train(run, seq_id)
-    asked = pair.step(run, seq_id + 1)
+    request_id = pair.step(run, seq_id + 1)
     pair.run_until_idle()
-    return pair.optimizer_step(asked)
+    return pair.optimizer_step(request_id)
 
 
 def test_at_each_look_one_run_moves_and_then_none(fakes: Pair) -> None:
-    runs = [fakes.owned(f"s:train:{number}") for number in range(6)]
-    assert [stepped(fakes, run, 1) for run in runs] == [1] * 6
+    runs = [fakes.create_owned_run(f"s:train:{run_index}") for run_index in range(6)]
+    assert [count_steps_after_one_more(fakes, run, 1) for run in runs] == [1] * 6
     fakes.join()
     spread = []
     for _ in range(10):
@@ -318,17 +322,17 @@ def test_at_each_look_one_run_moves_and_then_none(fakes: Pair) -> None:
     assert spread[-3:] == [3] * 3, "then they are spread evenly, and stay"
     assert sum(fakes.backends[index].has_model(run) for index in range(2) for run in runs) == 3, "the others are files"
     for index in range(2):
-        mine = {run for run in runs if fakes.owner(run) == index}
-        assert fakes.engines[index]._snapshots._resident.keys() == (mine if index == 0 else set())
-    assert [stepped(fakes, run, 3) for run in runs] == [2] * 6
+        owned_runs = {run for run in runs if fakes.owner(run) == index}
+        assert fakes.engines[index]._snapshots._resident.keys() == (owned_runs if index == 0 else set())
+    assert [count_steps_after_one_more(fakes, run, 3) for run in runs] == [2] * 6
     Engines(fakes.db, "here").release(Seat(BASE, index=1), "lost")
     fakes.engines.pop()
-    assert [stepped(fakes, run, 5) for run in runs] == [3] * 6, "those that went and came back, too"
+    assert [count_steps_after_one_more(fakes, run, 5) for run in runs] == [3] * 6, "those that went and came back, too"
 
 
 def test_a_run_that_wakes_while_it_is_written_stays(fakes: Pair) -> None:
-    runs = [fakes.owned(RUN), fakes.owned(OTHER)]
-    assert stepped(fakes, OTHER, 1) == stepped(fakes, RUN, 1) == 1
+    runs = [fakes.create_owned_run(RUN), fakes.create_owned_run(OTHER)]
+    assert count_steps_after_one_more(fakes, OTHER, 1) == count_steps_after_one_more(fakes, RUN, 1) == 1
     fakes.join()
     fakes.look()  # the one that was used last is written
     fakes.train(RUN, 3)
@@ -336,18 +340,18 @@ def test_a_run_that_wakes_while_it_is_written_stays(fakes: Pair) -> None:
     assert [fakes.owner(run) for run in runs] == [0, 0]
     fakes.run_until_idle()
     assert fakes.owner(RUN) == 0
-    asked = fakes.step(RUN, 4)
+    request_id = fakes.step(RUN, 4)
     fakes.run_until_idle()
-    assert fakes.optimizer_step(asked) == 2
+    assert fakes.optimizer_step(request_id) == 2
 
 
 def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [fakes.owned(OTHER), fakes.owned(RUN)]
-    assert [stepped(fakes, run, 1) for run in runs] == [1, 1]
-    taken = fakes.backends[0].capture
+    runs = [fakes.create_owned_run(OTHER), fakes.create_owned_run(RUN)]
+    assert [count_steps_after_one_more(fakes, run, 1) for run in runs] == [1, 1]
+    original_capture = fakes.backends[0].capture
 
     def capture(model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        captured = taken(model_id, optimizer=optimizer, gradient=gradient)
+        captured = original_capture(model_id, optimizer=optimizer, gradient=gradient)
         return replace(captured, write=full) if model_id == RUN else captured
 
     def full(_directory: Path) -> None:
@@ -361,12 +365,12 @@ def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkey
     for _ in range(3):
         fakes.look()
     assert [fakes.owner(run) for run in runs] == [1, 0]
-    assert [stepped(fakes, run, 3) for run in runs] == [2, 2]
+    assert [count_steps_after_one_more(fakes, run, 3) for run in runs] == [2, 2]
 
 
 def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
-    fakes.owned(OTHER)
-    run = fakes.owned(RUN)
+    fakes.create_owned_run(OTHER)
+    run = fakes.create_owned_run(RUN)
     session = fakes.publish(run, 1, 0)
     fakes.run_until_idle()
     fakes.look()
@@ -376,7 +380,7 @@ def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
     assert fakes.owner(run) == 0
     fakes.look()
     assert fakes.owner(run) == 1
-    asked = fakes.sample(session)
+    request_id = fakes.sample(session)
     fakes.run_until_idle()
-    outcome = fakes.outcome(asked)
+    outcome = fakes.outcome(request_id)
     assert outcome is not None and outcome.error is None

@@ -56,10 +56,10 @@ class FaultyBench(Bench):
 
     def run(self, most_turns: int = 300) -> None:
         """Run as the engine's process does, until nothing is pending."""
-        left = iter(range(most_turns))
+        turns = iter(range(most_turns))
 
         def stopping() -> bool:
-            assert next(left, None) is not None, f"not settled: {self.pending()}"
+            assert next(turns, None) is not None, f"not settled: {self.pending()}"
             return not (self.pending() or self.engine._queues.known)
 
         try:
@@ -77,7 +77,7 @@ class FaultyBench(Bench):
         assert outcome is not None
         return outcome
 
-    def settled(self) -> dict[str, tuple[str, str | None]]:
+    def read_settled(self) -> dict[str, tuple[str, str | None]]:
         with self.db.engine.connect() as connection:
             rows = connection.execute(sa.select(FUTURES.c.request_id, FUTURES.c.state, FUTURES.c.error)).all()
         return {row.request_id: (row.state, row.error) for row in rows}
@@ -89,10 +89,10 @@ def bench(tmp_path: Path, database_kind: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(settling, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(settling, "LONGEST_PAUSE_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = FaultyBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
-        yield made
-        made.db.reset()
-        made.close()
+        new_bench = FaultyBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
+        yield new_bench
+        new_bench.db.reset()
+        new_bench.close()
 
 
 def new_model(model_id: str) -> NewModel:
@@ -105,13 +105,13 @@ def gradient(bench: Bench, request_id: str) -> float:
     return metrics["grad_norm"]
 
 
-def at_settlement(bench: FaultyBench, moment: TransactionPoint, error: BaseException | None = None) -> None:
+def at_settlement(bench: FaultyBench, point: TransactionPoint, error: BaseException | None = None) -> None:
     """The next settlement fails once, at `moment` of its transaction."""
     original = bench.futures.settle
 
     def settle(settlements: list[Settlement], applied: dict[str, int]) -> None:
         bench.futures.settle = original  # type: ignore[method-assign]
-        bench.db.fail_once(moment, error=error)
+        bench.db.fail_once(point, error=error)
         original(settlements, applied)
 
     bench.futures.settle = settle  # type: ignore[method-assign]
@@ -120,10 +120,10 @@ def at_settlement(bench: FaultyBench, moment: TransactionPoint, error: BaseExcep
 # One error at each place where an engine settles.
 
 
-@pytest.mark.parametrize("moment", WRITING)
+@pytest.mark.parametrize("point", WRITING)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_step(
-    bench: FaultyBench, packed: bool, moment: TransactionPoint
+    bench: FaultyBench, packed: bool, point: TransactionPoint
 ) -> None:
     bench.model(ONE)
     bench.model(TWO)
@@ -134,18 +134,18 @@ def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_
     step, sample = bench.step(ONE, 2), bench.sample(sampler)
     bench.engine._arrivals.fetch()
     bench.engine._sampling._admit(bench.engine._queues)  # it runs in the sampler and ends in this step
-    at_settlement(bench, moment)
+    at_settlement(bench, point)
     bench.run()
     assert bench.db.raised == 1
     assert gradient(bench, step) == 1.125, "the gradient of one pass, neither lost nor applied twice"
     assert bench.optimizer_step(step) == 1
     assert bench.end_of(sample).body is not None
-    assert {state for state, _ in bench.settled().values()} == {"done"}
+    assert {state for state, _ in bench.read_settled().values()} == {"done"}
 
 
-@pytest.mark.parametrize("moment", WRITING)
+@pytest.mark.parametrize("point", WRITING)
 def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(
-    bench: FaultyBench, moment: TransactionPoint
+    bench: FaultyBench, point: TransactionPoint
 ) -> None:
     bench.model(ONE)
     bench.train(ONE, 1)
@@ -155,16 +155,16 @@ def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(
     step, sample = bench.step(ONE, 2), bench.sample(sampler)
     bench.engine._arrivals.fetch()
     bench.engine._sampling._admit(bench.engine._queues)
-    at_settlement(bench, moment)
+    at_settlement(bench, point)
     bench.run()
     assert gradient(bench, step) == 1.125
     assert bench.end_of(sample).body is not None
 
 
-@pytest.mark.parametrize("moment", WRITING)
+@pytest.mark.parametrize("point", WRITING)
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
 def test_finished_requests_are_settled_once_without_a_restart(
-    bench: FaultyBench, kind: str, moment: TransactionPoint
+    bench: FaultyBench, kind: str, point: TransactionPoint
 ) -> None:
     if kind != "create":
         bench.model(ONE)
@@ -190,7 +190,7 @@ def test_finished_requests_are_settled_once_without_a_restart(
     if kind == "cancel":
         bench.futures.cancel("alice", request, "not wanted")
     engine = bench.engine
-    at_settlement(bench, moment)
+    at_settlement(bench, point)
     bench.run()
     assert bench.db.raised == 1 and bench.engine is engine
     outcome = bench.end_of(request)
@@ -222,36 +222,36 @@ class Workload:
     def __init__(self, bench: FaultyBench, name: str) -> None:
         self._bench = bench
         self._name = name
-        self._one, self._two, self._base = f"{name}:train:0", f"{name}:train:1", f"{name}:sample:9"
+        self._first, self._second, self._base = f"{name}:train:0", f"{name}:train:1", f"{name}:sample:9"
         self._requests: list[str] = []
         self._cancelled = ""
 
     def first_half(self) -> None:
-        bench, one, two = self._bench, self._one, self._two
-        for model_id in (one, two):
+        bench, first, second = self._bench, self._first, self._second
+        for model_id in (first, second):
             bench.models.create(new_model(model_id))
             bench.submit(model_id, 0, "create_model", {})
         bench.samplers.create(NewSamplingSession(self._base, self._name, "alice", BASE, version_id=None))
         self._requests += [
-            bench.train(one, 1, (1, 2, 3)),
-            bench.train(two, 1, (6,)),
-            bench.train(one, 2, (4, 5)),
-            bench.step(one, 3),
-            bench.step(two, 2),
+            bench.train(first, 1, (1, 2, 3)),
+            bench.train(second, 1, (6,)),
+            bench.train(first, 2, (4, 5)),
+            bench.step(first, 3),
+            bench.step(second, 2),
             bench.sample(self._base, 0),
             bench.sample(self._base, 1),
-            bench.submit(one, 4, "save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "snapshot"}),
-            bench.submit(one, 5, "save_weights", {"path": "one"}),
+            bench.submit(first, 4, "save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "snapshot"}),
+            bench.submit(first, 5, "save_weights", {"path": "one"}),
         ]
 
     def second_half(self) -> None:
-        bench, one, two = self._bench, self._one, self._two
+        bench, first, second = self._bench, self._first, self._second
         self._requests += [
             bench.sample(f"{self._name}:sample:1", 0),
-            bench.submit(one, 6, "load_weights", {"path": f"tinker://{one}/weights/one", "optimizer": True}),
-            bench.train(one, 7, (3, 3)),
-            bench.step(one, 8),
-            bench.submit(two, None, "unload_model", {"reason": "enough"}),
+            bench.submit(first, 6, "load_weights", {"path": f"tinker://{first}/weights/one", "optimizer": True}),
+            bench.train(first, 7, (3, 3)),
+            bench.step(first, 8),
+            bench.submit(second, None, "unload_model", {"reason": "enough"}),
         ]
         self._cancelled = bench.sample(self._base, 2)
         bench.futures.cancel("alice", self._cancelled, "not wanted")
@@ -260,7 +260,9 @@ class Workload:
         """The answers, and the number of writes of their effects, without this workload's name."""
         outcomes = [self._bench.outcome(request) for request in self._requests]
         name = self._name.encode()
-        found = [(one.body and one.body.replace(name, b"NAME"), one.error) for one in outcomes if one]
+        results_so_far = [
+            (outcome.body and outcome.body.replace(name, b"NAME"), outcome.error) for outcome in outcomes if outcome
+        ]
         cancelled = self._bench.outcome(self._cancelled)
         # The sample may have finished before its cancellation was read.
         assert cancelled is not None and cancelled.error in (None, "not wanted")
@@ -269,8 +271,8 @@ class Workload:
                 sa.select(sa.func.count()).where(CURVE_POINTS.c.model_id.startswith(f"{self._name}:"))
             )
             entries = connection.scalars(sa.select(AUDIT.c.details).where(AUDIT.c.tenant_id == "alice")).all()
-        own = [entry for entry in entries if entry["model_id"].startswith(f"{self._name}:")]
-        return [*found, (None, f"{points} points, {len(own)} entries")]
+        run_entries = [entry for entry in entries if entry["model_id"].startswith(f"{self._name}:")]
+        return [*results_so_far, (None, f"{points} points, {len(run_entries)} entries")]
 
 
 def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[Workload, int]:
@@ -293,24 +295,24 @@ def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[W
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("moment", ["read", *WRITING])
+@pytest.mark.parametrize("point", ["read", *WRITING])
 def test_an_error_at_any_transaction_of_an_engine_changes_no_result(
-    bench: FaultyBench, moment: TransactionPoint
+    bench: FaultyBench, point: TransactionPoint
 ) -> None:
     run_workload(bench, "warm-up")
     undisturbed, _ = run_workload(bench, "work")
     expected = undisturbed.results()
-    assert all(error is None for _, error in expected[:-1]) and bench.db.counts[moment] > 20
+    assert all(error is None for _, error in expected[:-1]) and bench.db.counts[point] > 20
     for first in range(STRIDE):
-        fails = partial(failing_every, moment, first)
+        fails = partial(failing_every, point, first)
         workload, restarts = run_workload(bench, f"work-{first}", fails)
-        assert workload.results() == expected, f"{moment}, every {STRIDE} from {first}"
-        assert restarts == 0, f"{moment}, every {STRIDE} from {first}"
-    assert not [error for _, error in bench.settled().values() if error and "UPDATE" in error]
+        assert workload.results() == expected, f"{point}, every {STRIDE} from {first}"
+        assert restarts == 0, f"{point}, every {STRIDE} from {first}"
+    assert not [error for _, error in bench.read_settled().values() if error and "UPDATE" in error]
 
 
-def failing_every(moment: TransactionPoint, first: int, at: TransactionPoint, number: int) -> BaseException | None:
-    return connection_error() if at == moment and number % STRIDE == first else None
+def failing_every(point: TransactionPoint, first: int, at: TransactionPoint, count: int) -> BaseException | None:
+    return connection_error() if at == point and count % STRIDE == first else None
 
 
 # Permanent errors, and errors outside of the database.
@@ -319,11 +321,11 @@ def failing_every(moment: TransactionPoint, first: int, at: TransactionPoint, nu
 def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
     workload = Workload(bench, "work")
     workload.first_half()
-    bench.db.reset(lambda _moment, number: connection_error() if 5 < number < 25 else None)
+    bench.db.reset(lambda _point, count: connection_error() if 5 < count < 25 else None)
     bench.run()
     bench.db.reset()
     workload.second_half()
-    bench.db.reset(lambda _moment, number: connection_error() if 5 < number < 25 else None)
+    bench.db.reset(lambda _point, count: connection_error() if 5 < count < 25 else None)
     bench.run()
     assert bench.db.raised > 10
     bench.db.reset()
@@ -362,20 +364,20 @@ def test_a_settlement_that_cannot_succeed_ends_the_engine_and_its_successor_fini
     bench.restart()
     bench.run()
     assert gradient(bench, step) == 1.125
-    assert {state for state, _ in bench.settled().values()} == {"done"}
+    assert {state for state, _ in bench.read_settled().values()} == {"done"}
 
 
 def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: FaultyBench) -> None:
     bench.model(ONE)
     trained = bench.train(ONE, 1)
-    original, told = bench.futures.settle, iter([False, False, False])
+    original, stop_answers = bench.futures.settle, iter([False, False, False])
 
     def settle(_settlements: list[Settlement], _applied: dict[str, int]) -> None:
         raise connection_error()
 
     bench.futures.settle = settle  # type: ignore[method-assign]
     with pytest.raises(IterationFailedError):
-        bench.engine.run(lambda: next(told, True))
+        bench.engine.run(lambda: next(stop_answers, True))
     bench.futures.settle = original  # type: ignore[method-assign]
     bench.restart()
     step = bench.step(ONE, 2)
@@ -386,11 +388,11 @@ def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: Fa
 def test_kept_settlements_are_not_retried_at_every_step(bench: FaultyBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settling, "FIRST_PAUSE_S", 60.0)
     sampler = bench.base_sampler()
-    samples = [bench.sample(sampler, number) for number in range(3)]
+    samples = [bench.sample(sampler, seq_id) for seq_id in range(3)]
     bench.engine._arrivals.fetch()
     bench.engine._outbox._pause_s = 60.0
     bench.engine._sampling._admit(bench.engine._queues)
-    bench.db.reset(lambda moment, _number: connection_error() if moment == "begin" else None)
+    bench.db.reset(lambda point, _count: connection_error() if point == "begin" else None)
     for _ in samples:
         bench.engine._sampling.between(0.0)
     assert bench.db.raised == 1, "a training step must not wait for a database that is away at each micro-batch"
@@ -418,8 +420,8 @@ class SamplerBench(FaultyBench):
         stores = open_stores(self.db, settings, ownership)
         self.futures = stores.futures
         executors = Executors(self.db)
-        places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, b"")
-        self.fetcher = VersionFetcher(places, self.directory / "fetched")
+        sources = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, b"")
+        self.fetcher = VersionFetcher(sources, self.directory / "fetched")
         self.engine = SamplerEngine(
             (SHAPE, ENGINE), self.backend, stores, executors, self.mailbox, self.fetcher, settings, 2**20
         )
@@ -439,39 +441,39 @@ def sampler_bench(tmp_path: Path, database_kind: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(settling, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(settling, "LONGEST_PAUSE_S", 0.01)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = SamplerBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
-        yield made
-        made.db.reset()
-        made.close()
+        new_bench = SamplerBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
+        yield new_bench
+        new_bench.db.reset()
+        new_bench.close()
 
 
-@pytest.mark.parametrize("moment", ["read", *WRITING])
+@pytest.mark.parametrize("point", ["read", *WRITING])
 def test_one_error_at_any_transaction_of_a_dedicated_sampler_changes_no_result(
-    sampler_bench: SamplerBench, moment: TransactionPoint
+    sampler_bench: SamplerBench, point: TransactionPoint
 ) -> None:
     bench = sampler_bench
 
     def work(name: str, nth: int | None) -> tuple[list[object], int]:
         base = bench.base_sampler(f"{name}:sample:0")
-        samples = [bench.sample(base, number) for number in range(2)]
+        samples = [bench.sample(base, seq_id) for seq_id in range(2)]
         unknown, cancelled = bench.sample(f"{name}:sample:1"), bench.sample(base, 2)
         bench.futures.cancel("alice", cancelled, "not wanted")
         bench.give()
         bench.db.reset()
         if nth is not None:
-            bench.db.fail_once(moment, nth)
+            bench.db.fail_once(point, nth)
         bench.run()
-        number = bench.db.counts[moment]
+        seq_id = bench.db.counts[point]
         bench.db.reset()
         outcomes = [bench.outcome(request) for request in (*samples, unknown)]
         assert bench.end_of(cancelled).error in (None, "not wanted")
-        return [(one.body, (one.error or "").replace(name, "NAME")) for one in outcomes if one], number
+        return [(outcome.body, (outcome.error or "").replace(name, "NAME")) for outcome in outcomes if outcome], seq_id
 
     work("warm-up", None)
-    expected, number = work("work", None)
-    assert number > 1
-    for nth in range(number):
-        assert work(f"work{nth:03}", nth)[0] == expected, f"{moment} {nth} of {number}"
+    expected, seq_id = work("work", None)
+    assert seq_id > 1
+    for nth in range(seq_id):
+        assert work(f"work{nth:03}", nth)[0] == expected, f"{point} {nth} of {seq_id}"
 
 
 class RefusingServer:

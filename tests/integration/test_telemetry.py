@@ -50,18 +50,18 @@ RUN = "s:train:0"
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory() as sockets:
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 def points(bench: Bench, model_id: str = RUN) -> list[Point]:
     return Curves(bench.db).points(model_id)
 
 
-def pending(kind: str, model_id: str | None = RUN, tokens: int = 3, tenant: str = "alice", number: int = 1) -> Pending:
-    request_id = f"{model_id}:{number}"
-    return Pending(number, request_id, tenant, "s", kind, "pending", model_id, None, number, tokens, 0.0)
+def pending(kind: str, model_id: str | None = RUN, tokens: int = 3, tenant: str = "alice", seq_id: int = 1) -> Pending:
+    request_id = f"{model_id}:{seq_id}"
+    return Pending(seq_id, request_id, tenant, "s", kind, "pending", model_id, None, seq_id, tokens, 0.0)
 
 
 def optim_step(rate: float = 0.5) -> OptimStep:
@@ -78,7 +78,7 @@ def test_each_optimizer_step_has_a_point_with_its_passes_metrics(bench: Bench) -
     bench.step(model, 6)
     bench.run_until_idle()
     first, second = points(bench)
-    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2)]
+    losses = [loss_of(bench, f"{model}:{seq_id}") for seq_id in (1, 2)]
     assert (first.source, first.step, second.step) == ("server", 1, 2)
     assert first.metrics["loss:sum"] == pytest.approx(sum(losses))
     assert first.metrics["tokens:sum"] == 5
@@ -100,9 +100,9 @@ def loss_of(bench: Bench, request_id: str) -> float:
 
 def test_steps_are_counted_on_after_a_restart(bench: Bench) -> None:
     model = bench.model()
-    for number in (1, 3):
-        bench.train(model, number)
-        bench.step(model, number + 1)
+    for seq_id in (1, 3):
+        bench.train(model, seq_id)
+        bench.step(model, seq_id + 1)
     bench.run_until_idle()
     bench.restart()
     bench.train(model, 5)
@@ -130,9 +130,11 @@ def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
         data = [{} for _ in range(num_data)]
         outputs.append(tinker.ForwardBackwardOutput(loss_fn_output_type="x", metrics=metrics, loss_fn_outputs=data))
     expected = combine_fwd_bwd_output_results(outputs).metrics
-    found = gathered.metrics()
-    assert found.pop("loss_per_token") == pytest.approx(expected["loss:sum"] / sum(num_data for num_data, _ in results))
-    assert found == pytest.approx({name: expected[name] for name in names})
+    gathered_metrics = gathered.metrics()
+    assert gathered_metrics.pop("loss_per_token") == pytest.approx(
+        expected["loss:sum"] / sum(num_data for num_data, _ in results)
+    )
+    assert gathered_metrics == pytest.approx({name: expected[name] for name in names})
 
 
 def pass_of(loss_fn: str, *inputs: dict[str, Array]) -> Pass:
@@ -175,8 +177,8 @@ def test_a_custom_loss_is_shared_by_data() -> None:
     gathered.add({"loss:sum": 6.0, "tokens:sum": 4.0}, 2, None)
     assert gathered.metrics() == {"loss:sum": 6.0, "tokens:sum": 4.0, "loss_per_datum": 3.0}
     gathered.add({"loss:sum": 4.0, "tokens:sum": 9.0}, 3, 8.0)
-    found = gathered.metrics()
-    assert (found["loss_per_datum"], found["loss_per_token"], found["loss:sum"]) == (3.0, 0.5, 10.0)
+    metrics = gathered.metrics()
+    assert (metrics["loss_per_datum"], metrics["loss_per_token"], metrics["loss:sum"]) == (3.0, 0.5, 10.0)
 
 
 def test_a_pass_without_any_weight_has_no_loss_per_token(bench: Bench) -> None:
@@ -197,7 +199,7 @@ def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> N
     bench.step(model, 5)
     bench.run_until_idle()
     first, second = points(bench)
-    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2, 4)]
+    losses = [loss_of(bench, f"{model}:{seq_id}") for seq_id in (1, 2, 4)]
     assert first.metrics["loss_per_token"] == pytest.approx((losses[0] + losses[1]) / 1.5)
     assert second.metrics["forward/loss_per_token"] == pytest.approx(losses[2] / 2)
 
@@ -223,9 +225,9 @@ def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_ser
                 expected.append(-float((weights * logprobs).sum()) / 3)
             else:
                 expected.append(-float((np.exp(logprobs - old) * advantages).sum()) / 2)
-        found = nano_server.get(f"training_runs/{model.model_id}/metrics").json()["points"]
-    assert [point["metrics"]["loss_per_token"] for point in found] == pytest.approx(expected, rel=1e-4)
-    assert [point["metrics"]["tokens:sum"] for point in found] == [5, 5]
+        points = nano_server.get(f"training_runs/{model.model_id}/metrics").json()["points"]
+    assert [point["metrics"]["loss_per_token"] for point in points] == pytest.approx(expected, rel=1e-4)
+    assert [point["metrics"]["tokens:sum"] for point in points] == [5, 5]
 
 
 def policy_pass(*advantages: float) -> Pass:
@@ -258,12 +260,12 @@ def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Ben
     records = Records(bench.db, 9)
     keeper, recorder = SampleRecorder(records), Recorder(BASE, records)
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
-    asked = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
-    begun = keeper.begin(pending("sample", None), session, asked)
-    assert begun is not None
+    request = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
+    recording = keeper.begin(pending("sample", None), session, request)
+    assert recording is not None
     answer = SampledSequence(np.array([3, 4, 5], np.int32), np.array([-1, -2, -3], np.float32), "stop")
     with bench.db.write() as connection:
-        for statement in keeper.record(begun, SampleResult("r", (answer,))):
+        for statement in keeper.record(recording, SampleResult("r", (answer,))):
             execute(connection, statement)
     logprobs = np.array([-9, -1.5, -2.5, -3.5], np.float32)
     recorder.record_pass(pending("forward"), policy_pass(1, 1, 1), PassResult((logprobs,), {}))
@@ -272,9 +274,9 @@ def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Ben
     assert before.model_id is None, "a forward pass trains nothing"
     recorder.record_pass(pending("forward_backward"), policy_pass(0, 1, 3), PassResult((logprobs,), {}))
     recorder.flush()
-    ((_, found),) = records.samples.notes("alice", ["None:1"]).items()
-    assert (found.model_id, found.step, found.advantage) == (RUN, 1, 2.0)
-    assert found.logprobs == [-2.5, -3.5]
+    ((_, note),) = records.samples.notes("alice", ["None:1"]).items()
+    assert (note.model_id, note.step, note.advantage) == (RUN, 1, 2.0)
+    assert note.logprobs == [-2.5, -3.5]
     _, content = records.samples.get("alice", "None:1")
     assert [(image.start, image.width, image.data) for image in content.images] == [(0, 2, "aW1n"), (1, 3, "")]
 
@@ -322,60 +324,62 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
     monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
-    most = 0
-    for number in range(1, 101):
-        metrics = {"loss:sum": float(number), "tokens:sum": 1.0}
+    max_points = 0
+    for seq_id in range(1, 101):
+        metrics = {"loss:sum": float(seq_id), "tokens:sum": 1.0}
         recorder.record_pass(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
         with bench.db.write() as connection:
             for statement in recorder.record_step(
-                pending("optim_step", number=number), optim_step(), {"norm": math.nan}
+                pending("optim_step", number=seq_id), optim_step(), {"norm": math.nan}
             ):
                 execute(connection, statement)
-        most = max(most, len(points(bench)))
-    found = points(bench)
-    assert most <= 21
-    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in found)
-    steps = [point.step for point in found]
+        max_points = max(max_points, len(points(bench)))
+    kept_points = points(bench)
+    assert max_points <= 21
+    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in kept_points)
+    steps = [point.step for point in kept_points]
     assert steps[-1] == 100 and steps[0] <= 10
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
 
 
 def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
-    one = bench.model("a:train:0", "alice")
-    two = bench.model("b:train:0", "bob")
-    bench.train(one, 1, tenant="alice")
-    bench.train(two, 1, tokens=(1, 2, 3, 4), tenant="bob")
+    alice_model = bench.model("a:train:0", "alice")
+    bob_model = bench.model("b:train:0", "bob")
+    bench.train(alice_model, 1, tenant="alice")
+    bench.train(bob_model, 1, tokens=(1, 2, 3, 4), tenant="bob")
     bench.run_until_idle()
     bench.engine._recorder.flush()
     steps = [step for _, step in RecentSteps(bench.db).newest(BASE)]
     assert len(steps) == 3, "two creations, and the passes together"
-    assert steps[0].shares == {"alice": {one: 3}, "bob": {two: 4}}
+    assert steps[0].shares == {"alice": {alice_model: 3}, "bob": {bob_model: 4}}
     assert (steps[0].num_passes, steps[0].num_tokens, steps[0].num_singles) == (2, 7, 0)
     assert steps[1].num_singles == 1 and list(steps[1].shares.values()) == [{}]
 
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
-    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MAX_NAMED_MODELS + 5)]
-    recorder.record_duration(Step(passes=tuple(many)), 0.1)
+    requests = [pending("forward", f"s:train:{index}", number=index) for index in range(telemetry.MAX_NAMED_MODELS + 5)]
+    recorder.record_duration(Step(passes=tuple(requests)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
     (shares,) = step.shares.values()
     assert len(shares) <= telemetry.MAX_NAMED_MODELS + 1
-    assert sum(shares.values()) == step.num_tokens == 3 * len(many)
+    assert sum(shares.values()) == step.num_tokens == 3 * len(requests)
 
 
 def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     model = bench.model()
     sampler = bench.publish(model, 1, 0)
     bench.run_until_idle()
-    for number in range(5):
-        bench.sample(sampler, number)
+    for seq_id in range(5):
+        bench.sample(sampler, seq_id)
     bench.run_until_idle()
-    kept = KeptSamples(bench.db)
-    found, total = kept.page("alice", 10, 0)
-    assert [one.request_id for one, _ in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3
-    sample, content = kept.get("alice", f"{sampler}:4")
+    kept_samples = KeptSamples(bench.db)
+    page, total = kept_samples.page("alice", 10, 0)
+    assert [kept_sample.request_id for kept_sample, _ in page] == [
+        f"{sampler}:{seq_id}" for seq_id in (4, 3, 2)
+    ] and total == 3
+    sample, content = kept_samples.get("alice", f"{sampler}:4")
     assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
     assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3
     (sequence,) = content.sequences
@@ -385,33 +389,33 @@ def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
 def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
     keeper = SampleRecorder(Records(bench.db, 1000))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
-    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+    request_template = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
 
-    def begun(tenant: str) -> int:
-        requests = (pending("sample", None, tenant=tenant, number=number) for number in range(200))
-        return sum(keeper.begin(request, session, asked) is not None for request in requests)
+    def count_recorded(tenant: str) -> int:
+        requests = (pending("sample", None, tenant=tenant, number=seq_id) for seq_id in range(200))
+        return sum(keeper.begin(request, session, request_template) is not None for request in requests)
 
-    assert telemetry.BURST_OF_SAMPLES <= begun("alice") < 150
-    assert begun("bob") >= telemetry.BURST_OF_SAMPLES
+    assert telemetry.BURST_OF_SAMPLES <= count_recorded("alice") < 150
+    assert count_recorded("bob") >= telemetry.BURST_OF_SAMPLES
 
 
 def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
     keeper = SampleRecorder(Records(bench.db, 0))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
-    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
-    assert keeper.begin(pending("sample", None), session, asked) is None
-    assert SampleRecorder(None).begin(pending("sample", None), session, asked) is None
+    request = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+    assert keeper.begin(pending("sample", None), session, request) is None
+    assert SampleRecorder(None).begin(pending("sample", None), session, request) is None
 
 
 def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     keeper = SampleRecorder(Records(bench.db, 9))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
     prompt = np.arange(10_000, dtype=np.int32)
-    begun = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
-    assert begun is not None
+    recording = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
+    assert recording is not None
     sequence = SampledSequence(np.arange(5000, dtype=np.int32), np.full(5000, -np.inf, np.float32), "length")
     with bench.db.write() as connection:
-        for statement in keeper.record(begun, SampleResult("r", (sequence,) * 20)):
+        for statement in keeper.record(recording, SampleResult("r", (sequence,) * 20)):
             execute(connection, statement)
         size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
     assert size is not None and len(size) < 200_000
@@ -423,12 +427,12 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
 
 
 def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    moment = [0.0]
-    monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
+    now = [0.0]
+    monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: now[0])
     keeper = SampleRecorder(Records(bench.db, 9))
-    for number in range(1000):
-        assert keeper._allowed(f"tenant-{number}")
-        moment[0] += 1.0
+    for index in range(1000):
+        assert keeper._allowed(f"tenant-{index}")
+        now[0] += 1.0
     assert len(keeper._allowances) <= WHOLE_AFTER_S + 1
     for _ in range(int(BURST_OF_SAMPLES)):
         assert keeper._allowed("tenant-0")
