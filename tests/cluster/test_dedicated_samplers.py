@@ -32,14 +32,14 @@ STEP = 0.01
 
 @pytest.fixture(scope="module", params=[SQLITE, pytest.param(POSTGRES, marks=pytest.mark.slow)])
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with start_cluster(tmp_path_factory.mktemp("samplers"), request.param) as made:
-        yield made
+    with start_cluster(tmp_path_factory.mktemp("samplers"), request.param) as new_cluster:
+        yield new_cluster
 
 
 @pytest.fixture(scope="module")
 def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
     with contextlib.ExitStack() as stack:
-        found = {
+        servers = {
             "server": stack.enter_context(cluster.process("server", "server")),
             "engine": stack.enter_context(cluster.process("engine", "engine")),
             # Memory for one version: sampling two versions evicts and fetches them in turn.
@@ -47,22 +47,22 @@ def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
             "beta": stack.enter_context(cluster.process("beta", "sampler")),
         }
         cluster.await_ready("engine", *SAMPLERS)
-        yield found
+        yield servers
 
 
 @pytest.fixture
 def client(cluster: Cluster, processes: dict[str, LiveServer]) -> Iterator[RawClient]:
     cluster.await_ready("engine", *SAMPLERS)  # processes that an earlier test killed
     cluster.wait(lambda: cluster.engines()["engine"].address)
-    made = connect(processes["server"])
-    yield made
-    made.http.close()
+    raw_client = connect(processes["server"])
+    yield raw_client
+    raw_client.http.close()
 
 
-def send(client: RawClient, sampler: str, number: int, prompt: Sequence[int], seed: int = 7) -> str:
+def send(client: RawClient, sampler: str, seq_id: int, prompt: Sequence[int], seed: int = 7) -> str:
     body = {
         "sampling_session_id": sampler,
-        "seq_id": number,
+        "seq_id": seq_id,
         "num_samples": 2,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
         "sampling_params": {"max_tokens": 5, "seed": seed},
@@ -75,7 +75,7 @@ def tokens_of(client: RawClient, request_id: str) -> list[list[int]]:
     return [sequence.tokens_T.tolist() for sequence in result.sequences]
 
 
-def expected(weight: float, prompt: Sequence[int], seed: int = 7) -> list[list[int]]:
+def expected_tokens(weight: float, prompt: Sequence[int], seed: int = 7) -> list[list[int]]:
     """Return the result of an engine's own sampler."""
     sampler = FakeSampler(ModelShape(BASE, "", 512, 2048, "fake"), {"v": weight})
     sampler.submit(Sample("r", "v", np.array(prompt, np.int32), 2, SamplingParams(max_tokens=5, seed=seed)))
@@ -116,8 +116,8 @@ class Run:
 
 def executors(cluster: Cluster, request_ids: Sequence[str]) -> list[str | None]:
     names = {row.engine_id: name for name, row in cluster.engines().items()}
-    found = dict(cluster.rows("request_id, executor", "futures"))
-    return [names.get(found[request_id] or "") for request_id in request_ids]
+    executor_ids = dict(cluster.rows("request_id, executor", "futures"))
+    return [names.get(executor_ids[request_id] or "") for request_id in request_ids]
 
 
 def crash_in(cluster: Cluster) -> str:
@@ -128,16 +128,16 @@ def crash_in(cluster: Cluster) -> str:
 
 def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
-    prompts = [[number, number + 1] for number in range(30)]
-    ids = [send(client, sampler, number, prompt) for number, prompt in enumerate(prompts)]
-    assert [tokens_of(client, request_id) for request_id in ids] == [expected(0.0, prompt) for prompt in prompts]
+    prompts = [[index, index + 1] for index in range(30)]
+    ids = [send(client, sampler, index, prompt) for index, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected_tokens(0.0, prompt) for prompt in prompts]
     assert set(executors(cluster, ids)) == set(SAMPLERS)
 
 
 def test_turns_of_a_conversation_go_to_one_sampler(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
     prompt = list(range(1, 80))
-    ids = [send(client, sampler, number, [*prompt, *[number] * 40 * number]) for number in range(2)]
+    ids = [send(client, sampler, index, [*prompt, *[index] * 40 * index]) for index in range(2)]
     ids += [send(client, sampler, 2, [*prompt, *[1] * 40, *[2] * 40]), send(client, sampler, 3, prompt)]
     for request_id in ids:
         client.result(request_id)
@@ -145,21 +145,23 @@ def test_turns_of_a_conversation_go_to_one_sampler(cluster: Cluster, client: Raw
 
 
 def test_every_answer_is_of_its_own_version(cluster: Cluster, client: RawClient) -> None:
-    run, sent = Run(client), []
+    run, requests = Run(client), []
     for _ in range(6):
         run.step()
         sampler, weight = run.publish()
-        for number in range(3):
-            prompt = [run.number, number]
-            sent.append((send(client, sampler, number, prompt), weight, prompt))
-    for request_id, weight, prompt in sent:
-        assert tokens_of(client, request_id) == expected(weight, prompt)
-    assert set(executors(cluster, [request_id for request_id, *_ in sent])) <= set(SAMPLERS)
+        for index in range(3):
+            prompt = [run.number, index]
+            requests.append((send(client, sampler, index, prompt), weight, prompt))
+    for request_id, weight, prompt in requests:
+        assert tokens_of(client, request_id) == expected_tokens(weight, prompt)
+    assert set(executors(cluster, [request_id for request_id, *_ in requests])) <= set(SAMPLERS)
     first = f"{run.session_id}:sample:1"
     prompt = [50, 51]
-    again = [send(client, first, 10 + number, [*prompt, number]) for number in range(6)]
-    for number, request_id in enumerate(again):
-        assert tokens_of(client, request_id) == expected(-STEP, [*prompt, number]), "an old version is loaded again"
+    again = [send(client, first, 10 + index, [*prompt, index]) for index in range(6)]
+    for index, request_id in enumerate(again):
+        assert tokens_of(client, request_id) == expected_tokens(-STEP, [*prompt, index]), (
+            "an old version is loaded again"
+        )
     assert "goes to the engines" not in cluster.log()
 
 
@@ -169,26 +171,30 @@ def test_a_checkpoint_that_was_overwritten_is_not_served_any_more(client: RawCli
     path = run.save("newest")
     body = {"session_id": run.session_id, "sampling_session_seq_id": 90, "model_path": path}
     sampler = client.ok("create_sampling_session", body)["sampling_session_id"]
-    prompts = [[60, number] for number in range(6)]
-    ids = [send(client, sampler, number, prompt) for number, prompt in enumerate(prompts)]
-    assert [tokens_of(client, request_id) for request_id in ids] == [expected(-STEP, prompt) for prompt in prompts]
+    prompts = [[60, index] for index in range(6)]
+    ids = [send(client, sampler, index, prompt) for index, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [
+        expected_tokens(-STEP, prompt) for prompt in prompts
+    ]
     run.step()
     assert run.save("newest") == path
-    ids = [send(client, sampler, 10 + number, prompt) for number, prompt in enumerate(prompts)]
-    assert [tokens_of(client, request_id) for request_id in ids] == [expected(-2 * STEP, prompt) for prompt in prompts]
+    ids = [send(client, sampler, 10 + index, prompt) for index, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [
+        expected_tokens(-2 * STEP, prompt) for prompt in prompts
+    ]
 
 
 def test_an_inflight_version_is_sampled_by_its_engine_which_alone_knows_the_newest(
     cluster: Cluster, client: RawClient
 ) -> None:
     run = Run(client)
-    for number in (1, 2):
+    for step_index in (1, 2):
         run.step()
-        body = {"model_id": run.model_id, "seq_id": run.next(), "sampling_session_seq_id": number}
-        made = client.ok("save_weights_for_sampler", body | {"kind": "inflight"})["request_id"]
-        sampler = client.result(made).json()["sampling_session_id"]
+        body = {"model_id": run.model_id, "seq_id": run.next(), "sampling_session_seq_id": step_index}
+        request = client.ok("save_weights_for_sampler", body | {"kind": "inflight"})["request_id"]
+        sampler = client.result(request).json()["sampling_session_id"]
         request_id = send(client, sampler, 0, [70])
-        assert tokens_of(client, request_id) == expected(-STEP * number, [70])
+        assert tokens_of(client, request_id) == expected_tokens(-STEP * step_index, [70])
         assert executors(cluster, [request_id]) == [None]
 
 
@@ -213,8 +219,8 @@ def test_operators_have_a_sampler_sleep_and_wake_over_http(cluster: Cluster, cli
     }[kind]
     outside = {"SAMPLER": kind, "SAMPLER_SHARES_DEVICE": "true"}
     root = "operator/samplers"
-    others = [cluster.engines()[name].engine_id for name in SAMPLERS]
-    for other in others:
+    other_ids = [cluster.engines()[name].engine_id for name in SAMPLERS]
+    for other in other_ids:
         assert client.http.post(f"{root}/{other}/drain").json()["state"] == "draining"
     with (
         external_engines.running(kind, fake),
@@ -222,31 +228,33 @@ def test_operators_have_a_sampler_sleep_and_wake_over_http(cluster: Cluster, cli
     ):
         cluster.await_ready(kind)
         name = cluster.engines()[kind].engine_id
-        numbers = itertools.count()
+        seq_ids = itertools.count()
 
-        def shown() -> dict:
+        def status() -> dict:
             return client.http.get(f"{root}/{name}").json()
 
-        def sampled_by() -> str | None:
-            client.result(request_id := send(client, version, next(numbers), [7]))
+        def sampler_name() -> str | None:
+            client.result(request_id := send(client, version, next(seq_ids), [7]))
             return executors(cluster, [request_id])[0]
 
         run = Run(client)
         run.step()
         version, _ = run.publish()
-        cluster.wait(lambda: sampled_by() == kind)
-        cluster.wait(lambda: [each["version"] for each in shown()["versions"]] == [version])
-        assert shown()["address"] == fake.url and shown()["engine"].lower() == kind and shown()["versions"][0]["bytes"]
+        cluster.wait(lambda: sampler_name() == kind)
+        cluster.wait(lambda: [version_row["version"] for version_row in status()["versions"]] == [version])
+        assert (
+            status()["address"] == fake.url and status()["engine"].lower() == kind and status()["versions"][0]["bytes"]
+        )
         assert client.http.post(f"{root}/{name}/sleep").json()["state"] == "sleeping"
-        cluster.wait(lambda: shown()["state"] == "asleep")
+        cluster.wait(lambda: status()["state"] == "asleep")
         assert fake.paths()[-1] == release
-        cluster.wait(lambda: sampled_by() is None)
+        cluster.wait(lambda: sampler_name() is None)
         assert fake.paths()[-1] == release
         assert client.http.post(f"{root}/{name}/wake").json()["state"] == "waking"
-        cluster.wait(lambda: shown()["state"] == "ready")
+        cluster.wait(lambda: status()["state"] == "ready")
         assert fake.paths()[-1] == resume
-        cluster.wait(lambda: sampled_by() == kind)
-    for other in others:
+        cluster.wait(lambda: sampler_name() == kind)
+    for other in other_ids:
         refused = client.http.post(f"{root}/{other}/sleep")
         assert refused.status_code == 400 and "own sampler has no sleep mode" in refused.json()["detail"]
         assert client.http.post(f"{root}/{other}/wake").json()["state"] == "ready"
@@ -258,12 +266,12 @@ def test_a_sampler_that_is_lost_loses_nothing(cluster: Cluster, client: RawClien
     run = Run(client)
     run.step()
     sampler, weight = run.publish()
-    prompts = [[number % 500, 3] for number in range(120)]
+    prompts = [[index % 500, 3] for index in range(120)]
     ids = []
     pid = cluster.engines()["alpha"].pid
-    for number, prompt in enumerate(prompts):
-        ids.append(send(client, sampler, number, prompt))
-        if number == 60:
+    for index, prompt in enumerate(prompts):
+        ids.append(send(client, sampler, index, prompt))
+        if index == 60:
             if how == "killed":
                 os.kill(pid, signal.SIGKILL)
             elif how == "frozen":
@@ -271,11 +279,11 @@ def test_a_sampler_that_is_lost_loses_nothing(cluster: Cluster, client: RawClien
             else:
                 os.kill(pid, signal.SIGTERM)
     try:
-        found = [tokens_of(client, request_id) for request_id in ids]
+        answers = [tokens_of(client, request_id) for request_id in ids]
     finally:
         if how == "frozen":
             os.kill(pid, signal.SIGCONT)
-    assert found == [expected(weight, prompt) for prompt in prompts]
+    assert answers == [expected_tokens(weight, prompt) for prompt in prompts]
     assert cluster.rows("count(*)", f"future_results WHERE request_id LIKE '{sampler}:%'") == [(len(ids),)]
     cluster.wait(lambda: (row := cluster.engines()["alpha"]).pid != pid and row.state == "ready")
     assert crash_in(cluster) == ""
@@ -287,15 +295,15 @@ def test_without_any_sampler_the_engine_samples(cluster: Cluster, processes: dic
     run = Run(client)
     run.step()
     sampler, weight = run.publish()
-    ids = [send(client, sampler, number, [number]) for number in range(10)]
+    ids = [send(client, sampler, index, [index]) for index in range(10)]
     for name in SAMPLERS:
         # The supervisor dies first, so that the sampler's death is not announced.
         pid = cluster.engines()[name].pid
         processes[name].process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    ids += [send(client, sampler, number, [number]) for number in range(10, 20)]
-    assert [tokens_of(client, request_id) for request_id in ids] == [expected(weight, [n]) for n in range(20)]
+    ids += [send(client, sampler, index, [index]) for index in range(10, 20)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected_tokens(weight, [n]) for n in range(20)]
     client.http.close()
 
 
@@ -332,9 +340,9 @@ def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp
         chat = {"model": BASE, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
         headers = {"authorization": f"Bearer {API_KEY}"}
         url = f"{server.url}/v1/chat/completions"
-        whole = httpx.post(url, json=chat | {"temperature": 0}, headers=headers, timeout=60).json()
+        completion = httpx.post(url, json=chat | {"temperature": 0}, headers=headers, timeout=60).json()
         text = httpx.post(url, json=chat | {"temperature": 0, "stream": True}, headers=headers, timeout=60).text
         parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
-        told = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
-        assert told == whole["choices"][0]["message"]["content"] != ""
+        streamed_text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+        assert streamed_text == completion["choices"][0]["message"]["content"] != ""
         assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") == 5

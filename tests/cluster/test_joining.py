@@ -47,8 +47,8 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with contextlib.closing(Listener("127.0.0.1", 0, KEY)) as made:
-        yield made
+    with contextlib.closing(Listener("127.0.0.1", 0, KEY)) as new_listener:
+        yield new_listener
 
 
 def connect(listener: Listener) -> socket.socket:
@@ -58,9 +58,9 @@ def connect(listener: Listener) -> socket.socket:
 def joins(listener: Listener) -> None:
     """A rank with the key still joins."""
     link = join(listener.address, KEY, OWN, PATIENCE_S)
-    ((found,),) = listener.gather(1, 1, VERSION, cuda=False)
-    found.send(b"hello")
-    assert link.receive(PATIENCE_S) == b"hello" and found.peer == "127.0.0.1"
+    ((links,),) = listener.gather(1, 1, VERSION, cuda=False)
+    links.send(b"hello")
+    assert link.receive(PATIENCE_S) == b"hello" and links.peer == "127.0.0.1"
     link.close()
 
 
@@ -80,13 +80,15 @@ def test_garbage_is_refused_and_decoded_by_nobody(
     decode = joining.decode
     monkeypatch.setattr(joining, "decode", lambda data: decoded.append(data) or decode(data))
     with connect(listener) as stranger:
-        told = stranger.recv(48, socket.MSG_WAITALL)
+        received = stranger.recv(48, socket.MSG_WAITALL)
         with contextlib.suppress(OSError):  # the engine may close before it has read everything
             stranger.sendall(answer)
             stranger.shutdown(socket.SHUT_WR)
             while part := stranger.recv(4096):
-                told += part
-    assert told.startswith(joining.GREETING) and len(told) in (48, 80) and not told[48:].strip(b"\0"), "and no proof"
+                received += part
+    assert received.startswith(joining.GREETING) and len(received) in (48, 80) and not received[48:].strip(b"\0"), (
+        "and no proof"
+    )
     assert not decoded
     joins(listener)
 
@@ -142,11 +144,11 @@ def test_a_rank_refuses_an_engine_without_the_key() -> None:
         with pytest.raises(SettingsError, match="another signing secret"):
             join(address, KEY, OWN, 0.0)
         thread.join(PATIENCE_S)
-        assert [len(each) for each in heard] == [80, 0]
+        assert [len(message) for message in heard] == [80, 0]
 
 
 @pytest.mark.parametrize(
-    ("given", "cuda", "reason"),
+    ("introduction", "cuda", "reason"),
     [
         (replace(OWN, version="0 with torch 0"), False, "this rank runs Tinsmith 0 with torch 0, but the engine runs"),
         (replace(OWN, of=2), False, "--ranks is 2, but this engine has 1 ranks"),
@@ -154,11 +156,11 @@ def test_a_rank_refuses_an_engine_without_the_key() -> None:
     ],
 )
 def test_a_rank_that_does_not_suit_the_engine_is_told_why(
-    listener: Listener, given: Introduction, cuda: bool, reason: str
+    listener: Listener, introduction: Introduction, cuda: bool, reason: str
 ) -> None:
     with ThreadPoolExecutor(1) as engine:
         gathered = engine.submit(listener.gather, 1, 1, VERSION, cuda=cuda)
-        link = join(listener.address, KEY, given, PATIENCE_S)
+        link = join(listener.address, KEY, introduction, PATIENCE_S)
         with pytest.raises(SettingsError, match=reason):
             joining.told(link.receive(PATIENCE_S))
         other = join(listener.address, KEY, replace(OWN, machine="m2", gpus=1), PATIENCE_S)
@@ -179,18 +181,18 @@ def test_a_rank_that_joins_too_late_is_let_go(listener: Listener) -> None:
 
 def test_an_engine_waits_for_whole_machines(listener: Listener) -> None:
     """A machine that left is forgotten, and one that is not needed is let go."""
-    found: list[list[list[Link]]] = []
-    thread = threading.Thread(target=lambda: found.append(listener.gather(1, 2, VERSION, cuda=False)))
+    gathered: list[list[list[Link]]] = []
+    thread = threading.Thread(target=lambda: gathered.append(listener.gather(1, 2, VERSION, cuda=False)))
     thread.start()
-    left = join(listener.address, KEY, replace(OWN, of=2), PATIENCE_S)
+    left_link = join(listener.address, KEY, replace(OWN, of=2), PATIENCE_S)
     half = join(listener.address, KEY, replace(OWN, machine="half", of=2), PATIENCE_S)
-    left.close()
-    whole = [join(listener.address, KEY, Introduction("m3", "", index, 2, 0, VERSION), 60.0) for index in (1, 0)]
+    left_link.close()
+    links = [join(listener.address, KEY, Introduction("m3", "", index, 2, 0, VERSION), 60.0) for index in (1, 0)]
     thread.join(PATIENCE_S)
-    (((first, second),),) = found
+    (((first, second),),) = gathered
     first.send(b"0")
     second.send(b"1")
-    assert [link.receive(PATIENCE_S) for link in whole] == [b"1", b"0"]
+    assert [link.receive(PATIENCE_S) for link in links] == [b"1", b"0"]
     with pytest.raises(EOFError):
         half.receive(PATIENCE_S)
 
@@ -201,12 +203,15 @@ def test_nobody_listens() -> None:
     for address in ("here", "here:", ":1", "here:99999"):
         with pytest.raises(SettingsError, match="must be HOST:PORT"):
             join(address, KEY, OWN, 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingsError, match="TINSMITH_RANK_PORT"):
-        Listener("127.0.0.1", taken.getsockname()[1], KEY)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as busy_socket,
+        pytest.raises(SettingsError, match="TINSMITH_RANK_PORT"),
+    ):
+        Listener("127.0.0.1", busy_socket.getsockname()[1], KEY)
 
 
 @pytest.mark.parametrize(
-    ("given", "kind", "reason"),
+    ("changes", "kind", "reason"),
     [
         ({"data_parallel": 3}, "engine", "3 devices are not equally many on each of 2 machines"),
         ({"tensor_parallel": 2, "context_parallel": 1}, "engine", "tensor parallel 2 does not divide the 1 devices"),
@@ -216,10 +221,10 @@ def test_nobody_listens() -> None:
     ],
 )
 def test_engines_that_cannot_have_several_machines_are_refused(
-    given: dict[str, object], kind: str, reason: str
+    changes: dict[str, object], kind: str, reason: str
 ) -> None:
     with pytest.raises(SettingsError, match=reason):
-        check_machines(Settings.model_validate({"machines": 2, **given}), kind)
+        check_machines(Settings.model_validate({"machines": 2, **changes}), kind)
 
 
 @contextlib.contextmanager
@@ -249,23 +254,23 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
             2, device="cpu", timeout_s=60.0, on_lost=lambda _: lost.set(), machines=Machines(2, host, port, KEY)
         )
         try:
-            one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-            many = ranked.load(shape, group, Degrees(2, shard_base=True))
-            for backend in (one, many):
+            single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+            sharded = ranked.load(shape, group, Degrees(2, shard_base=True))
+            for backend in (single, sharded):
                 ranked.create(backend)
-            ranked.train_both(one, many, 2, seed=3)
-            many.capture("m1", optimizer=True).write(tmp_path / "saved")
-            many.load("m1", ranked.SPECS[1], tmp_path / "saved", optimizer=True)
-            ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(1), 1, [9, 11])])
-            ranked.publish(many)
-            many.save_version("v1", tmp_path / "version")
-            many.load_version("again", tmp_path / "version")
-            ranked.sample_both(one, many)
+            ranked.train_both(single, sharded, 2, seed=3)
+            sharded.capture("m1", optimizer=True).write(tmp_path / "saved")
+            sharded.load("m1", ranked.SPECS[1], tmp_path / "saved", optimizer=True)
+            ranked.agree_on(single, sharded, [ranked.pass_of(np.random.default_rng(1), 1, [9, 11])])
+            ranked.publish(sharded)
+            sharded.save_version("v1", tmp_path / "version")
+            sharded.load_version("again", tmp_path / "version")
+            ranked.sample_both(single, sharded)
             (rank,) = _ranks_of(os.getpid())
             os.kill(rank, signal.SIGKILL)
             assert lost.wait(PATIENCE_S), "without a call"
             with pytest.raises(RanksLostError):
-                run_to_end(many.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])]))
+                run_to_end(sharded.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])]))
         finally:
             group.close()
 
@@ -299,13 +304,13 @@ def test_base_models_that_differ_between_machines_are_refused(tmp_path: Path, fi
 def test_a_run_outlives_the_loss_of_a_machine_without_ray(tmp_path: Path) -> None:
     """`tinsmith serve --machines 2` and `tinsmith rank`, whose process is killed between steps."""
     port = free_port()
-    given = {"RANK_PORT": str(port), "SIGNING_SECRET": SECRET, "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+    settings = {"RANK_PORT": str(port), "SIGNING_SECRET": SECRET, "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
     command = [sys.executable, "-m", "tinsmith.cli", "rank", "--join", f"127.0.0.1:{port}", "--ranks", "1"]
-    there = environment(tmp_path / "there", given)
-    with subprocess.Popen([*command, "--data-dir", str(tmp_path / "there")], env=there) as other:
+    other_environment = environment(tmp_path / "there", settings)
+    with subprocess.Popen([*command, "--data-dir", str(tmp_path / "there")], env=other_environment) as other:
         try:
             with (
-                serving(tmp_path / "here", "--machines", "2", "--data-parallel", "2", settings=given) as server,
+                serving(tmp_path / "here", "--machines", "2", "--data-parallel", "2", settings=settings) as server,
                 tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
             ):
                 undisturbed = _train(service, lambda: None)
@@ -321,12 +326,12 @@ def test_a_run_outlives_the_loss_of_a_machine_without_ray(tmp_path: Path) -> Non
 def _train(service: tinker.ServiceClient, disturb: Callable[[], None]) -> list[float]:
     model = service.create_lora_training_client("tinsmith/nano", rank=4, seed=1).result(timeout=240)
     data = random_data(np.random.default_rng(0), (12, 30, 7), 200)
-    found: list[float] = []
+    losses: list[float] = []
     for step in range(6):
         passed = model.forward_backward(data, "cross_entropy")
         stepped = model.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-6))
-        found.append(passed.result(timeout=240).metrics["loss:sum"])
+        losses.append(passed.result(timeout=240).metrics["loss:sum"])
         stepped.result(timeout=240)
         if step == 2:
             disturb()
-    return found
+    return losses

@@ -43,11 +43,11 @@ pytestmark = [
 ]
 
 
-def filled_in(objects: list[Object], values: Mapping[str, str]) -> list[Object]:
+def fill_in(objects: list[Object], values: Mapping[str, str]) -> list[Object]:
     """With what docs/howto/kubernetes.md tells its reader to set."""
-    for each in objects:
-        if each["kind"] in ("ConfigMap", "Secret"):
-            data = each["stringData" if each["kind"] == "Secret" else "data"]
+    for manifest in objects:
+        if manifest["kind"] in ("ConfigMap", "Secret"):
+            data = manifest["stringData" if manifest["kind"] == "Secret" else "data"]
             data |= {name: value for name, value in values.items() if name in data}
     assert "CHANGE-ME" not in json.dumps(objects)
     return objects
@@ -55,8 +55,8 @@ def filled_in(objects: list[Object], values: Mapping[str, str]) -> list[Object]:
 
 @pytest.fixture(scope="module")
 def bucket_() -> Iterator[Bucket]:
-    with bucket() as made:
-        yield made
+    with bucket() as new_bucket:
+        yield new_bucket
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, bucket_: Bucket) -> Iterat
         "AWS_SECRET_ACCESS_KEY": "secret",
     }
     added = {"AWS_ENDPOINT_URL": bucket_.client.meta.endpoint_url, "TINSMITH_BATCH_TENANTS": '["research"]'}
-    with running(directory, image(DEPLOY / "container/Dockerfile.cpu"), extra=added) as made:
-        made.apply(filled_in(documents(KUBERNETES / "base/secret.example.yaml"), values))
-        made.apply(filled_in(render_kustomization(KUBERNETES / "base"), values))
-        yield made
+    with running(directory, image(DEPLOY / "container/Dockerfile.cpu"), extra=added) as new_cluster:
+        new_cluster.apply(fill_in(documents(KUBERNETES / "base/secret.example.yaml"), values))
+        new_cluster.apply(fill_in(render_kustomization(KUBERNETES / "base"), values))
+        yield new_cluster
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +83,17 @@ def key(cluster: Cluster) -> str:
     servers = cluster.workloads["server"].pods
     cluster.wait(lambda: all(pod.exits for pod in servers), "servers without a key do not listen")
     assert all("create a key" in pod.log and not pod.ready for pod in servers)
-    made = cluster.job(documents(KUBERNETES / "first-key.yaml"))
-    assert made.exits == [0], made.log
+    job_pod = cluster.job(documents(KUBERNETES / "first-key.yaml"))
+    assert job_pod.exits == [0], job_pod.log
     cluster.await_ready(*cluster.workloads)
-    (found,) = re.findall(r"^tml-\S+$", made.log, re.M)
-    return found
+    (api_key,) = re.findall(r"^tml-\S+$", job_pod.log, re.M)
+    return api_key
 
 
 @pytest.fixture
 def service(cluster: Cluster, key: str) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=cluster.services["tinsmith"].url, api_key=key) as made:
-        yield made
+    with tinker.ServiceClient(base_url=cluster.services["tinsmith"].url, api_key=key) as client:
+        yield client
 
 
 def metric(pod: Pod, port: str, name: str, kind: str) -> float:
@@ -114,7 +114,7 @@ def test_the_sdk_trains_and_samples_through_the_service(cluster: Cluster, servic
     params = types.SamplingParams(max_tokens=6, temperature=1.0, stop=[])
     sequences = sampler.sample(PROMPT, 2, params).result().sequences
     assert [len(sequence.tokens) for sequence in sequences] == [6, 6]
-    assert len([name for name, taken in cluster.services["tinsmith"].connection_counts.items() if taken]) == 2
+    assert len([name for name, count in cluster.services["tinsmith"].connection_counts.items() if count]) == 2
     (dedicated,) = cluster.workloads["sampler"].pods
     assert metric(dedicated, "health", "tinsmith_engine_tokens_total", kind="sampled") >= 12, (
         "the dedicated sampler drew them"
@@ -135,7 +135,7 @@ def test_a_rolling_restart_of_everything_loses_nothing(
     before = [pod for workload in cluster.workloads.values() for pod in workload.current]
     model = service.create_lora_training_client(NANO, rank=4).result()
     sampler = model.save_weights_and_get_sampling_client().result()
-    rows = [{"text": f"row {number}"} for number in range(200)]
+    rows = [{"text": f"row {index}"} for index in range(200)]
     job = batch.from_items(rows).map(
         slowly,
         fn_kwargs={"mark": "!"},
@@ -147,31 +147,31 @@ def test_a_rolling_restart_of_everything_loses_nothing(
     over = threading.Event()
 
     def trains() -> int:
-        taken = 0
+        num_done = 0
         while not over.is_set():
             model.forward_backward([DATUM], "cross_entropy").result()
-            taken += 1
-            assert model.optim_step(ADAM).result().metrics["step"] == taken
-        return taken
+            num_done += 1
+            assert model.optim_step(ADAM).result().metrics["step"] == num_done
+        return num_done
 
     def samples() -> int:
-        taken = 0
+        num_done = 0
         while not over.is_set():
             params = types.SamplingParams(max_tokens=4, stop=[])
-            taken += len(sampler.sample(PROMPT, 1, params).result().sequences)
-        return taken
+            num_done += len(sampler.sample(PROMPT, 1, params).result().sequences)
+        return num_done
 
     def asks() -> int:
         """New connections without a second try, as of a client that has no retries."""
-        taken = 0
+        num_done = 0
         while not over.is_set():
             assert httpx.get(f"{service_url}/healthz", timeout=10).status_code == 200
-            taken += 1
+            num_done += 1
             time.sleep(0.02)
-        return taken
+        return num_done
 
     with ThreadPoolExecutor() as threads:
-        working = [threads.submit(work) for work in (trains, samples, asks)]
+        working = [threads.submit(task) for task in (trains, samples, asks)]
         try:
             for name in ("engine", "sampler", "batch-worker", "server"):
                 cluster.restart(name)
@@ -183,16 +183,16 @@ def test_a_rolling_restart_of_everything_loses_nothing(
     for pod in before:
         assert pod.exits[-1] == 0 and not pod.killed and not pod.alive, f"{pod.name} {pod.exits}\n{pod.log[-2000:]}"
     assert job.wait()["status"] == "SUCCEEDED"
-    found = [json.loads(line)["loud"] for line in bucket_.get("loud.jsonl").splitlines()]
-    assert found == [f"ROW {number}!" for number in range(200)]
+    outputs = [json.loads(line)["loud"] for line in bucket_.get("loud.jsonl").splitlines()]
+    assert outputs == [f"ROW {index}!" for index in range(200)]
 
 
 def test_the_services_of_compose_train_and_go_on_after_a_restart(tmp_path: Path, bucket_: Bucket) -> None:
     built = image(DEPLOY / "container/Dockerfile.cpu")
-    given = dict(
+    variables = dict(
         line.split("=", 1) for line in (DEPLOY / "compose/env.example").read_text().splitlines() if "=" in line
     )
-    given |= {
+    variables |= {
         "POSTGRES_PASSWORD": "word",
         "STORE_PASSWORD": "password",
         "TINSMITH_SIGNING_SECRET": "0123456789abcdef" * 2,
@@ -202,8 +202,8 @@ def test_the_services_of_compose_train_and_go_on_after_a_restart(tmp_path: Path,
         "http://store:9000": bucket_.client.meta.endpoint_url,
     }
     bucket_.client.create_bucket(Bucket="tinsmith")  # as the service `bucket` does
-    workloads = workloads_of_compose(DEPLOY / "compose/compose.yaml", given, built.health)
-    (server,) = (each for each in workloads if each["metadata"]["name"] == "server")
+    workloads = workloads_of_compose(DEPLOY / "compose/compose.yaml", variables, built.health)
+    (server,) = (workload for workload in workloads if workload["metadata"]["name"] == "server")
     first = copy.deepcopy(server) | {"kind": "Job", "metadata": {"name": "run"}}
     pod = first["spec"]["template"]["spec"]
     pod["restartPolicy"] = "Never"

@@ -126,11 +126,11 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 @pytest.mark.parametrize("degrees", FOUR.values(), ids=FOUR)
 def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, deep: ModelShape, degrees: Degrees) -> None:
     shape = deep if degrees.pipeline > 1 else shape
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, degrees)
-    ranked.train_both(one, many, 10)
-    ranked.sample_both(one, many)
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, degrees)
+    ranked.train_both(single, sharded, 10)
+    ranked.sample_both(single, sharded)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -141,18 +141,20 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
         with pytest.raises(SettingsError, match="transformers has no plan for 'gpt_oss'"):
             ranked.load(shape, ranks, degrees)
         return
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, degrees, recompute="on" if degrees.experts == 2 else "off")
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, degrees, recompute="on" if degrees.experts == 2 else "off")
     if degrees == SPREAD["ep2-pp2"] and name == "gpt_oss":
         planned = base_bytes(read_directory(Path(shape.path)), dtype="float32", quantize="off", experts=2, stages=2)
-        assert many.own._base.num_bytes == pytest.approx(planned, rel=0.1)
-    ranked.train_both(one, many, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
-    ranked.agree_on(one, many, [ranked.pass_of(np.random.default_rng(9), 1, [1])])  # other data ranks have no rows
-    ranked.sample_both(one, many)
-    many.capture("m0", optimizer=True).write(tmp_path / "many")
-    one.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
-    one.capture("m0", optimizer=True).write(tmp_path / "one")
+        assert sharded.own._base.num_bytes == pytest.approx(planned, rel=0.1)
+    ranked.train_both(single, sharded, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
+    ranked.agree_on(
+        single, sharded, [ranked.pass_of(np.random.default_rng(9), 1, [1])]
+    )  # other data ranks have no rows
+    ranked.sample_both(single, sharded)
+    sharded.capture("m0", optimizer=True).write(tmp_path / "many")
+    single.load("m0", ranked.SPECS[0], tmp_path / "many", optimizer=True)
+    single.capture("m0", optimizer=True).write(tmp_path / "one")
     for path in (tmp_path / "many").iterdir():
         assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes(), path.name
 
@@ -162,17 +164,17 @@ def test_a_checkpoint_of_stages_has_the_same_bytes(
     ranks: Group, deep: ModelShape, tmp_path: Path, degrees: Degrees
 ) -> None:
     """With recomputed activations; saved with the optimizer's state, and loaded by the stages again."""
-    one = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(deep, ranks, degrees, recompute="on")
-    ranked.train_both(one, many, 2)
-    many.capture("m1", optimizer=True).write(tmp_path / "many")
-    one.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
-    one.capture("m1", optimizer=True).write(tmp_path / "one")
+    single = TorchBackend(deep, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(deep, ranks, degrees, recompute="on")
+    ranked.train_both(single, sharded, 2)
+    sharded.capture("m1", optimizer=True).write(tmp_path / "many")
+    single.load("m1", ranked.SPECS[1], tmp_path / "many", optimizer=True)
+    single.capture("m1", optimizer=True).write(tmp_path / "one")
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "many" / path.name).read_bytes(), path.name
-    many.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
-    ranked.train_both(one, many, 1, seed=1)
+    sharded.load("m1", ranked.SPECS[1], tmp_path / "one", optimizer=True)
+    ranked.train_both(single, sharded, 1, seed=1)
 
 
 @pytest.mark.parametrize("name", ["pp4", "dp2-pp2", "ep2-pp2"])
@@ -184,40 +186,40 @@ def test_samples_and_dropped_steps_between_micro_batches_meet_no_message(
     """
     spread = name in SPREAD
     shape = tiny_models.make(tmp_path, "gpt_oss") if spread else deep
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, (FOUR | SPREAD)[name], recompute="on" if spread else "off")
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, (FOUR | SPREAD)[name], recompute="on" if spread else "off")
     many_lengths = [40, 33, 38, 21, 40, 37, 9]
     lengths = ([200] if spread else many_lengths, many_lengths)
     passes = [ranked.pass_of(np.random.default_rng(model), model, lengths[model]) for model in (0, 1)]
     if spread:
         passes.append(ranked.pass_of(np.random.default_rng(2), 2, [5], forward_only=True))
-    for backend in (one, many):
+    for backend in (single, sharded):
         ranked.publish(backend)
         for sample in ranked.samples():
             backend.sampler.submit(sample)
-    expected = ranked.finish(one)
+    expected = ranked.finish(single)
     for dropped_at in (1, 2):
-        steps = many.run_passes(passes)
+        steps = sharded.run_passes(passes)
         for _ in range(dropped_at):
             next(steps)
         steps.close()
-    found: dict[str, SampleResult] = {}
+    results: dict[str, SampleResult] = {}
 
     def between() -> None:
-        found.update(
-            (request_id, result) for request_id, result in many.sampler.step() if isinstance(result, SampleResult)
+        results.update(
+            (request_id, result) for request_id, result in sharded.sampler.step() if isinstance(result, SampleResult)
         )
 
-    run_to_end(many.run_passes(passes), between)
-    run_to_end(one.run_passes(passes))
+    run_to_end(sharded.run_passes(passes), between)
+    run_to_end(single.run_passes(passes))
     for model in (0, 1):
-        theirs, ours = ranked.gradient(one, model), ranked.gradient(many, model)
+        theirs, ours = ranked.gradient(single, model), ranked.gradient(sharded, model)
         assert theirs is not None and ours is not None and ranked.relative_error(ours, theirs) < ranked.TOLERANCE
-    found |= ranked.finish(many)
+    results |= ranked.finish(sharded)
     for request_id, result in expected.items():
         tokens = [sequence.tokens_T.tolist() for sequence in result.sequences]
-        assert [sequence.tokens_T.tolist() for sequence in found[request_id].sequences] == tokens
+        assert [sequence.tokens_T.tolist() for sequence in results[request_id].sequences] == tokens
 
 
 LONG = 4096
@@ -243,13 +245,13 @@ def test_a_long_sequence_over_context_ranks_is_that_of_one_process(
 ) -> None:
     arch, overrides = ATTENTION[name]
     shape = tiny_models.make(tmp_path, arch, max_position_embeddings=2 * LONG, **overrides)
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=2 * LONG)
-    ranked.create(one)
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=2 * LONG)
+    ranked.create(single)
     recompute = {2: "off", 4: "on"}[degrees.context]
-    many = ranked.load(shape, ranks, degrees, max_tokens_per_microbatch=str(2 * LONG), recompute=recompute)
+    sharded = ranked.load(shape, ranks, degrees, max_tokens_per_microbatch=str(2 * LONG), recompute=recompute)
     rng = np.random.default_rng(0)
-    ranked.agree_on(one, many, [ranked.pass_of(rng, 0, [LONG])])
-    ranked.agree_on(one, many, [ranked.pass_of(rng, 1, [1])])  # most ranks have only padding
+    ranked.agree_on(single, sharded, [ranked.pass_of(rng, 0, [LONG])])
+    ranked.agree_on(single, sharded, [ranked.pass_of(rng, 1, [1])])  # most ranks have only padding
     ragged = [
         ranked.pass_of(rng, 0, [1500, 7, 3], "gspo"),
         ranked.pass_of(rng, 1, [1301, 299], "ppo"),
@@ -257,8 +259,8 @@ def test_a_long_sequence_over_context_ranks_is_that_of_one_process(
         ranked.pass_of(rng, 3, [600, 2], "cross_entropy"),
         ranked.pass_of(rng, 0, [31], forward_only=True),
     ]
-    ranked.agree_on(one, many, ragged)
-    ranked.step_both(one, many)
+    ranked.agree_on(single, sharded, ragged)
+    ranked.step_both(single, sharded)
 
 
 STATES = {"qwen3_next": FOUR["cp4"], "falcon_h1": FOUR["cp4"], "lfm2": FOUR["cp4"], "minimax": FOUR["cp4"],
@@ -269,25 +271,30 @@ STATES = {"qwen3_next": FOUR["cp4"], "falcon_h1": FOUR["cp4"], "lfm2": FOUR["cp4
 @pytest.mark.parametrize("name", STATES)
 def test_states_continue_over_four_ranks(ranks: Group, tmp_path: Path, name: str) -> None:
     """Sequences that end at, within and beyond a rank's rows, with tenants that come and go in between."""
-    shape, degrees = families.make(tmp_path, next(one for one in FAMILIES if one.model_type == name)), STATES[name]
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
-    ranked.create(one)
+    shape, degrees = (
+        families.make(tmp_path, next(single for single in FAMILIES if single.model_type == name)),
+        STATES[name],
+    )
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
+    ranked.create(single)
     recompute = "on" if degrees.data == 1 else "off"
-    many = ranked.load(shape, ranks, degrees, max_tokens_per_microbatch="64", recompute=recompute)
+    sharded = ranked.load(shape, ranks, degrees, max_tokens_per_microbatch="64", recompute=recompute)
     rng = np.random.default_rng(0)
     for lengths in ([100], [1], [2, 3], [8, 8, 8, 8], [13, 1, 24, 2], [70, 2, 1, 30, 9]):
-        ranked.agree_on(one, many, [ranked.pass_of(rng, number % 3, [n]) for number, n in enumerate(lengths)])
-    ranked.agree_on(one, many, [ranked.pass_of(rng, 1, [51, 30]), ranked.pass_of(rng, 0, [37], forward_only=True)])
-    ranked.step_both(one, many)
+        ranked.agree_on(single, sharded, [ranked.pass_of(rng, index % 3, [n]) for index, n in enumerate(lengths)])
+    ranked.agree_on(
+        single, sharded, [ranked.pass_of(rng, 1, [51, 30]), ranked.pass_of(rng, 0, [37], forward_only=True)]
+    )
+    ranked.step_both(single, sharded)
 
 
 @on_two
 def test_a_quantised_base_is_whole_on_context_ranks(ranks: Group, shape: ModelShape) -> None:
     pytest.importorskip("bitsandbytes")
-    one = TorchBackend(shape, device="cpu", quantize="int8", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, TWO["cp2"], quantize="int8")
-    ranked.train_both(one, many, 2)
+    single = TorchBackend(shape, device="cpu", quantize="int8", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, TWO["cp2"], quantize="int8")
+    ranked.train_both(single, sharded, 2)
 
 
 @pytest.mark.parametrize("name", ["dp4", "dp2-tp2", "cp4", "pp4"])
@@ -305,17 +312,17 @@ def test_spread_experts_in_bfloat16_are_as_near_as_their_rounding(ranks: Group, 
 
 
 def near_in_bfloat16(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
-    one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, degrees, dtype="bfloat16")
+    single = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, degrees, dtype="bfloat16")
     rng = np.random.default_rng(0)
     for model in (0, 1):
         passes = [ranked.pass_of(rng, model, [9, 17, 30])]
-        (theirs,), (ours,) = run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes))
+        (theirs,), (ours,) = run_to_end(single.run_passes(passes)), run_to_end(sharded.run_passes(passes))
         assert not isinstance(theirs, Exception) and not isinstance(ours, Exception)
-        for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
-            assert np.abs(found - expected).max() < 0.3
-        expected_P, found_P = ranked.gradient(one, model), ranked.gradient(many, model)
+        for expected, actual in zip(theirs.logprobs, ours.logprobs, strict=True):
+            assert np.abs(actual - expected).max() < 0.3
+        expected_P, found_P = ranked.gradient(single, model), ranked.gradient(sharded, model)
         assert expected_P is not None and found_P is not None and ranked.relative_error(found_P, expected_P) < 0.05
 
 
@@ -348,14 +355,14 @@ def test_every_family_is_divided_exactly_or_refused(
         with pytest.raises(SettingsError, match=UNDIVIDED[family.model_type]):
             ranked.load(shape, ranks, degrees)
         return
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-    ranked.create(one)
-    many = ranked.load(shape, ranks, degrees)
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(single)
+    sharded = ranked.load(shape, ranks, degrees)
     # AdamW turns the rounding of one of its experts' smallest gradients into whole steps, with any degrees. Chunks of
     # Qwen3-Next's delta rule that begin elsewhere round differently, also in one process.
     rounds = family.model_type == "lfm2_moe" or (degrees.context > 1 and family.model_type == "qwen3_next")
-    ranked.train_both(one, many, 1 if rounds else 3)
-    ranked.sample_both(one, many)
+    ranked.train_both(single, sharded, 1 if rounds else 3)
+    ranked.sample_both(single, sharded)
 
 
 @with_its_own
@@ -395,19 +402,19 @@ def test_the_sdk_trains_and_samples_on_two_ranks_also_after_a_death(tmp_path: Pa
             model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
             losses = [_step(model) for _ in range(4)]
             assert losses[-1] < losses[0]
-            others = _others(server.engine_pids())
-            assert len(others) == 1
-            os.kill(others[0], signal.SIGKILL)
+            other_pids = _other_pids(server.engine_pids())
+            assert len(other_pids) == 1
+            os.kill(other_pids[0], signal.SIGKILL)
             losses += [_step(model) for _ in range(4)]
-            assert losses[-1] < losses[3] and _others(server.engine_pids()) != others
+            assert losses[-1] < losses[3] and _other_pids(server.engine_pids()) != other_pids
             sampler = model.save_weights_and_get_sampling_client().result()
             prompt = types.ModelInput.from_ints([1, 2, 3, 4])
-            asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
-            assert all(len(answer.result().sequences) == 2 for answer in asked)
+            answers = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
+            assert all(len(answer.result().sequences) == 2 for answer in answers)
     with serving(tmp_path / "alone", settings={"DEVICE": "cpu"}) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            alone = service.create_lora_training_client("tinsmith/nano", rank=8, seed=0).result()
-            assert abs(_step(alone) - losses[0]) < 1.0
+            lone_run = service.create_lora_training_client("tinsmith/nano", rank=8, seed=0).result()
+            assert abs(_step(lone_run) - losses[0]) < 1.0
 
 
 def test_the_sdk_trains_and_samples_a_mixture_whose_experts_are_spread(tmp_path: Path) -> None:
@@ -418,14 +425,14 @@ def test_the_sdk_trains_and_samples_a_mixture_whose_experts_are_spread(tmp_path:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client("tiny/mixture", rank=8).result()
             losses = [_step(model) for _ in range(4)]
-            others = _others(server.engine_pids())
-            os.kill(others[0], signal.SIGKILL)
+            other_pids = _other_pids(server.engine_pids())
+            os.kill(other_pids[0], signal.SIGKILL)
             losses += [_step(model) for _ in range(4)]
-            assert losses[0] > losses[3] > losses[-1] and len(others) == 1
+            assert losses[0] > losses[3] > losses[-1] and len(other_pids) == 1
             sampler = model.save_weights_and_get_sampling_client().result()
             prompt = types.ModelInput.from_ints([1, 2, 3, 4])
-            asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
-            assert all(len(answer.result().sequences) == 2 for answer in asked)
+            answers = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
+            assert all(len(answer.result().sequences) == 2 for answer in answers)
 
 
 def _step(model: tinker.TrainingClient) -> float:
@@ -437,15 +444,15 @@ def _step(model: tinker.TrainingClient) -> float:
     return loss
 
 
-def _others(engines: list[int]) -> list[int]:
+def _other_pids(engines: list[int]) -> list[int]:
     """The engines' child processes, which are their other ranks."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        found = []
+        pids = []
         for pid in engines:
             path = Path(f"/proc/{pid}/task/{pid}/children")
-            found += [int(child) for child in path.read_text().split()] if path.exists() else []
-        if found:
-            return found
+            pids += [int(child) for child in path.read_text().split()] if path.exists() else []
+        if pids:
+            return pids
         time.sleep(0.2)
     raise AssertionError("no engine has other ranks")

@@ -66,7 +66,7 @@ DEGREES = {
 }
 
 
-class Lost:
+class LostRanks:
     """Return the group's message about lost ranks."""
 
     def __init__(self) -> None:
@@ -77,16 +77,16 @@ class Lost:
 
 
 @pytest.fixture(scope="module")
-def lost() -> Lost:
-    return Lost()
+def lost_ranks() -> LostRanks:
+    return LostRanks()
 
 
 @pytest.fixture(scope="module")
-def group(lost: Lost) -> Iterator[Group]:
-    group = Group(2, device="cpu", timeout_s=240.0, on_lost=lost)
+def group(lost_ranks: LostRanks) -> Iterator[Group]:
+    group = Group(2, device="cpu", timeout_s=240.0, on_lost=lost_ranks)
     yield group
     group.close()
-    assert not lost.reasons
+    assert not lost_ranks.reasons
 
 
 @pytest.fixture(scope="module")
@@ -111,88 +111,88 @@ def mixture_oracle(mixture: ModelShape) -> TorchBackend:
 
 
 @pytest.fixture(scope="module", params=DEGREES)
-def many(request: pytest.FixtureRequest, shape: ModelShape, mixture: ModelShape, group: Group) -> ShardedBackend:
+def sharded(request: pytest.FixtureRequest, shape: ModelShape, mixture: ModelShape, group: Group) -> ShardedBackend:
     degrees = DEGREES[request.param]
     return load(mixture if degrees.experts > 1 else shape, group, degrees, offload="on")  # of a CPU, too
 
 
 @pytest.fixture
-def one(oracle: TorchBackend, mixture_oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
+def single(oracle: TorchBackend, mixture_oracle: TorchBackend, sharded: ShardedBackend) -> TorchBackend:
     """Both begin with fresh adapters."""
-    one = mixture_oracle if many.own.ranks.degrees.experts > 1 else oracle
-    create(one)
-    create(many)
-    return one
+    single = mixture_oracle if sharded.own.ranks.degrees.experts > 1 else oracle
+    create(single)
+    create(sharded)
+    return single
 
 
-def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
-    train_both(one, many, 10)
+def test_ten_steps_of_every_loss_are_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
+    train_both(single, sharded, 10)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_numbers_of_a_broken_adapter_stay_its_own(one: TorchBackend, many: ShardedBackend, broken: int) -> None:
+def test_numbers_of_a_broken_adapter_stay_its_own(single: TorchBackend, sharded: ShardedBackend, broken: int) -> None:
     """Its rows, the first or not of the micro-batch, have no finite logits; the other adapters' are unchanged."""
     rng = np.random.default_rng(5)
     passes = [pass_of(rng, model, (5, 9), "importance_sampling") for model in range(len(SPECS))]
-    found = []
-    for backend in (one, many):
+    logprobs_by_backend = []
+    for backend in (single, sharded):
         run_to_end(backend.run_passes(passes[broken : broken + 1]))
         backend.optim_step([OptimStep("o", f"m{broken}", AdamParams(1e38))])
         outcomes = run_to_end(backend.run_passes(passes))
         assert all(isinstance(outcome, PassResult) for outcome in outcomes)
-        found.append([outcome.logprobs for outcome in outcomes if isinstance(outcome, PassResult)])
-    for model, (expected, actual) in enumerate(zip(*found, strict=True)):
+        logprobs_by_backend.append([outcome.logprobs for outcome in outcomes if isinstance(outcome, PassResult)])
+    for model, (expected, actual) in enumerate(zip(*logprobs_by_backend, strict=True)):
         if model == broken:
             assert not np.isfinite(np.concatenate([*expected, *actual])).any()
             continue
         np.testing.assert_allclose(np.concatenate(actual), np.concatenate(expected), atol=1e-4)
-        theirs, ours = gradient(one, model), gradient(many, model)
+        theirs, ours = gradient(single, model), gradient(sharded, model)
         assert theirs is not None and ours is not None and relative_error(ours, theirs) < 1e-4
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
     """Those that collectives of this process send from now on; see the next test."""
-    sent: list[float] = []
+    sizes: list[float] = []
 
     def count(name: str, num_bytes: Callable[..., float]) -> None:
         collective = getattr(dist, name)
 
-        def counted(*tensors: Any, group: dist.ProcessGroup, **more: Any) -> object:  # noqa: ANN401
-            given = [*tensors, *(value for value in more.values() if isinstance(value, torch.Tensor))]
-            if given[-1].is_floating_point():
-                sent.append(num_bytes(*given, dist.get_world_size(group)))
-            return collective(*tensors, group=group, **more)
+        def collect_and_count(*tensors: Any, group: dist.ProcessGroup, **options: Any) -> object:  # noqa: ANN401
+            tensor_args = [*tensors, *(value for value in options.values() if isinstance(value, torch.Tensor))]
+            if tensor_args[-1].is_floating_point():
+                sizes.append(num_bytes(*tensor_args, dist.get_world_size(group)))
+            return collective(*tensors, group=group, **options)
 
-        monkeypatch.setattr(dist, name, counted)
+        monkeypatch.setattr(dist, name, collect_and_count)
 
     count("isend", lambda x, _ranks: x.nbytes)
     count("all_reduce", lambda x, ranks: all_reduce_bytes(x.nbytes, ranks))
     count("all_gather", lambda parts, _, ranks: all_gather_bytes(sum(part.nbytes for part in parts), ranks))
     count("all_to_all_single", lambda x, y, ranks: all_gather_bytes((x if len(x) == own_pairs else y).nbytes, ranks))
     count("all_gather_single", lambda output, _, ranks: all_gather_bytes(output.nbytes, ranks))  # FSDP's
-    return sent
+    return sizes
 
 
-def test_the_plan_counts_the_bytes_that_a_step_sends(many: ShardedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_counts_the_bytes_that_a_step_sends(sharded: ShardedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is in this process: the bytes given to its collectives, but for the agreements about plain values. Of an
     exchange with experts, a rank's own tokens count, on their way there or back: how many of others it gets is chance.
     """
-    sent = count_bytes(monkeypatch, own_pairs=2 * 24)
-    many.create_model("counted", LoraSpec(4))
+    sizes = count_bytes(monkeypatch, own_pairs=2 * 24)
+    sharded.create_model("counted", LoraSpec(4))
     tokens = np.arange(24, dtype=np.int32)
     inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(24, np.float32)}
     data = (Datum(tokens, inputs), Datum(tokens[::-1].copy(), inputs))
-    (result,) = run_to_end(many.run_passes([Pass("r", "counted", data, "cross_entropy", {}, False)]))
-    many.unload_model("counted")
+    (result,) = run_to_end(sharded.run_passes([Pass("r", "counted", data, "cross_entropy", {}, False)]))
+    sharded.unload_model("counted")
     assert isinstance(result, PassResult)
-    degrees = many.own.ranks.degrees
-    wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-    work = StepShare(rows=48 // degrees.groups, recompute=False)
-    model = read_directory(Path(many.own._base.shape.path))
-    expected = traffic(model, wanted, degrees, work)
-    assert sum(sent) == pytest.approx(sum(expected), rel=0.01)
+    degrees = sharded.own.ranks.degrees
+    workload = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
+    step_share = StepShare(rows=48 // degrees.groups, recompute=False)
+    model = read_directory(Path(sharded.own._base.shape.path))
+    expected = traffic(model, workload, degrees, step_share)
+    assert sum(sizes) == pytest.approx(sum(expected), rel=0.01)
     # The number of collectives matters where each is slow: the estimate leaves out some of the smallest.
-    assert 0.5 < sum(calls(model, degrees, work)) / len(sent) <= 1.5
+    assert 0.5 < sum(calls(model, degrees, step_share)) / len(sizes) <= 1.5
 
 
 def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
@@ -201,11 +201,11 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
     """The test simulates two devices: the planner chooses degrees, and ranks started through the settings train."""
     worlds: list[int] = []
 
-    def started(world: int, **_options: object) -> Group:
+    def record_world(world: int, **_options: object) -> Group:
         worlds.append(world)
         return group
 
-    monkeypatch.setattr(distributed, "Group", started)
+    monkeypatch.setattr(distributed, "Group", record_world)
     monkeypatch.setattr(engine_main, "_free_bytes", lambda _settings: [8 * 2**30] * 2)
     settings = engine_main.choose_degrees(Settings(device="cpu", dtype="float32"), shape, "engine")
     engine_main.check_fit(settings, shape)
@@ -220,9 +220,9 @@ def test_ranks_start_with_the_degrees_that_an_engine_has_chosen(
 def test_an_engine_spreads_experts_by_its_settings(
     mixture: ModelShape, group: Group, mixture_oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "Group", lambda *_given, **_options: group)
-    given = Settings(device="cpu", dtype="float32", data_parallel=2, expert_parallel=2)
-    settings = engine_main.choose_degrees(given, mixture, "engine")
+    monkeypatch.setattr(distributed, "Group", lambda *_arguments, **_options: group)
+    requested = Settings(device="cpu", dtype="float32", data_parallel=2, expert_parallel=2)
+    settings = engine_main.choose_degrees(requested, mixture, "engine")
     engine_main.check_fit(settings, mixture)
     backend = engine_main.open_backend(settings, mixture, "here", engine_main._options(settings))
     atexit.unregister(group.close)
@@ -231,48 +231,50 @@ def test_an_engine_spreads_experts_by_its_settings(
     create(backend)
     agree_on(mixture_oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
     with pytest.raises(SettingsError, match="expert parallel 4 does not divide the 2 devices"):
-        engine_main.check_fit(given.model_copy(update={"expert_parallel": 4}), mixture)
+        engine_main.check_fit(requested.model_copy(update={"expert_parallel": 4}), mixture)
 
 
-def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
+def test_fewer_sequences_than_ranks(single: TorchBackend, sharded: ShardedBackend) -> None:
     """No rank waits for another if one has no sequences, or if ranks have adapters of different layers."""
     rng = np.random.default_rng(1)
     for model in range(len(SPECS)):
-        agree_on(one, many, [pass_of(rng, model, [7])])
-    agree_on(one, many, [pass_of(rng, 3, [30]), pass_of(rng, 0, [31])])
-    agree_on(one, many, [pass_of(rng, 1, [5, 6, 7], forward_only=True)])
-    step_both(one, many)
-    assert relative_error(weights(many, 0), weights(one, 0)) < 1e-4
+        agree_on(single, sharded, [pass_of(rng, model, [7])])
+    agree_on(single, sharded, [pass_of(rng, 3, [30]), pass_of(rng, 0, [31])])
+    agree_on(single, sharded, [pass_of(rng, 1, [5, 6, 7], forward_only=True)])
+    step_both(single, sharded)
+    assert relative_error(weights(sharded, 0), weights(single, 0)) < 1e-4
 
 
-def test_answers_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
-    train_both(one, many, 1, seed=5)
-    sample_both(one, many)
+def test_answers_are_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
+    train_both(single, sharded, 1, seed=5)
+    sample_both(single, sharded)
 
 
-def test_samples_are_drawn_between_micro_batches(one: TorchBackend, many: ShardedBackend) -> None:
+def test_samples_are_drawn_between_micro_batches(single: TorchBackend, sharded: ShardedBackend) -> None:
     rng = np.random.default_rng(2)
     passes = [pass_of(rng, 0, [40] * 6)]
-    for backend in (one, many):
+    for backend in (single, sharded):
         publish(backend)
         for sample in samples():
             backend.sampler.submit(sample)
     steps: list[int] = []
 
     def between() -> None:
-        steps.append(len(many.sampler.step()))
+        steps.append(len(sharded.sampler.step()))
 
-    (expected,), (found,) = run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes), between)
-    assert steps and isinstance(expected, PassResult) and isinstance(found, PassResult)
-    assert abs(found.metrics["loss:sum"] - expected.metrics["loss:sum"]) < 1e-3
-    answers = finish(one)
-    for request_id, result in finish(many).items():
+    (expected,), (actual,) = run_to_end(single.run_passes(passes)), run_to_end(sharded.run_passes(passes), between)
+    assert steps and isinstance(expected, PassResult) and isinstance(actual, PassResult)
+    assert abs(actual.metrics["loss:sum"] - expected.metrics["loss:sum"]) < 1e-3
+    answers = finish(single)
+    for request_id, result in finish(sharded).items():
         assert [s.tokens_T.tolist() for s in result.sequences] == [
             s.tokens_T.tolist() for s in answers[request_id].sequences
         ]
 
 
-def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: TorchBackend, many: ShardedBackend) -> None:
+def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(
+    single: TorchBackend, sharded: ShardedBackend
+) -> None:
     rng = np.random.default_rng(6)
     passes = [pass_of(rng, 0, [40] * 6)]
 
@@ -280,41 +282,41 @@ def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: Torch
         raise LookupError("the engine has to stop")
 
     with pytest.raises(LookupError, match="has to stop"):
-        run_to_end(many.run_passes(passes), between)
-    assert gradient(many, 0) is None
-    agree_on(one, many, passes)
+        run_to_end(sharded.run_passes(passes), between)
+    assert gradient(sharded, 0) is None
+    agree_on(single, sharded, passes)
 
 
-def test_tokens_are_streamed_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
+def test_tokens_are_streamed_as_they_are_drawn(single: TorchBackend, sharded: ShardedBackend) -> None:
     (sample,) = (sample for sample in samples() if sample.stream)
-    publish(many)
-    many.sampler.partials()
-    many.sampler.submit(sample)
-    told: dict[int, list[int]] = {}
+    publish(sharded)
+    sharded.sampler.partials()
+    sharded.sampler.submit(sample)
+    streamed: dict[int, list[int]] = {}
     result = None
-    while many.sampler.has_work:
-        for _, outcome in many.sampler.step():
+    while sharded.sampler.has_work:
+        for _, outcome in sharded.sampler.step():
             result = outcome
-        for partial in many.sampler.partials():
-            told.setdefault(partial.index, []).extend(partial.tokens)
-        assert many.sampler.cache_use().max_blocks > 0
+        for partial in sharded.sampler.partials():
+            streamed.setdefault(partial.index, []).extend(partial.tokens)
+        assert sharded.sampler.cache_use().max_blocks > 0
     assert result is not None and not isinstance(result, UserError)
-    assert told == {index: sequence.tokens_T.tolist() for index, sequence in enumerate(result.sequences)}
+    assert streamed == {index: sequence.tokens_T.tolist() for index, sequence in enumerate(result.sequences)}
 
 
-def test_a_cancelled_sample_is_gone_from_its_ranks(one: TorchBackend, many: ShardedBackend) -> None:
+def test_a_cancelled_sample_is_gone_from_its_ranks(single: TorchBackend, sharded: ShardedBackend) -> None:
     base_only = [sample for sample in samples() if sample.version_id is None]
     for sample in base_only:
-        many.sampler.submit(sample)
-    many.sampler.step()
-    assert many.sampler.cancel(base_only[0].request_id)
-    assert not many.sampler.cancel(base_only[0].request_id) and not many.sampler.cancel("unknown")
-    assert finish(many).keys() == {sample.request_id for sample in base_only[1:]}
+        sharded.sampler.submit(sample)
+    sharded.sampler.step()
+    assert sharded.sampler.cancel(base_only[0].request_id)
+    assert not sharded.sampler.cancel(base_only[0].request_id) and not sharded.sampler.cancel("unknown")
+    assert finish(sharded).keys() == {sample.request_id for sample in base_only[1:]}
 
 
-def test_refusals_equal_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+def test_refusals_equal_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
     rng = np.random.default_rng(3)
-    for backend in (one, many):
+    for backend in (single, sharded):
         with pytest.raises(UserError, match="rank is 0"):
             backend.create_model("bad", LoraSpec(0))
         unknown = [sample for sample in samples() if sample.version_id]
@@ -329,28 +331,28 @@ def test_refusals_equal_those_of_one_process(one: TorchBackend, many: ShardedBac
 
 
 def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
-    one: TorchBackend, many: ShardedBackend, tmp_path: Path
+    single: TorchBackend, sharded: ShardedBackend, tmp_path: Path
 ) -> None:
-    train_both(one, many, 2, seed=7)
+    train_both(single, sharded, 2, seed=7)
     rng = np.random.default_rng(8)
-    agree_on(one, many, [pass_of(rng, 1, [9, 11])])
-    many.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")
-    one.load("m1", SPECS[1], tmp_path / "many", optimizer=True)
-    one.capture("m1", optimizer=True, gradient=True).write(tmp_path / "one")
+    agree_on(single, sharded, [pass_of(rng, 1, [9, 11])])
+    sharded.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")
+    single.load("m1", SPECS[1], tmp_path / "many", optimizer=True)
+    single.capture("m1", optimizer=True, gradient=True).write(tmp_path / "one")
     names = sorted(path.name for path in (tmp_path / "many").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "one").iterdir()) and "gradient.safetensors" in names
     for name in names:
         assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
-    many.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
-    one.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
-    agree_on(one, many, [pass_of(rng, 1, [4, 8, 15])])
-    step_both(one, many)
-    assert relative_error(weights(many, 1), weights(one, 1)) < 1e-5
-    publish(many)
-    many.save_version("v1", tmp_path / "version")
-    many.load_version("again", tmp_path / "version")
-    assert many.has_version("again") and local_backend(many)._versions["again"].flat_P.equal(
-        local_backend(many)._versions["v1"].flat_P
+    sharded.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
+    single.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
+    agree_on(single, sharded, [pass_of(rng, 1, [4, 8, 15])])
+    step_both(single, sharded)
+    assert relative_error(weights(sharded, 1), weights(single, 1)) < 1e-5
+    publish(sharded)
+    sharded.save_version("v1", tmp_path / "version")
+    sharded.load_version("again", tmp_path / "version")
+    assert sharded.has_version("again") and local_backend(sharded)._versions["again"].flat_P.equal(
+        local_backend(sharded)._versions["v1"].flat_P
     )
 
 
@@ -372,30 +374,30 @@ def failing(logprobs, weights):
     return loss, {"custom/loss:sum": loss}
 
 
-def test_a_custom_loss_that_fails_on_one_rank_fails_on_all(one: TorchBackend, many: ShardedBackend) -> None:
+def test_a_custom_loss_that_fails_on_one_rank_fails_on_all(single: TorchBackend, sharded: ShardedBackend) -> None:
     passes = [custom(0, traced_losses.weighted, [8, 21, 3], 0), custom(1, traced_losses.weighted, [13], 1)]
-    agree_on(one, many, passes)
-    step_both(one, many)
+    agree_on(single, sharded, passes)
+    step_both(single, sharded)
     bad = custom(0, failing, [30, 31, 29], 2)
     spoiled = bad.data[1].inputs["weights"]
     assert isinstance(spoiled, np.ndarray)
     spoiled[4] = 3.0
     mixed = [bad, custom(0, traced_losses.weighted, [17, 5], 3), custom(1, traced_losses.weighted, [9, 9], 4)]
-    for backend in (one, many):
+    for backend in (single, sharded):
         outcomes = run_to_end(backend.run_passes(mixed))
         assert isinstance(outcomes[0], UserError) and "data[1]" in str(outcomes[0])
         assert all(isinstance(outcome, PassResult) for outcome in outcomes[1:])
     for model in (0, 1):
-        expected, found = gradient(one, model), gradient(many, model)
-        assert expected is not None and found is not None and relative_error(found, expected) < 1e-4
+        expected, actual = gradient(single, model), gradient(sharded, model)
+        assert expected is not None and actual is not None and relative_error(actual, expected) < 1e-4
 
 
 def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
     group: Group, shape: ModelShape, oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create(oracle)
-    one, many = oracle, load(shape, group, DEGREES["dp2"])
-    trainer, run_one = local_backend(many)._trainer, local_backend(many)._trainer._run_one
+    single, sharded = oracle, load(shape, group, DEGREES["dp2"])
+    trainer, run_one = local_backend(sharded)._trainer, local_backend(sharded)._trainer._run_one
 
     def run(batch, objectives, *, train):
         if sum(batch.lengths) > 20:
@@ -404,15 +406,15 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
 
     monkeypatch.setattr(trainer, "_run_one", run)
     rng = np.random.default_rng(4)
-    agree_on(one, many, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
+    agree_on(single, sharded, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
     # A sequence that does not fit on rank 0 is refused on all ranks.
-    outcomes = run_to_end(many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])]))
+    outcomes = run_to_end(sharded.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])]))
     assert isinstance(outcomes[0], UserError) and "does not fit" in str(outcomes[0])
     assert isinstance(outcomes[1], PassResult)
 
 
 def test_memory_that_runs_out_in_a_stage_ends_the_ranks(
-    group: Group, shape: ModelShape, lost: Lost, monkeypatch: pytest.MonkeyPatch
+    group: Group, shape: ModelShape, lost_ranks: LostRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other stage waits in the middle of a step, so the step cannot be repeated."""
     backend = load(shape, group, DEGREES["pp2"])
@@ -426,7 +428,7 @@ def test_memory_that_runs_out_in_a_stage_ends_the_ranks(
         assert outcome.kind == "done"
         with pytest.raises(RanksLostError, match=r"rank 0 ran out of memory in its stage: .*no room"):
             execute(group.own, "run_micro_batch", [])
-    assert not lost.reasons
+    assert not lost_ranks.reasons
 
 
 def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> None:
@@ -437,10 +439,10 @@ def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> N
         shape = tiny_models.make(tmp_path / arch, arch, num_hidden_layers=4, hidden_size=128)
         backend = load(shape, group, DEGREES["pp2"], dtype="float32")
         model = read_directory(Path(shape.path))
-        wanted = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-        held = local_backend(backend).memory_use()["base"]
-        assert held == pytest.approx(needs_of(model, wanted, DEGREES["pp2"]).base, rel=0.1)
-        assert held < 0.6 * memory.base_bytes(model, dtype="float32", quantize="off")
+        workload = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
+        base_use = local_backend(backend).memory_use()["base"]
+        assert base_use == pytest.approx(needs_of(model, workload, DEGREES["pp2"]).base, rel=0.1)
+        assert base_use < 0.6 * memory.base_bytes(model, dtype="float32", quantize="off")
         adapter = local_backend(backend)._models["m0"].adapter
         assert adapter.compute_P.nbytes < 0.75 * adapter.flat_P.nbytes
 
@@ -448,17 +450,17 @@ def test_the_plan_counts_the_bytes_of_a_stage(group: Group, tmp_path: Path) -> N
 def test_ragged_micro_batches_of_any_number_go_through_stages(
     group: Group, shape: ModelShape, oracle: TorchBackend
 ) -> None:
-    many = load(shape, group, DEGREES["pp2"])
+    sharded = load(shape, group, DEGREES["pp2"])
     lengths = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 
     @settings(max_examples=12, deadline=None)
     @given(st.lists(lengths, min_size=1, max_size=4), lengths)
     def run(trained: list[list[int]], scored: list[int]) -> None:
-        for backend in (oracle, many):
+        for backend in (oracle, sharded):
             create(backend)
         rng = np.random.default_rng(len(scored))
         passes = [pass_of(rng, model, own_lengths) for model, own_lengths in enumerate(trained)]
-        agree_on(oracle, many, [*passes, pass_of(rng, 0, scored, forward_only=True)])
+        agree_on(oracle, sharded, [*passes, pass_of(rng, 0, scored, forward_only=True)])
 
     run()
 
@@ -470,24 +472,24 @@ def test_layers_with_a_state_continue_at_the_next_context_rank(
 ) -> None:
     """By handing over states, or by gathering hidden states; each matrix of their adapters has its own gradient."""
     shape = families.make(tmp_path, next(family for family in families.FAMILIES if family.model_type == name))
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
-    create(one)
-    many = load(shape, group, Degrees(context=2), max_tokens_per_microbatch="128")
-    train_both(one, many, 2)
-    agree_on(one, many, [pass_of(np.random.default_rng(1), 0, [9, 77, 10])])
-    layout = local_backend(one)._models["m0"].adapter.layout
-    found, expected = (layout.views(cast(torch.Tensor, gradient(backend, 0))) for backend in (many, one))
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=256)
+    create(single)
+    sharded = load(shape, group, Degrees(context=2), max_tokens_per_microbatch="128")
+    train_both(single, sharded, 2)
+    agree_on(single, sharded, [pass_of(np.random.default_rng(1), 0, [9, 77, 10])])
+    layout = local_backend(single)._models["m0"].adapter.layout
+    actual, expected = (layout.views(cast(torch.Tensor, gradient(backend, 0))) for backend in (sharded, single))
     mixers = [target for target in expected if "linear_attn" in target or "mamba" in target]
     assert len(mixers) > 2
     for target in mixers:
-        for ours, theirs in zip(found[target], expected[target], strict=True):
+        for ours, theirs in zip(actual[target], expected[target], strict=True):
             assert relative_error(ours, theirs) < 1e-3, target
-    step_both(one, many)
-    sent = count_bytes(monkeypatch, -1)
-    run_to_end(many.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
-    model, wanted = read_directory(tmp_path), Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
-    planned = traffic(model, wanted, Degrees(context=2), StepShare(rows=48, recompute=False))
-    assert sum(sent) == pytest.approx(sum(planned), rel=0.05)
+    step_both(single, sharded)
+    sizes = count_bytes(monkeypatch, -1)
+    run_to_end(sharded.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
+    model, workload = read_directory(tmp_path), Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
+    planned = traffic(model, workload, Degrees(context=2), StepShare(rows=48, recompute=False))
+    assert sum(sizes) == pytest.approx(sum(planned), rel=0.05)
 
 
 def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -> None:
@@ -495,8 +497,8 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
     for sample in samples():
         if sample.version_id is None:
             backend.sampler.submit(sample)
-    places = [place.group_index for place in backend.sampler._places.values()]
-    assert set(places) == {0, 1}
+    groups = [slot.group_index for slot in backend.sampler._places.values()]
+    assert set(groups) == {0, 1}
     finish(backend)
     assert backend.sampler._loads == [0, 0] and not backend.sampler._places
 
@@ -531,7 +533,7 @@ def test_indivisible_degrees_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("degrees", "reason"),
     [
         (("0", "1", "off"), "data_parallel is '0'"),
         (("1", "x", "off"), "tensor_parallel is 'x'"),
@@ -544,9 +546,9 @@ def test_indivisible_degrees_are_refused_by_name(
         (("2", "1", "on", "1", "1", "2"), "shard_base is on and pipeline_parallel is over 1"),
     ],
 )
-def test_degrees_that_cannot_be_are_refused(given: tuple[str, ...], reason: str) -> None:
+def test_degrees_that_cannot_be_are_refused(degrees: tuple[str, ...], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
-        read_degrees(*given)
+        read_degrees(*degrees)
 
 
 @pytest.mark.parametrize("choices", [1, 2])
@@ -558,29 +560,29 @@ def test_tokens_that_all_choose_the_experts_of_one_rank(tmp_path: Path, group: G
     for name in [name for name in weights if name.endswith("router.bias")]:
         weights[name] = torch.tensor([0.0, 0.0, 1e3, 5e2])
     save_file(weights, file, {"format": "pt"})
-    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
-    create(one)
-    many = load(shape, group, DEGREES["ep2"])
-    train_both(one, many, 2)
-    sample_both(one, many)
+    single = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    create(single)
+    sharded = load(shape, group, DEGREES["ep2"])
+    train_both(single, sharded, 2)
+    sample_both(single, sharded)
 
 
 def test_a_rank_holds_only_its_own_experts(mixture: ModelShape, group: Group) -> None:
     base = load(mixture, group, DEGREES["ep2"]).own._base
     stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in base.frozen_tensors()}
     model = read_directory(Path(mixture.path))
-    planned, whole = (base_bytes(model, dtype="float32", quantize="off", experts=experts) for experts in (2, 1))
+    planned, all_experts = (base_bytes(model, dtype="float32", quantize="off", experts=experts) for experts in (2, 1))
     assert sum(store.nbytes() for store in stores.values()) == pytest.approx(planned, rel=0.1)
-    assert base.num_bytes == pytest.approx(planned, rel=0.1) and planned < 0.85 * whole
+    assert base.num_bytes == pytest.approx(planned, rel=0.1) and planned < 0.85 * all_experts
 
 
 def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(
     mixture: ModelShape, mixture_oracle: TorchBackend, group: Group
 ) -> None:
-    one, many = mixture_oracle, load(mixture, group, DEGREES["ep2"])
-    create(one)
-    train_both(one, many, 1)
-    for backend in (one, many):
+    single, sharded = mixture_oracle, load(mixture, group, DEGREES["ep2"])
+    create(single)
+    train_both(single, sharded, 1)
+    for backend in (single, sharded):
         publish(backend)
         for sample in samples():
             backend.sampler.submit(sample)
@@ -588,12 +590,12 @@ def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(
         step(backend)
         backend.drop_version("v0")
         backend.publish("m0", "v1")
-    found = finish(many)
-    for request_id, result in finish(one).items():
-        for left, right in zip(result.sequences, found[request_id].sequences, strict=True):
-            assert right.tokens_T.tolist() == left.tokens_T.tolist()
-    many._call("drop_version", "v1")
-    sampler = many.own.sampler
+    results = finish(sharded)
+    for request_id, result in finish(single).items():
+        for first, second in zip(result.sequences, results[request_id].sequences, strict=True):
+            assert second.tokens_T.tolist() == first.tokens_T.tolist()
+    sharded._call("drop_version", "v1")
+    sampler = sharded.own.sampler
     assert isinstance(sampler, RankSampler) and not sampler._held
 
 
@@ -603,7 +605,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
             Group(2, device=device, timeout_s=10.0)
 
 
-def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost) -> None:
+def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost_ranks: LostRanks) -> None:
     """If one rank alone changes an adapter, the next step detects it."""
     backend = load(shape, group, DEGREES["dp2"])
     run_to_end(backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])]))
@@ -614,27 +616,27 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost)
         step(backend)
     with pytest.raises(RanksLostError, match="different results for digest"):
         backend._call("digest", "m0")
-    assert len(lost.reasons) == 2
-    lost.reasons.clear()
+    assert len(lost_ranks.reasons) == 2
+    lost_ranks.reasons.clear()
 
 
-def test_ranks_that_sleep_go_on_bit_for_bit(many: ShardedBackend) -> None:
-    def trained(*, sleeps: bool) -> list[bytes]:
-        create(many)
+def test_ranks_that_sleep_go_on_bit_for_bit(sharded: ShardedBackend) -> None:
+    def train_weights(*, sleeps: bool) -> list[bytes]:
+        create(sharded)
         rng = np.random.default_rng(0)
         for _ in range(2):
             for _ in range(2):
-                run_to_end(many.run_passes([pass_of(rng, model, [9, 4, 7]) for model in range(len(SPECS))]))
+                run_to_end(sharded.run_passes([pass_of(rng, model, [9, 4, 7]) for model in range(len(SPECS))]))
                 if sleeps:
-                    many.sleep()
-                    frozen = many.own._frozen
+                    sharded.sleep()
+                    frozen = sharded.own._frozen
                     assert frozen is not None and frozen.num_bytes == 0
-                    many.wake_up()
+                    sharded.wake_up()
                     # A stage keeps weights as they are in the file, which a CPU maps.
-                    assert frozen.num_bytes > (0 if many.own.ranks.degrees.pipeline > 1 else 2**15)
-            step(many)
+                    assert frozen.num_bytes > (0 if sharded.own.ranks.degrees.pipeline > 1 else 2**15)
+            step(sharded)
         for model in range(len(SPECS)):
-            many._call("digest", f"m{model}")
-        return [weights(many, model).numpy().tobytes() for model in range(len(SPECS))]
+            sharded._call("digest", f"m{model}")
+        return [weights(sharded, model).numpy().tobytes() for model in range(len(SPECS))]
 
-    assert trained(sleeps=True) == trained(sleeps=False)
+    assert train_weights(sleeps=True) == train_weights(sleeps=False)

@@ -37,9 +37,9 @@ SETTINGS = {"ENGINE_LEASE_S": "3", "SIGNING_SECRET": SECRET}
 pytestmark = pytest.mark.timeout(600)
 
 
-def eventually(found: Callable[[], Any]) -> Any:  # noqa: ANN401
+def eventually(read: Callable[[], Any]) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + PATIENCE_S
-    while not (value := found()):
+    while not (value := read()):
         assert time.monotonic() < deadline
         time.sleep(0.2)
     return value
@@ -55,12 +55,12 @@ class Fleet:
         address = self.nodes.address
         command = [sys.executable, "-m", "tinsmith.cli", *arguments, "--ray", address, "--json"]
         directory = self.server.data_dir
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, "--data-dir", str(directory)],
             capture_output=True, text=True, env=environment(directory, SETTINGS), timeout=PATIENCE_S, check=False,
         )  # fmt: skip
-        assert done.returncode == status, done.stderr[-3000:]
-        return json.loads(done.stdout) if done.stdout else None
+        assert completed.returncode == status, completed.stderr[-3000:]
+        return json.loads(completed.stdout) if completed.stdout else None
 
     def up(self, *arguments: str) -> None:
         self.command("up", "--backend", "fake", *arguments)
@@ -74,12 +74,12 @@ class Fleet:
     def running(self, *names: str) -> dict[str, RayProcess]:
         """Wait until exactly these processes run."""
 
-        def found() -> dict[str, RayProcess]:
-            seen = self.processes()
-            alive = all(seat.state == "running" and seat.pid for seat in seen.values())
-            return seen if alive and set(seen) == set(names) else {}
+        def read_running() -> dict[str, RayProcess]:
+            processes = self.processes()
+            alive = all(seat.state == "running" and seat.pid for seat in processes.values())
+            return processes if alive and set(processes) == set(names) else {}
 
-        return eventually(found)
+        return eventually(read_running)
 
     def node_of(self, name: str) -> Any:  # noqa: ANN401
         """The node on which its resources are reserved."""
@@ -96,12 +96,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
     data_dir = tmp_path_factory.mktemp("ray") / "data"
     with ray_nodes(4, 4) as nodes:
-        given = {**SETTINGS, "RAY_ADDRESS": nodes.address}
-        with serving(data_dir, "--role", "server", "--backend", "fake", settings=given) as server:
-            made = Fleet(nodes, server)
-            made.up("--engines", "1", "--batch-workers", "1")
+        settings = {**SETTINGS, "RAY_ADDRESS": nodes.address}
+        with serving(data_dir, "--role", "server", "--backend", "fake", settings=settings) as server:
+            new_fleet = Fleet(nodes, server)
+            new_fleet.up("--engines", "1", "--batch-workers", "1")
             ray.init(address=nodes.address, namespace="tinsmith", log_to_driver=False, logging_level="ERROR")
-            yield made
+            yield new_fleet
 
 
 def train(service: tinker.ServiceClient, meanwhile: Callable[[int], None] = lambda _step: None) -> list[float]:
@@ -183,9 +183,9 @@ def test_a_bulk_job_runs_on_workers_that_ray_places(fleet: Fleet, tmp_path: Path
 def test_no_secret_is_in_a_command_line_an_environment_or_a_log(fleet: Fleet) -> None:
     processes = fleet.running("engine-0", "batch-worker-0")
     assert SECRET not in fleet.nodes.logs()
-    for name, each in processes.items():
+    for name, process in processes.items():
         for file in ("cmdline", "environ"):
-            assert SECRET.encode() not in Path(f"/proc/{each.pid}/{file}").read_bytes(), name
+            assert SECRET.encode() not in Path(f"/proc/{process.pid}/{file}").read_bytes(), name
         assert SECRET not in (fleet.server.data_dir / name / "process.log").read_text(), name
 
 
@@ -204,14 +204,14 @@ def test_down_drains_everything_and_leaves_nothing(fleet: Fleet) -> None:
     from ray.util.placement_group import placement_group_table
 
     seats = fleet.processes()
-    shown = fleet.command("status")
-    assert shown["controller"] is True and shown["wanted"]["engine"] == 1
-    assert {each["name"]: each["pid"] for each in shown["processes"]} == {name: seats[name].pid for name in seats}
+    status = fleet.command("status")
+    assert status["controller"] is True and status["wanted"]["engine"] == 1
+    assert {row["name"]: row["pid"] for row in status["processes"]} == {name: seats[name].pid for name in seats}
     assert fleet.command("down") == {"killed": []}
     for seat in seats.values():
         wait_until_gone(_pid(seat))
-    assert [each for each in list_named_actors(all_namespaces=True) if each["namespace"] == "tinsmith"] == []
-    assert {each["state"] for each in placement_group_table().values()} <= {"REMOVED"}
+    assert [row for row in list_named_actors(all_namespaces=True) if row["namespace"] == "tinsmith"] == []
+    assert {row["state"] for row in placement_group_table().values()} <= {"REMOVED"}
     assert fleet.command("status", status=1)["controller"] is False
 
 

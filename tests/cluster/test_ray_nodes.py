@@ -44,8 +44,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with ray_nodes(2) as made:
-        yield made
+    with ray_nodes(2) as new_nodes:
+        yield new_nodes
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ def slow_double(directory: str) -> None:
         batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
 
 
-def expected(rows: int) -> list[dict[str, str]]:
+def expected_rows(rows: int) -> list[dict[str, str]]:
     return [{"text": f"t{index}", "output": f"t{index}" * 2} for index in range(rows)]
 
 
-def written(directory: Path) -> list[dict[str, str]]:
+def read_output(directory: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (directory / "out.jsonl").read_text().splitlines()]
 
 
@@ -117,7 +117,7 @@ def test_a_node_that_is_lost_changes_nothing_in_the_output(nodes: Nodes, jobs: B
 
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 4), jobs, job_id, lose))
     assert jobs.find("local", job_id).status == "SUCCEEDED"
-    assert lost and written(tmp_path) == expected(160) and leftovers(tmp_path) == []
+    assert lost and read_output(tmp_path) == expected_rows(160) and leftovers(tmp_path) == []
     states = jobs.get_batch_states(job_id)
     again = [state for state in states if state["attempt_id"] > 1]
     assert 0 < len(again) < 20, "what was in flight on that node, and nothing else"
@@ -129,7 +129,7 @@ def test_a_node_that_is_lost_changes_nothing_in_the_output(nodes: Nodes, jobs: B
 def test_slots_without_resources_do_not_block_others(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, slow_double, fn_kwargs={"directory": str(tmp_path)}, batch_pool_name="ray", rows=20)
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 9), jobs, job_id))
-    assert written(tmp_path) == expected(20)
+    assert read_output(tmp_path) == expected_rows(20)
     assert len(worker_pids(tmp_path)) == 2, "the cluster has two CPUs left"
 
 
@@ -154,20 +154,20 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
         first.kill()
     for pid in worker_pids(tmp_path):
         wait_until_gone(pid)
-    done = jobs.find("local", job_id).completed_batches
+    num_completed = jobs.find("local", job_id).completed_batches
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 2), jobs, job_id))
-    assert written(tmp_path) == expected(80) and leftovers(tmp_path) == []
-    assert sum(state["attempt_id"] == 1 for state in jobs.get_batch_states(job_id)) >= done
+    assert read_output(tmp_path) == expected_rows(80) and leftovers(tmp_path) == []
+    assert sum(state["attempt_id"] == 1 for state in jobs.get_batch_states(job_id)) >= num_completed
 
 
 def test_a_failing_setup_fails_the_job_with_its_output(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
     pool = tmp_path / "pool.yaml"
     pool.write_text("pool: {workers: 2}\nresources: {infra: ray, cpus: 0.5}\nsetup: echo no such driver; exit 7\n")
-    given = {"data_dir": tmp_path, "backend": "fake", "ray_address": nodes.address, "batch_pools": (f"mine={pool}",)}
+    options = {"data_dir": tmp_path, "backend": "fake", "ray_address": nodes.address, "batch_pools": (f"mine={pool}",)}
     job_id = submit(jobs, tmp_path, slow_double, fn_kwargs={"directory": str(tmp_path)}, batch_pool_name="mine")
-    asyncio.run(run_to_the_end(Settings.model_validate(given), jobs, job_id))
-    found = jobs.find("local", job_id)
-    assert found.status == "FAILED" and "no such driver" in (found.error or "")
+    asyncio.run(run_to_the_end(Settings.model_validate(options), jobs, job_id))
+    job = jobs.find("local", job_id)
+    assert job.status == "FAILED" and "no such driver" in (job.error or "")
 
 
 def test_a_worker_starts_on_no_node_that_is_set_aside(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_worker_starts_on_no_node_that_is_set_aside(nodes: Nodes, jobs: BatchJ
         try:
             first = await pool.start("1-a", 0, job)
             assert first.host in pool.hosts(job) and len(pool.hosts(job)) == 2, "the head has no CPU"
-            for number in range(3):
-                worker = await pool.start(f"1-{number}", 1, job, [first.host])
+            for worker_index in range(3):
+                worker = await pool.start(f"1-{worker_index}", 1, job, [first.host])
                 assert worker.host in pool.hosts(job) and worker.host != first.host
                 await worker.kill()
             await first.kill()
@@ -199,16 +199,16 @@ def test_a_worker_starts_on_no_node_that_is_set_aside(nodes: Nodes, jobs: BatchJ
 
 def until(holds: Callable[[], Any]) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := holds()):
+    while not (value := holds()):
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    return found
+    return value
 
 
 def command(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "tinsmith.cli", *arguments, "--data-dir", str(data_dir)]
+    arguments_of_python = [sys.executable, "-m", "tinsmith.cli", *arguments, "--data-dir", str(data_dir)]
     return subprocess.run(
-        whole, capture_output=True, text=True, env=environment(data_dir), timeout=PATIENCE_S, check=False
+        arguments_of_python, capture_output=True, text=True, env=environment(data_dir), timeout=PATIENCE_S, check=False
     )
 
 
@@ -221,17 +221,17 @@ def database_of(data_dir: Path) -> Iterator[Database]:
 def engines(data_dir: Path) -> list[int]:
     """The processes that hold a lease; none before the database exists."""
     with contextlib.suppress(OperationalError), database_of(data_dir) as database, database.read() as connection:
-        held = sa.select(ENGINES.c.pid).where(ENGINES.c.lease_expires_at > now(), ENGINES.c.state == "ready")
-        return list(connection.scalars(held))
+        ready_pids = sa.select(ENGINES.c.pid).where(ENGINES.c.lease_expires_at > now(), ENGINES.c.state == "ready")
+        return list(connection.scalars(ready_pids))
     return []
 
 
 def add_work(data_dir: Path, tokens: int) -> None:
     """Add a request of a run without an engine; it stays pending until the test settles it."""
     row = {"request_id": "r", "tenant_id": "t", "session_id": "s", "base_model": "tinsmith/nano", "kind": "forward"}
-    more = {"state": "pending", "num_tokens": tokens, "created_at": now(), "model_id": "m", "seq_id": 5}
+    extra_columns = {"state": "pending", "num_tokens": tokens, "created_at": now(), "model_id": "m", "seq_id": 5}
     with database_of(data_dir) as database, database.write() as connection:
-        connection.execute(FUTURES.insert(), {**row, **more})
+        connection.execute(FUTURES.insert(), {**row, **extra_columns})
 
 
 def remove_work(data_dir: Path) -> None:
@@ -245,25 +245,27 @@ def test_a_cluster_of_one_machine_grows_shrinks_and_goes(tmp_path: Path) -> None
     assert refused.returncode == 2 and "no `tinsmith up --ray local` runs" in " ".join(refused.stderr.split())
     arguments = ["up", "--engines", "1:2", "--tokens-per-engine", "100", "--up-after", "1", "--down-after", "2"]
     arguments += ["--backend", "fake", "--json", "--data-dir", str(data_dir)]
-    whole = [sys.executable, "-m", "tinsmith.cli", *arguments]
-    with subprocess.Popen(whole, stdout=subprocess.PIPE, env=environment(data_dir)) as keeper:
+    full_command = [sys.executable, "-m", "tinsmith.cli", *arguments]
+    with subprocess.Popen(full_command, stdout=subprocess.PIPE, env=environment(data_dir)) as keeper:
         assert keeper.stdout is not None
-        told = json.loads(keeper.stdout.readline())
-        assert told["roles"] == {"engine": [1, 2], "sampler": [0, 0], "batch-worker": [0, 0]}
+        announcement = json.loads(keeper.stdout.readline())
+        assert announcement["roles"] == {"engine": [1, 2], "sampler": [0, 0], "batch-worker": [0, 0]}
         (first,) = until(lambda: engines(data_dir))
         add_work(data_dir, tokens=150)
-        both = until(lambda: found if len(found := engines(data_dir)) == 2 else None)
-        assert first in both
-        shown = json.loads(command(data_dir, "status", "--json").stdout)
-        assert shown["wanted"]["engine"] == 2 and shown["waiting"]["engine"] == {"tinsmith/nano": 150.0}
+        pids = until(lambda: ready if len(ready := engines(data_dir)) == 2 else None)
+        assert first in pids
+        status = json.loads(command(data_dir, "status", "--json").stdout)
+        assert status["wanted"]["engine"] == 2 and status["waiting"]["engine"] == {"tinsmith/nano": 150.0}
         remove_work(data_dir)
         until(lambda: engines(data_dir) == [first])
         keeper.send_signal(signal.SIGTERM)
         assert keeper.wait(PATIENCE_S) == 0
-    for pid in both:
+    for pid in pids:
         wait_until_gone(pid)
     assert list(data_dir.glob("ray.*")) == []
-    assert not any(told["ray"].encode() in _command(pid) for pid in _pids()), "no process of the cluster is left"
+    assert not any(announcement["ray"].encode() in _command(pid) for pid in _pids()), (
+        "no process of the cluster is left"
+    )
 
 
 def _pids() -> list[int]:

@@ -48,22 +48,22 @@ def one_of(tmp_path: Path, url: str, name: str) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def servers(tmp_path: Path, url: str) -> Iterator[tuple[LiveServer, LiveServer]]:
-    with one_of(tmp_path, url, "one") as one:
-        engine_of(one)
-        with one_of(tmp_path, url, "two") as two:
+    with one_of(tmp_path, url, "one") as first:
+        engine_of(first)
+        with one_of(tmp_path, url, "two") as second:
             deadline = time.monotonic() + 60
             while not both_ready(url):
                 assert time.monotonic() < deadline, "an engine is not ready"
                 time.sleep(0.05)
-            yield one, two
+            yield first, second
 
 
 @pytest.fixture
 def clients(servers: tuple[LiveServer, LiveServer]) -> Iterator[tuple[RawClient, RawClient]]:
-    one, two = (connect(server) for server in servers)
-    yield one, two
-    one.http.close()
-    two.http.close()
+    first, second = (connect(server) for server in servers)
+    yield first, second
+    first.http.close()
+    second.http.close()
 
 
 def owner(url: str, model_id: str) -> EngineRow:
@@ -86,25 +86,25 @@ def both_ready(url: str) -> bool:
 def test_any_server_takes_any_request_and_answers_any_poll_at_once(
     servers: tuple[LiveServer, LiveServer], clients: tuple[RawClient, RawClient]
 ) -> None:
-    one, two = clients
-    model = one.model()
+    first, second = clients
+    model = first.model()
     took: list[float] = []
     for seq_id in range(1, 21):
-        submit, poll = (one, two) if seq_id % 2 else (two, one)
+        submit, poll = (first, second) if seq_id % 2 else (second, first)
         started = time.monotonic()
         assert poll.steps_taken(submit.step(model, seq_id)) == seq_id
         took.append(time.monotonic() - started)
     assert sorted(took)[len(took) // 2] < SAFETY_POLL_S / 2, "wake-ups reach both; without them each takes a second"
     session_id = model.split(":")[0]
-    assert two.ok("session_heartbeat", {"session_id": session_id}) == {"type": "session_heartbeat"}
-    assert two.http.get(f"sessions/{session_id}").json()["training_run_ids"] == [model]
-    assert two.ok("get_info", {"model_id": model})["model_id"] == model
+    assert second.ok("session_heartbeat", {"session_id": session_id}) == {"type": "session_heartbeat"}
+    assert second.http.get(f"sessions/{session_id}").json()["training_run_ids"] == [model]
+    assert second.ok("get_info", {"model_id": model})["model_id"] == model
 
 
 def test_a_run_through_one_address_survives_the_death_of_a_server(
     tmp_path: Path, url: str, servers: tuple[LiveServer, LiveServer]
 ) -> None:
-    one, _ = servers
+    first, _ = servers
     adam = types.AdamParams(learning_rate=0.1)
     ports = [port for server in servers if (port := urlsplit(server.url).port)]
     with run_balancer(ports) as balancer:
@@ -114,8 +114,8 @@ def test_a_run_through_one_address_survives_the_death_of_a_server(
                 model.optim_step(adam).result()
             path = model.save_state("kept").result().path
             model.optim_step(adam).result()
-            os.kill(one.process.pid, signal.SIGKILL)
-            one.process.wait()
+            os.kill(first.process.pid, signal.SIGKILL)
+            first.process.wait()
             assert model.optim_step(adam).result().metrics["step"] == 5, "nothing that was acknowledged is lost"
             resumed = service.create_training_client_from_state_with_optimizer(path).result()
             assert resumed.optim_step(adam).result().metrics["step"] == 4
@@ -126,21 +126,21 @@ def test_a_run_through_one_address_survives_the_death_of_a_server(
 def test_an_engine_that_was_paused_while_another_took_over_writes_nothing(
     tmp_path: Path, url: str, servers: tuple[LiveServer, LiveServer], clients: tuple[RawClient, RawClient]
 ) -> None:
-    one, two = clients
-    model = one.model()
-    assert one.steps_taken(one.step(model, 1)) == 1
+    first, second = clients
+    model = first.model()
+    assert first.steps_taken(first.step(model, 1)) == 1
     old = owner(url, model)
     os.kill(old.pid, signal.SIGSTOP)
     try:
-        waiting = one.step(model, 2)
-        assert two.steps_taken(waiting) == 2, "the other server's engine took over"
+        waiting = first.step(model, 2)
+        assert second.steps_taken(waiting) == 2, "the other server's engine took over"
         assert owner(url, model).engine_id != old.engine_id
     finally:
         os.kill(old.pid, signal.SIGCONT)
     # The replaced engine finds new work, and its memory says that it still holds the lease.
-    assert one.steps_taken(one.step(model, 3)) == 3
+    assert first.steps_taken(first.step(model, 3)) == 3
     assert wait_until_gone(old.pid)
-    assert two.steps_taken(two.step(model, 4)) == 4
+    assert second.steps_taken(second.step(model, 4)) == 4
     (data_dir,) = (server.data_dir for server in servers if holder_of(server.data_dir) == old.holder)
     log = next((data_dir / "logs").glob("engine-*.log")).read_text()
     assert "this engine lost its lease" in log and "Traceback" not in log, log

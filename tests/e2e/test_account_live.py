@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def worked(server: LiveServer) -> str:
+def used_session(server: LiveServer) -> str:
     """A session with 3 passes of 4 tokens, a sample of 5 tokens after a prompt of 4, and one saved checkpoint."""
     metadata = {"run": "7"}
     options = {"base_url": server.url, "api_key": KEY, "project_id": "p", "display_name": "Worked well"}
@@ -66,9 +66,11 @@ def search(rest: tinker.RestClient, **query: object) -> types.SessionSearchRespo
 def cli(server: LiveServer, *arguments: str, cwd: Path | None = None) -> str:
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
     command = [str(Path(sys.executable).with_name("tinker")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    completed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=cwd, timeout=120, check=False
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def hours() -> tuple[str, str]:
@@ -88,88 +90,90 @@ def test_the_end_of_the_block_tells_how_the_session_ended(
             raise raised
     (session,) = search(rest, display_name=name).sessions
     assert session.status is not None and session.status.type == "client_finished"
-    wanted = {None: "success", ValueError: "errored", KeyboardInterrupt: "interrupted"}[raised]
-    assert session.status.reason.type == wanted
+    reason = {None: "success", ValueError: "errored", KeyboardInterrupt: "interrupted"}[raised]
+    assert session.status.reason.type == reason
 
 
-def test_the_sdk_finds_sessions_and_pages_through_them(worked: str, rest: tinker.RestClient) -> None:
-    found = search(rest, display_name="well worked", user_metadata={"run": "7"})
-    (session,) = found.sessions
-    assert (session.session_id, session.project_id, session.checkpoints_count) == (worked, "p", 1)
-    assert found.next_cursor is None
+def test_the_sdk_finds_sessions_and_pages_through_them(used_session: str, rest: tinker.RestClient) -> None:
+    page_of_matches = search(rest, display_name="well worked", user_metadata={"run": "7"})
+    (session,) = page_of_matches.sessions
+    assert (session.session_id, session.project_id, session.checkpoints_count) == (used_session, "p", 1)
+    assert page_of_matches.next_cursor is None
     everything = search(rest, limit=200).sessions
-    seen: list[str] = []
+    session_ids: list[str] = []
     cursor = None
     while True:
         page = search(rest, limit=1, cursor=cursor)
-        seen += [session.session_id for session in page.sessions]
+        session_ids += [session.session_id for session in page.sessions]
         if (cursor := page.next_cursor) is None:
             break
-    assert seen == [session.session_id for session in everything]
+    assert session_ids == [session.session_id for session in everything]
 
 
-def test_a_run_shows_its_metadata_and_moves_with_its_session(worked: str, rest: tinker.RestClient) -> None:
+def test_a_run_shows_its_metadata_and_moves_with_its_session(used_session: str, rest: tinker.RestClient) -> None:
     (run,) = rest.list_training_runs(project_id="p").result().training_runs
-    assert run.training_run_id.startswith(worked)
+    assert run.training_run_id.startswith(used_session)
     assert run.user_metadata == {"lr": "1"}
-    rest.assign_session_project(worked, "q").result()
+    rest.assign_session_project(used_session, "q").result()
     assert rest.list_training_runs(project_id="p").result().cursor.total_count == 0
     assert rest.list_training_runs(project_id="q", access_scope="accessible").result().cursor.total_count == 1
-    rest.assign_session_project(worked, "p").result()
-    assert worked in rest.list_sessions(limit=1000).result().sessions
-    assert len(rest.get_session(worked).result().training_run_ids) == 1
+    rest.assign_session_project(used_session, "p").result()
+    assert used_session in rest.list_sessions(limit=1000).result().sessions
+    assert len(rest.get_session(used_session).result().training_run_ids) == 1
 
 
-def test_the_command_line_shows_usage(server: LiveServer, worked: str) -> None:
+def test_the_command_line_shows_usage(server: LiveServer, used_session: str) -> None:
     usage = json.loads(cli(server, "--format", "json", "billing", "usage", *hours()))
-    mine = [row for row in usage["data"] if row["session_id"] == worked]
+    session_rows = [row for row in usage["data"] if row["session_id"] == used_session]
     totals: dict[str, int] = {}
-    for row in mine:
+    for row in session_rows:
         info = row["event_info"]
         name = f"{info['type']} cached" if info.get("cached") else info["type"]
         totals[name] = totals.get(name, 0) + info.get("token_count", info.get("count"))
     assert totals.pop("sampling_prefill", 0) + totals.pop("sampling_prefill cached", 0) == 4
     assert totals == {"training": 12, "sampling_sample": 5, "checkpoint": 1}
-    assert {row["project_id"] for row in mine} == {"p"}
-    assert {row["estimated_cost_usd"] for row in mine} == {None}
-    assert usage["sessions"][worked] == {"user_metadata": {"run": "7"}}
+    assert {row["project_id"] for row in session_rows} == {"p"}
+    assert {row["estimated_cost_usd"] for row in session_rows} == {None}
+    assert usage["sessions"][used_session] == {"user_metadata": {"run": "7"}}
     assert "hourly usage row(s)" in cli(server, "billing", "usage", *hours())
-    assert worked in cli(server, "billing", "usage", *hours(), "--csv", "-")
+    assert used_session in cli(server, "billing", "usage", *hours(), "--csv", "-")
 
 
-def test_the_command_line_shows_what_is_stored(server: LiveServer, worked: str) -> None:
+def test_the_command_line_shows_what_is_stored(server: LiveServer, used_session: str) -> None:
     stored = json.loads(cli(server, "--format", "json", "billing", "checkpoint-storage", "--project-id", "p"))
     (row,) = stored["data"]
-    kept = sum(path.stat().st_size for path in (server.data_dir / "checkpoints").rglob("*") if path.is_file())
+    stored_bytes = sum(path.stat().st_size for path in (server.data_dir / "checkpoints").rglob("*") if path.is_file())
     assert row["checkpoint_count"] == 1
-    assert 0 < row["size_bytes"] <= kept
+    assert 0 < row["size_bytes"] <= stored_bytes
     assert "Current checkpoint storage" in cli(server, "billing", "checkpoint-storage")
 
 
-def test_the_command_line_exports_a_trace(server: LiveServer, worked: str, tmp_path: Path) -> None:
-    cli(server, "session", "export-trace", worked, cwd=tmp_path)
-    trace = json.loads((tmp_path / f"{worked}.pftrace").read_bytes())
+def test_the_command_line_exports_a_trace(server: LiveServer, used_session: str, tmp_path: Path) -> None:
+    cli(server, "session", "export-trace", used_session, cwd=tmp_path)
+    trace = json.loads((tmp_path / f"{used_session}.pftrace").read_bytes())
     started = [event for event in trace["traceEvents"] if event["ph"] == "b"]
     kinds = [event["name"] for event in started]
     assert (kinds.count("forward_backward"), kinds.count("forward"), kinds.count("sample")) == (3, 1, 1)
     assert {event["args"]["state"] for event in started if "args" in event} == {"done", "refused"}
-    ended = {(event["id"], event["name"]): event["ts"] for event in trace["traceEvents"] if event["ph"] == "e"}
-    assert all(ended[event["id"], event["name"]] >= event["ts"] for event in started)
-    assert cli(server, "session", "export-trace", worked, "--url-only").startswith(server.url)
+    end_times = {(event["id"], event["name"]): event["ts"] for event in trace["traceEvents"] if event["ph"] == "e"}
+    assert all(end_times[event["id"], event["name"]] >= event["ts"] for event in started)
+    assert cli(server, "session", "export-trace", used_session, "--url-only").startswith(server.url)
 
 
-def test_the_audit_log_tells_the_story_of_a_session(server: LiveServer, worked: str) -> None:
+def test_the_audit_log_tells_the_story_of_a_session(server: LiveServer, used_session: str) -> None:
     admin = tinker.AdminClient(base_url=server.url, api_key=KEY)
     today = admin.get_audit_log().result().entries
-    mine = [entry for entry in today if worked in json.dumps(entry.event_details) and "project" not in entry.event]
-    assert [entry.event for entry in mine] == [
+    session_entries = [
+        entry for entry in today if used_session in json.dumps(entry.event_details) and "project" not in entry.event
+    ]
+    assert [entry.event for entry in session_entries] == [
         "session_opened",
         "model_created",
         "checkpoint_saved",
         "session_finished",
     ]
-    saved = mine[2]
-    assert saved.tinker_path == f"tinker://{worked}:train:0/weights/kept"
+    saved = session_entries[2]
+    assert saved.tinker_path == f"tinker://{used_session}:train:0/weights/kept"
     only = admin.get_audit_log(event_type="checkpoints", day=date.today()).result().entries
     assert {entry.event.partition("_")[0] for entry in only} <= {"checkpoint"}
     assert admin.get_audit_log(day=date(2020, 1, 1)).result().entries == []
@@ -196,9 +200,9 @@ def test_a_report_of_a_failed_request_leaves_its_key_nowhere(server: LiveServer)
     secret = KEY + "-reported"
     command = [sys.executable, "-c", REPORTING_CLIENT, server.url, secret]
     environment = {**os.environ, "TINKER_TELEMETRY": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "failed:" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert "failed:" in completed.stdout
     deadline = time.monotonic() + 20
     while "'GENERIC_EVENT'" not in (log := (server.data_dir / "server.log").read_text()):
         assert time.monotonic() < deadline, log[-2000:]

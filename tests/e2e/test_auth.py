@@ -47,12 +47,12 @@ class Keyed:
     alice: str
     bob: str
 
-    def key(self, tenant: str, *more: str) -> tuple[int, str]:
+    def key(self, tenant: str, *options: str) -> tuple[int, str]:
         """(id, key) of a new key."""
-        made = keys_command(self.server.data_dir, "create", tenant, *more)
-        key_id = re.search(r"key (\d+) of tenant", made.stderr)
-        assert key_id, made.stderr
-        return int(key_id.group(1)), made.stdout.strip()
+        completed = keys_command(self.server.data_dir, "create", tenant, *options)
+        key_id = re.search(r"key (\d+) of tenant", completed.stderr)
+        assert key_id, completed.stderr
+        return int(key_id.group(1)), completed.stdout.strip()
 
     def get(self, path: str, key: str) -> httpx.Response:
         return httpx.get(f"{self.server.url}/api/v1/{path}", headers={"X-API-Key": key}, timeout=60)
@@ -66,13 +66,13 @@ class Keyed:
 
 def keys_command(data_dir: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tinsmith.cli", "keys", *arguments, "--data-dir", str(data_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(data_dir))
-    assert ended.returncode == status, ended.stderr
-    return ended
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(data_dir))
+    assert completed.returncode == status, completed.stderr
+    return completed
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     """A server whose first key is created while it runs."""
     with serving(tmp_path_factory.mktemp("keyed") / "data", "--backend", "fake") as server:
         assert server.get("sessions").status_code == 200, "without keys, any will do"
@@ -112,50 +112,50 @@ def provider_of(service: tinker.ServiceClient) -> JwtAuthProvider:
 
 @pytest.mark.smoke
 @pytest.mark.covers("POST /auth/token")
-def test_a_whole_run_goes_by_token(keyed: Keyed) -> None:
-    with keyed.service(keyed.alice) as service:
+def test_a_whole_run_goes_by_token(keyed_server: Keyed) -> None:
+    with keyed_server.service(keyed_server.alice) as service:
         train_once(service)
         token = provider_of(service)._token
         assert token.startswith("eyJ")
-        assert keyed.get("auth/apikey/me", token).json()["name"] == "laptop"
+        assert keyed_server.get("auth/apikey/me", token).json()["name"] == "laptop"
 
 
 @pytest.mark.covers("RestClient.whoami")
-def test_the_sdk_knows_who_it_is(keyed: Keyed) -> None:
-    identity = tinker.RestClient(base_url=keyed.server.url, api_key=keyed.bob).whoami().result()
+def test_the_sdk_knows_who_it_is(keyed_server: Keyed) -> None:
+    identity = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.bob).whoami().result()
     assert (identity.user_urn, identity.org_urn) == ("tml:organization_user:bob", "tml:organization:bob")
     assert identity.email == "bob@tinsmith.invalid"
 
 
-def test_the_sdk_exchanges_its_key_again_when_its_token_is_refused(keyed: Keyed) -> None:
+def test_the_sdk_exchanges_its_key_again_when_its_token_is_refused(keyed_server: Keyed) -> None:
     """As after a change of the signing secret: the claims are valid, but the server refuses the signature."""
     foreign = Tokens(Signer(b"x" * 32)).issue(Caller("alice", 1, "laptop"))
-    with keyed.service(keyed.alice) as service:
+    with keyed_server.service(keyed_server.alice) as service:
         model = train_once(service)
         provider_of(service)._token = foreign
         model.forward_backward([datum()], "cross_entropy").result()
         assert provider_of(service)._token not in ("", foreign)
 
 
-def test_a_token_will_do_for_a_key(keyed: Keyed) -> None:
-    token = keyed.post("auth/token", {}, keyed.alice).json()["jwt"]
-    with keyed.service(token) as service:
+def test_a_token_will_do_for_a_key(keyed_server: Keyed) -> None:
+    token = keyed_server.post("auth/token", {}, keyed_server.alice).json()["jwt"]
+    with keyed_server.service(token) as service:
         train_once(service)
 
 
-def test_an_unknown_key_is_refused(keyed: Keyed) -> None:
+def test_an_unknown_key_is_refused(keyed_server: Keyed) -> None:
     with pytest.raises(tinker.AuthenticationError, match="does not know the API key"):
-        tinker.RestClient(base_url=keyed.server.url, api_key="tml-unknown").get_server_capabilities().result()
+        tinker.RestClient(base_url=keyed_server.server.url, api_key="tml-unknown").get_server_capabilities().result()
 
 
-def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed: Keyed) -> None:
-    key_id, key = keyed.key("carol")
-    service = keyed.service(key)
+def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed_server: Keyed) -> None:
+    key_id, key = keyed_server.key("carol")
+    service = keyed_server.service(key)
     model = train_once(service)
     token = provider_of(service)._token
-    keys_command(keyed.server.data_dir, "revoke", str(key_id))
+    keys_command(keyed_server.server.data_dir, "revoke", str(key_id))
     deadline = time.monotonic() + REVOKED_WITHIN_S
-    while any(keyed.get("sessions", credential).status_code == 200 for credential in (key, token)):
+    while any(keyed_server.get("sessions", credential).status_code == 200 for credential in (key, token)):
         assert time.monotonic() < deadline, "a revoked key still opens the server"
         time.sleep(0.05)
     with pytest.raises(tinker.AuthenticationError, match="revoked"):
@@ -165,11 +165,11 @@ def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed: Keyed) -
 
 
 @pytest.mark.smoke
-def test_two_tenants_share_only_published_objects(keyed: Keyed) -> None:
-    with keyed.service(keyed.alice) as hers, keyed.service(keyed.bob) as his:
+def test_two_tenants_share_only_published_objects(keyed_server: Keyed) -> None:
+    with keyed_server.service(keyed_server.alice) as hers, keyed_server.service(keyed_server.bob) as his:
         model = train_once(hers)
         path = model.save_state("shared").result().path
-        rest = tinker.RestClient(base_url=keyed.server.url, api_key=keyed.bob)
+        rest = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.bob)
         for attempt in (
             lambda: rest.get_training_run(model.model_id).result(),
             lambda: rest.list_checkpoints(model.model_id).result(),
@@ -182,7 +182,7 @@ def test_two_tenants_share_only_published_objects(keyed: Keyed) -> None:
         with pytest.raises(tinker.TinkerError, match="does not exist"):
             his.create_training_client_from_state(path).result()
         assert rest.list_training_runs().result().training_runs == []
-        owner = tinker.RestClient(base_url=keyed.server.url, api_key=keyed.alice)
+        owner = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.alice)
         owner.publish_checkpoint_from_tinker_path(path).result()
         copy = his.create_training_client_from_state(path).result()
         copy.forward_backward([datum()], "cross_entropy").result()
@@ -193,16 +193,16 @@ def test_two_tenants_share_only_published_objects(keyed: Keyed) -> None:
 
 
 @pytest.fixture
-def run_tinker(keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+def run_tinker(keyed_server: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Run the command with its own home directory; return its exit status and output."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("TINKER_BASE_URL", keyed.server.url)
+    monkeypatch.setenv("TINKER_BASE_URL", keyed_server.server.url)
 
     def run(*arguments: str, key: str = "", typed: str = "") -> tuple[int, str]:
-        ended = CliRunner(env={"TINKER_API_KEY": key}).invoke(main_cli, list(arguments), input=typed)
-        error = ended.exception
+        outcome = CliRunner(env={"TINKER_API_KEY": key}).invoke(main_cli, list(arguments), input=typed)
+        error = outcome.exception
         details = f"{error.message} {error.details}" if isinstance(error, TinkerCliError) else ""
-        return ended.exit_code, ended.output + details
+        return outcome.exit_code, outcome.output + details
 
     return run
 
@@ -210,8 +210,8 @@ def run_tinker(keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.covers(
     "tinker auth login", "tinker auth status", "tinker auth whoami", "tinker auth logout", "GET /auth/apikey/me"
 )
-def test_logging_in_working_and_logging_out(keyed: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
-    status, said = run_tinker("auth", "login", typed=f"{keyed.alice}\n")
+def test_logging_in_working_and_logging_out(keyed_server: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
+    status, said = run_tinker("auth", "login", typed=f"{keyed_server.alice}\n")
     assert status == 0, said
     assert "alice@tinsmith.invalid (alice)" in said and "'laptop'" in said
     status, said = run_tinker("auth", "status")
@@ -220,12 +220,12 @@ def test_logging_in_working_and_logging_out(keyed: Keyed, run_tinker: Callable[.
     assert json.loads(said)["org_urn"] == "tml:organization:alice", said
     status, said = run_tinker("auth", "logout")
     assert (status, "still active" in said) == (0, True), said
-    assert keyed.get("sessions", keyed.alice).status_code == 200
+    assert keyed_server.get("sessions", keyed_server.alice).status_code == 200
     status, said = run_tinker("auth", "status")
     assert status != 0 and "Credentials available: no" in said
 
 
-def test_a_wrong_key_cannot_log_in(keyed: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
+def test_a_wrong_key_cannot_log_in(keyed_server: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
     status, said = run_tinker("auth", "login", typed="tml-wrong\n")
     assert status != 0 and "does not know the API key" in said
     status, said = run_tinker("auth", "status", key="tml-wrong")
@@ -234,9 +234,9 @@ def test_a_wrong_key_cannot_log_in(keyed: Keyed, run_tinker: Callable[..., tuple
 
 @pytest.mark.covers("tinker auth logout", "DELETE /auth/apikey/me")
 def test_logging_out_of_a_key_made_for_the_command_ends_the_key(
-    keyed: Keyed, tmp_path: Path, run_tinker: Callable[..., tuple[int, str]]
+    keyed_server: Keyed, tmp_path: Path, run_tinker: Callable[..., tuple[int, str]]
 ) -> None:
-    key_id, key = keyed.key("dora")
+    key_id, key = keyed_server.key("dora")
     details = {"org_details": {"name": "dora"}, "user_details": {"email": ""}}
     record = {"type": "generated", "key": key, "name": "x", "details": details}
     (tmp_path / ".tinker").mkdir()
@@ -244,29 +244,29 @@ def test_logging_out_of_a_key_made_for_the_command_ends_the_key(
     (tmp_path / ".tinker" / "credentials.json").write_text(json.dumps(stored))
     status, said = run_tinker("auth", "logout")
     assert (status, "deleted its API key on the server" in said) == (0, True), said
-    assert keyed.get("sessions", key).status_code == 401
+    assert keyed_server.get("sessions", key).status_code == 401
 
 
 # The `tinsmith keys` command.
 
 
-def test_keys_are_listed_for_people_and_for_programs(keyed: Keyed) -> None:
-    rows = json.loads(keys_command(keyed.server.data_dir, "list", "--json").stdout)
+def test_keys_are_listed_for_people_and_for_programs(keyed_server: Keyed) -> None:
+    rows = json.loads(keys_command(keyed_server.server.data_dir, "list", "--json").stdout)
     assert {name: rows[0][name] for name in ("key_id", "tenant", "name", "revoked_at")} == {
         "key_id": 1,
         "tenant": "alice",
         "name": "laptop",
         "revoked_at": None,
     }
-    table = keys_command(keyed.server.data_dir, "list").stdout
-    assert "laptop" in table and "alice" in table and keyed.alice not in table
+    table = keys_command(keyed_server.server.data_dir, "list").stdout
+    assert "laptop" in table and "alice" in table and keyed_server.alice not in table
 
 
-def test_a_quota_given_with_a_key_counts_at_once(keyed: Keyed) -> None:
-    _, key = keyed.key("erin", "--quota", "models=1", "--quota", "queued_requests=50")
-    session_id = keyed.post("create_session", {"tags": [], "sdk_version": "0.38.0"}, key).json()["session_id"]
+def test_a_quota_given_with_a_key_counts_at_once(keyed_server: Keyed) -> None:
+    _, key = keyed_server.key("erin", "--quota", "models=1", "--quota", "queued_requests=50")
+    session_id = keyed_server.post("create_session", {"tags": [], "sdk_version": "0.38.0"}, key).json()["session_id"]
     body = {"session_id": session_id, "base_model": "tinsmith/nano"}
-    statuses = [keyed.post("create_model", body | {"model_seq_id": n}, key).status_code for n in (0, 1)]
+    statuses = [keyed_server.post("create_model", body | {"model_seq_id": n}, key).status_code for n in (0, 1)]
     assert statuses == [200, 429]
 
 
@@ -278,10 +278,10 @@ def test_a_quota_given_with_a_key_counts_at_once(keyed: Keyed) -> None:
         (("revoke", "999"), "key 999 does not exist"),
     ],
 )
-def test_a_commands_user_error_is_one_line(keyed: Keyed, arguments: tuple[str, ...], words: str) -> None:
-    ended = keys_command(keyed.server.data_dir, *arguments, status=2)
-    assert len(ended.stderr.splitlines()) == 1 and words in ended.stderr, ended.stderr
-    assert ended.stdout == ""
+def test_a_commands_user_error_is_one_line(keyed_server: Keyed, arguments: tuple[str, ...], words: str) -> None:
+    completed = keys_command(keyed_server.server.data_dir, *arguments, status=2)
+    assert len(completed.stderr.splitlines()) == 1 and words in completed.stderr, completed.stderr
+    assert completed.stdout == ""
 
 
 def test_a_server_with_keys_may_listen_everywhere(tmp_path: Path) -> None:
@@ -321,18 +321,18 @@ def all_rows(data_dir: Path) -> bytes:
             *connection.scalars(sa.select(CUSTOM_LOSSES.c.definition)),
         ]
     database.close()
-    unpacked = [zstandard.ZstdDecompressor().decompressobj().decompress(one) for one in packed]
+    unpacked = [zstandard.ZstdDecompressor().decompressobj().decompress(blob) for blob in packed]
     return b"\n".join([*unpacked, *(value if isinstance(value, bytes) else str(value).encode() for value in values)])
 
 
-def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
+def test_no_secret_is_kept_anywhere(keyed_server: Keyed) -> None:
     """No secret of a working session, a failed request or a client's report is stored."""
-    key, other = keyed.alice, keyed.bob
-    token = keyed.post("auth/token", {}, key).json()["jwt"]
-    with keyed.service(key) as service:
+    key, other = keyed_server.alice, keyed_server.bob
+    token = keyed_server.post("auth/token", {}, key).json()["jwt"]
+    with keyed_server.service(key) as service:
         path = train_once(service).save_state("secret").result().path
         tokens = [token, provider_of(service)._token]
-    http = httpx.Client(base_url=f"{keyed.server.url}/api/v1/", headers={"X-API-Key": token}, timeout=60)
+    http = httpx.Client(base_url=f"{keyed_server.server.url}/api/v1/", headers={"X-API-Key": token}, timeout=60)
     with http:
         client = RawClient(http)
         model_id = client.model()
@@ -344,20 +344,20 @@ def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
         report = {"events": [event], "platform": "x", "sdk_version": "x", "session_id": "s", "process_uuid": "p"}
         assert client.post("telemetry", report).status_code == 200
         session_id = client.session()
-        for number, given in enumerate((other, "tml-not-a-key-at-all")):
-            body = {"session_id": session_id, "model_seq_id": number, "path": path, "optimizer": False}
-            client.post("load_weights", body | {"weights_access_token": given})
-    keyed.get("sessions", key + "-wrong")
-    keyed.get("sessions", token + "-wrong")
+        for model_seq_id, access_token in enumerate((other, "tml-not-a-key-at-all")):
+            body = {"session_id": session_id, "model_seq_id": model_seq_id, "path": path, "optimizer": False}
+            client.post("load_weights", body | {"weights_access_token": access_token})
+    keyed_server.get("sessions", key + "-wrong")
+    keyed_server.get("sessions", token + "-wrong")
     secrets = [*tokens, key, other, "tml-not-a-key-at-all"]
     needles = [secret.removeprefix("tml-").encode() for secret in secrets]
-    needles += [one.rpartition(".")[2].encode() for one in tokens]  # a signature alone would leak, too
-    kept = files_below(keyed.server.data_dir) | {Path("all rows"): all_rows(keyed.server.data_dir)}
-    assert session_id.encode() in kept[Path("all rows")] and any(path.suffix == ".log" for path in kept)
-    found = [(path, needle) for path, content in kept.items() for needle in needles if needle in content]
-    assert not found
+    needles += [jwt.rpartition(".")[2].encode() for jwt in tokens]  # a signature alone would leak, too
+    contents = files_below(keyed_server.server.data_dir) | {Path("all rows"): all_rows(keyed_server.server.data_dir)}
+    assert session_id.encode() in contents[Path("all rows")] and any(path.suffix == ".log" for path in contents)
+    leaks = [(path, needle) for path, content in contents.items() for needle in needles if needle in content]
+    assert not leaks
 
 
-def test_the_signing_secret_is_for_its_owner_alone(keyed: Keyed) -> None:
-    path = keyed.server.data_dir / "signing.key"
+def test_the_signing_secret_is_for_its_owner_alone(keyed_server: Keyed) -> None:
+    path = keyed_server.server.data_dir / "signing.key"
     assert path.stat().st_mode & 0o777 == 0o600

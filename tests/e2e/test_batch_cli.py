@@ -50,8 +50,8 @@ def picky(row):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("cli") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("cli") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"t{index}"}) + "\n" for index in range(ROWS)))
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        done = command(server, tmp_path, *arguments)
-        out, err = done.communicate(timeout=60)
-        return done.returncode, out, err
+        process = command(server, tmp_path, *arguments)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
 
     return call
 
@@ -134,13 +134,13 @@ def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) 
 
 def test_options_without_a_flag_of_their_own(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
     picky = ("submit", "mappers.py:picky", "-i", "in.jsonl", "-o", "out.jsonl", "--max-failed-rows", 2, "--json")
-    more = (
+    options = (
         'retry_on=["ValueError"]',
         "concurrency=1",
         'limits={"max_retries": 1, "backoff_s": 0.01}',
         "if_exists=error",
     )
-    code, out, err = run(*picky, *(word for text in more for word in ("--option", text)))
+    code, out, err = run(*picky, *(word for text in options for word in ("--option", text)))
     assert code == 0 and json.loads(out)["rows_failed"] == 2, err
     code, _, err = run(*picky, "--yes", "--option", "concurrency=none")
     assert code == 2 and "concurrency" in err and "none" in err, err
@@ -153,14 +153,14 @@ def test_logs_say_which_batch_printed_what(run: Any) -> None:  # noqa: ANN401
     assert code == 0, err
     job_id = json.loads(out)["job_id"]
     code, out, _ = run("logs", job_id, "--json")
-    found = [json.loads(line) for line in out.splitlines()]
-    assert code == 0 and [line["text"] for line in found if line["worker_id"] is None] == [
+    log_lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [line["text"] for line in log_lines if line["worker_id"] is None] == [
         "submitted to pool local", f"running: {ROWS} rows", "SUCCEEDED",
     ]  # fmt: skip
-    printed = {(line["batch_idx"], line["stream"], line["text"]) for line in found if line["worker_id"]}
+    printed = {(line["batch_idx"], line["stream"], line["text"]) for line in log_lines if line["worker_id"]}
     assert printed >= {(index, "stdout", f"has t{index * 3}") for index in range(4)}
     assert printed >= {(index, "stderr", "warns") for index in range(4)}
-    assert all(line["attempt_id"] >= 1 for line in found if line["text"].startswith("has"))
+    assert all(line["attempt_id"] >= 1 for line in log_lines if line["text"].startswith("has"))
     code, out, _ = run("logs", job_id, "--follow")
     assert code == 0 and " batch 2.1" in out and "has t6" in out and "job" in out
 
@@ -177,15 +177,15 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
     assert run("errors", job_id, "--full")[1].count("Traceback") == 2
     code, out, _ = run("errors", job_id)
     assert code == 0 and out == "row 3 ValueError: [not] this one\nrow 7 ValueError: [not] this one\n"
-    found = [json.loads(line) for line in run("errors", job_id, "--json")[1].splitlines()]
-    assert [(error["idx"], error["row"]) for error in found] == [(3, {"text": "t3"}), (7, {"text": "t7"})]
+    errors = [json.loads(line) for line in run("errors", job_id, "--json")[1].splitlines()]
+    assert [(error["idx"], error["row"]) for error in errors] == [(3, {"text": "t3"}), (7, {"text": "t7"})]
     code, out, _ = run(*words, "--json", "--max-failed-rows", 0.5, "--errors", "failed.jsonl", "--if-exists", "error")
     assert code == 0 and json.loads(out)["rows_failed"] == 2
     assert [error["idx"] for error in lines(tmp_path / "failed.jsonl")] == [3, 7]
     assert len(lines(tmp_path / "out.jsonl")) == ROWS - 2
 
 
-def held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: ANN401
+def start_held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: ANN401
     """A job that has completed at least two batches, and does not end before `hold` is deleted."""
     hold.touch()
     kwargs = json.dumps({"hold": str(hold)})
@@ -199,17 +199,17 @@ def held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: AN
 
 def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     hold = tmp_path / "hold"
-    job = held_job(run, server, hold)
+    job = start_held_job(run, server, hold)
     code, _, err = run("cancel", int(job))
     assert code == 2 and "pass --yes" in err and job.status()["status"] == "RUNNING"
     code, out, _ = run("cancel", int(job), "--yes")
     assert code == 0 and "CANCEL" in out
     assert job.wait(check=False)["status"] == "CANCELLED"
 
-    kept = list(job.partial())
-    assert 2 <= len(kept) < ROWS
+    partial_rows = list(job.partial())
+    assert 2 <= len(partial_rows) < ROWS
     assert run("export", int(job), "part.jsonl")[0] == 0
-    assert lines(tmp_path / "part.jsonl") == kept and all(row in double(ROWS) for row in kept)
+    assert lines(tmp_path / "part.jsonl") == partial_rows and all(row in double(ROWS) for row in partial_rows)
     hold.unlink()
     code, out, err = run("resume", int(job), "--json")
     assert code == 0, err
@@ -221,7 +221,7 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
 
 def test_a_cancelled_jobs_parts_are_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     hold = tmp_path / "hold"
-    job = held_job(run, server, hold)
+    job = start_held_job(run, server, hold)
     assert "cancel it before" in run("purge", int(job), "--yes")[2]
     job.cancel()
     assert job.wait(check=False)["status"] == "CANCELLED"
@@ -288,15 +288,15 @@ def test_a_refusal_is_one_line(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
-    done = CliRunner().invoke(batch_cli.app, [str(argument) for argument in arguments])
-    assert done.exit_code == 2 and says in done.output and "Traceback" not in done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit)
+    outcome = CliRunner().invoke(batch_cli.app, [str(argument) for argument in arguments])
+    assert outcome.exit_code == 2 and says in outcome.output and "Traceback" not in outcome.output
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit)
 
 
 def test_a_server_that_is_not_there_is_named(server: LiveServer, tmp_path: Path) -> None:
     elsewhere = LiveServer("http://127.0.0.1:9", tmp_path, server.process)
-    _, err = (asked := command(elsewhere, tmp_path, "list")).communicate(timeout=30)
-    assert asked.returncode == 2 and "no connection to http://127.0.0.1:9" in err
+    _, err = (process := command(elsewhere, tmp_path, "list")).communicate(timeout=30)
+    assert process.returncode == 2 and "no connection to http://127.0.0.1:9" in err
 
 
 def test_a_model_is_asked_and_a_file_may_hold_operations(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
@@ -316,7 +316,7 @@ def test_a_model_is_asked_and_a_file_may_hold_operations(run: Any, tmp_path: Pat
 
 
 @batch.remote_function
-def blocked(blocker: str) -> None:
+def block_publishing(blocker: str) -> None:
     """Make publishing fail after all batches are done."""
     from pathlib import Path
 
@@ -342,21 +342,21 @@ def test_an_export_has_the_bytes_that_publishing_makes(server: LiveServer, tmp_p
     def submit(name: str, blocker: str) -> batch.Job:
         (tmp_path / name).mkdir()
         job = batch.from_items([{"n": index} for index in range(10)]).map(
-            blocked, fn_kwargs={"blocker": blocker}, output=outputs(name), batch_size=3, stream=False,
+            block_publishing, fn_kwargs={"blocker": blocker}, output=outputs(name), batch_size=3, stream=False,
             client=Client(server.url, API_KEY),
         )  # fmt: skip
         assert isinstance(job, batch.Job)
         return job
 
     def files(name: str) -> dict[str, bytes]:
-        found = (path for path in (tmp_path / name).rglob("*") if path.is_file())
-        return {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found}
+        paths = (path for path in (tmp_path / name).rglob("*") if path.is_file())
+        return {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in paths}
 
-    whole = submit("whole", "")
+    finished = submit("whole", "")
     stopped = submit("stopped", f"{tmp_path}/stopped/o.jsonl.gz")
-    assert whole.wait()["status"] == "SUCCEEDED" and stopped.wait(check=False)["status"] == "FAILED"
+    assert finished.wait()["status"] == "SUCCEEDED" and stopped.wait(check=False)["status"] == "FAILED"
     assert "exists already" in stopped.status()["error"]
-    for job, name in ((whole, "of_whole"), (stopped, "of_stopped")):
+    for job, name in ((finished, "of_whole"), (stopped, "of_stopped")):
         infos = [job.export(writer.path, index) for index, writer in enumerate(outputs(name))]
         assert [info.rows for info in infos] == [10] * 5
         assert files(name) == files("whole")
@@ -380,9 +380,9 @@ def test_lines_are_tagged_and_direct_output_is_kept(tmp_path: Path) -> None:
         print('{"json": 1}', end="", file=out)
         assert logs.read(7, "7-ab", 0)[0][-1]["text"] == "from a library", "what has not ended is not told"
         out.flush()
-    found, end = logs.read(7, "7-ab", 0)
-    told = [(line["batch_idx"], line["attempt_id"], line["text"]) for line in found]
-    assert told == [(4, 2, "one"), (4, 2, "two"), (None, None, "from a library"), (4, 2, '{"json": 1}')]
+    log_lines, end = logs.read(7, "7-ab", 0)
+    tagged = [(line["batch_idx"], line["attempt_id"], line["text"]) for line in log_lines]
+    assert tagged == [(4, 2, "one"), (4, 2, "two"), (None, None, "from a library"), (4, 2, '{"json": 1}')]
     assert logs.read(7, "7-ab", end) == ([], end) and logs.workers(7) == [("7-ab", end)]
     assert untagged(logs.path("7-ab").read_text()) == 'one\ntwo\nfrom a library\n{"json": 1}\n'
     logs.path("77-ab").write_text("of another job\n")

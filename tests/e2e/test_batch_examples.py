@@ -26,11 +26,11 @@ def run(server: LiveServer, directory: Path, *words: str) -> str:
         **os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "200",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         words, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+    return completed.stdout
 
 
 def example(server: LiveServer, directory: Path, name: str) -> str:
@@ -51,8 +51,8 @@ def test_every_example_is_in_the_readme_and_has_a_test() -> None:
 @pytest.mark.smoke
 def test_simple(nano_server: LiveServer, tmp_path: Path) -> None:
     assert "100 rows in" in example(nano_server, tmp_path, "simple")
-    found = lines(tmp_path / "out" / "counts.jsonl")
-    assert found == [{"text": f"word {index}", "count": str(index).count("1")} for index in range(100)]
+    rows = lines(tmp_path / "out" / "counts.jsonl")
+    assert rows == [{"text": f"word {index}", "count": str(index).count("1")} for index in range(100)]
 
 
 def test_images(nano_server: LiveServer, tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_custom_formats(nano_server: LiveServer, tmp_path: Path) -> None:
 def test_evaluate(nano_server: LiveServer, tmp_path: Path) -> None:
     said = example(nano_server, tmp_path, "evaluate")
     assert "base: 0 of 4" in said and "adapter: 4 of 4" in said
-    found = lines(tmp_path / "out" / "graded.jsonl")
-    assert [row["answer"] for row in found] == [row["adapter"] for row in found]
+    rows = lines(tmp_path / "out" / "graded.jsonl")
+    assert [row["answer"] for row in rows] == [row["adapter"] for row in rows]
 
 
 def test_synthetic(nano_server: LiveServer, tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_pa
     assert "2 a bad one ValueError there is something bad in it" in said
     assert [row["length"] for row in lines(tmp_path / "strict.jsonl")] == [7, 5, 9, 13]
     written = batch.read_parquet(f"{tmp_path}/words/").reader
-    found = written.download_batch(0, len(written) - 1, "")
-    assert [row["word"] for row in found] == ["one", "two", "three", "one", "four", "five", "six"]
-    assert found[2] == {"word": "three", "length": 5}
+    rows = written.download_batch(0, len(written) - 1, "")
+    assert [row["word"] for row in rows] == ["one", "two", "three", "one", "four", "five", "six"]
+    assert rows[2] == {"word": "three", "length": 5}
     assert len(lines(tmp_path / "most.jsonl")) == 3 and len(lines(tmp_path / "rest.jsonl")) == 1
 
 

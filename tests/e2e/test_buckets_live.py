@@ -45,8 +45,8 @@ LINES = b"".join(
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    with buckets.bucket() as found:
-        yield found
+    with buckets.bucket() as new_bucket:
+        yield new_bucket
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def openai_client(server: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY)
 
 
-def downloaded(server: LiveServer, path: str) -> dict[str, bytes]:
+def download(server: LiveServer, path: str) -> dict[str, bytes]:
     """The files of a checkpoint, read from its archive."""
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     link = server.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()["url"]
@@ -73,49 +73,49 @@ def downloaded(server: LiveServer, path: str) -> dict[str, bytes]:
         return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 
 
-def answered_batch(client: openai.OpenAI) -> str:
+def run_batch(client: openai.OpenAI) -> str:
     """Run an OpenAI batch; return the id of its output."""
     file = client.files.create(file=("in.jsonl", LINES), purpose="batch")
     assert client.files.content(file.id).content == LINES
-    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     deadline = time.monotonic() + 120
-    while (found := client.batches.retrieve(made.id)).status not in ("completed", "failed", "expired"):
-        assert time.monotonic() < deadline, found
+    while (polled := client.batches.retrieve(batch.id)).status not in ("completed", "failed", "expired"):
+        assert time.monotonic() < deadline, polled
         time.sleep(0.1)
-    assert found.status == "completed" and found.output_file_id, found
-    return found.output_file_id
+    assert polled.status == "completed" and polled.output_file_id, polled
+    return polled.output_file_id
 
 
 def test_another_machine_continues_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
-    with server_on(bucket, tmp_path, "one") as one:
-        with tinker.ServiceClient(base_url=one.url, api_key=API_KEY) as service:
+    with server_on(bucket, tmp_path, "one") as first:
+        with tinker.ServiceClient(base_url=first.url, api_key=API_KEY) as service:
             model = service.create_lora_training_client(BASE, rank=4).result()
             for _ in range(3):
                 model.optim_step(ADAM).result()
             path = model.save_state("kept").result().path
             model.optim_step(ADAM).result()
             # The engine dies, and the local cache of the bucket is deleted.
-            os.kill(engine_of(one), signal.SIGKILL)
-            shutil.rmtree(one.data_dir / "cache")
+            os.kill(engine_of(first), signal.SIGKILL)
+            shutil.rmtree(first.data_dir / "cache")
             resumed = service.create_training_client_from_state_with_optimizer(path).result()
             assert resumed.optim_step(ADAM).result().metrics["step"] == 4
             assert model.optim_step(ADAM).result().metrics["step"] == 5
             model_id = model.model_id
-        output_id = answered_batch(openai_client(one))
+        output_id = run_batch(openai_client(first))
         deadline = time.monotonic() + 60  # a batch is completed before its directory is deleted
         while bucket.keys("tinsmith/openai_batches/"):
             assert time.monotonic() < deadline, "the directory of a batch goes with it"
             time.sleep(0.1)
-        os.kill(one.process.pid, signal.SIGKILL)
-        one.process.wait()
-    assert not {"checkpoints", "versions", "snapshots", "files", "openai_batches"} & set(os.listdir(one.data_dir))
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+    assert not {"checkpoints", "versions", "snapshots", "files", "openai_batches"} & set(os.listdir(first.data_dir))
 
     with server_on(bucket, tmp_path, "two") as two:
-        files = downloaded(two, path)
+        files = download(two, path)
         assert files.keys() == {"fake_adapter.json"}
         assert json.loads(files["fake_adapter.json"])["step"] == 3
         lines = openai_client(two).files.content(output_id).text.splitlines()
-        assert {json.loads(line)["custom_id"] for line in lines} == {f"request-{number}" for number in range(3)}
+        assert {json.loads(line)["custom_id"] for line in lines} == {f"request-{index}" for index in range(3)}
         ranged = httpx.get(
             f"{two.url}/v1/files/{output_id}/content",
             headers={"authorization": f"Bearer {API_KEY}", "range": "bytes=2-5"},
@@ -137,6 +137,6 @@ def test_another_machine_continues_from_the_bucket(bucket: Bucket, tmp_path: Pat
 def test_a_server_whose_bucket_is_not_there_does_not_start(bucket: Bucket, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith.cli.main", "serve", "--port", "0", "--data-dir", str(tmp_path)]
     environment = {**os.environ, "TINSMITH_STORAGE_DIR": f"s3://no-{bucket.name}/tinsmith"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode != 0
-    assert "storage_dir is" in ended.stdout + ended.stderr
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode != 0
+    assert "storage_dir is" in completed.stdout + completed.stderr

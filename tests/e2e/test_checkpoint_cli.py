@@ -50,28 +50,28 @@ class Trained:
     def process(self, *arguments: str) -> str:
         """Run a command as a process; return its output."""
         command = [TINKER, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        completed = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=120)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+        return completed.stdout
 
     def cli(self, *arguments: str, status: int = 0) -> str:
         """Run a command; return its output."""
-        done = CliRunner().invoke(main_cli, arguments, env=self.environment)
-        assert done.exit_code == status, done.output
-        error = done.exception  # which the command's entry point would print
-        return done.output + (f"{error.message}: {error.details}" if isinstance(error, TinkerCliError) else "")
+        completed = CliRunner().invoke(main_cli, arguments, env=self.environment)
+        assert completed.exit_code == status, completed.output
+        error = completed.exception  # which the command's entry point would print
+        return completed.output + (f"{error.message}: {error.details}" if isinstance(error, TinkerCliError) else "")
 
     def json(self, *arguments: str) -> dict:
         text = self.cli("--format", "json", *arguments)
         return json.loads(text)
 
     def checkpoints(self) -> dict[str, dict]:
-        found = self.json("checkpoint", "list", "--run-id", self.run_id)["checkpoints"]
-        return {checkpoint["tinker_path"]: checkpoint for checkpoint in found}
+        rows = self.json("checkpoint", "list", "--run-id", self.run_id)["checkpoints"]
+        return {checkpoint["tinker_path"]: checkpoint for checkpoint in rows}
 
 
 @pytest.fixture(scope="module")
-def trained(nano_server: LiveServer) -> Iterator[Trained]:
+def trained_run(nano_server: LiveServer) -> Iterator[Trained]:
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(TOKENS[:-1]),
         loss_fn_inputs={"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)},
@@ -118,26 +118,26 @@ def peft_logprobs(directory: Path) -> np.ndarray:
 
 
 @pytest.mark.covers("tinker checkpoint download", "POST /save_weights_external")
-def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
-    for path in (trained.training, trained.export):
-        run = trained.process if path == trained.training else trained.cli
+def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained_run: Trained, tmp_path: Path) -> None:
+    for path in (trained_run.training, trained_run.export):
+        run = trained_run.process if path == trained_run.training else trained_run.cli
         output = run("checkpoint", "download", path, "--output", str(tmp_path))
         assert "Total Size" in output
         directory = tmp_path / path.removeprefix("tinker://").replace("/", "_")
         assert sorted(file.name for file in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         use_the_name_that_peft_reads(directory)
         # The server computes in its own number format; an untrained adapter is off by 0.1 and more.
-        np.testing.assert_allclose(peft_logprobs(directory), trained.logprobs, rtol=2e-3, atol=2e-3)
-    assert trained.checkpoints().keys() == {trained.training, trained.sampler, trained.export}
+        np.testing.assert_allclose(peft_logprobs(directory), trained_run.logprobs, rtol=2e-3, atol=2e-3)
+    assert trained_run.checkpoints().keys() == {trained_run.training, trained_run.sampler, trained_run.export}
     # The temporary export of a training checkpoint is deleted after the download; the run remains.
-    everything = trained.json("checkpoint", "list", "--limit", "0")["checkpoints"]
+    everything = trained_run.json("checkpoint", "list", "--limit", "0")["checkpoints"]
     assert not [checkpoint for checkpoint in everything if checkpoint["checkpoint_id"] == "external_weights/download"]
-    assert "cannot be downloaded" in trained.cli("checkpoint", "download", trained.sampler, status=1)
+    assert "cannot be downloaded" in trained_run.cli("checkpoint", "download", trained_run.sampler, status=1)
 
 
 @pytest.mark.covers("tinker checkpoint push-hf")
 def test_what_is_pushed_to_the_hub_is_an_adapter_that_names_its_base(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    trained_run: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pushed: dict[str, str] = {}
 
@@ -148,59 +148,59 @@ def test_what_is_pushed_to_the_hub_is_an_adapter_that_names_its_base(
     for method in ("whoami", "create_repo"):
         monkeypatch.setattr(HfApi, method, lambda *_, **__: None)
     monkeypatch.setattr(HfApi, "upload_folder", keep)
-    trained.cli("checkpoint", "push-hf", trained.training, "--repo", "someone/adapter")
+    trained_run.cli("checkpoint", "push-hf", trained_run.training, "--repo", "someone/adapter")
     assert pushed["adapter_model.safetensors"] == pushed["adapter_config.json"] == "someone/adapter"
     assert f"Base model: {nano.MODEL_NAME}" in pushed["card"] and "LoRA rank: 8" in pushed["card"]
 
 
 @pytest.mark.covers("tinker checkpoint info", "tinker checkpoint list")
-def test_info_and_list_show_what_a_checkpoint_is(trained: Trained) -> None:
-    found = trained.json("checkpoint", "info", trained.training)
-    assert (found["checkpoint_id"], found["checkpoint_type"]) == ("weights/state", "training")
-    assert (found["lora_rank"], found["is_lora"], found["public"]) == (8, True, False)
-    assert (found["user_metadata"], found["expires_at"]) == ({"step": "3"}, None)
-    files = trained.server.data_dir / "checkpoints"
+def test_info_and_list_show_what_a_checkpoint_is(trained_run: Trained) -> None:
+    info = trained_run.json("checkpoint", "info", trained_run.training)
+    assert (info["checkpoint_id"], info["checkpoint_type"]) == ("weights/state", "training")
+    assert (info["lora_rank"], info["is_lora"], info["public"]) == (8, True, False)
+    assert (info["user_metadata"], info["expires_at"]) == ({"step": "3"}, None)
+    files = trained_run.server.data_dir / "checkpoints"
     sizes = {sum(file.stat().st_size for file in directory.iterdir()) for directory in files.iterdir()}
-    assert found["size_bytes"] in sizes
-    table = trained.cli("checkpoint", "list", "--run-id", trained.run_id)
+    assert info["size_bytes"] in sizes
+    table = trained_run.cli("checkpoint", "list", "--run-id", trained_run.run_id)
     assert "3 checkpoints for run" in table
-    listed = trained.checkpoints()
-    assert listed[trained.export]["checkpoint_type"] == "external"
-    assert listed[trained.export]["expires_at"] is not None
-    assert listed[trained.sampler]["size_bytes"] < found["size_bytes"]  # no optimizer state
+    listed = trained_run.checkpoints()
+    assert listed[trained_run.export]["checkpoint_type"] == "external"
+    assert listed[trained_run.export]["expires_at"] is not None
+    assert listed[trained_run.sampler]["size_bytes"] < info["size_bytes"]  # no optimizer state
 
 
 @pytest.mark.covers("tinker checkpoint publish", "tinker checkpoint unpublish")
-def test_publish_and_unpublish_twice_each(trained: Trained) -> None:
+def test_publish_and_unpublish_twice_each(trained_run: Trained) -> None:
     for command, public in (("publish", True), ("publish", True), ("unpublish", False), ("unpublish", False)):
-        trained.cli("checkpoint", command, trained.sampler)
-        assert trained.checkpoints()[trained.sampler]["public"] is public
+        trained_run.cli("checkpoint", command, trained_run.sampler)
+        assert trained_run.checkpoints()[trained_run.sampler]["public"] is public
 
 
 @pytest.mark.covers("tinker checkpoint set-ttl")
-def test_a_ttl_is_set_refused_and_removed(trained: Trained) -> None:
-    trained.cli("checkpoint", "set-ttl", trained.sampler, "--ttl", "3600")
-    assert trained.checkpoints()[trained.sampler]["expires_at"] is not None
-    refused = trained.cli("checkpoint", "set-ttl", trained.sampler, "--ttl", "3599", status=1)
+def test_a_ttl_is_set_refused_and_removed(trained_run: Trained) -> None:
+    trained_run.cli("checkpoint", "set-ttl", trained_run.sampler, "--ttl", "3600")
+    assert trained_run.checkpoints()[trained_run.sampler]["expires_at"] is not None
+    refused = trained_run.cli("checkpoint", "set-ttl", trained_run.sampler, "--ttl", "3599", status=1)
     assert "ttl_seconds is 3599" in refused
-    trained.cli("checkpoint", "set-ttl", trained.sampler, "--remove")
-    assert trained.checkpoints()[trained.sampler]["expires_at"] is None
+    trained_run.cli("checkpoint", "set-ttl", trained_run.sampler, "--remove")
+    assert trained_run.checkpoints()[trained_run.sampler]["expires_at"] is None
 
 
 @pytest.mark.covers("tinker run list", "tinker run info")
-def test_runs_are_listed_and_shown(trained: Trained) -> None:
-    runs = trained.json("run", "list")["runs"]
-    assert trained.run_id in [run["training_run_id"] for run in runs]
-    shown = trained.json("run", "info", trained.run_id)
-    assert (shown["base_model"], shown["lora_rank"]) == (nano.MODEL_NAME, 8)
-    assert trained.run_id in trained.cli("run", "info", trained.run_id)
+def test_runs_are_listed_and_shown(trained_run: Trained) -> None:
+    runs = trained_run.json("run", "list")["runs"]
+    assert trained_run.run_id in [run["training_run_id"] for run in runs]
+    info = trained_run.json("run", "info", trained_run.run_id)
+    assert (info["base_model"], info["lora_rank"]) == (nano.MODEL_NAME, 8)
+    assert trained_run.run_id in trained_run.cli("run", "info", trained_run.run_id)
 
 
 @pytest.mark.covers("tinker checkpoint delete")
-def test_delete_takes_checkpoints_of_a_kind_and_names_what_it_cannot(trained: Trained) -> None:
-    trained.cli("checkpoint", "delete", "--run-id", trained.run_id, "--type", "external_weights", "--yes")
-    assert trained.checkpoints().keys() == {trained.training, trained.sampler}
-    output = trained.cli("checkpoint", "delete", trained.export, trained.sampler, "--yes")
+def test_delete_takes_checkpoints_of_a_kind_and_names_what_it_cannot(trained_run: Trained) -> None:
+    trained_run.cli("checkpoint", "delete", "--run-id", trained_run.run_id, "--type", "external_weights", "--yes")
+    assert trained_run.checkpoints().keys() == {trained_run.training, trained_run.sampler}
+    output = trained_run.cli("checkpoint", "delete", trained_run.export, trained_run.sampler, "--yes")
     assert "Deleted 1 checkpoint(s)" in output
     assert "Failed to delete 1" in output and "does not exist" in output
-    assert trained.checkpoints().keys() == {trained.training}
+    assert trained_run.checkpoints().keys() == {trained_run.training}

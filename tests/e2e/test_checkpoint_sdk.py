@@ -70,8 +70,8 @@ def bob(world: World) -> Tenant:
     return world.bob
 
 
-def trained(tenant: Tenant, steps: int = 2, **more: object) -> tinker.TrainingClient:
-    client = tenant.service.create_lora_training_client(NANO, rank=4, **more).result()  # type: ignore[arg-type]
+def train_new(tenant: Tenant, steps: int = 2, **options: object) -> tinker.TrainingClient:
+    client = tenant.service.create_lora_training_client(NANO, rank=4, **options).result()  # type: ignore[arg-type]
     train(client, steps)
     return client
 
@@ -96,7 +96,7 @@ def checkpoint(tenant: Tenant, path: str) -> types.Checkpoint:
     return next(c for c in tenant.rest.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path)
 
 
-def refused(words: str):
+def raises_refusal(words: str):
     return pytest.raises((tinker.RequestFailedError, tinker.APIStatusError), match=words)
 
 
@@ -104,40 +104,40 @@ def refused(words: str):
 
 
 def test_a_saved_state_is_overwritten_on_purpose_only(alice: Tenant) -> None:
-    client = trained(alice)
+    client = train_new(alice)
     first = client.save_state("a", ttl_seconds=3600, user_metadata={"step": "2"}).result().path
     before = loss(client)
     train(client, 1)
-    with refused("exists already; pass overwrite=True"):
+    with raises_refusal("exists already; pass overwrite=True"):
         client.save_state("a").result()
     assert checkpoint(alice, first).user_metadata == {"step": "2"}
     assert client.save_state("a", overwrite=True, user_metadata={"step": "3"}).result().path == first
-    found = checkpoint(alice, first)
-    assert (found.user_metadata, found.expires_at) == ({"step": "3"}, None)
+    info = checkpoint(alice, first)
+    assert (info.user_metadata, info.expires_at) == ({"step": "3"}, None)
     assert loss(alice.service.create_training_client_from_state(first).result()) == loss(client) != before
-    with refused("ttl_seconds is 60"):
+    with raises_refusal("ttl_seconds is 60"):
         client.save_state("b", ttl_seconds=60).result()
 
 
 def test_loading_with_and_without_the_optimizer(alice: Tenant) -> None:
-    client = trained(alice, steps=3)
+    client = train_new(alice, steps=3)
     path = client.save_state("a").result().path
     sampler_path = client.save_weights_for_sampler("a").result().path
     service = alice.service
-    for made, steps in (
+    for future, steps in (
         (service.create_training_client_from_state_with_optimizer(path), 4),
         (service.create_training_client_from_state(path), 1),
         (service.create_training_client_from_state(sampler_path), 1),
     ):
-        loaded = made.result()
+        loaded = future.result()
         assert loss(loaded) == loss(client)
         assert train(loaded, 1) == steps
-    with refused("holds no optimizer state"):
+    with raises_refusal("holds no optimizer state"):
         service.create_training_client_from_state_with_optimizer(sampler_path).result()
 
 
 def test_loading_into_an_existing_model(alice: Tenant) -> None:
-    client = trained(alice, steps=3)
+    client = train_new(alice, steps=3)
     path = client.save_state("a").result().path
     for method, steps in (("load_state", 1), ("load_state_with_optimizer", 4)):
         other = alice.service.create_lora_training_client(NANO, rank=4).result()
@@ -146,7 +146,7 @@ def test_loading_into_an_existing_model(alice: Tenant) -> None:
         assert loss(other) == loss(client)
         assert train(other, 1) == steps
     wrong = alice.service.create_lora_training_client(NANO, rank=8).result()
-    with pytest.warns(FutureWarning), refused("create the model from the checkpoint instead"):
+    with pytest.warns(FutureWarning), raises_refusal("create the model from the checkpoint instead"):
         wrong.load_state(path).result()
     assert train(wrong, 1) == 1  # the refused number counts as used
     for late, before in ((wrong, loss(wrong)), (client, loss(client))):
@@ -157,15 +157,15 @@ def test_loading_into_an_existing_model(alice: Tenant) -> None:
 
 
 def test_a_base_model_that_is_not_the_checkpoints_is_refused(alice: Tenant) -> None:
-    path = trained(alice).save_state("a").result().path
+    path = train_new(alice).save_state("a").result().path
     loaded = alice.service.create_training_client_from_state(path, base_model=NANO).result()
     assert loaded.get_info().model_data.model_name == NANO
-    with refused("'some/other' is not served here"):
+    with raises_refusal("'some/other' is not served here"):
         alice.service.create_training_client_from_state(path, base_model="some/other").result()
 
 
 def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) -> None:
-    client = trained(alice, user_metadata={"renderer_name": "role_colon"})
+    client = train_new(alice, user_metadata={"renderer_name": "role_colon"})
     path = client.save_state("a").result().path
     assert alice.rest.get_training_run_by_tinker_path(path).result().user_metadata == {"renderer_name": "role_colon"}
     loaded = alice.service.create_training_client_from_state(path, user_metadata={"stage": "2"}).result()
@@ -178,19 +178,19 @@ def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) ->
 @pytest.mark.smoke
 @pytest.mark.covers("RestClient.get_external_weights_urls")
 def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> None:
-    client = trained(alice)
+    client = train_new(alice)
     path = client.save_weights_external("export", ttl_seconds=3600).result().path
-    found = alice.rest.get_external_weights_urls(path).result()
-    (url,) = found.urls.values()
+    links = alice.rest.get_external_weights_urls(path).result()
+    (url,) = links.urls.values()
     with urllib.request.urlopen(url, timeout=60) as answer:
         content = answer.read()
         assert answer.headers["Content-Length"] == str(len(content))
     assert json.loads(content)["step"] is None
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(url[:-2], timeout=60)
-    with refused("does not exist"):
+    with raises_refusal("does not exist"):
         bob.rest.get_external_weights_urls(path).result()
-    with refused("is an export; load a 'weights' checkpoint"):
+    with raises_refusal("is an export; load a 'weights' checkpoint"):
         alice.service.create_training_client_from_state(path).result()
     alice.rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(urllib.error.HTTPError, match="410"):
@@ -198,10 +198,10 @@ def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> No
 
 
 def test_recipients_that_cannot_be_read_are_refused_by_name(alice: Tenant) -> None:
-    client = trained(alice)
-    with refused(r"age_encryption_recipients\[0\] cannot be read"):
+    client = train_new(alice)
+    with raises_refusal(r"age_encryption_recipients\[0\] cannot be read"):
         client.save_weights_external("x", age_encryption_recipients=["somebody"]).result()
-    with refused("age_encryption_recipients"):
+    with raises_refusal("age_encryption_recipients"):
         client.save_weights_external("x", age_encryption_recipients=["age1"] * 11).result()
     train(client, 1)
 
@@ -214,7 +214,7 @@ def test_recipients_that_cannot_be_read_are_refused_by_name(alice: Tenant) -> No
     "RestClient.publish_checkpoint_from_tinker_path", "RestClient.unpublish_checkpoint_from_tinker_path"
 )
 def test_a_published_checkpoint_is_sampled_and_trained_by_others_until_it_is_not(alice: Tenant, bob: Tenant) -> None:
-    client = trained(alice)
+    client = train_new(alice)
     path = client.save_weights_for_sampler("shared").result().path
     prompt = types.ModelInput.from_ints([1, 2, 3])
     with pytest.raises(tinker.NotFoundError):
@@ -228,12 +228,12 @@ def test_a_published_checkpoint_is_sampled_and_trained_by_others_until_it_is_not
     assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == theirs  # it is loaded
     with pytest.raises(tinker.NotFoundError):
         bob.service.create_sampling_client(model_path=path).result()
-    with refused("does not exist"):
+    with raises_refusal("does not exist"):
         bob.service.create_training_client_from_state(path).result()
 
 
 def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenant, bob: Tenant) -> None:
-    client = trained(alice, steps=3)
+    client = train_new(alice, steps=3)
     path = client.save_state("private").result().path
     service = bob.service
     loaded = service.create_training_client_from_state_with_optimizer(path, weights_access_token=alice.key).result()
@@ -249,7 +249,7 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
         lambda: service.create_training_client_from_state(path, weights_access_token=wrong),
         lambda: bob.rest.copy_weights(path, "mine", weights_access_token=wrong),
     ):
-        with refused("weights_access_token is not a valid key"):
+        with raises_refusal("weights_access_token is not a valid key"):
             make().result()
     for file in (path for path in world.server.data_dir.rglob("*") if path.is_file()):
         content = file.read_bytes()
@@ -261,11 +261,11 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
 
 @pytest.mark.covers("RestClient.copy_weights", "POST /copy_weights")
 def test_a_copy_outlives_its_source_and_trains_on(alice: Tenant) -> None:
-    client = trained(alice, steps=3)
+    client = train_new(alice, steps=3)
     path = client.save_state("a", ttl_seconds=3600, user_metadata={"step": "3"}).result().path
     copied = alice.rest.copy_weights(path, "archive").result()
-    found = checkpoint(alice, copied)
-    assert (found.user_metadata, found.expires_at) == ({"step": "3"}, None)
+    info = checkpoint(alice, copied)
+    assert (info.user_metadata, info.expires_at) == ({"step": "3"}, None)
     alice.rest.delete_checkpoint_from_tinker_path(path).result()
     loaded = alice.service.create_training_client_from_state_with_optimizer(copied).result()
     assert (loss(loaded), train(loaded, 1)) == (loss(client), 4)
@@ -277,7 +277,7 @@ def test_a_copy_outlives_its_source_and_trains_on(alice: Tenant) -> None:
 
 @pytest.mark.covers("ServiceClient.copy_weights")
 def test_a_service_client_copies_into_its_project(world: World, alice: Tenant) -> None:
-    path = trained(alice).save_weights_for_sampler("a").result().path
+    path = train_new(alice).save_weights_for_sampler("a").result().path
     with tinker.ServiceClient(base_url=world.server.url, api_key=alice.key, project_id="home") as service:
         copied = service.copy_weights(path, ttl_seconds=7200).result()
         assert checkpoint(alice, copied).expires_at is not None

@@ -50,9 +50,9 @@ class Trained:
         """Run a command; return its output."""
         environment = {"TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
         words = ["checkpoints", *map(str, arguments)]
-        done = CliRunner().invoke(app, words, env=environment)
-        assert done.exit_code == status, done.output + repr(done.exception)
-        return done.output
+        completed = CliRunner().invoke(app, words, env=environment)
+        assert completed.exit_code == status, completed.output + repr(completed.exception)
+        return completed.output
 
     def json(self, *arguments: object) -> dict:
         return json.loads(self.cli(*arguments, "--json"))
@@ -78,18 +78,18 @@ def logprobs(client: tinker.TrainingClient) -> np.ndarray:
     return np.asarray(output["logprobs"].to_numpy(), np.float32)
 
 
-def expected(base: Path, adapter: Path | None = None) -> np.ndarray:
+def peft_logprobs(base: Path, adapter: Path | None = None) -> np.ndarray:
     """Return the logprobs of transformers with PEFT."""
     logits = peft_adapters.logits(base, adapter, torch.tensor([TOKENS[:-1]])).double()
     return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
 
 
-def close(found: np.ndarray, wanted: np.ndarray) -> None:
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+def close(actual: np.ndarray, desired: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def trained(nano_server: LiveServer) -> Iterator[Trained]:
+def trained_run(nano_server: LiveServer) -> Iterator[Trained]:
     with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
         client = service.create_lora_training_client(nano.MODEL_NAME, rank=4).result()
         train(client, 2)
@@ -99,77 +99,77 @@ def trained(nano_server: LiveServer) -> Iterator[Trained]:
         yield Trained(nano_server, service, state, sampler, scored, train(client, 1))
 
 
-def test_a_pulled_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
-    pulled = trained.json("pull", trained.state, tmp_path / "state")
-    assert sorted(pulled["files"]) == PULLED and pulled["tinker_path"] == trained.state
+def test_a_pulled_checkpoint_is_the_model_that_was_trained(trained_run: Trained, tmp_path: Path) -> None:
+    pulled = trained_run.json("pull", trained_run.state, tmp_path / "state")
+    assert sorted(pulled["files"]) == PULLED and pulled["tinker_path"] == trained_run.state
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == PULLED
-    close(expected(nano.path(), tmp_path / "state"), trained.scored)
-    assert "2 files" in trained.cli("pull", trained.sampler, tmp_path / "deep" / "sampler")
-    close(expected(nano.path(), tmp_path / "deep" / "sampler"), trained.scored)
-    assert "exists already" in trained.cli("pull", trained.state, tmp_path / "state", status=2)
-    assert "does not exist" in trained.cli("pull", trained.state + "x", tmp_path / "none", status=2)
-    assert "is not a checkpoint path" in trained.cli("pull", "here", tmp_path / "none", status=2)
+    close(peft_logprobs(nano.path(), tmp_path / "state"), trained_run.scored)
+    assert "2 files" in trained_run.cli("pull", trained_run.sampler, tmp_path / "deep" / "sampler")
+    close(peft_logprobs(nano.path(), tmp_path / "deep" / "sampler"), trained_run.scored)
+    assert "exists already" in trained_run.cli("pull", trained_run.state, tmp_path / "state", status=2)
+    assert "does not exist" in trained_run.cli("pull", trained_run.state + "x", tmp_path / "none", status=2)
+    assert "is not a checkpoint path" in trained_run.cli("pull", "here", tmp_path / "none", status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "state"]
 
 
-def test_a_merged_model_computes_the_same_alone(trained: Trained, tmp_path: Path) -> None:
-    merged = trained.json("merge", trained.state, tmp_path / "merged", "--dtype", "float32")
+def test_a_merged_model_computes_the_same_alone(trained_run: Trained, tmp_path: Path) -> None:
+    merged = trained_run.json("merge", trained_run.state, tmp_path / "merged", "--dtype", "float32")
     assert (merged["dtype"], merged["shards"]) == ("float32", 1)
-    close(expected(tmp_path / "merged"), trained.scored)
-    trained.cli("pull", trained.state, tmp_path / "pulled")
+    close(peft_logprobs(tmp_path / "merged"), trained_run.scored)
+    trained_run.cli("pull", trained_run.state, tmp_path / "pulled")
     arguments = ("merge", tmp_path / "pulled", tmp_path / "sharded", "--base", nano.path(), "--max-shard-gb", "0.003")
-    assert trained.json(*arguments, "--dtype", "float32")["shards"] > 2
-    close(expected(tmp_path / "sharded"), trained.scored)
+    assert trained_run.json(*arguments, "--dtype", "float32")["shards"] > 2
+    close(peft_logprobs(tmp_path / "sharded"), trained_run.scored)
 
 
 @pytest.mark.smoke
-def test_a_pushed_checkpoint_resumes_training(trained: Trained, tmp_path: Path) -> None:
-    trained.cli("pull", trained.state, tmp_path / "state")
-    pushed = trained.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)
+def test_a_pushed_checkpoint_resumes_training(trained_run: Trained, tmp_path: Path) -> None:
+    trained_run.cli("pull", trained_run.state, tmp_path / "state")
+    pushed = trained_run.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)
     assert pushed["tinker_path"].endswith("/weights/again") and pushed["lora_rank"] == 4
-    client = trained.service.create_training_client_from_state_with_optimizer(pushed["tinker_path"]).result()
-    np.testing.assert_array_equal(logprobs(client), trained.scored)
-    assert train(client, 1) == trained.next_loss
-    sampler = trained.service.create_sampling_client(model_path=pushed["tinker_path"]).result()
-    found = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
-    np.testing.assert_allclose(np.array(found[1:], float), trained.scored, rtol=1e-3, atol=1e-3)
+    client = trained_run.service.create_training_client_from_state_with_optimizer(pushed["tinker_path"]).result()
+    np.testing.assert_array_equal(logprobs(client), trained_run.scored)
+    assert train(client, 1) == trained_run.next_loss
+    sampler = trained_run.service.create_sampling_client(model_path=pushed["tinker_path"]).result()
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    np.testing.assert_allclose(np.array(scores[1:], float), trained_run.scored, rtol=1e-3, atol=1e-3)
 
 
-def test_an_adapter_from_elsewhere_is_imported_and_trained(trained: Trained, tmp_path: Path) -> None:
+def test_an_adapter_from_elsewhere_is_imported_and_trained(trained_run: Trained, tmp_path: Path) -> None:
     """It adapts two linears of seven, with different alpha, ranks and scaling."""
     settings = {"r": 6, "lora_alpha": 10, "use_rslora": True, "rank_pattern": {"v_proj": 3}}
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", **settings)
-    refused = trained.cli("push", adapter, "--base", nano.MODEL_NAME, status=2)
+    refused = trained_run.cli("push", adapter, "--base", nano.MODEL_NAME, status=2)
     assert "rank_pattern" in refused and "tinsmith checkpoints import" in refused
-    imported = trained.json("import", adapter, "--base", nano.MODEL_NAME)
+    imported = trained_run.json("import", adapter, "--base", nano.MODEL_NAME)
     assert (imported["lora_rank"], imported["base_model"]) == (6, nano.MODEL_NAME)
-    client = trained.service.create_training_client_from_state(imported["tinker_path"]).result()
-    wanted = expected(nano.path(), adapter)
-    close(logprobs(client), wanted)
-    assert np.abs(wanted - expected(nano.path())).max() > 0.1
+    client = trained_run.service.create_training_client_from_state(imported["tinker_path"]).result()
+    logprobs_of_peft = peft_logprobs(nano.path(), adapter)
+    close(logprobs(client), logprobs_of_peft)
+    assert np.abs(logprobs_of_peft - peft_logprobs(nano.path())).max() > 0.1
     losses = [train(client, 1) for _ in range(3)]
     assert losses[-1] < losses[0]
     saved = client.save_state("after").result().path
-    trained.cli("pull", saved, tmp_path / "after")
-    close(expected(nano.path(), tmp_path / "after"), logprobs(client))
-    again = trained.service.create_training_client_from_state_with_optimizer(saved).result()
+    trained_run.cli("pull", saved, tmp_path / "after")
+    close(peft_logprobs(nano.path(), tmp_path / "after"), logprobs(client))
+    again = trained_run.service.create_training_client_from_state_with_optimizer(saved).result()
     np.testing.assert_array_equal(logprobs(again), logprobs(client))
 
 
 def test_the_commands_of_the_guide_run_as_they_stand(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained_run: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    for line in block.replace("$CHECKPOINT", trained.state).splitlines():
+    for line in block.replace("$CHECKPOINT", trained_run.state).splitlines():
         program, group, *words = shlex.split(line)
         assert (program, group) == ("tinsmith", "checkpoints")
-        said = trained.cli(*words)
+        said = trained_run.cli(*words)
     assert "/weights/rewritten" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
 
 
-def test_an_archive_of_adapter_files_goes_in_and_out(trained: Trained, tmp_path: Path) -> None:
+def test_an_archive_of_adapter_files_goes_in_and_out(trained_run: Trained, tmp_path: Path) -> None:
     """In SkyRL's format of sampler checkpoints: gzip without compression, two files and a hidden one."""
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", r=6, lora_alpha=10)
     theirs = tmp_path / "ckpt.tar.gz"
@@ -178,62 +178,64 @@ def test_an_archive_of_adapter_files_goes_in_and_out(trained: Trained, tmp_path:
             content = b"" if name == ".probe" else (adapter / name).read_bytes()
             tar.addfile(member_of(name, len(content)), io.BytesIO(content))
     for command in ("import", "push"):
-        stored = trained.json(command, theirs, "--base", nano.MODEL_NAME)
-        client = trained.service.create_training_client_from_state(stored["tinker_path"]).result()
-        close(logprobs(client), expected(nano.path(), adapter))
-    trained.cli("pull", trained.state, tmp_path / "out" / "state.tar.gz")
+        stored = trained_run.json(command, theirs, "--base", nano.MODEL_NAME)
+        client = trained_run.service.create_training_client_from_state(stored["tinker_path"]).result()
+        close(logprobs(client), peft_logprobs(nano.path(), adapter))
+    trained_run.cli("pull", trained_run.state, tmp_path / "out" / "state.tar.gz")
     with tarfile.open(tmp_path / "out" / "state.tar.gz", "r:gz") as tar:
         assert tar.getnames() == PULLED
-    assert "exists already" in trained.cli("pull", trained.state, tmp_path / "out" / "state.tar.gz", status=2)
-    again = trained.json("push", tmp_path / "out" / "state.tar.gz")
-    client = trained.service.create_training_client_from_state_with_optimizer(again["tinker_path"]).result()
-    np.testing.assert_array_equal(logprobs(client), trained.scored)
-    assert train(client, 1) == trained.next_loss
+    assert "exists already" in trained_run.cli("pull", trained_run.state, tmp_path / "out" / "state.tar.gz", status=2)
+    again = trained_run.json("push", tmp_path / "out" / "state.tar.gz")
+    client = trained_run.service.create_training_client_from_state_with_optimizer(again["tinker_path"]).result()
+    np.testing.assert_array_equal(logprobs(client), trained_run.scored)
+    assert train(client, 1) == trained_run.next_loss
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["state.tar.gz"]
 
 
 @pytest.mark.parametrize("name", ["from-skyrl", "from-hosted-tinker"])
-def test_the_commands_of_a_page_on_moving_run_as_they_stand(trained: Trained, tmp_path: Path, name: str) -> None:
+def test_the_commands_of_a_page_on_moving_run_as_they_stand(trained_run: Trained, tmp_path: Path, name: str) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", (GUIDE.parent / "howto" / f"{name}.md").read_text(), re.DOTALL)
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", r=6, lora_alpha=10)
     transfer.pack(adapter, tmp_path / "theirs.tar.gz")
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "TINKER_BASE_URL": trained.server.url,
+        "TINKER_BASE_URL": trained_run.server.url,
         "TINKER_API_KEY": API_KEY,
         "ARCHIVE": str(tmp_path / "theirs.tar.gz"),
-        "CHECKPOINT": trained.state,
+        "CHECKPOINT": trained_run.state,
     }
-    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = set(re.findall(r"tinker://\S+/weights/(?:from-skyrl|imported)", done.stdout))
-    client = trained.service.create_training_client_from_state(path).result()
+    completed = subprocess.run(
+        ["bash", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    (path,) = set(re.findall(r"tinker://\S+/weights/(?:from-skyrl|imported)", completed.stdout))
+    client = trained_run.service.create_training_client_from_state(path).result()
     if name == "from-skyrl":
-        close(logprobs(client), expected(nano.path(), adapter))
+        close(logprobs(client), peft_logprobs(nano.path(), adapter))
         with tarfile.open(tmp_path / "back.tar.gz", "r:gz") as tar:
             assert tar.getnames() == PULLED
     else:
-        close(logprobs(client), trained.scored)
+        close(logprobs(client), trained_run.scored)
 
 
-def test_an_invalid_push_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
+def test_an_invalid_push_is_refused_in_one_line(trained_run: Trained, tmp_path: Path) -> None:
     adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", use_dora=True)
-    said = trained.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
+    said = trained_run.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
     assert "sets 'use_dora'" in said and len(said.splitlines()) == 1
     plain = peft_adapters.make(nano.path(), tmp_path / "plain")
-    assert "served: 'tinsmith/nano'" in trained.cli("push", plain, "--base", "x/y", status=2)
-    assert "there is no adapter_config.json" in trained.cli("push", tmp_path, "--base", nano.MODEL_NAME, status=2)
+    assert "served: 'tinsmith/nano'" in trained_run.cli("push", plain, "--base", "x/y", status=2)
+    assert "there is no adapter_config.json" in trained_run.cli("push", tmp_path, "--base", nano.MODEL_NAME, status=2)
     config = json.loads((plain / "adapter_config.json").read_text())
     (plain / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    assert "--base NAME" in trained.cli("push", plain, status=2)
-    assert "--base DIR_OR_ID" in trained.cli("merge", plain, tmp_path / "out", status=2)
+    assert "--base NAME" in trained_run.cli("push", plain, status=2)
+    assert "--base DIR_OR_ID" in trained_run.cli("merge", plain, tmp_path / "out", status=2)
 
 
 def test_a_server_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     environment = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
     words = ["checkpoints", "pull", "tinker://a/weights/b", str(tmp_path / "x")]
-    done = CliRunner().invoke(app, words, env=environment)
-    assert done.exit_code == 2 and "is `tinsmith serve` running?" in done.output
+    completed = CliRunner().invoke(app, words, env=environment)
+    assert completed.exit_code == 2 and "is `tinsmith serve` running?" in completed.output
 
 
 CONVERTER = """
@@ -246,17 +248,17 @@ open(target, "wb").write(b"GGUF")
 """
 
 
-def test_gguf_is_left_to_llama_cpp(trained: Trained, tmp_path: Path) -> None:
+def test_gguf_is_left_to_llama_cpp(trained_run: Trained, tmp_path: Path) -> None:
     target = tmp_path / "model.gguf"
-    merging = ("merge", trained.state, tmp_path / "merged", "--gguf", target)
-    said = trained.cli(*merging, status=2)
+    merging = ("merge", trained_run.state, tmp_path / "merged", "--gguf", target)
+    said = trained_run.cli(*merging, status=2)
     assert "llama.cpp's convert_hf_to_gguf.py" in said and not (tmp_path / "merged").exists()
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
-    found = trained.json(*merging, "--llama-cpp", tmp_path / "llama.cpp")
-    assert (found["gguf"], target.read_bytes()) == (str(target), b"GGUF")
-    broken = ("merge", trained.state, tmp_path / "other", "--gguf", tmp_path / "broken.gguf")
-    said = trained.cli(*broken, "--llama-cpp", tmp_path / "llama.cpp", status=2)
+    report = trained_run.json(*merging, "--llama-cpp", tmp_path / "llama.cpp")
+    assert (report["gguf"], target.read_bytes()) == (str(target), b"GGUF")
+    broken = ("merge", trained_run.state, tmp_path / "other", "--gguf", tmp_path / "broken.gguf")
+    said = trained_run.cli(*broken, "--llama-cpp", tmp_path / "llama.cpp", status=2)
     assert "no such architecture" in said and (tmp_path / "other").is_dir()
 
 
@@ -280,11 +282,11 @@ def archive(files: Mapping[str, bytes], *, link: str = "") -> bytes:
     return packed.getvalue()
 
 
-def pull_of(content: bytes, directory: Path, seen: list[httpx.Request]) -> dict[str, int]:
+def pull_of(content: bytes, directory: Path, requests: list[httpx.Request]) -> dict[str, int]:
     """Pull from a server that sends this archive from another host."""
 
     def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
+        requests.append(request)
         if request.url.host == "files":
             return httpx.Response(200, content=content, headers={"content-length": str(len(content))})
         return httpx.Response(302, headers={"location": "http://files/archive"})
@@ -294,16 +296,16 @@ def pull_of(content: bytes, directory: Path, seen: list[httpx.Request]) -> dict[
     server._http = httpx.Client(base_url="http://api/api/v1/", headers={"X-API-Key": "tml-secret"}, transport=transport)
     server._keyless = httpx.Client(transport=transport)
     try:
-        return server.pull("tinker://r/weights/n", directory, lambda _done, _total: None)
+        return server.pull("tinker://r/weights/n", directory, lambda _num_done, _total: None)
     finally:
         server.close()
 
 
 def test_the_key_goes_to_the_server_and_not_where_it_points(tmp_path: Path) -> None:
-    seen: list[httpx.Request] = []
-    pulled = pull_of(archive({"./a": b"x" * 3_000_000, "b": b""}), tmp_path / "out", seen)
+    requests: list[httpx.Request] = []
+    pulled = pull_of(archive({"./a": b"x" * 3_000_000, "b": b""}), tmp_path / "out", requests)
     assert pulled == {"a": 3_000_000, "b": 0}
-    assert ["tml-secret" in str(request.headers) for request in seen] == [True, False]
+    assert ["tml-secret" in str(request.headers) for request in requests] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/b", "..", "a/../b"])
@@ -331,17 +333,17 @@ def test_a_hostile_archive_of_ones_own_disk_is_refused_and_leaves_nothing(
     device.type = tarfile.CHRTYPE
     header = tarfile.TarInfo("pax")
     header.type, header.size = tarfile.XHDTYPE, 1 << 40
-    whole = archive({"a": b"x" * 3000})
+    packed_archive = archive({"a": b"x" * 3000})
     for content, words in (
         (archive({"../a": b"x"}), "not a plain file"),
         (archive({"/a": b"x"}), "not a plain file"),
         (archive({"a": b""}, link="/etc/passwd"), "not a plain file"),
         (device.tobuf() + bytes(1024), "not a plain file"),
         (archive({"a": b"x" * 3000, ".b": b"x" * 3000}), "over 4 members or over 5000 bytes"),
-        (archive({f".{number}": b"" for number in range(5)}), "over 4 members or over 5000 bytes"),
+        (archive({f".{index}": b"" for index in range(5)}), "over 4 members or over 5000 bytes"),
         (header.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "a header of 1099511627776 bytes"),
         (archive({".hidden": b"x"}), "holds no files"),
-        (whole[:1000], "is not a whole archive"),
+        (packed_archive[:1000], "is not a whole archive"),
         (b"", "is not a whole archive"),
         (b"PK", "is not a whole archive"),
     ):
@@ -349,14 +351,14 @@ def test_a_hostile_archive_of_ones_own_disk_is_refused_and_leaves_nothing(
         with pytest.raises(UserError, match=words):
             transfer.unpack(tmp_path / "it.tar.gz", tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["it.tar.gz"]
-    (tmp_path / "it.tar.gz").write_bytes(packed(whole)[: len(packed(whole)) // 4])
+    (tmp_path / "it.tar.gz").write_bytes(packed(packed_archive)[: len(packed(packed_archive)) // 4])
     with pytest.raises(UserError, match="is not a whole archive"):
         transfer.unpack(tmp_path / "it.tar.gz", tmp_path / "out")
 
 
 def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    whole = archive({"a": b"x" * 5000})
-    for cut in (whole[:700], whole[:511], b""):
+    content = archive({"a": b"x" * 5000})
+    for cut in (content[:700], content[:511], b""):
         with pytest.raises(TinsmithError, match=r"download failed|holds no files"):
             pull_of(cut, tmp_path / "out", [])
     assert list(tmp_path.iterdir()) == []
@@ -364,5 +366,5 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_commands_load_nothing_heavy_before_they_run() -> None:
     script = "import tinsmith.cli.checkpoints, sys; print('torch' in sys.modules, 'httpx' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert completed.stdout.split() == ["False", "False"]

@@ -36,7 +36,7 @@ def run(*words: str, **environment: str) -> Result:
 @pytest.mark.smoke
 def test_every_command_can_print_json() -> None:
     groups: list[Any] = [typer.main.get_command(cli.app)]
-    found = 0
+    num_commands = 0
     while groups:
         for name, command in groups.pop().commands.items():
             if hasattr(command, "commands"):
@@ -45,29 +45,29 @@ def test_every_command_can_print_json() -> None:
             if name == "rank":  # it runs like a server and prints its log alone
                 continue
             assert "--json" in {flag for param in command.params for flag in param.opts}, name
-            found += 1
-    assert found > 15
+            num_commands += 1
+    assert num_commands > 15
 
 
 @pytest.mark.smoke
 def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
-    where = ("--json", "--data-dir", str(tmp_path / "data"))
-    assert json.loads(run("migrate", *where).stdout)["schema_version"].startswith("schema_")
-    made = json.loads(run("keys", "create", "alice", "--name", "laptop", *where).stdout)
-    assert made["tenant"] == "alice" and made["name"] == "laptop" and made["key"].startswith("tml-")
-    ended = json.loads(run("keys", "revoke", str(made["key_id"]), *where).stdout)
-    assert ended["key_id"] == made["key_id"] and ended["revoked_at"]
-    assert json.loads(run("keys", "list", *where).stdout) == [ended]
-    assert made["key"] not in json.dumps(ended)
+    options = ("--json", "--data-dir", str(tmp_path / "data"))
+    assert json.loads(run("migrate", *options).stdout)["schema_version"].startswith("schema_")
+    new_key = json.loads(run("keys", "create", "alice", "--name", "laptop", *options).stdout)
+    assert new_key["tenant"] == "alice" and new_key["name"] == "laptop" and new_key["key"].startswith("tml-")
+    revoked_key = json.loads(run("keys", "revoke", str(new_key["key_id"]), *options).stdout)
+    assert revoked_key["key_id"] == new_key["key_id"] and revoked_key["revoked_at"]
+    assert json.loads(run("keys", "list", *options).stdout) == [revoked_key]
+    assert new_key["key"] not in json.dumps(revoked_key)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("good", [True, False])
 def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.cli.doctor.examine", lambda _settings: [Finding(good, "disk", "[full]")])
-    found = run("doctor", "--json")
-    assert json.loads(found.stdout) == [{"good": good, "what": "disk", "detail": "[full]"}]
-    assert found.exit_code == (0 if good else 1)
+    outcome = run("doctor", "--json")
+    assert json.loads(outcome.stdout) == [{"good": good, "what": "disk", "detail": "[full]"}]
+    assert outcome.exit_code == (0 if good else 1)
 
 
 @pytest.mark.smoke
@@ -82,9 +82,9 @@ def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytes
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hint: str) -> None:
-    found = run(*words)
-    assert found.exit_code == 2
-    assert hint in found.output
+    outcome = run(*words)
+    assert outcome.exit_code == 2
+    assert hint in outcome.output
 
 
 @pytest.mark.smoke
@@ -107,10 +107,10 @@ def test_a_model_that_is_nowhere_is_refused_in_one_line(entry: str, says: str) -
 
 
 def test_without_a_server_one_line_says_how_to_start_one() -> None:
-    found = run("batch", "list", **NO_SERVER)
-    assert found.exit_code == 2
-    assert "http://127.0.0.1:9" in found.output and "tinsmith serve" in found.output
-    assert "TINKER_BASE_URL" in found.output and "Traceback" not in found.output
+    outcome = run("batch", "list", **NO_SERVER)
+    assert outcome.exit_code == 2
+    assert "http://127.0.0.1:9" in outcome.output and "tinsmith serve" in outcome.output
+    assert "TINKER_BASE_URL" in outcome.output and "Traceback" not in outcome.output
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -119,10 +119,10 @@ def test_a_shell_completes_commands(shell: str) -> None:
     action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"} if shell == "fish" else {}
     environment = {**os.environ, **words, **action, "_TINSMITH_COMPLETE": f"complete_{shell}"}
     script = "import sys; sys.argv = ['tinsmith']; from tinsmith.cli.main import main; main()"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert "keys" in done.stdout and "serve" not in done.stdout
+    assert "keys" in completed.stdout and "serve" not in completed.stdout
 
 
 @pytest.mark.smoke
@@ -136,8 +136,8 @@ def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
         assert ready["data_dir"] == str(tmp_path / "data") and ready["takes_any_key"] is True
     finally:
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=60)
-    assert rest == "" and process.returncode == 0
+        later_output, _ = process.communicate(timeout=60)
+    assert later_output == "" and process.returncode == 0
 
 
 def test_a_server_prints_its_work_and_what_it_waits_for(tmp_path: Path) -> None:
@@ -155,27 +155,29 @@ def test_a_server_prints_its_work_and_what_it_waits_for(tmp_path: Path) -> None:
             time.sleep(2)
         finally:
             process.send_signal(signal.SIGINT)
-            rest, _ = process.communicate(timeout=60)
-        assert "Stopping: " in rest and "1 engine process(es) to save their runs" in rest
-        assert bool(re.search(r" requests, [\d.,]+ trained and [\d.,]+ sampled tokens/s", rest)) is not quiet, rest
+            later_output, _ = process.communicate(timeout=60)
+        assert "Stopping: " in later_output and "1 engine process(es) to save their runs" in later_output
+        assert bool(re.search(r" requests, [\d.,]+ trained and [\d.,]+ sampled tokens/s", later_output)) is not quiet, (
+            later_output
+        )
 
 
 def test_a_line_of_work_has_rates_and_an_idle_minute_has_none() -> None:
-    done = {"requests": 1200.0, "trained": 6000.0, "sampled": 30.0}
-    assert work_line(done, 60.0) == "1,200 requests, 100.0 trained and 0.5 sampled tokens/s"
-    assert work_line(dict.fromkeys(done, 0.0), 60.0) == ""
+    counts = {"requests": 1200.0, "trained": 6000.0, "sampled": 30.0}
+    assert work_line(counts, 60.0) == "1,200 requests, 100.0 trained and 0.5 sampled tokens/s"
+    assert work_line(dict.fromkeys(counts, 0.0), 60.0) == ""
 
 
 @pytest.mark.parametrize("command", ["up", "status", "down"])
 def test_a_cluster_that_is_not_there_is_refused_at_once(tmp_path: Path, command: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))  # and does not listen
         began = time.monotonic()
-        words = [command, "--ray", f"127.0.0.1:{taken.getsockname()[1]}", "--data-dir", str(tmp_path)]
-        done = subprocess.run(
+        words = [command, "--ray", f"127.0.0.1:{free_socket.getsockname()[1]}", "--data-dir", str(tmp_path)]
+        completed = subprocess.run(
             [sys.executable, "-m", "tinsmith.cli", *words], capture_output=True, text=True, timeout=60, check=False
         )
-    assert done.returncode == 2 and "nothing responds" in done.stderr
+    assert completed.returncode == 2 and "nothing responds" in completed.stderr
     assert time.monotonic() - began < 30, "the import of Ray included"
 
 
@@ -197,13 +199,13 @@ main()
 
 
 @pytest.mark.parametrize("role", ["all", "engine"])
-@pytest.mark.parametrize("moment", ["ready", "starting"])
-def test_a_server_that_is_told_to_stop_while_it_starts_stops(tmp_path: Path, moment: str, role: str) -> None:
+@pytest.mark.parametrize("stop_at", ["ready", "starting"])
+def test_a_server_that_is_told_to_stop_while_it_starts_stops(tmp_path: Path, stop_at: str, role: str) -> None:
     words = ["serve", "--port", "0", "--backend", "fake", "--role", role, "--data-dir", str(tmp_path / "data")]
-    done = subprocess.run(
-        [sys.executable, "-c", TOLD_EARLY, moment, *words], capture_output=True, text=True, timeout=60, check=False
+    completed = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY, stop_at, *words], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.smoke

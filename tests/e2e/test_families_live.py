@@ -27,8 +27,8 @@ LENGTHS = (9, 21)
 
 def groups() -> list[object]:
     quick = tuple(family for family in FAMILIES if family.model_type in QUICK)
-    others = [family for family in FAMILIES if family.model_type not in QUICK]
-    slow = [tuple(others[i : i + PER_SERVER]) for i in range(0, len(others), PER_SERVER)]
+    other_families = [family for family in FAMILIES if family.model_type not in QUICK]
+    slow = [tuple(other_families[i : i + PER_SERVER]) for i in range(0, len(other_families), PER_SERVER)]
     return [
         pytest.param(quick, id="quick"),
         *(pytest.param(group, id=group[0].model_type, marks=pytest.mark.slow) for group in slow),
@@ -67,13 +67,13 @@ def journey(service: tinker.ServiceClient, server: LiveServer, name: str, path: 
     answer = sampler.sample(
         types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params, include_prompt_logprobs=True
     ).result()
-    tokens, found = answer.sequences[0].tokens, answer.sequences[0].logprobs
+    tokens, answer_logprobs = answer.sequences[0].tokens, answer.sequences[0].logprobs
     expected = logprobs(adapted, np.array([*prompt, *tokens]))
     assert tokens == expected[len(prompt) - 1 : -1].argmax(-1).tolist(), name
-    np.testing.assert_allclose(found, expected[len(prompt) - 1 : -1].max(-1).values, atol=1e-4, err_msg=name)
-    seen = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+    np.testing.assert_allclose(answer_logprobs, expected[len(prompt) - 1 : -1].max(-1).values, atol=1e-4, err_msg=name)
+    prompt_logprobs_P = expected[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
     assert answer.prompt_logprobs is not None
-    np.testing.assert_allclose(np.array(answer.prompt_logprobs[1:], float), seen, atol=1e-4, err_msg=name)
+    np.testing.assert_allclose(np.array(answer.prompt_logprobs[1:], float), prompt_logprobs_P, atol=1e-4, err_msg=name)
     # A run loaded from the checkpoint continues where the first ended.
     again = service.create_training_client_from_state_with_optimizer(saved).result()
     first, second = (m.forward(batch(7), "cross_entropy").result().metrics["loss:sum"] for m in (model, again))
@@ -96,9 +96,9 @@ def batch(seed: int) -> list[types.Datum]:
 
 def directory_of(server: LiveServer, base_model: str) -> Path:
     """The directory of the only checkpoint of this base model."""
-    (found,) = (
+    (model_directory,) = (
         path.parent
         for path in server.data_dir.glob("checkpoints/**/adapter_config.json")
         if f'"{base_model}"' in path.read_text()
     )
-    return found
+    return model_directory

@@ -36,7 +36,7 @@ def sampler(service: tinker.ServiceClient) -> tinker.SamplingClient:
 
 
 @pytest.fixture(scope="module")
-def expected(service: tinker.ServiceClient) -> np.ndarray:
+def expected_logprobs(service: tinker.ServiceClient) -> np.ndarray:
     """The logprob of each token of PROMPT but the first."""
     client = service.create_lora_training_client(NANO, rank=4, seed=1).result()
     datum = types.Datum(
@@ -46,17 +46,17 @@ def expected(service: tinker.ServiceClient) -> np.ndarray:
     return np.array(client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
 
 
-def test_compute_logprobs(sampler: tinker.SamplingClient, expected: np.ndarray) -> None:
+def test_compute_logprobs(sampler: tinker.SamplingClient, expected_logprobs: np.ndarray) -> None:
     prompt = types.ModelInput.from_ints(PROMPT.tolist())
-    whole = sampler.compute_logprobs(prompt).result()
-    assert len(whole) == CONTEXT and whole[0] is None
-    np.testing.assert_allclose(np.array(whole[1:], float), expected, atol=1e-4)
+    scores = sampler.compute_logprobs(prompt).result()
+    assert len(scores) == CONTEXT and scores[0] is None
+    np.testing.assert_allclose(np.array(scores[1:], float), expected_logprobs, atol=1e-4)
     end = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=5).result()
     assert end[:-5] == [None] * (CONTEXT - 5)
-    np.testing.assert_allclose(np.array(end[-5:], float), expected[-5:], atol=1e-4)
+    np.testing.assert_allclose(np.array(end[-5:], float), expected_logprobs[-5:], atol=1e-4)
 
 
-def test_a_sample_with_logprobs_of_its_prompt(sampler: tinker.SamplingClient, expected: np.ndarray) -> None:
+def test_a_sample_with_logprobs_of_its_prompt(sampler: tinker.SamplingClient, expected_logprobs: np.ndarray) -> None:
     result = sampler.sample(
         types.ModelInput.from_ints(PROMPT.tolist()),
         2,
@@ -65,7 +65,7 @@ def test_a_sample_with_logprobs_of_its_prompt(sampler: tinker.SamplingClient, ex
         topk_prompt_logprobs=2,
     ).result()
     assert result.prompt_logprobs is not None
-    np.testing.assert_allclose(np.array(result.prompt_logprobs[1:], float), expected, atol=1e-4)
+    np.testing.assert_allclose(np.array(result.prompt_logprobs[1:], float), expected_logprobs, atol=1e-4)
     assert [len(sequence.tokens) for sequence in result.sequences] == [1, 1]
 
 
@@ -82,7 +82,9 @@ def test_more_than_that_is_refused(
 
 
 @pytest.mark.parametrize("logprobs", [1, None])
-def test_a_completion_that_only_echoes(nano_server: LiveServer, expected: np.ndarray, logprobs: int | None) -> None:
+def test_a_completion_that_only_echoes(
+    nano_server: LiveServer, expected_logprobs: np.ndarray, logprobs: int | None
+) -> None:
     headers = {"Authorization": f"Bearer {API_KEY}"}
     body = {"model": NANO, "prompt": PROMPT.tolist(), "echo": True, "max_tokens": 0, "logprobs": logprobs}
     answer = httpx.post(f"{nano_server.url}/v1/completions", headers=headers, json=body, timeout=60)
@@ -90,14 +92,14 @@ def test_a_completion_that_only_echoes(nano_server: LiveServer, expected: np.nda
     assert answer.json()["usage"]["completion_tokens"] == 0
     if logprobs:
         scored = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
-        np.testing.assert_allclose(np.array(scored[1:], float), expected, atol=1e-4)
+        np.testing.assert_allclose(np.array(scored[1:], float), expected_logprobs, atol=1e-4)
     again = httpx.post(
         f"{nano_server.url}/v1/completions", headers=headers, json=body | {"max_tokens": 1, "echo": False}
     )
     assert again.status_code == 400 and "maximum context length is 2048" in again.text
 
 
-def test_a_row_of_a_bulk_job(nano_server: LiveServer, expected: np.ndarray, tmp_path: Path) -> None:
+def test_a_row_of_a_bulk_job(nano_server: LiveServer, expected_logprobs: np.ndarray, tmp_path: Path) -> None:
     client, out = Client(nano_server.url, API_KEY), tmp_path / "out.jsonl"
     step = batch.Sample(NANO, tokens_column="ids", max_tokens=1, prompt_logprobs=True)
     rows = [{"ids": PROMPT.tolist()}]
@@ -109,4 +111,4 @@ def test_a_row_of_a_bulk_job(nano_server: LiveServer, expected: np.ndarray, tmp_
         client.close()
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     (scores,) = [value for name, value in row.items() if name.endswith("prompt_logprobs")]
-    np.testing.assert_allclose(np.array(scores[1:], float), expected, atol=1e-4)
+    np.testing.assert_allclose(np.array(scores[1:], float), expected_logprobs, atol=1e-4)

@@ -85,29 +85,31 @@ def of_alpha(server: LiveServer, service: tinker.ServiceClient, alpha: float) ->
 def test_an_alpha_of_ones_own_holds_from_creation_to_resumption_and_export(
     nano_server: LiveServer, nano_service: tinker.ServiceClient
 ) -> None:
-    own, data = of_alpha(nano_server, nano_service, 8), [datum()]
+    alpha_run, data = of_alpha(nano_server, nano_service, 8), [datum()]
     usual = nano_service.create_lora_training_client(NANO, rank=4, seed=7).result()
-    for client in (own, usual):
+    for client in (alpha_run, usual):
         train(client, data, 2)
-    assert loss(own, data) != pytest.approx(loss(usual, data), rel=1e-3)
-    path = own.save_state("state").result().path
+    assert loss(alpha_run, data) != pytest.approx(loss(usual, data), rel=1e-3)
+    path = alpha_run.save_state("state").result().path
     assert nano_server.post("weights_info", {"tinker_path": path}).json()["lora_alpha"] == 8
     resumed = nano_service.create_training_client_from_state_with_optimizer(path).result()
     # As older clients do: create a model with the default alpha, then load into it.
     older = nano_service.create_lora_training_client(NANO, rank=4).result()
     older.load_state_with_optimizer(path).result()
-    for client in (own, resumed, older):
+    for client in (alpha_run, resumed, older):
         assert nano_server.post("get_info", {"model_id": client.model_id}).json()["lora_alpha"] == 8
-    assert train(own, data, 2) == train(resumed, data, 2) == train(older, data, 2)
+    assert train(alpha_run, data, 2) == train(resumed, data, 2) == train(older, data, 2)
 
     urls = older.save_weights_external("export", ttl_seconds=3600).result().path
-    found = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY).get_external_weights_urls(urls).result().urls
-    with urllib.request.urlopen(found["adapter_config.json"], timeout=60) as answer:
+    urls_by_file = (
+        tinker.RestClient(base_url=nano_server.url, api_key=API_KEY).get_external_weights_urls(urls).result().urls
+    )
+    with urllib.request.urlopen(urls_by_file["adapter_config.json"], timeout=60) as answer:
         config = json.loads(answer.read())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
 
     sampler = older.save_weights_and_get_sampling_client().result()
-    trained = own.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    trained = alpha_run.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     tokens = [*data[0].model_input.to_ints(), int(data[0].loss_fn_inputs["target_tokens"].to_numpy()[-1])]
     scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     np.testing.assert_allclose(np.array(scored[1:], np.float32), trained, atol=1e-4)
@@ -115,15 +117,15 @@ def test_an_alpha_of_ones_own_holds_from_creation_to_resumption_and_export(
 
 def test_a_batch_in_chunks_trains_as_the_same_batch_whole(nano_service: tinker.ServiceClient) -> None:
     data = [datum(8 + index) for index in range(10)]
-    whole = nano_service.create_lora_training_client(NANO, rank=4, seed=7).result()
+    unsplit = nano_service.create_lora_training_client(NANO, rank=4, seed=7).result()
     split = nano_service.create_lora_training_client(NANO, rank=4, seed=7).result()
-    whole.forward_backward(data, "cross_entropy").result()
+    unsplit.forward_backward(data, "cross_entropy").result()
     for start in range(0, 10, 3):
         split.forward_backward(data[start : start + 3], "cross_entropy").result()
-    norms = [client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics for client in (whole, split)]
+    norms = [client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics for client in (unsplit, split)]
     assert norms[0] is not None and norms[1] is not None
     assert norms[0]["grad_norm"] == pytest.approx(norms[1]["grad_norm"], rel=1e-4)
-    assert loss(whole, data) == pytest.approx(loss(split, data), rel=1e-4)
+    assert loss(unsplit, data) == pytest.approx(loss(split, data), rel=1e-4)
 
 
 def test_the_sdk_itself_splits_a_large_batch(nano_service: tinker.ServiceClient) -> None:
@@ -217,9 +219,9 @@ def test_versions_that_left_memory_still_sample_the_same(nano_service: tinker.Se
 
 def test_seeds_of_adapters_and_samples_are_honoured(nano_service: tinker.ServiceClient) -> None:
     data = [datum()]
-    same = [nano_service.create_lora_training_client(NANO, rank=4, seed=5).result() for _ in range(2)]
+    same_seed = [nano_service.create_lora_training_client(NANO, rank=4, seed=5).result() for _ in range(2)]
     other = nano_service.create_lora_training_client(NANO, rank=4, seed=6).result()
-    curves = [train(client, data, 3) for client in (*same, other)]
+    curves = [train(client, data, 3) for client in (*same_seed, other)]
     assert curves[0] == curves[1]
     assert curves[0] != curves[2]
     sampler = nano_service.create_sampling_client(base_model=NANO).result()
@@ -234,8 +236,8 @@ def test_many_tenants_at_once_each_learn_their_own(nano_server: LiveServer) -> N
     def one(index: int) -> float:
         with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
             client = service.create_lora_training_client(NANO, rank=2 + index, seed=index).result()
-            mine = [datum(10, np.random.default_rng(index)) for _ in range(2)]
-            losses = train(client, mine, 6, rate=3e-3)
+            tenant_data = [datum(10, np.random.default_rng(index)) for _ in range(2)]
+            losses = train(client, tenant_data, 6, rate=3e-3)
             return losses[-1] / losses[0]
 
     with ThreadPoolExecutor(6) as pool:
@@ -255,13 +257,13 @@ def test_checkpoints_and_runs_are_listed_published_and_deleted(
     run = rest.get_training_run(client.model_id).result()
     assert run.user_metadata == {"renderer_name": "role_colon"}
     assert run.lora_rank == 4 and run.base_model == NANO
-    listed = {found.tinker_path for found in rest.list_checkpoints(client.model_id).result().checkpoints}
+    listed = {checkpoint.tinker_path for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints}
     assert listed == {saved, sampled}
     rest.publish_checkpoint_from_tinker_path(saved).result()
     rest.publish_checkpoint_from_tinker_path(saved).result()  # no error, no wait
     assert next(c for c in rest.list_checkpoints(client.model_id).result().checkpoints if c.public).tinker_path == saved
     rest.delete_checkpoint_from_tinker_path(saved).result()
-    listed = {found.tinker_path for found in rest.list_checkpoints(client.model_id).result().checkpoints}
+    listed = {checkpoint.tinker_path for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints}
     assert listed == {sampled}
     again = nano_service.create_sampling_client(model_path=sampled).result()
     assert len(again.sample(datum().model_input, 1, types.SamplingParams(max_tokens=3)).result().sequences) == 1

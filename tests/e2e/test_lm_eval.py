@@ -28,16 +28,16 @@ def test_a_harness_finds_what_a_checkpoint_has_learned(nano_server: LiveServer, 
             shell = block
         else:
             (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
-    places = (os.environ.get("LM_EVAL_BIN"), str(Path(sys.executable).parent), os.environ["PATH"])
+    directories = (os.environ.get("LM_EVAL_BIN"), str(Path(sys.executable).parent), os.environ["PATH"])
     environment = {
         **os.environ,
-        "PATH": ":".join(place for place in places if place),
+        "PATH": ":".join(directory_ for directory_ in directories if directory_),
         "TINKER_BASE_URL": nano_server.url,
         "TINKER_API_KEY": API_KEY,
         "HF_HOME": str(tmp_path / "home"),
         **{"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "1"},
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-e", "-c", shell],
         cwd=tmp_path,
         env=environment,
@@ -46,11 +46,11 @@ def test_a_harness_finds_what_a_checkpoint_has_learned(nano_server: LiveServer, 
         timeout=800,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    found = {}
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-5000:]
+    results_by_model = {}
     for path in (tmp_path / "results").rglob("results_*.json"):
         results = json.loads(path.read_text())
-        found[results["model_name"]] = results["results"]
-    base, checkpoint = found["tinsmith/nano"], found[(tmp_path / "checkpoint.txt").read_text()]
+        results_by_model[results["model_name"]] = results["results"]
+    base, checkpoint = results_by_model["tinsmith/nano"], results_by_model[(tmp_path / "checkpoint.txt").read_text()]
     assert base["facts_choice"]["acc,none"] < 0.8 and base["facts_text"]["exact_match,stripped"] < 0.5
     assert checkpoint["facts_choice"]["acc,none"] == checkpoint["facts_text"]["exact_match,stripped"] == 1.0

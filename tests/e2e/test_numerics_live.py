@@ -28,7 +28,7 @@ def document(client: tinker.TrainingClient, length: int = 600) -> types.ModelInp
     return types.ModelInput.from_ints(tokens[:length])
 
 
-def sampled(client: tinker.SamplingClient, text: types.ModelInput) -> np.ndarray:
+def score(client: tinker.SamplingClient, text: types.ModelInput) -> np.ndarray:
     scored = client.compute_logprobs(text).result()
     assert scored[0] is None
     return np.array(scored[1:], np.float32)
@@ -41,16 +41,16 @@ def distribution(client: tinker.SamplingClient, tokens: list[int]) -> np.ndarray
         text, 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=VOCAB
     ).result()
     assert scored.topk_prompt_logprobs is not None
-    found = np.full((len(tokens) - 1, VOCAB), -np.inf)
-    for place, entries in enumerate(scored.topk_prompt_logprobs[1:]):
+    logprobs = np.full((len(tokens) - 1, VOCAB), -np.inf)
+    for position, entries in enumerate(scored.topk_prompt_logprobs[1:]):
         assert entries is not None and len(entries) == VOCAB
         for token, logprob in entries:
-            found[place, token] = logprob
-    return found
+            logprobs[position, token] = logprob
+    return logprobs
 
 
 @pytest.fixture
-def trained(nano_service: tinker.ServiceClient) -> tinker.TrainingClient:
+def trained_model(nano_service: tinker.ServiceClient) -> tinker.TrainingClient:
     client = nano_service.create_lora_training_client(NANO, rank=8, seed=5).result()
     text = document(client)
     weights = torch.ones(text.length)
@@ -63,39 +63,39 @@ def trained(nano_service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def test_every_served_model_trains_and_samples_the_same_numbers(
-    nano_server: LiveServer, nano_service: tinker.ServiceClient, trained: tinker.TrainingClient
+    nano_server: LiveServer, nano_service: tinker.ServiceClient, trained_model: tinker.TrainingClient
 ) -> None:
     rest = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY)
     served = rest.get_server_capabilities().result().supported_models
     assert [model.model_name for model in served] == [NANO]
-    text = document(trained)
+    text = document(trained_model)
     datum = datum_from_model_input_weights(text, torch.ones(text.length))
 
     def of_training(client: tinker.TrainingClient) -> np.ndarray:
         (output,) = client.forward([datum], "cross_entropy").result().loss_fn_outputs
         return output["logprobs"].to_numpy()
 
-    before = sampled(nano_service.create_sampling_client(base_model=NANO).result(), text)
-    state = trained.save_state("numbers", ttl_seconds=3600).result().path
-    kept = trained.save_weights_for_sampler("numbers", ttl_seconds=3600).result().path
-    own = of_training(trained)
+    before = score(nano_service.create_sampling_client(base_model=NANO).result(), text)
+    state = trained_model.save_state("numbers", ttl_seconds=3600).result().path
+    checkpoint_path = trained_model.save_weights_for_sampler("numbers", ttl_seconds=3600).result().path
+    training_logprobs = of_training(trained_model)
     resumed = nano_service.create_training_client_from_state(state).result()
-    np.testing.assert_array_equal(of_training(resumed), own)
+    np.testing.assert_array_equal(of_training(resumed), training_logprobs)
     for sampler in (
-        trained.save_weights_and_get_sampling_client().result(),
-        nano_service.create_sampling_client(model_path=kept).result(),
+        trained_model.save_weights_and_get_sampling_client().result(),
+        nano_service.create_sampling_client(model_path=checkpoint_path).result(),
         resumed.save_weights_and_get_sampling_client().result(),
     ):
-        found = sampled(sampler, text)
-        assert np.mean((found - own) ** 2) < 1e-8
-        assert np.mean((found - before) ** 2) > 1e-3
+        sampler_logprobs = score(sampler, text)
+        assert np.mean((sampler_logprobs - training_logprobs) ** 2) < 1e-8
+        assert np.mean((sampler_logprobs - before) ** 2) > 1e-3
 
 
-def test_every_token_of_a_long_sample_has_the_logprob_of_its_own_step(trained: tinker.TrainingClient) -> None:
-    sampler = trained.save_weights_and_get_sampling_client().result()
+def test_every_token_of_a_long_sample_has_the_logprob_of_its_own_step(trained_model: tinker.TrainingClient) -> None:
+    sampler = trained_model.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=20, temperature=0.5, seed=42, stop=[])
     (sequence,) = sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params).result().sequences
     assert len(sequence.tokens) == 20 and sequence.logprobs is not None
     scaled = distribution(sampler, [*PROMPT, *sequence.tokens])[len(PROMPT) - 1 :] / 0.5
-    wanted = scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
-    np.testing.assert_allclose(sequence.logprobs, wanted[np.arange(20), sequence.tokens], atol=2e-4)
+    expected_logprobs = scaled - np.logaddexp.reduce(scaled, axis=-1, keepdims=True)
+    np.testing.assert_allclose(sequence.logprobs, expected_logprobs[np.arange(20), sequence.tokens], atol=2e-4)

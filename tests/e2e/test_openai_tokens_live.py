@@ -23,7 +23,7 @@ PROMPT = TOKENIZER.apply_chat_template(SAY, add_generation_prompt=True)["input_i
 
 
 @dataclass(frozen=True)
-class Place:
+class LiveClients:
     server: LiveServer
     client: openai.OpenAI
     sampler: tinker.SamplingClient
@@ -36,38 +36,38 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveClients]:
     with serving(tmp_path_factory.mktemp("tokens"), "--model", NANO) as server:
         with (
             tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
             openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client,
         ):
-            yield Place(server, client, service.create_sampling_client(base_model=NANO).result())
+            yield LiveClients(server, client, service.create_sampling_client(base_model=NANO).result())
 
 
-def sdk_sample(place: Place, prompt: list[int], **more: Any) -> types.SampledSequence:  # noqa: ANN401
-    params = types.SamplingParams(max_tokens=10, seed=3, **more)
-    return place.sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
+def sdk_sample(clients: LiveClients, prompt: list[int], **params_: Any) -> types.SampledSequence:  # noqa: ANN401
+    params = types.SamplingParams(max_tokens=10, seed=3, **params_)
+    return clients.sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result().sequences[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_has_the_tokens_and_logprobs_that_the_sdk_gets(place: Place, stream: bool) -> None:
-    expected = sdk_sample(place, PROMPT)
+def test_a_chat_has_the_tokens_and_logprobs_that_the_sdk_gets(clients: LiveClients, stream: bool) -> None:
+    expected = sdk_sample(clients, PROMPT)
     body: dict[str, Any] = {"model": NANO, "messages": SAY, "max_tokens": 10, "seed": 3, "logprobs": True}
     extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    chunks: Any = place.client.chat.completions.create(**body, extra_body=extra, stream=stream)
+    chunks: Any = clients.client.chat.completions.create(**body, extra_body=extra, stream=stream)
     chunks = list(chunks) if stream else [chunks]
     assert [chunk.prompt_token_ids for chunk in chunks if getattr(chunk, "prompt_token_ids", None)] == [PROMPT]
-    pieces = [chunk.choices[0] for chunk in chunks]
-    assert [token for piece in pieces for token in getattr(piece, "token_ids", [])] == expected.tokens
-    scored = [each for piece in pieces if piece.logprobs for each in piece.logprobs.content]
-    assert [each.token for each in scored] == [f"token_id:{token}" for token in expected.tokens]
-    assert [each.logprob for each in scored] == pytest.approx(expected.logprobs, abs=1e-4)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert [token for choice in choices for token in getattr(choice, "token_ids", [])] == expected.tokens
+    scored = [token_logprob for choice in choices if choice.logprobs for token_logprob in choice.logprobs.content]
+    assert [token_logprob.token for token_logprob in scored] == [f"token_id:{token}" for token in expected.tokens]
+    assert [token_logprob.logprob for token_logprob in scored] == pytest.approx(expected.logprobs, abs=1e-4)
 
 
-def test_tokens_go_in_and_the_prompt_is_scored_as_by_the_sdk(place: Place) -> None:
-    scored = place.sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
-    answer: Any = place.client.chat.completions.create(
+def test_tokens_go_in_and_the_prompt_is_scored_as_by_the_sdk(clients: LiveClients) -> None:
+    scored = clients.sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
+    answer: Any = clients.client.chat.completions.create(
         model=NANO, messages=[{"role": "user", "content": "not read"}], max_tokens=1, logprobs=False,
         extra_body={"prompt_token_ids": PROMPT, "prompt_logprobs": 2, "return_token_ids": True},
     )  # fmt: skip
@@ -75,27 +75,29 @@ def test_tokens_go_in_and_the_prompt_is_scored_as_by_the_sdk(place: Place) -> No
     assert answer.prompt_logprobs[0] is None
     for token, logprob, row in zip(PROMPT[1:], scored[1:], answer.prompt_logprobs[1:], strict=True):
         assert row[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4) and len(row) in (2, 3)
-        best = [each["logprob"] for each in row.values() if each["rank"] == 1]
-        assert best == [max(each["logprob"] for each in row.values())]
+        best = [entry_of_token["logprob"] for entry_of_token in row.values() if entry_of_token["rank"] == 1]
+        assert best == [max(entry_of_token["logprob"] for entry_of_token in row.values())]
 
 
-def test_generate_answers_ids_to_ids(place: Place) -> None:
+def test_generate_answers_ids_to_ids(clients: LiveClients) -> None:
     (comma,) = TOKENIZER.encode(",", add_special_tokens=False)
     params = {"max_tokens": 10, "seed": 3, "logprobs": 1, "stop_token_ids": [comma], "temperature": 1.0}
-    found = place.root(
+    answer = clients.root(
         "/inference/v1/generate", token_ids=PROMPT, sampling_params=params, cache_salt="s", priority=1, request_id="r7"
     )
-    expected = sdk_sample(place, PROMPT)
+    expected = sdk_sample(clients, PROMPT)
     tokens = expected.tokens
     cut = tokens[: tokens.index(comma) + 1] if comma in tokens else tokens
-    choice = found["choices"][0]
-    assert found["request_id"] == "r7" and found["prompt_token_ids"] == PROMPT and choice["token_ids"] == cut
+    choice = answer["choices"][0]
+    assert answer["request_id"] == "r7" and answer["prompt_token_ids"] == PROMPT and choice["token_ids"] == cut
     assert choice["finish_reason"] == ("stop" if comma in tokens else expected.stop_reason)
     content = choice["logprobs"]["content"]
-    assert [each["token"] for each in content] == [f"token_id:{token}" for token in cut]
-    assert [each["logprob"] for each in content] == pytest.approx(expected.logprobs[: len(cut)], abs=1e-4)
-    assert found["usage"]["completion_tokens"] == len(cut)
-    bare = place.root("/inference/v1/generate", token_ids=PROMPT, sampling_params={"max_tokens": 1}, model=NANO)
+    assert [token_logprob["token"] for token_logprob in content] == [f"token_id:{token}" for token in cut]
+    assert [token_logprob["logprob"] for token_logprob in content] == pytest.approx(
+        expected.logprobs[: len(cut)], abs=1e-4
+    )
+    assert answer["usage"]["completion_tokens"] == len(cut)
+    bare = clients.root("/inference/v1/generate", token_ids=PROMPT, sampling_params={"max_tokens": 1}, model=NANO)
     assert bare["choices"][0]["logprobs"] is None and bare["request_id"]
 
 
@@ -118,35 +120,37 @@ def test_generate_answers_ids_to_ids(place: Place) -> None:
         ("/v1/chat/completions", {"model": NANO, "messages": SAY, "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ],
 )
-def test_impossible_requests_are_refused_by_name(place: Place, path: str, body: dict[str, Any], words: str) -> None:
-    error = place.root(path, 400, **body)["error"]
+def test_impossible_requests_are_refused_by_name(
+    clients: LiveClients, path: str, body: dict[str, Any], words: str
+) -> None:
+    error = clients.root(path, 400, **body)["error"]
     assert words in error["message"]
 
 
-def test_texts_and_chats_become_tokens_and_text_again(place: Place) -> None:
-    found = place.root("/tokenize", prompt="Say hello.", return_token_strs=True)
+def test_texts_and_chats_become_tokens_and_text_again(clients: LiveClients) -> None:
+    tokenized = clients.root("/tokenize", prompt="Say hello.", return_token_strs=True)
     ids = TOKENIZER("Say hello.")["input_ids"]
-    assert found == {
-        "count": len(ids), "tokens": ids, "max_model_len": found["max_model_len"],
+    assert tokenized == {
+        "count": len(ids), "tokens": ids, "max_model_len": tokenized["max_model_len"],
         "token_strs": TOKENIZER.convert_ids_to_tokens(ids),
     }  # fmt: skip
-    chat = place.root("/tokenize", model=NANO, messages=SAY)
+    chat = clients.root("/tokenize", model=NANO, messages=SAY)
     assert chat["tokens"] == PROMPT and chat["token_strs"] is None
-    assert place.root("/detokenize", tokens=PROMPT) == {"prompt": TOKENIZER.decode(PROMPT)}
-    place.root("/tokenize", 404, model="unknown", prompt="a")
+    assert clients.root("/detokenize", tokens=PROMPT) == {"prompt": TOKENIZER.decode(PROMPT)}
+    clients.root("/tokenize", 404, model="unknown", prompt="a")
 
 
-def test_masks_reach_the_sampler(place: Place) -> None:
+def test_masks_reach_the_sampler(clients: LiveClients) -> None:
     allowed = TOKENIZER.encode(" no", add_special_tokens=False) + TOKENIZER.encode("yes", add_special_tokens=False)
     extra: dict[str, Any] = {"allowed_token_ids": allowed, "return_token_ids": True}
     body: dict[str, Any] = {"model": NANO, "prompt": "so", "max_tokens": 12, "seed": 1}
-    answer: Any = place.client.completions.create(**body, extra_body=extra)
+    answer: Any = clients.client.completions.create(**body, extra_body=extra)
     assert set(answer.choices[0].token_ids) <= set(allowed)
     said = answer.choices[0].text
     banned = TOKENIZER.decode(answer.choices[0].token_ids[:1])
-    other: Any = place.client.completions.create(**body, extra_body={**extra, "bad_words": [banned]})
+    other: Any = clients.client.completions.create(**body, extra_body={**extra, "bad_words": [banned]})
     assert answer.choices[0].token_ids[0] not in other.choices[0].token_ids and other.choices[0].text != said
-    long: Any = place.client.chat.completions.create(
+    long: Any = clients.client.chat.completions.create(
         model=NANO, messages=SAY, max_tokens=60, seed=2, extra_body={"min_tokens": 50, "return_token_ids": True}
     )
     assert len(long.choices[0].token_ids) >= 50

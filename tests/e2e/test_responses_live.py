@@ -30,8 +30,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     directory = tmp_path_factory.mktemp("responses")
     models = ("--model", NANO, "--model", f"{TOOLS}={make_tool_model(directory / 'tools')}")
     with serving(directory / "data", *models) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as made:
-            yield made
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as openai_client:
+            yield openai_client
 
 
 def test_a_response_is_the_chat_completion_and_can_be_read_again(client: openai.OpenAI) -> None:
@@ -63,23 +63,23 @@ def test_a_response_is_the_chat_completion_and_can_be_read_again(client: openai.
 
 @pytest.mark.parametrize("model", [NANO, TOOLS])
 def test_the_events_of_a_stream_make_the_response(client: openai.OpenAI, model: str) -> None:
-    more: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"} if model == TOOLS else {}
-    asked: dict[str, Any] = {"model": model, "input": "Is it raining?", "max_output_tokens": 120, "temperature": 0}
-    whole = client.responses.create(**asked, **more)
-    events = list(client.responses.create(**asked, **more, stream=True))
+    tool_options: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required"} if model == TOOLS else {}
+    arguments: dict[str, Any] = {"model": model, "input": "Is it raining?", "max_output_tokens": 120, "temperature": 0}
+    response = client.responses.create(**arguments, **tool_options)
+    events = list(client.responses.create(**arguments, **tool_options, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     last: Any = events[-1]
-    assert last.type == f"response.{whole.status}" and last.response.output_text == whole.output_text
+    assert last.type == f"response.{response.status}" and last.response.output_text == response.output_text
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == whole.output_text
+    assert text == response.output_text
     items: list[Any] = [event.item for event in events if event.type == "response.output_item.done"]
-    assert [item.type for item in items] == [item.type for item in whole.output]
+    assert [item.type for item in items] == [item.type for item in response.output]
     if model == TOOLS:
         (call,) = [item for item in items if item.type == "function_call"]
         assert call.name == "weather" and call.arguments in ('{"city": "Rome"}', '{"city": "Oslo"}')
-        begun: list[Any] = [event.item for event in events if event.type == "response.output_item.added"]
-        assert len(begun) == len(items)
+        added_items: list[Any] = [event.item for event in events if event.type == "response.output_item.added"]
+        assert len(added_items) == len(items)
 
 
 def test_a_called_tool_answers_and_the_chat_goes_on(client: openai.OpenAI) -> None:

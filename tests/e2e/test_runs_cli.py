@@ -46,9 +46,9 @@ class Runs:
 
     def cli(self, *words: str, status: int = 0, columns: int = 300) -> str:
         environment = {"TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": str(columns)}
-        done = CliRunner().invoke(app, words, env=environment)
-        assert done.exit_code == status, done.output + repr(done.exception)
-        return done.output
+        outcome = CliRunner().invoke(app, words, env=environment)
+        assert outcome.exit_code == status, outcome.output + repr(outcome.exception)
+        return outcome.output
 
     def json(self, *words: str) -> object:
         return json.loads(self.cli(*words, "--json"))
@@ -60,36 +60,36 @@ def runs(nano_server: LiveServer) -> Iterator[Runs]:
 
 
 def test_a_list_has_the_newest_run_first_and_whole_ids(runs: Runs) -> None:
-    found = runs.json("runs", "list", "--limit", "2")
-    assert isinstance(found, list)
-    assert [run["model_id"] for run in found] == runs.ids[::-1]
+    rows = runs.json("runs", "list", "--limit", "2")
+    assert isinstance(rows, list)
+    assert [run["model_id"] for run in rows] == runs.ids[::-1]
     printed = runs.cli("runs", "list", columns=80)
     assert all(f"{run_id} " in printed and "tinsmith/nano" in printed for run_id in runs.ids)
     assert "\N{HORIZONTAL ELLIPSIS}" not in printed, "no cell is cut, however narrow the terminal"
 
 
 def test_a_search_finds_one_run(runs: Runs) -> None:
-    found = runs.json("runs", "list", "--search", runs.ids[0])
-    assert isinstance(found, list)
-    assert [run["model_id"] for run in found] == runs.ids[:1]
+    rows = runs.json("runs", "list", "--search", runs.ids[0])
+    assert isinstance(rows, list)
+    assert [run["model_id"] for run in rows] == runs.ids[:1]
 
 
 def test_a_run_shows_the_losses_that_the_sdk_got(runs: Runs) -> None:
-    found = runs.json("runs", "show", runs.ids[1])
-    assert isinstance(found, dict)
-    np.testing.assert_allclose([value for _, value in found["series"]["loss:sum"]], runs.losses[1], rtol=1e-6)
-    assert found["user_metadata"] == {"lr": "0.001"}
+    run_detail = runs.json("runs", "show", runs.ids[1])
+    assert isinstance(run_detail, dict)
+    np.testing.assert_allclose([value for _, value in run_detail["series"]["loss:sum"]], runs.losses[1], rtol=1e-6)
+    assert run_detail["user_metadata"] == {"lr": "0.001"}
     printed = runs.cli("runs", "show", runs.ids[1])
     assert f"{runs.losses[1][-1]:.5g}" in printed
     assert runs.ids[1] in printed  # no character was rendered as an emoji
 
 
 def test_a_comparison_names_what_differs(runs: Runs) -> None:
-    found = runs.json("runs", "compare", *runs.ids)
-    assert isinstance(found, dict)
-    assert found["differences"]["metadata lr"] == ["0.01", "0.001"]
-    assert "rank" not in found["differences"]
-    np.testing.assert_allclose(found["metrics"]["loss:sum"], [losses[-1] for losses in runs.losses], rtol=1e-6)
+    comparison = runs.json("runs", "compare", *runs.ids)
+    assert isinstance(comparison, dict)
+    assert comparison["differences"]["metadata lr"] == ["0.01", "0.001"]
+    assert "rank" not in comparison["differences"]
+    np.testing.assert_allclose(comparison["metrics"]["loss:sum"], [losses[-1] for losses in runs.losses], rtol=1e-6)
     assert "name at least two" in runs.cli("runs", "compare", runs.ids[0], status=2)
 
 
@@ -106,9 +106,9 @@ def test_an_unknown_run_is_refused(runs: Runs) -> None:
 
 
 def test_checkpoints_are_listed(runs: Runs) -> None:
-    found = runs.json("checkpoints", "list", "--run", runs.ids[1])
-    assert isinstance(found, list)
-    assert [one["tinker_path"] for one in found] == [runs.path]
+    rows = runs.json("checkpoints", "list", "--run", runs.ids[1])
+    assert isinstance(rows, list)
+    assert [row["tinker_path"] for row in rows] == [runs.path]
     assert runs.path in runs.cli("checkpoints", "list", columns=80)
 
 

@@ -27,7 +27,7 @@ def service(nano_server: LiveServer) -> Iterator[tinker.ServiceClient]:
 
 
 @pytest.fixture(scope="module")
-def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+def trained_model(service: tinker.ServiceClient) -> tinker.TrainingClient:
     """An adapter that has moved the model away from its base."""
     client = service.create_lora_training_client(NANO, rank=8, seed=2).result()
     datum = types.Datum(
@@ -41,8 +41,8 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 @pytest.fixture(scope="module")
-def sampler(trained: tinker.TrainingClient) -> tinker.SamplingClient:
-    return trained.save_weights_and_get_sampling_client().result()
+def sampler(trained_model: tinker.TrainingClient) -> tinker.SamplingClient:
+    return trained_model.save_weights_and_get_sampling_client().result()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_logprobs_at_a_temperature_differ_by_those_at_one_over_it(
 
 @pytest.mark.covers("SamplingClient.compute_logprobs")
 def test_sampling_training_and_scoring_agree_at_temperature_one(
-    trained: tinker.TrainingClient, sampler: tinker.SamplingClient
+    trained_model: tinker.TrainingClient, sampler: tinker.SamplingClient
 ) -> None:
     for sequence in ask(sampler, num_samples=4, max_tokens=24, stop=[]).sequences:
         tokens = PROMPT + list(sequence.tokens)
@@ -93,7 +93,7 @@ def test_sampling_training_and_scoring_agree_at_temperature_one(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
         )
-        output = trained.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        output = trained_model.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
         scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens), prompt_logprobs_last_n=24).result()
         assert scored[: len(PROMPT)] == [None] * len(PROMPT)
         np.testing.assert_allclose(np.array(scored[-24:], np.float32), output[-24:], atol=1e-4)
@@ -102,15 +102,15 @@ def test_sampling_training_and_scoring_agree_at_temperature_one(
 
 def test_the_end_of_a_long_prompt_is_scored_behind_a_cached_prefix(sampler: tinker.SamplingClient) -> None:
     context, endings = [(7 * i) % 400 for i in range(200)], ([1, 2, 3], [4, 5, 6])
-    for number, ending in enumerate(endings):
+    for index, ending in enumerate(endings):
         prompt = [*context, *ending]
         end = ask(sampler, prompt, include_prompt_logprobs=True, prompt_logprobs_last_n=3)
-        whole = ask(sampler, prompt, include_prompt_logprobs=True)
-        assert end.prompt_cache_hit_tokens == (192 if number else 0)
-        assert whole.prompt_cache_hit_tokens == 0
-        assert end.prompt_logprobs is not None and whole.prompt_logprobs is not None
+        full_answer = ask(sampler, prompt, include_prompt_logprobs=True)
+        assert end.prompt_cache_hit_tokens == (192 if index else 0)
+        assert full_answer.prompt_cache_hit_tokens == 0
+        assert end.prompt_logprobs is not None and full_answer.prompt_logprobs is not None
         assert end.prompt_logprobs[:-3] == [None] * 200
-        np.testing.assert_allclose(end.prompt_logprobs[-3:], whole.prompt_logprobs[-3:], atol=1e-4)
+        np.testing.assert_allclose(end.prompt_logprobs[-3:], full_answer.prompt_logprobs[-3:], atol=1e-4)
 
 
 @pytest.mark.covers("SamplingClient.sample")
@@ -123,12 +123,12 @@ def test_dense_and_sparse_targets_come_back_as_they_went(base: tinker.SamplingCl
     assert dense.target_prompt_logprobs is not None and sparse.target_prompt_logprobs is not None
     assert dense.target_prompt_logprobs.sparse_crow_indices is None
     assert sparse.target_prompt_logprobs.sparse_crow_indices == tensor.sparse_crow_indices
-    found = dense.target_prompt_logprobs.to_numpy()
-    np.testing.assert_allclose(sparse.target_prompt_logprobs.to_numpy(), found, atol=1e-4)
-    assert np.flatnonzero(found).tolist() == np.flatnonzero(ids.numpy() >= 0).tolist()
+    dense_logprobs = dense.target_prompt_logprobs.to_numpy()
+    np.testing.assert_allclose(sparse.target_prompt_logprobs.to_numpy(), dense_logprobs, atol=1e-4)
+    assert np.flatnonzero(dense_logprobs).tolist() == np.flatnonzero(ids.numpy() >= 0).tolist()
     assert dense.prompt_logprobs is not None
-    assert found[3, 0] == pytest.approx(dense.prompt_logprobs[4], abs=1e-4)
-    assert found[-1, 2] == pytest.approx(dense.prompt_logprobs[-1], abs=1e-4)
+    assert dense_logprobs[3, 0] == pytest.approx(dense.prompt_logprobs[4], abs=1e-4)
+    assert dense_logprobs[-1, 2] == pytest.approx(dense.prompt_logprobs[-1], abs=1e-4)
 
 
 def test_alternatives_are_drawn_from_what_the_model_expects(base: tinker.SamplingClient) -> None:
@@ -150,8 +150,8 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_varies(base: tinker.
     def answers(response: types.SampleResponse) -> list[list[int]]:
         return [list(sequence.tokens) for sequence in response.sequences]
 
-    alone = answers(ask(base, num_samples=3, max_tokens=20, seed=11, stop=[]))
-    assert len({tuple(row) for row in alone}) == 3
+    alone_answers = answers(ask(base, num_samples=3, max_tokens=20, seed=11, stop=[]))
+    assert len({tuple(row) for row in alone_answers}) == 3
     params = types.SamplingParams(max_tokens=20, seed=11, stop=[])
     prompt = types.ModelInput.from_ints(PROMPT)
     crowd = [
@@ -160,8 +160,8 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_and_none_varies(base: tinker.
     ]
     packed = base.sample(prompt, 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2)
     fewer = base.sample(prompt, 1, params)
-    assert answers(packed.result()) == alone
-    assert answers(fewer.result()) == alone[:1]
+    assert answers(packed.result()) == alone_answers
+    assert answers(fewer.result()) == alone_answers[:1]
     for future in crowd:
         future.result()
     free = [answers(ask(base, max_tokens=20, stop=[])) for _ in range(2)]
@@ -181,8 +181,8 @@ def test_logprobs_of_truncated_and_greedy_samples_are_untruncated(base: tinker.S
         hot = ask(base, temperature=2.0, topk_sample_logprobs=2, **options).sequences[0]
         assert hot.tokens[0] == likeliest.tokens[0]
         assert hot.logprobs[0] < likeliest.logprobs[0]
-    same = ask(base, temperature=1.0, top_k=10**6, top_p=1.0, max_tokens=8, seed=5).sequences[0]
-    assert list(same.tokens) == list(ask(base, max_tokens=8, seed=5).sequences[0].tokens)
+    untruncated = ask(base, temperature=1.0, top_k=10**6, top_p=1.0, max_tokens=8, seed=5).sequences[0]
+    assert list(untruncated.tokens) == list(ask(base, max_tokens=8, seed=5).sequences[0].tokens)
 
 
 def test_the_end_of_the_context_is_where_an_answer_ends(base: tinker.SamplingClient) -> None:
@@ -193,12 +193,14 @@ def test_the_end_of_the_context_is_where_an_answer_ends(base: tinker.SamplingCli
     assert (len(last.tokens), last.stop_reason) == (1, "length")
 
 
-def test_a_stop_string_may_span_tokens(base: tinker.SamplingClient, trained: tinker.TrainingClient) -> None:
-    tokenizer = trained.get_tokenizer()
+def test_a_stop_string_may_span_tokens(base: tinker.SamplingClient, trained_model: tinker.TrainingClient) -> None:
+    tokenizer = trained_model.get_tokenizer()
     free = list(ask(base, max_tokens=40, temperature=1.0, seed=2, stop=[]).sequences[0].tokens)
-    pieces = [tokenizer.decode([token]) for token in free]
-    at = next(i for i in range(2, 39) if all(piece.isascii() and piece.strip() for piece in pieces[i : i + 2]))
-    stop = pieces[at][-1] + pieces[at + 1][0]
+    texts = [tokenizer.decode([token]) for token in free]
+    at = next(
+        i for i in range(2, 39) if all(token_text.isascii() and token_text.strip() for token_text in texts[i : i + 2])
+    )
+    stop = texts[at][-1] + texts[at + 1][0]
     stopped = ask(base, max_tokens=40, temperature=1.0, seed=2, stop=[stop]).sequences[0]
     text = tokenizer.decode(stopped.tokens)
     assert stopped.stop_reason == "stop"

@@ -58,10 +58,10 @@ def words(length: int, seed: int) -> types.EncodedTextChunk:
 
 
 def datum(*chunks: types.ModelInputChunk, seed: int = 0) -> types.Datum:
-    given = types.ModelInput(chunks=list(chunks))
+    model_input = types.ModelInput(chunks=list(chunks))
     rng = np.random.default_rng(seed)
-    targets = rng.integers(0, 256, given.length)
-    return types.Datum(given, {"target_tokens": targets, "weights": np.ones(given.length, np.float32)})
+    targets = rng.integers(0, 256, model_input.length)
+    return types.Datum(model_input, {"target_tokens": targets, "weights": np.ones(model_input.length, np.float32)})
 
 
 def data() -> list[types.Datum]:
@@ -91,14 +91,14 @@ def test_a_model_is_trained_and_sampled_with_images(
     answer = sampler.sample(prompt, 2, GREEDY, include_prompt_logprobs=True).result()
     tokens, images = vision_models.model_input(text(5, 1), WIDE, text(7, 2))
     for sequence in answer.sequences:
-        whole = np.concatenate([tokens, sequence.tokens])
+        all_tokens = np.concatenate([tokens, sequence.tokens])
         with torch.no_grad():
-            expected = torch.log_softmax(logits(reference, Datum(whole, {}, images)).double(), -1)
-        rows = torch.arange(len(tokens) - 1, len(whole) - 1)
+            expected = torch.log_softmax(logits(reference, Datum(all_tokens, {}, images)).double(), -1)
+        rows = torch.arange(len(tokens) - 1, len(all_tokens) - 1)
         np.testing.assert_allclose(sequence.logprobs, expected[rows].max(-1).values, atol=1e-4)
         assert sequence.tokens == expected[rows].argmax(-1).tolist()
     assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == 36
-    assert [at for at, one in enumerate(answer.prompt_logprobs) if one is None] == [0]
+    assert [at for at, logprob in enumerate(answer.prompt_logprobs) if logprob is None] == [0]
     # Training computes the logprobs with which the answer was sampled.
     first = answer.sequences[0]
     scored = model.forward(
@@ -115,9 +115,9 @@ def test_a_model_is_trained_and_sampled_with_images(
         ],
         "cross_entropy",
     ).result()
-    found = np.array(scored.loss_fn_outputs[0]["logprobs"].data)[35:]
+    training_logprobs = np.array(scored.loss_fn_outputs[0]["logprobs"].data)[35:]
     assert first.logprobs is not None
-    np.testing.assert_allclose(found, first.logprobs, atol=1e-4)
+    np.testing.assert_allclose(training_logprobs, first.logprobs, atol=1e-4)
 
 
 def test_unsupported_images_are_refused_by_name(service: tinker.ServiceClient) -> None:
@@ -182,9 +182,9 @@ def test_a_bulk_job_samples_over_a_column_of_images(server: LiveServer, tmp_path
     assert isinstance(job, Job)
     job.wait()
     client.close()
-    found = [json.loads(line)["output_tokens"] for line in out.read_text().splitlines()]
+    output_tokens = [json.loads(line)["output_tokens"] for line in out.read_text().splitlines()]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY) as other:
-        for row, tokens in zip(rows, found, strict=True):
+        for row, tokens in zip(rows, output_tokens, strict=True):
             url = f"data:image/png;base64,{row['picture']}"
             content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": row["question"]}]
             said = other.chat.completions.create(
@@ -193,7 +193,7 @@ def test_a_bulk_job_samples_over_a_column_of_images(server: LiveServer, tmp_path
             )  # fmt: skip
             assert said.usage is not None and said.usage.completion_tokens == len(tokens)
             assert said.choices[0].message.content == tokenizer().decode(tokens, skip_special_tokens=True)
-    assert len({tuple(tokens) for tokens in found}) > 1
+    assert len({tuple(tokens) for tokens in output_tokens}) > 1
 
 
 def test_gemma_3_is_trained_and_sampled_with_images(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_gemma_3_is_trained_and_sampled_with_images(tmp_path: Path) -> None:
         assert losses[2] < losses[0]
         sampler = model.save_weights_and_get_sampling_client().result()
         answer = sampler.sample(prompt, 1, GREEDY).result().sequences[0]
-        whole = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer.tokens[:-1])])
+        full_input = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer.tokens[:-1])])
         targets = np.array([0] * (prompt.length - 1) + answer.tokens)
-        given = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
-        scored = model.forward([types.Datum(whole, given)], "cross_entropy").result()
+        loss_inputs = {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}
+        scored = model.forward([types.Datum(full_input, loss_inputs)], "cross_entropy").result()
     assert answer.logprobs is not None
-    found = np.array(scored.loss_fn_outputs[0]["logprobs"].data)[prompt.length - 1 :]
-    np.testing.assert_allclose(found, answer.logprobs, atol=1e-4)
+    training_logprobs = np.array(scored.loss_fn_outputs[0]["logprobs"].data)[prompt.length - 1 :]
+    np.testing.assert_allclose(training_logprobs, answer.logprobs, atol=1e-4)

@@ -61,13 +61,13 @@ def test_vllm_and_the_service_compute_the_same(nano_server: LiveServer, tmp_path
     environment = {"TINKER_BASE_URL": nano_server.url, "TINKER_API_KEY": API_KEY}
     for words in (("pull", path, "adapter"), ("merge", path, "merged", "--dtype", "float32")):
         arguments = ["checkpoints", words[0], words[1], str(tmp_path / words[2]), *words[3:]]
-        done = CliRunner().invoke(app, arguments, env=environment)
-        assert done.exit_code == 0, done.output
+        completed = CliRunner().invoke(app, arguments, env=environment)
+        assert completed.exit_code == 0, completed.output
     (tmp_path / "compute.py").write_text(SCRIPT)
-    given = [str(nano.path()), str(tmp_path / "adapter"), str(tmp_path / "merged"), json.dumps(TOKENS)]
+    script_arguments = [str(nano.path()), str(tmp_path / "adapter"), str(tmp_path / "merged"), json.dumps(TOKENS)]
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     ran = subprocess.run(
-        [python, str(tmp_path / "compute.py"), *given],
+        [python, str(tmp_path / "compute.py"), *script_arguments],
         env={**os.environ, **cpu},
         capture_output=True,
         text=True,
@@ -76,7 +76,7 @@ def test_vllm_and_the_service_compute_the_same(nano_server: LiveServer, tmp_path
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-5000:]
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("FOUND"))
-    found = json.loads(line.removeprefix("FOUND"))
-    for name, wanted in (("base", before), ("adapter", after), ("merged", after)):
-        np.testing.assert_allclose(found[name], wanted, rtol=2e-3, atol=2e-3, err_msg=name)
+    vllm_logprobs = json.loads(line.removeprefix("FOUND"))
+    for name, service_logprobs in (("base", before), ("adapter", after), ("merged", after)):
+        np.testing.assert_allclose(vllm_logprobs[name], service_logprobs, rtol=2e-3, atol=2e-3, err_msg=name)
     assert np.abs(np.array(after) - np.array(before)).max() > 0.1

@@ -62,10 +62,10 @@ PROMPT = np.random.default_rng(0).integers(3, 500, 24).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    found = os.environ.get("VLLM_PYTHON")
-    assert found, "set VLLM_PYTHON to an interpreter that has vLLM"
+    interpreter = os.environ.get("VLLM_PYTHON")
+    assert interpreter, "set VLLM_PYTHON to an interpreter that has vLLM"
     os.environ.update(CPU)
-    return found
+    return interpreter
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +117,22 @@ def train(backend: Backend, name: str, spec: LoraSpec) -> None:
 
 def answers(sampler: Sampler, *samples: Sample, submitted: int = 0) -> list[SampleResult]:
     """Of these samples, of which the last `submitted` already are."""
-    found: dict[str, object] = {}
+    outcomes: dict[str, object] = {}
     for sample in samples[: len(samples) - submitted]:
         sampler.submit(sample)
     deadline = time.monotonic() + PATIENCE_S
     while sampler.has_work and time.monotonic() < deadline:
-        found.update(sampler.step())
-    results = [found[sample.request_id] for sample in samples]
+        outcomes.update(sampler.step())
+    results = [outcomes[sample.request_id] for sample in samples]
     assert all(isinstance(result, SampleResult) for result in results), results
     return cast("list[SampleResult]", results)
 
 
-def asked(name: str, version: str | None, n: int = 1, prompt: np.ndarray = PROMPT, **given: object) -> Sample:
+def make_sample(name: str, version: str | None, n: int = 1, prompt: np.ndarray = PROMPT, **options: object) -> Sample:
     fields = set(SamplingParams.__dataclass_fields__)
-    params = {"max_tokens": 8, "temperature": 0.0} | {key: value for key, value in given.items() if key in fields}
-    rest = {key: value for key, value in given.items() if key not in fields}
-    return Sample(name, version, prompt, n, SamplingParams(**params), **rest)  # pyright: ignore[reportArgumentType]
+    params = {"max_tokens": 8, "temperature": 0.0} | {key: value for key, value in options.items() if key in fields}
+    sample_options = {key: value for key, value in options.items() if key not in fields}
+    return Sample(name, version, prompt, n, SamplingParams(**params), **sample_options)  # pyright: ignore[reportArgumentType]
 
 
 VERSIONS = [None, "layers", "other", "everything"]
@@ -141,35 +141,35 @@ VERSIONS = [None, "layers", "other", "everything"]
 def test_greedy_answers_and_all_logprobs_are_ours(pair: Pair) -> None:
     targets = np.random.default_rng(1).integers(0, 512, (len(PROMPT) - 1, 3)).astype(np.int64)
     targets[0, 0] = -1
-    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
-    samples = [asked(f"all-{v}", v, **wanted, target_prompt_logprobs=targets) for v in VERSIONS]
-    samples += [asked(f"long-{v}", v, max_tokens=32, stop_eos=False) for v in VERSIONS]
+    options = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
+    samples = [make_sample(f"all-{v}", v, **options, target_prompt_logprobs=targets) for v in VERSIONS]
+    samples += [make_sample(f"long-{v}", v, max_tokens=32, stop_eos=False) for v in VERSIONS]
     adjustments = Adjustments(
         repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((34, -3.0),)
     )
-    samples += [asked(f"penalties-{v}", v, adjustments=adjustments, topk_sample_logprobs=3) for v in VERSIONS]
-    samples += [asked(f"text-{v}", v, max_tokens=24, stop_strings=("e", "th")) for v in VERSIONS]
-    samples += [asked(f"tokens-{v}", v, max_tokens=24, stop_tokens=(34, 77, 81)) for v in VERSIONS]
+    samples += [make_sample(f"penalties-{v}", v, adjustments=adjustments, topk_sample_logprobs=3) for v in VERSIONS]
+    samples += [make_sample(f"text-{v}", v, max_tokens=24, stop_strings=("e", "th")) for v in VERSIONS]
+    samples += [make_sample(f"tokens-{v}", v, max_tokens=24, stop_tokens=(34, 77, 81)) for v in VERSIONS]
     last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
-    samples += [asked(f"last-{v}", v, **last) for v in VERSIONS]
+    samples += [make_sample(f"last-{v}", v, **last) for v in VERSIONS]
     for sample, ours, theirs in zip(samples, answers(pair.local, *samples), answers(pair.vllm, *samples), strict=True):
         agree(sample.request_id, ours, theirs)
 
 
 def agree(name: str, ours: SampleResult, theirs: SampleResult) -> None:
-    (mine,), (its,) = ours.sequences, theirs.sequences
-    assert its.tokens_T.tolist() == mine.tokens_T.tolist(), name
-    assert its.stop_reason == mine.stop_reason, name
-    pairs = [(mine.logprobs_T, its.logprobs_T), (ours.prompt_logprobs_T, theirs.prompt_logprobs_T)]
+    (our_sequence,), (their_sequence,) = ours.sequences, theirs.sequences
+    assert their_sequence.tokens_T.tolist() == our_sequence.tokens_T.tolist(), name
+    assert their_sequence.stop_reason == our_sequence.stop_reason, name
+    pairs = [(our_sequence.logprobs_T, their_sequence.logprobs_T), (ours.prompt_logprobs_T, theirs.prompt_logprobs_T)]
     pairs.append((ours.target_prompt, theirs.target_prompt))  # pyright: ignore[reportArgumentType]
-    for one, other in ((mine.topk, its.topk), (ours.topk_prompt, theirs.topk_prompt)):
-        if one is not None and other is not None:
-            np.testing.assert_array_equal(other.token_ids_Tk, one.token_ids_Tk, err_msg=name)
-            pairs.append((one.logprobs_Tk, other.logprobs_Tk))
-    for one, other in pairs:
-        assert (one is None) == (other is None), name
-        if one is not None and other is not None:
-            np.testing.assert_allclose(other, one, atol=BOUND, rtol=0, err_msg=name)
+    for our_values, their_values in ((our_sequence.topk, their_sequence.topk), (ours.topk_prompt, theirs.topk_prompt)):
+        if our_values is not None and their_values is not None:
+            np.testing.assert_array_equal(their_values.token_ids_Tk, our_values.token_ids_Tk, err_msg=name)
+            pairs.append((our_values.logprobs_Tk, their_values.logprobs_Tk))
+    for our_values, their_values in pairs:
+        assert (our_values is None) == (their_values is None), name
+        if our_values is not None and their_values is not None:
+            np.testing.assert_allclose(their_values, our_values, atol=BOUND, rtol=0, err_msg=name)
 
 
 DRAWN = {
@@ -184,24 +184,28 @@ DRAWN = {
 
 @pytest.mark.parametrize("version", ["layers", "everything"])
 def test_drawn_answers_have_our_logprobs_and_seeds_repeat_them(pair: Pair, version: str) -> None:
-    samples = [asked(f"{name}-{i}", version, 3, seed=5, **given) for name, given in DRAWN.items() for i in range(2)]
-    samples += [asked("streamed", version, 3, seed=5, temperature=0.7, stream=True)]
-    found = dict(zip([sample.request_id for sample in samples], answers(pair.vllm, *samples), strict=True))
+    samples = [
+        make_sample(f"{name}-{i}", version, 3, seed=5, **options) for name, options in DRAWN.items() for i in range(2)
+    ]
+    samples += [make_sample("streamed", version, 3, seed=5, temperature=0.7, stream=True)]
+    results = dict(zip([sample.request_id for sample in samples], answers(pair.vllm, *samples), strict=True))
     assert pair.vllm.partials()
-    tokens = {name: [s.tokens_T.tolist() for s in result.sequences] for name, result in found.items()}
+    tokens = {name: [s.tokens_T.tolist() for s in result.sequences] for name, result in results.items()}
     assert tokens["streamed"] == tokens["temperature 0.7-0"]
-    for name, given in DRAWN.items():
+    for name, options in DRAWN.items():
         assert tokens[f"{name}-0"] == tokens[f"{name}-1"]
-        for sequence in found[f"{name}-0"].sequences:
-            own = logprobs_of(pair, version, sequence.tokens_T, cast(float, given["temperature"]))
-            np.testing.assert_allclose(sequence.logprobs_T, own, atol=BOUND, rtol=0, err_msg=name)
-    assert len({tuple(one) for one in tokens["temperature 2-0"]}) == 3
+        for sequence in results[f"{name}-0"].sequences:
+            our_logprobs = logprobs_of(pair, version, sequence.tokens_T, cast(float, options["temperature"]))
+            np.testing.assert_allclose(sequence.logprobs_T, our_logprobs, atol=BOUND, rtol=0, err_msg=name)
+    assert len({tuple(tokens_of_sequence) for tokens_of_sequence in tokens["temperature 2-0"]}) == 3
 
 
 def logprobs_of(pair: Pair, version: str | None, tokens_T: np.ndarray, temperature: float) -> Sequence[float]:
     """By the torch backend's sampler, from the whole vocabulary."""
-    whole = np.concatenate([PROMPT, tokens_T]).astype(np.int32)
-    (result,) = answers(pair.local, asked("whole", version, prompt=whole, max_tokens=1, topk_prompt_logprobs=512))
+    all_tokens = np.concatenate([PROMPT, tokens_T]).astype(np.int32)
+    (result,) = answers(
+        pair.local, make_sample("whole", version, prompt=all_tokens, max_tokens=1, topk_prompt_logprobs=512)
+    )
     assert result.topk_prompt is not None
     ids, logprobs = result.topk_prompt.token_ids_Tk[len(PROMPT) :], result.topk_prompt.logprobs_Tk[len(PROMPT) :]
     scaled = logprobs.astype(np.float64) / temperature
@@ -210,13 +214,13 @@ def logprobs_of(pair: Pair, version: str | None, tokens_T: np.ndarray, temperatu
 
 
 def test_versions_alternate_and_never_mix(pair: Pair) -> None:
-    samples = [asked(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in VERSIONS]
-    ours = {version: answers(pair.local, asked("one", version, max_tokens=8))[0] for version in VERSIONS}
+    samples = [make_sample(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in VERSIONS]
+    ours = {version: answers(pair.local, make_sample("one", version, max_tokens=8))[0] for version in VERSIONS}
     for sample, theirs in zip(samples, answers(pair.vllm, *samples), strict=True):
         agree(sample.request_id, ours[sample.version_id], theirs)
     pair.backend.publish("other", "layers")  # the same name, other weights
-    (ours_now,) = answers(pair.local, asked("now", "layers", max_tokens=8))
-    (theirs_now,) = answers(pair.vllm, asked("now", "layers", max_tokens=8))
+    (ours_now,) = answers(pair.local, make_sample("now", "layers", max_tokens=8))
+    (theirs_now,) = answers(pair.vllm, make_sample("now", "layers", max_tokens=8))
     agree("replaced", ours_now, theirs_now)
     pair.backend.publish("layers", "layers")
 
@@ -233,7 +237,7 @@ def shape_of(value: object) -> object:
 
 
 def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: Path) -> None:
-    answers(pair.vllm, asked("up", None))
+    answers(pair.vllm, make_sample("up", None))
     dialect = VllmDialect(frozenset({2}), 512)
     params = SamplingParams(max_tokens=3, temperature=1.0)
     ask = Ask("id", None, PROMPT.tolist(), params, 3, seed=3, topk=2)
@@ -250,21 +254,21 @@ def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: P
     with external_engines.running("vllm", fake):
         for path, body in requests:
             body = {**body, "request_id": os.urandom(8).hex()} if path == "/v1/completions" else body
-            told = [httpx.post(url + path, json=body, timeout=PATIENCE_S) for url in (real, fake.url)]
-            assert told[0].status_code == told[1].status_code, (path, body, told[0].text)
-            here, there = shape_of(told[1].json()), shape_of(told[0].json())
-            assert part_of(here, there), (path, here, there)
+            responses = [httpx.post(url + path, json=body, timeout=PATIENCE_S) for url in (real, fake.url)]
+            assert responses[0].status_code == responses[1].status_code, (path, body, responses[0].text)
+            fake_shape, real_shape = shape_of(responses[1].json()), shape_of(responses[0].json())
+            assert part_of(fake_shape, real_shape), (path, fake_shape, real_shape)
         for path in ("/health", "/v1/models"):
             assert httpx.get(real + path).status_code == httpx.get(fake.url + path).status_code == 200
 
 
-def part_of(part: object, whole: object) -> bool:
+def part_of(part: object, full: object) -> bool:
     """Whether vLLM's response contains everything that the fake's contains."""
-    if isinstance(part, dict) and isinstance(whole, dict):
-        return all(key in whole and part_of(value, whole[key]) for key, value in part.items())
-    if isinstance(part, list) and isinstance(whole, list) and part and whole:
-        return part_of(part[0], whole[0])
-    return part == whole or "NoneType" in (part, whole)
+    if isinstance(part, dict) and isinstance(full, dict):
+        return all(key in full and part_of(value, full[key]) for key, value in part.items())
+    if isinstance(part, list) and isinstance(full, list) and part and full:
+        return part_of(part[0], full[0])
+    return part == full or "NoneType" in (part, full)
 
 
 @pytest.fixture
@@ -298,18 +302,18 @@ def test_a_trainer_and_vllm_take_turns_on_a_device(pair: Pair, shared: Pair) -> 
     def is_sleeping() -> bool:
         return httpx.get(f"{shared.vllm.address}/is_sleeping").json()["is_sleeping"]
 
-    (base,) = answers(pair.local, asked("base", None))
-    agree("base", base, answers(shared.vllm, asked("up", None))[0])
+    (base,) = answers(pair.local, make_sample("base", None))
+    agree("base", base, answers(shared.vllm, make_sample("up", None))[0])
     for turn in range(2):
         name, spec = f"turn-{turn}", LoraSpec(rank=8, seed=turn, train_unembed=False)
         assert not is_sleeping()
-        queued = asked(f"queued-{turn}", None)
+        queued = make_sample(f"queued-{turn}", None)
         shared.vllm.submit(queued)
         train(shared.backend, name, spec)
         assert is_sleeping()
         train(pair.backend, name, spec)
-        (ours,) = answers(pair.local, asked("ours", name, max_tokens=16))
-        theirs, late = answers(shared.vllm, asked(f"its-{turn}", name, max_tokens=16), queued, submitted=1)
+        (ours,) = answers(pair.local, make_sample("ours", name, max_tokens=16))
+        theirs, late = answers(shared.vllm, make_sample(f"its-{turn}", name, max_tokens=16), queued, submitted=1)
         agree(name, ours, theirs)
         agree("queued", base, late)
 
@@ -325,8 +329,8 @@ def recipe_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(python: str, recipe_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Trains with torch, samples with vLLM."""
     settings = {"SAMPLER": "vllm", "SAMPLER_PYTHON": python, "SAMPLER_OPTIONS": " ".join(OPTIONS)}
-    given = ["--model", f"local/tiny={recipe_place / 'local/tiny'}"]
-    with serving(tmp_path_factory.mktemp("server") / "data", *given, settings=settings) as live:
+    arguments = ["--model", f"local/tiny={recipe_place / 'local/tiny'}"]
+    with serving(tmp_path_factory.mktemp("server") / "data", *arguments, settings=settings) as live:
         yield live
 
 
@@ -350,19 +354,19 @@ def test_the_sdk_trains_here_and_samples_there(server: LiveServer) -> None:
             samplers.append(client.save_weights_and_get_sampling_client().result())
         prompt = types.ModelInput.from_ints(tokens)
         params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=4)
-        for which in (0, 1, 0, 1):
-            found = samplers[which].compute_logprobs(prompt).result()
-            np.testing.assert_allclose(found[1:], forwards[which], atol=1e-3)
-        one, again = (samplers[1].sample(prompt, 2, params).result() for _ in range(2))
-        assert [s.tokens for s in one.sequences] == [s.tokens for s in again.sequences]
-        drawn = one.sequences[0].tokens
+        for index in (0, 1, 0, 1):
+            scores = samplers[index].compute_logprobs(prompt).result()
+            np.testing.assert_allclose(scores[1:], forwards[index], atol=1e-3)
+        first, again = (samplers[1].sample(prompt, 2, params).result() for _ in range(2))
+        assert [s.tokens for s in first.sequences] == [s.tokens for s in again.sequences]
+        drawn = first.sequences[0].tokens
         trained = (
             client.forward([datum_of([*tokens, *drawn])], "cross_entropy")
             .result()
             .loss_fn_outputs[0]["logprobs"]
             .to_numpy()
         )
-        np.testing.assert_allclose(one.sequences[0].logprobs or [], trained[len(tokens) - 1 :], atol=1e-3)
+        np.testing.assert_allclose(first.sequences[0].logprobs or [], trained[len(tokens) - 1 :], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["4", "4a"])

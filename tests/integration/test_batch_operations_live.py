@@ -56,9 +56,9 @@ def adapter(service: tinker.ServiceClient) -> str:
 
 @pytest.fixture
 def client(nano_server: LiveServer) -> Iterator[Client]:
-    made = Client(nano_server.url, API_KEY)
-    yield made
-    made.close()
+    new_client = Client(nano_server.url, API_KEY)
+    yield new_client
+    new_client.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def run(client: Client, rows: list[Any], steps: Any, out: Path, **options: Any) 
     return lines(out)
 
 
-def asked(
+def sample_by_sdk(
     sampler: tinker.SamplingClient,
     prompt: list[int],
     num_samples: int,
@@ -101,14 +101,14 @@ def test_a_sample_equals_the_sdks(
     sample = batch.Sample(
         path or NANO, tokens_column="ids", num_samples=2, seed=7, tokens=True, logprobs=True, **options
     )
-    made = run(client, ROWS, sample, tmp_path / "out.jsonl", batch_size=batch_size)
-    for index, row in enumerate(made):
-        expected = asked(sampler, row["ids"], 2, batch.row_seed(7, index), **options).sequences
-        assert row["output_tokens"] == [each.tokens for each in expected]
-        for mine, theirs in zip(row["output_logprobs"], expected, strict=True):
-            assert mine == theirs.logprobs
-        assert row["output_stop_reason"] == [each.stop_reason for each in expected]
-    assert len({tuple(tokens) for row in made for tokens in row["output_tokens"]}) > 6, "rows have seeds of their own"
+    rows = run(client, ROWS, sample, tmp_path / "out.jsonl", batch_size=batch_size)
+    for index, row in enumerate(rows):
+        expected = sample_by_sdk(sampler, row["ids"], 2, batch.row_seed(7, index), **options).sequences
+        assert row["output_tokens"] == [sequence.tokens for sequence in expected]
+        for logprobs_of_row, theirs in zip(row["output_logprobs"], expected, strict=True):
+            assert logprobs_of_row == theirs.logprobs
+        assert row["output_stop_reason"] == [sequence.stop_reason for sequence in expected]
+    assert len({tuple(tokens) for row in rows for tokens in row["output_tokens"]}) > 6, "rows have seeds of their own"
 
 
 def test_prompts_are_those_of_the_tokenizer(
@@ -121,22 +121,22 @@ def test_prompts_are_those_of_the_tokenizer(
     fields: dict[str, Any] = {"max_tokens": 8, "tokens": True, "prompt_logprobs": True, "topk_prompt_logprobs": 2}
     plain = run(client, ROWS, batch.Sample(NANO, prompt="q", **fields), tmp_path / "plain.jsonl")
     chat = run(client, ROWS, batch.Sample(NANO, messages="q", **fields), tmp_path / "chat.jsonl")
-    for index, (one, other) in enumerate(zip(plain, chat, strict=True)):
-        text = tokenizer.encode(one["q"])
-        messages = [{"role": "user", "content": one["q"]}]
+    for index, (plain_row, chat_row) in enumerate(zip(plain, chat, strict=True)):
+        text = tokenizer.encode(plain_row["q"])
+        messages = [{"role": "user", "content": plain_row["q"]}]
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        for row, prompt in ((one, text), (other, rendered)):
-            found = asked(sampler, prompt, 1, batch.row_seed(0, index), max_tokens=8)
-            assert row["output_tokens"] == found.sequences[0].tokens
-            assert row["output"] == tokenizer.decode(found.sequences[0].tokens, skip_special_tokens=True)
+        for row, prompt in ((plain_row, text), (chat_row, rendered)):
+            answer = sample_by_sdk(sampler, prompt, 1, batch.row_seed(0, index), max_tokens=8)
+            assert row["output_tokens"] == answer.sequences[0].tokens
+            assert row["output"] == tokenizer.decode(answer.sequences[0].tokens, skip_special_tokens=True)
             scored = sampler.sample(
                 types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=1),
                 include_prompt_logprobs=True, topk_prompt_logprobs=2,
             ).result()  # fmt: skip
             assert row["prompt_logprobs"] == scored.prompt_logprobs
             assert scored.topk_prompt_logprobs is not None
-            for mine, theirs in zip(row["topk_prompt_logprobs"], scored.topk_prompt_logprobs, strict=True):
-                assert [token for token, _ in mine] == [token for token, _ in theirs or []]
+            for pairs, theirs in zip(row["topk_prompt_logprobs"], scored.topk_prompt_logprobs, strict=True):
+                assert [token for token, _ in pairs] == [token for token, _ in theirs or []]
 
 
 def test_a_pipeline_samples_and_grades(client: Client, tmp_path: Path) -> None:
@@ -164,15 +164,15 @@ def test_a_model_grades(
     for index, row in enumerate(rows):
         messages = [{"role": "user", "content": f"Is {row['output']} good?"}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        found = asked(sampler, prompt, 1, batch.row_seed(3, index), max_tokens=6, temperature=0.0)
-        said.append(tokenizer.decode(found.sequences[0].tokens, skip_special_tokens=True))
+        answer = sample_by_sdk(sampler, prompt, 1, batch.row_seed(3, index), max_tokens=6, temperature=0.0)
+        said.append(tokenizer.decode(answer.sequences[0].tokens, skip_special_tokens=True))
     letter = next(letter for letter in said[0] if letter.isalpha()).lower()
     graded = run(client, rows[:1], batch.Grade(scores={letter: 0.25}, **fields), tmp_path / "graded.jsonl")
     assert graded[0]["score"] == 0.25
     errors = batch.JsonWriter(str(tmp_path / "err.jsonl"))
     none = batch.Grade(pattern="(Q{9})", **fields)
     assert run(client, rows, none, tmp_path / "none.jsonl", errors=errors, max_failed_rows=3) == []
-    assert [repr(each) in row["message"] for each, row in zip(said, lines(tmp_path / "err.jsonl"), strict=True)]
+    assert [repr(grade) in row["message"] for grade, row in zip(said, lines(tmp_path / "err.jsonl"), strict=True)]
     assert "has no score that matches" in lines(tmp_path / "err.jsonl")[0]["message"]
 
 
@@ -184,17 +184,17 @@ def by_hand(
     replies: list[str],
 ) -> list[dict[str, Any]]:
     """Run a conversation with fixed replies through the SDK."""
-    made = []
+    turns = []
     for seed, reply in zip(seeds, [*replies, ""], strict=True):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        found = asked(sampler, prompt, 1, seed, max_tokens=40).sequences[0]
-        text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-        made.append({"prompt_tokens": prompt, "tokens": found.tokens, "logprobs": found.logprobs, "text": text,
-                     "stop_reason": found.stop_reason})  # fmt: skip
-        if found.stop_reason == "length":
+        sequence = sample_by_sdk(sampler, prompt, 1, seed, max_tokens=40).sequences[0]
+        text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        turns.append({"prompt_tokens": prompt, "tokens": sequence.tokens, "logprobs": sequence.logprobs, "text": text,
+                     "stop_reason": sequence.stop_reason})  # fmt: skip
+        if sequence.stop_reason == "length":
             break
         messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": reply}]
-    return made
+    return turns
 
 
 def test_a_rollout_equals_a_manual_conversation(
@@ -209,35 +209,35 @@ def test_a_rollout_equals_a_manual_conversation(
         NANO, messages="start", environment=batch.Turns("rest"), num_rollouts=2, max_tokens=40, seed=5,
         grade=batch.Grade(by="regex", pattern="."),
     )  # fmt: skip
-    made = run(client, rows, rollout, tmp_path / "out.jsonl")
-    ended = set()
-    for index, row in enumerate(made):
-        for number, trajectory in enumerate(row["rollouts"]):
-            seeds = [batch.row_seed(5, index, number, turn) for turn in range(3)]
+    rows_out = run(client, rows, rollout, tmp_path / "out.jsonl")
+    endings = set()
+    for index, row in enumerate(rows_out):
+        for rollout_index, trajectory in enumerate(row["rollouts"]):
+            seeds = [batch.row_seed(5, index, rollout_index, turn) for turn in range(3)]
             start = [{"role": "user", "content": row["start"]}]
             expected = by_hand(sampler, tokenizer, start, seeds, row["rest"])
             turns = trajectory["turns"]
-            for mine, theirs in zip(turns, expected, strict=True):
-                assert {name: mine[name] for name in theirs} == theirs
-            ended.add(trajectory["ended"])
+            for turn_of_row, theirs in zip(turns, expected, strict=True):
+                assert {name: turn_of_row[name] for name in theirs} == theirs
+            endings.add(trajectory["ended"])
             assert trajectory["ended"] == ("length" if turns[-1]["stop_reason"] == "length" else "done")
             assert trajectory["reward"] == float(bool(turns[-1]["text"]))
             check_datums(trajectory)
-    assert "done" in ended
+    assert "done" in endings
 
 
 def check_datums(trajectory: dict[str, Any]) -> None:
     """Datums contain every sampled token once, in order, after its prompt, with its logprob."""
     sampled = [pair for turn in trajectory["turns"] for pair in zip(turn["tokens"], turn["logprobs"], strict=True)]
-    found = []
+    trained_tokens = []
     for datum in trajectory["datums"]:
         inputs = datum["loss_fn_inputs"]
         arrays: Any = {name: np.array(values) for name, values in inputs.items()}
         types.Datum(model_input=types.ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=arrays)
         assert datum["model_input"][1:] == inputs["target_tokens"][:-1]
         rows = zip(inputs["target_tokens"], inputs["logprobs"], inputs["mask"], strict=True)
-        found += [(token, logprob) for token, logprob, mask in rows if mask]
-    assert found == sampled
+        trained_tokens += [(token, logprob) for token, logprob, mask in rows if mask]
+    assert trained_tokens == sampled
 
 
 def test_a_retry_goes_on_until_it_is_right(client: Client, tmp_path: Path) -> None:
@@ -259,9 +259,9 @@ def test_a_retry_goes_on_until_it_is_right(client: Client, tmp_path: Path) -> No
 def results(data_dir: Path) -> dict[str, bytes]:
     database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     with database.read() as connection:
-        found = connection.execute(sa.text("SELECT request_id, body FROM future_results")).all()
+        rows = connection.execute(sa.text("SELECT request_id, body FROM future_results")).all()
     database.close()
-    return {row.request_id: bytes(row.body) for row in found}
+    return {row.request_id: bytes(row.body) for row in rows}
 
 
 @pytest.mark.extended

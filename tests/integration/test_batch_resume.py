@@ -31,15 +31,15 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("resume") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("resume") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, API_KEY)
-    yield made
-    made.close()
+    new_client = Client(server.url, API_KEY)
+    yield new_client
+    new_client.close()
 
 
 def lines(path: Path) -> Rows:
@@ -60,12 +60,12 @@ def careful(row: dict[str, Any], gate: str) -> dict[str, Any]:
     return {"length": len(row["text"])}
 
 
-def stopped(client: Client, directory: Path, source: str, **options: Any) -> Job:  # noqa: ANN401
+def make_stopped_job(client: Client, directory: Path, source: str, **options: Any) -> Job:  # noqa: ANN401
     """A job whose second batch of two rows has failed, and which would succeed now."""
-    given: dict[str, Any] = {"output": batch.JsonWriter(f"{directory}/out.jsonl"), "batch_size": 2, "limits": QUICK}
+    defaults: dict[str, Any] = {"output": batch.JsonWriter(f"{directory}/out.jsonl"), "batch_size": 2, "limits": QUICK}
     kwargs = {"gate": f"{directory}/gate"}
     data = batch.read_json(source)
-    job = data.map(careful, fn_kwargs=kwargs, stream=False, client=client, **{**given, **options})
+    job = data.map(careful, fn_kwargs=kwargs, stream=False, client=client, **{**defaults, **options})
     assert isinstance(job, Job)
     assert job.wait(check=False)["status"] == "FAILED" and job.progress.rows_ok >= 1
     (directory / "gate").touch()
@@ -79,7 +79,7 @@ TEXTS = ["a", "bb", "bad", "dddd", "eeeee"]
 def test_an_input_that_has_changed_is_not_resumed_and_one_that_is_restored_is(client: Client, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)
-    job = stopped(client, tmp_path, str(source))
+    job = make_stopped_job(client, tmp_path, str(source))
     before = source.read_bytes()
     write_rows(source, ["new", *TEXTS])
     resumed = job.resume()
@@ -164,7 +164,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
 ) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)
-    job = stopped(client, tmp_path, str(source))
+    job = make_stopped_job(client, tmp_path, str(source))
 
     def other(row: dict[str, Any]) -> dict[str, Any]:
         return {"length": -1}
@@ -174,11 +174,11 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
     with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function is .*resume_from="):
         data.map(other, output=output, batch_size=2, if_exists="resume", client=client)
     kwargs = {"gate": f"{tmp_path}/gate"}
-    same = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
-    assert isinstance(same, Job) and same.status()["resume_from"] == int(job)
+    resumed = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
+    assert isinstance(resumed, Job) and resumed.status()["resume_from"] == int(job)
     assert [row["length"] for row in lines(tmp_path / "out.jsonl")] == [1, 2, 3, 4, 5]
-    done = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
-    assert isinstance(done, Job) and int(done) == int(same), "it finds its job done"
+    finished = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
+    assert isinstance(finished, Job) and int(finished) == int(resumed), "it finds its job done"
     with pytest.raises(JobRefusedError, match=r"SUCCEEDED, .* its function is"):
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
 
@@ -208,9 +208,9 @@ def test_a_script_that_is_run_again_finds_its_job_whatever_the_order_of_its_sets
         return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
 
     commented = SCRIPT.replace("def stop", "# whether a word is left out\ndef stop")
-    found = [run("1", SCRIPT), run("2", SCRIPT), run("3", commented)]
-    assert [done.returncode for done in found] == [0, 0, 0], found[-1].stderr
-    assert len({done.stdout for done in found}) == 1
+    runs = [run("1", SCRIPT), run("2", SCRIPT), run("3", commented)]
+    assert [completed.returncode for completed in runs] == [0, 0, 0], runs[-1].stderr
+    assert len({completed.stdout for completed in runs}) == 1
     changed = run("1", SCRIPT.replace("zebra", "lion"))
     assert changed.returncode == 1 and "its function is" in changed.stderr
 
@@ -228,7 +228,7 @@ def temporary_directories(path: Path) -> list[str]:
 
 
 @batch.remote_function
-def held(gate: str) -> None:
+def wait_at_gate(gate: str) -> None:
     """A job whose batch of row 4 waits for the gate."""
     import time
     from pathlib import Path
@@ -249,11 +249,11 @@ class Racing(Client):
         self._then: Callable[[], None] | None = then
 
     def status(self, job_id: int) -> dict[str, Any]:
-        found = super().status(job_id)
+        job_status = super().status(job_id)
         then, self._then = self._then, None
         if then is not None:
             then()
-        return found
+        return job_status
 
 
 @pytest.mark.extended
@@ -270,15 +270,17 @@ def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_p
     gate = tmp_path / "gate"
     texts = [f"t{n}" for n in range(16)]
     data = batch.from_items([{"n": n, "text": text} for n, text in enumerate(texts)])
-    job = data.map(held, fn_kwargs={"gate": str(gate)}, batch_size=2, output=writers, stream=False, client=client)
+    job = data.map(
+        wait_at_gate, fn_kwargs={"gate": str(gate)}, batch_size=2, output=writers, stream=False, client=client
+    )
     assert isinstance(job, Job)
 
-    def committed() -> list[int]:
-        return [each["start_idx"] for each in client.partial(int(job))["batches"]]
+    def read_committed() -> list[int]:
+        return [batch_range["start_idx"] for batch_range in client.partial(int(job))["batches"]]
 
     # Another batch may wait behind the one of row 4, on the same worker.
-    until(lambda: committed()[:1] == [0] and committed()[-1] > 4)
-    done = {texts[start + offset] for start in committed() for offset in (0, 1)}
+    until(lambda: read_committed()[:1] == [0] and read_committed()[-1] > 4)
+    committed_texts = {texts[start + offset] for start in read_committed() for offset in (0, 1)}
     readers = [(job.stream(output), job.partial(output)) for output in range(len(writers))]
     firsts = [[next(stream), next(partial)] for stream, partial in readers]
 
@@ -291,9 +293,13 @@ def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_p
     assert lines(tmp_path / "copy.jsonl") == lines(tmp_path / "o.jsonl")
     for output, ((stream, partial), (first, second)) in enumerate(zip(readers, firsts, strict=True)):
         assert [row["text"] for row in [first, *stream]] == texts, writers[output]
-        given = [row["text"] for row in [second, *partial]]
-        assert given == [text for text in texts if text in given], f"{writers[output]}: each once, in order"
-        assert done <= set(given) <= set(texts) - {"t4", "t5"}, f"{writers[output]}: what was committed"
+        streamed_texts = [row["text"] for row in [second, *partial]]
+        assert streamed_texts == [text for text in texts if text in streamed_texts], (
+            f"{writers[output]}: each once, in order"
+        )
+        assert committed_texts <= set(streamed_texts) <= set(texts) - {"t4", "t5"}, (
+            f"{writers[output]}: what was committed"
+        )
         assert [row["text"] for row in job.stream(output)] == texts, "long after"
         assert list(job.partial(output)) == list(job.stream(output))
 
@@ -307,7 +313,7 @@ def test_the_rows_of_a_job_that_was_resumed_are_said_to_be_gone_once_its_success
 ) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)
-    job = stopped(client, tmp_path, str(source))
+    job = make_stopped_job(client, tmp_path, str(source))
     assert list(job.partial())
     job.resume().wait()
     until(lambda: not temporary_directories(tmp_path))
@@ -319,7 +325,7 @@ BIG = 2**60
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "together"),
+    ("left", "other", "together"),
     [
         (None, "x", "string"),
         (1, 2.5, "float"),
@@ -337,8 +343,8 @@ BIG = 2**60
         (b"x", "x", None),
     ],
 )
-def test_types_go_together_by_rules_that_are_written_down(one: object, other: object, together: object) -> None:
-    first, second = schemas.schema_of({"v": one}), schemas.schema_of({"v": other})
+def test_types_go_together_by_rules_that_are_written_down(left: object, other: object, together: object) -> None:
+    first, second = schemas.schema_of({"v": left}), schemas.schema_of({"v": other})
     for pair in ((first, second), (second, first)):
         if together is None:
             with pytest.raises(schemas.SchemaConflictError, match=r"column 'v'.* is .* here and .* in other rows"):
@@ -348,7 +354,7 @@ def test_types_go_together_by_rules_that_are_written_down(one: object, other: ob
 
 
 @batch.remote_function
-def mixed(gate: str) -> None:
+def yield_mixed(gate: str) -> None:
     """Numbers and strings in one column. The batch of row 2 waits for the gate, so that it is read before it has
     results."""
     import time
@@ -370,33 +376,33 @@ def test_a_row_whose_types_do_not_go_with_the_others_fails_when_it_comes(
     data = batch.from_items([{"n": n} for n in range(6)])
     output, errors = batch.ParquetWriter(f"{tmp_path}/o.parquet"), batch.JsonWriter(f"{tmp_path}/e.jsonl")
     job = data.map(
-        mixed, fn_kwargs={"gate": str(gate)}, batch_size=2, output=output, errors=errors, max_failed_rows=allowed,
+        yield_mixed, fn_kwargs={"gate": str(gate)}, batch_size=2, output=output, errors=errors, max_failed_rows=allowed,
         stream=False, client=client, limits=QUICK,
     )  # fmt: skip
     assert isinstance(job, Job)
-    until(lambda: [each["start_idx"] for each in client.partial(int(job))["batches"]][:1] == [0])
+    until(lambda: [batch_range["start_idx"] for batch_range in client.partial(int(job))["batches"]][:1] == [0])
     gate.touch()
     status = job.wait(check=False)
     assert status["first_error"]["error_type"] == "SchemaConflictError"
     assert "column 'v' is string here and int64 in other rows" in status["first_error"]["message"]
     if allowed:
         assert status["status"] == "SUCCEEDED" and [error["idx"] for error in job.errors()] == [3, 5]
-        found = batch.ParquetReader(f"{tmp_path}/o.parquet").download_batch(0, 3, "")
-        assert found == [{"v": n, "o": {"x": n}} for n in (0, 1, 2, 4)]
+        rows = batch.ParquetReader(f"{tmp_path}/o.parquet").download_batch(0, 3, "")
+        assert rows == [{"v": n, "o": {"x": n}} for n in (0, 1, 2, 4)]
     else:
         assert status["status"] == "FAILED" and "row failed, and max_failed_rows is 0" in status["error"]
 
 
 @batch.remote_function
-def counted(log: str, blocker: str) -> None:
+def record_batches(log: str, blocker: str) -> None:
     """Records each batch, and creates a file at the output's path."""
     from pathlib import Path
 
     from tinsmith import batch
 
     for rows in batch.load():
-        with open(log, "a") as done:
-            done.write("x")
+        with open(log, "a") as log_file:
+            log_file.write("x")
         if blocker:
             Path(blocker).write_text("in the way")
         batch.save_results([{"n": row["n"], "half": row["n"] / 2} for row in rows])
@@ -409,7 +415,7 @@ def test_a_publication_that_failed_is_made_in_another_format_and_nothing_is_comp
     data = batch.from_items([{"n": n} for n in range(6)])
     kwargs = {"log": f"{tmp_path}/log", "blocker": str(path)}
     writer = batch.ParquetWriter(str(path))
-    job = data.map(counted, fn_kwargs=kwargs, batch_size=2, output=writer, stream=False, client=client)
+    job = data.map(record_batches, fn_kwargs=kwargs, batch_size=2, output=writer, stream=False, client=client)
     assert isinstance(job, Job)
     with pytest.raises(JobFailedError, match="exists already"):
         job.wait()
@@ -424,7 +430,7 @@ def test_a_publication_that_failed_is_made_in_another_format_and_nothing_is_comp
 def test_a_job_that_is_resumed_into_another_format_does_the_rest_in_it(client: Client, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)
-    job = stopped(client, tmp_path, str(source), output=batch.ParquetWriter(f"{tmp_path}/out/"))
+    job = make_stopped_job(client, tmp_path, str(source), output=batch.ParquetWriter(f"{tmp_path}/out/"))
     with pytest.raises(UserError, match="format is 'xml'; it must be one of"):
         job.resume(format="xml")
     with pytest.raises(UserError, match="it has 1 outputs and the new job has 2"):

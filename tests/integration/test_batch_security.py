@@ -68,7 +68,7 @@ class MarkedReader(InputReader):
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Path]]:
+def watched_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Path]]:
     """A server whose processes record the code that they run."""
     directory = tmp_path_factory.mktemp("watched")
     (directory / "sitecustomize.py").write_text(HOOK)
@@ -80,8 +80,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServ
             yield server, directory / "logs"
 
 
-def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer, Path], tmp_path: Path) -> None:
-    server, logs = watched
+def test_a_server_runs_and_unpickles_nothing_of_a_job(watched_server: tuple[LiveServer, Path], tmp_path: Path) -> None:
+    server, logs = watched_server
     client = Client(server.url, "tml-test")
     marker = MARKER
 
@@ -100,14 +100,14 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer,
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         {"marker": MARKER, "same": True}
     ] * 3
-    seen = {path.name: path.read_text() for path in logs.iterdir()}
-    own = seen.pop(str(server.process.pid))
-    assert "compile " in own and "exec " in own, "the server is watched"
-    below = "".join(seen.values())
+    logs_by_pid = {path.name: path.read_text() for path in logs.iterdir()}
+    server_log = logs_by_pid.pop(str(server.process.pid))
+    assert "compile " in server_log and "exec " in server_log, "the server is watched"
+    below = "".join(logs_by_pid.values())
     assert MARKER in below and "pickle.find_class" in below, "somebody ran it"
-    assert MARKER not in own
-    assert "pickle.find_class" not in own
-    imported = {line for line in own.splitlines() if line.startswith("import ")}
+    assert MARKER not in server_log
+    assert "pickle.find_class" not in server_log
+    imported = {line for line in server_log.splitlines() if line.startswith("import ")}
     for module in ("worker.adapters", "worker.runtime", "worker.feed", "worker.child"):
         assert not [line for line in imported if f"'tinsmith.batch.{module}'" in line], module
     assert not [line for line in imported if "'cloudpickle'" in line]
@@ -148,8 +148,8 @@ def test_only_allowed_tenants_run_code_and_none_if_it_is_off(tmp_path: Path, cod
         ({"batch_tenants": ("alice",)}, BOB, 403, "TINSMITH_BATCH_TENANTS"),
         ({"batch_tenants": ("alice",), "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
     ]
-    for number, (settings, key, status, words) in enumerate(cases):
-        (directory := tmp_path / str(number)).mkdir()
+    for index, (settings, key, status, words) in enumerate(cases):
+        (directory := tmp_path / str(index)).mkdir()
         harness = make_harness(directory, **settings)  # type: ignore[arg-type]
         try:
             answer = harness.post("batch/jobs", job(**CODE[code]), key)
@@ -164,8 +164,8 @@ def test_only_allowed_tenants_run_code_and_none_if_it_is_off(tmp_path: Path, cod
 
 def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> None:
     """With and without keys, after the server was restarted with the setting."""
-    made = make_harness(tmp_path, local=True, batch_user_code=False, batch_workers=1)
-    jobs, coordinator = made.services.batch_jobs, made.services.coordinator
+    new_harness = make_harness(tmp_path, local=True, batch_user_code=False, batch_workers=1)
+    jobs, coordinator = new_harness.services.batch_jobs, new_harness.services.coordinator
     job_id = jobs.create("local", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))
 
     async def run() -> None:
@@ -177,10 +177,10 @@ def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> No
         await coordinator.stop()
 
     asyncio.run(run())
-    found = jobs.find("local", job_id)
-    assert found.status == "FAILED" and "TINSMITH_BATCH_USER_CODE" in str(found.error)
+    job_ = jobs.find("local", job_id)
+    assert job_.status == "FAILED" and "TINSMITH_BATCH_USER_CODE" in str(job_.error)
     assert jobs.workers(job_id) == []
-    close(made)
+    close(new_harness)
 
 
 @pytest.fixture
@@ -189,22 +189,22 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     (tmp_path / "shared" / "bob").mkdir(parents=True)
     (tmp_path / "data").mkdir()
     roots = (f"{tmp_path}/shared/{{tenant}}", "s3://bucket/for/{tenant}/", "gs://all")
-    made = make_harness(tmp_path / "data", batch_tenants=("alice",), batch_roots=roots)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path / "data", batch_tenants=("alice",), batch_roots=roots)
+    yield new_harness
+    close(new_harness)
 
 
 def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directory(harness: Harness) -> None:
     job_id = harness.ok("batch/jobs", job(batch_error_format={"format": "json", "path": "a/err.jsonl"}), BOB)["job_id"]
     spec = harness.services.batch_jobs.spec(job_id)
-    own = f"{harness.services.settings.resolved_data_dir}/batch/bob"
-    assert spec.roots is not None and spec.roots[0] == own
-    assert spec.batch_input_format["path"] == f"{own}/in.jsonl"
-    assert spec.batch_output_path == [f"{own}/out.jsonl"]
-    assert spec.batch_error_format == {"format": "json", "path": f"{own}/a/err.jsonl"}
-    sent = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/a/in.jsonl"})
-    moved = harness.services.batch_jobs.spec(harness.ok("batch/jobs", sent, BOB)["job_id"])
-    assert moved.batch_dataset_path == f"{own}/a/in.jsonl", "where his client put its own directory in front"
+    bob_directory = f"{harness.services.settings.resolved_data_dir}/batch/bob"
+    assert spec.roots is not None and spec.roots[0] == bob_directory
+    assert spec.batch_input_format["path"] == f"{bob_directory}/in.jsonl"
+    assert spec.batch_output_path == [f"{bob_directory}/out.jsonl"]
+    assert spec.batch_error_format == {"format": "json", "path": f"{bob_directory}/a/err.jsonl"}
+    moved_job = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/a/in.jsonl"})
+    moved = harness.services.batch_jobs.spec(harness.ok("batch/jobs", moved_job, BOB)["job_id"])
+    assert moved.batch_dataset_path == f"{bob_directory}/a/in.jsonl", "where his client put its own directory in front"
     upwards = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/../alice/in.jsonl"})
     assert harness.post("batch/jobs", upwards, BOB).status_code == 403
     trusted = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(), ALICE)["job_id"])
@@ -235,11 +235,11 @@ def test_a_chain_of_operations_is_no_code_and_one_with_a_function_is(harness: Ha
         "no object": chain(operation, "x"),
         "nothing": chain(),
     }
-    for what, code in refused.items():
+    for description, code in refused.items():
         answer = harness.post("batch/jobs", job(batch_serialized_fn=code), BOB)
-        assert answer.status_code == 403 and "TINSMITH_BATCH_TENANTS" in answer.text, what
-    many = harness.post("batch/jobs", job(batch_serialized_fn=chain(*[operation] * 17)), BOB)
-    assert many.status_code == 400 and "17 operations" in many.text
+        assert answer.status_code == 403 and "TINSMITH_BATCH_TENANTS" in answer.text, description
+    long_chain_answer = harness.post("batch/jobs", job(batch_serialized_fn=chain(*[operation] * 17)), BOB)
+    assert long_chain_answer.status_code == 400 and "17 operations" in long_chain_answer.text
 
 
 def test_a_tenant_without_code_cannot_resume_code_or_resize_a_pool(harness: Harness) -> None:
@@ -249,8 +249,8 @@ def test_a_tenant_without_code_cannot_resume_code_or_resize_a_pool(harness: Harn
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     assert jobs.set_status(job_id, "token", "FAILED", "for a test")
     assert harness.send("POST", f"batch/jobs/{job_id}/resume", {}, BOB).status_code == 403
-    for more in ({"roots": ["/"]}, {"roots": []}):
-        assert "roots" in harness.post("batch/jobs", job(**more), BOB).json()["detail"]
+    for changes in ({"roots": ["/"]}, {"roots": []}):
+        assert "roots" in harness.post("batch/jobs", job(**changes), BOB).json()["detail"]
 
 
 PLACES = {
@@ -289,15 +289,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("what", ["batch_input_format", "batch_output_formats", "batch_error_format"])
-def test_a_job_without_code_names_its_own_places_only(harness: Harness, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("field", ["batch_input_format", "batch_output_formats", "batch_error_format"])
+def test_a_job_without_code_names_its_own_places_only(harness: Harness, tmp_path: Path, field: str) -> None:
     (tmp_path / "shared" / "bob" / "inside").mkdir()
     (tmp_path / "shared" / "bob" / "link-inside").symlink_to("inside")
     (tmp_path / "shared" / "bob" / "link").symlink_to(tmp_path)
-    for place, allowed in PLACES.items():
-        named = {"format": "json", "path": place.replace("{tmp}", str(tmp_path))}
-        answer = harness.post("batch/jobs", job(**{what: [named] if what == "batch_output_formats" else named}), BOB)
-        assert answer.status_code == (200 if allowed else 403), (place, answer.text)
+    for path, allowed in PLACES.items():
+        format_ = {"format": "json", "path": path.replace("{tmp}", str(tmp_path))}
+        answer = harness.post(
+            "batch/jobs", job(**{field: [format_] if field == "batch_output_formats" else format_}), BOB
+        )
+        assert answer.status_code == (200 if allowed else 403), (path, answer.text)
         assert allowed or "TINSMITH_BATCH_ROOTS" in answer.json()["detail"]
 
 
@@ -311,23 +313,23 @@ def test_a_job_without_code_uses_formats_that_open_files_in_the_one_way(harness:
 
 def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links that appear after the submission, and matches of patterns."""
-    own, other = tmp_path / "own", tmp_path / "other"
-    for directory in (own, other):
+    allowed_root, other = tmp_path / "own", tmp_path / "other"
+    for directory in (allowed_root, other):
         directory.mkdir()
         (directory / "in.jsonl").write_text('{"a": 1}\n')
-    (own / "link.jsonl").symlink_to(other / "in.jsonl")
-    (own / "link").symlink_to(other)
+    (allowed_root / "link.jsonl").symlink_to(other / "in.jsonl")
+    (allowed_root / "link").symlink_to(other)
     monkeypatch.setattr(locations, "_confines", None)
-    locations.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
+    locations.confine([str(allowed_root), f"{tmp_path}/cache", "s3://bucket/own"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tinsmith.batch.formats.offset_cache.cache_directory", lambda: Path(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
-    assert Dataset(batch.JsonReader(f"{own}/in.jsonl")).reader.download_batch(0, 0, "") == [{"a": 1}]
+    assert Dataset(batch.JsonReader(f"{allowed_root}/in.jsonl")).reader.download_batch(0, 0, "") == [{"a": 1}]
     for path in ("other/in.jsonl", "own/link.jsonl", "own/link/in.jsonl", "own/*.jsonl", "own/../other/"):
         with pytest.raises(ForbiddenError, match="may read and write"):
             len(batch.JsonReader(f"{tmp_path}/{path}"))
-    for path in (f"{own}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
+    for path in (f"{allowed_root}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
         with pytest.raises(ForbiddenError):
             locations.open_store(path)
     assert os.listdir(other) == ["in.jsonl"]
@@ -342,29 +344,34 @@ def keep() -> None:
 
 
 def test_a_confined_job_writes_only_below_its_roots(tmp_path: Path) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    for directory in (own, other):
+    allowed_root, other = tmp_path / "own", tmp_path / "other"
+    for directory in (allowed_root, other):
         directory.mkdir()
         (directory / "in.jsonl").write_text("".join(f'{{"text": "t{index}"}}\n' for index in range(5)))
-    (own / "way-out").symlink_to(other)
-    places = {"in.jsonl": "out.jsonl", "way-out/in.jsonl": "two.jsonl", "*/in.jsonl": "three.jsonl"}
-    places |= {"in.jsonl ": "way-out/four.jsonl"}
-    (own / "in.jsonl ").write_bytes((own / "in.jsonl").read_bytes())
+    (allowed_root / "way-out").symlink_to(other)
+    outputs_by_input = {"in.jsonl": "out.jsonl", "way-out/in.jsonl": "two.jsonl", "*/in.jsonl": "three.jsonl"}
+    outputs_by_input |= {"in.jsonl ": "way-out/four.jsonl"}
+    (allowed_root / "in.jsonl ").write_bytes((allowed_root / "in.jsonl").read_bytes())
     url = fresh_url(tmp_path)
     with contextlib.closing(Database(url)) as database:
         jobs = BatchJobs(database)
-        for given, made in places.items():
-            source = {"format": "json", "path": f"{own}/{given}"}
-            outputs = [{"format": "json", "path": f"{own}/{made}"}, {"format": "text", "path": f"{own}/texts/{made}"}]
-            errors = {"format": "json", "path": f"{own}/errors/{made}"}
+        for input_name, output_name in outputs_by_input.items():
+            source = {"format": "json", "path": f"{allowed_root}/{input_name}"}
+            outputs = [
+                {"format": "json", "path": f"{allowed_root}/{output_name}"},
+                {"format": "text", "path": f"{allowed_root}/texts/{output_name}"},
+            ]
+            errors = {"format": "json", "path": f"{allowed_root}/errors/{output_name}"}
             confined = {"batch_input_format": source, "batch_output_formats": outputs, "batch_error_format": errors}
-            job_id = submit(jobs, own, keep, roots=[str(own)], **confined)
+            job_id = submit(jobs, allowed_root, keep, roots=[str(allowed_root)], **confined)
             asyncio.run(coordinate(CoordinatorSetup(url, str(tmp_path), job_id), jobs))
-            found = jobs.find("local", job_id)
-            if given == "in.jsonl":
-                assert (found.status, found.rows_ok) == ("SUCCEEDED", 5), found.error
-                assert len((own / "texts" / made).read_text().splitlines()) == 5
+            job_row = jobs.find("local", job_id)
+            if input_name == "in.jsonl":
+                assert (job_row.status, job_row.rows_ok) == ("SUCCEEDED", 5), job_row.error
+                assert len((allowed_root / "texts" / output_name).read_text().splitlines()) == 5
             else:
-                assert found.status == "FAILED", given
-                assert "may read and write" in str(found.error) or "no file matches" in str(found.error), found.error
+                assert job_row.status == "FAILED", input_name
+                assert "may read and write" in str(job_row.error) or "no file matches" in str(job_row.error), (
+                    job_row.error
+                )
         assert [path.name for path in other.iterdir()] == ["in.jsonl"]

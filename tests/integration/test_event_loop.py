@@ -57,29 +57,29 @@ sys.addaudithook(_watch)  # permanently: audit hooks cannot be removed
 def watching() -> Iterator[list[str]]:
     """Record the files that an event loop opens within the block."""
     global opened_on_a_loop
-    opened_on_a_loop = found = []
+    opened_on_a_loop = opened_paths = []
     try:
-        yield found
+        yield opened_paths
     finally:
         opened_on_a_loop = None
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    with made.client:
-        yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    with new_harness.client:
+        yield new_harness
+    close(new_harness)
 
 
-def settled(harness: Harness, size_bytes: int) -> str:
+def settle_result(harness: Harness, size_bytes: int) -> str:
     model_id = harness.model()
     request_id = send_pass(harness, pass_bytes(model_id, 1)).json()["request_id"]
     harness.settle(request_id, bytes(range(256)) * (size_bytes // 256) + bytes(size_bytes % 256), "proto")
     return request_id
 
 
-def fetched(harness: Harness, request_id: str) -> bytes:
+def fetch_result(harness: Harness, request_id: str) -> bytes:
     answer = harness.post("retrieve_future", {"request_id": request_id})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-protobuf"
@@ -89,59 +89,59 @@ def fetched(harness: Harness, request_id: str) -> bytes:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Record the bytes of each result that is read, and whether an event loop read it."""
-    found: list[tuple[int, bool]] = []
+    sizes: list[tuple[int, bool]] = []
     outcome = Futures.outcome
 
-    def spied(self: Futures, *args: object) -> FutureOutcome | None:
+    def outcome_and_record(self: Futures, *args: object) -> FutureOutcome | None:
         result = outcome(self, *args)  # type: ignore[arg-type]
         if result is not None and result.body is not None:
-            found.append((len(result.body), on_a_loop()))
+            sizes.append((len(result.body), on_a_loop()))
         return result
 
-    monkeypatch.setattr(Futures, "outcome", spied)
-    return found
+    monkeypatch.setattr(Futures, "outcome", outcome_and_record)
+    return sizes
 
 
 def test_a_large_result_is_read_by_a_thread(harness: Harness, reads: list[tuple[int, bool]]) -> None:
-    request_id = settled(harness, LARGE_BYTES)
-    assert len(fetched(harness, request_id)) == LARGE_BYTES
+    request_id = settle_result(harness, LARGE_BYTES)
+    assert len(fetch_result(harness, request_id)) == LARGE_BYTES
     by_path = harness.get(f"retrieve_future/{request_id}")  # as older clients, which request JSON
     assert by_path.status_code in (200, 500)  # these bytes are not a readable result
     assert reads == [(LARGE_BYTES, False)] * 2
 
 
 def test_a_small_one_is_read_where_it_is_asked_for(harness: Harness, reads: list[tuple[int, bool]]) -> None:
-    request_id = settled(harness, ON_LOOP_BYTES)
-    assert len(fetched(harness, request_id)) == ON_LOOP_BYTES
+    request_id = settle_result(harness, ON_LOOP_BYTES)
+    assert len(fetch_result(harness, request_id)) == ON_LOOP_BYTES
     assert reads == [(ON_LOOP_BYTES, not harness.services.reads_wait)]
 
 
 def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request_id = settled(harness, LARGE_BYTES)
+    request_id = settle_result(harness, LARGE_BYTES)
     may_end = threading.Event()
     changed = threading.Condition()
-    reading, most = 0, 0
+    reading, max_reading = 0, 0
     outcome = Futures.outcome
 
-    def slowly(self: Futures, tenant_id: str, asked: str, inline_bytes: int = 0) -> FutureOutcome | None:
-        nonlocal reading, most
+    def slowly(self: Futures, tenant_id: str, request_id_: str, inline_bytes: int = 0) -> FutureOutcome | None:
+        nonlocal reading, max_reading
         if inline_bytes > ON_LOOP_BYTES:
             with changed:
                 reading += 1
-                most = max(most, reading)
+                max_reading = max(max_reading, reading)
                 changed.notify_all()
             assert may_end.wait(PATIENCE_S)
             with changed:
                 reading -= 1
-        return outcome(self, tenant_id, asked, inline_bytes)
+        return outcome(self, tenant_id, request_id_, inline_bytes)
 
     monkeypatch.setattr(Futures, "outcome", slowly)
     session_id = harness.session()
     with ThreadPoolExecutor(READERS) as pool:
         try:
-            readers = [pool.submit(fetched, harness, request_id) for _ in range(READERS)]
+            readers = [pool.submit(fetch_result, harness, request_id) for _ in range(READERS)]
             with changed:
                 assert changed.wait_for(lambda: reading == min(MOST_LARGE, RESULTS), PATIENCE_S)
             harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
@@ -149,12 +149,12 @@ def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
         finally:
             may_end.set()
         assert [len(reader.result()) for reader in readers] == [LARGE_BYTES] * READERS
-    assert most == min(MOST_LARGE, RESULTS)
+    assert max_reading == min(MOST_LARGE, RESULTS)
     assert harness.services.large_results._value == MOST_LARGE
 
 
 def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
-    request_id = settled(harness, LARGE_BYTES)
+    request_id = settle_result(harness, LARGE_BYTES)
     sent: list[dict[str, object]] = []
 
     async def asked() -> None:
@@ -182,15 +182,15 @@ def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
 
 
 def test_whether_there_are_keys_is_asked_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    calls: list[bool] = []
     any_key = Keys.any
-    monkeypatch.setattr(Keys, "any", lambda self: (asked.append(on_a_loop()), any_key(self))[1])
+    monkeypatch.setattr(Keys, "any", lambda self: (calls.append(on_a_loop()), any_key(self))[1])
     harness = make_harness(tmp_path, local=True)
     with harness.client:
         assert harness.client.get("/nothing").status_code == 404
         assert harness.client.get("/api/v1/healthz").status_code == 200
     close(harness)
-    assert asked == [False]
+    assert calls == [False]
 
 
 def tour(harness: Harness) -> None:
@@ -203,11 +203,11 @@ def tour(harness: Harness) -> None:
     harness.ok("asample", sample_request(sampler))
     harness.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
     path = harness.save_checkpoint(model_id).removeprefix("tinker://")
-    for asked in ("sessions", "training_runs", f"training_runs/{model_id}", "checkpoints", "batch/jobs", "health"):
-        harness.get(asked)
+    for path_ in ("sessions", "training_runs", f"training_runs/{model_id}", "checkpoints", "batch/jobs", "health"):
+        harness.get(path_)
     run_id, kind, name = path.split("/")
-    found = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()
-    link = next(value for value in found.values() if isinstance(value, str) and value.startswith("http"))
+    link_answer = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()
+    link = next(value for value in link_answer.values() if isinstance(value, str) and value.startswith("http"))
     assert harness.client.get(link).status_code == 200
     key = {"X-API-Key": ALICE, "Authorization": f"Bearer {ALICE}"}
     large = b'{"custom_id": "a"}\n' * (3 << 16)  # more than is kept in memory
@@ -225,10 +225,10 @@ def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, max_file_bytes=1 << 24)
     with harness.client:
         tour(harness)  # imports and files that are read once are loaded now
-        with watching() as found:
+        with watching() as opened_paths:
             tour(harness)
     close(harness)
-    assert [path for path in found if not path.startswith("/proc")] == []
+    assert [path for path in opened_paths if not path.startswith("/proc")] == []
 
 
 def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,11 +236,11 @@ def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest
     writers: list[bool] = []
     write: Callable[[Database], object] = Database.write
 
-    def spied(self: Database) -> object:
+    def write_and_record(self: Database) -> object:
         writers.append(on_a_loop())
         return write(self)
 
-    monkeypatch.setattr(Database, "write", spied)
+    monkeypatch.setattr(Database, "write", write_and_record)
     tour(harness)
     # The harness settles requests itself, on the test's thread.
     assert writers and not any(writers)

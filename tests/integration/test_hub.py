@@ -37,10 +37,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "hub.md"
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    serve(made)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    serve(new_harness)
+    yield new_harness
+    close(new_harness)
 
 
 def serve(harness: Harness, **changes: object) -> None:
@@ -51,15 +51,15 @@ def serve(harness: Harness, **changes: object) -> None:
 
 
 def ask(harness: Harness, path: str, key: str = ALICE, method: str = "GET", **headers: str) -> Response:
-    sent = {"Authorization": f"Bearer {key}", **headers}
-    return harness.client.request(method, f"/hub/{path}", headers=sent)  # type: ignore[return-value]
+    all_headers = {"Authorization": f"Bearer {key}", **headers}
+    return harness.client.request(method, f"/hub/{path}", headers=all_headers)  # type: ignore[return-value]
 
 
 def repository(path: str) -> str:
     run_id, kind, name = path.removeprefix("tinker://").split("/")
-    found = hub.repository_of(CheckpointRef(run_id, kind, name))
-    assert found is not None
-    return found
+    repository_id = hub.repository_of(CheckpointRef(run_id, kind, name))
+    assert repository_id is not None
+    return repository_id
 
 
 def test_a_checkpoint_and_its_repository_name_each_other() -> None:
@@ -72,16 +72,16 @@ def test_a_checkpoint_and_its_repository_name_each_other() -> None:
 
 
 def test_a_base_model_gives_its_tokenizer_and_keeps_its_weights(harness: Harness) -> None:
-    facts = ask(harness, f"api/models/{NANO}").json()
-    names = {each["rfilename"] for each in facts["siblings"]}
+    model_info = ask(harness, f"api/models/{NANO}").json()
+    names = {sibling["rfilename"] for sibling in model_info["siblings"]}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not [name for name in names if "safetensors" in name]
-    kept = ask(harness, f"{NANO}/resolve/main/model.safetensors")
-    assert kept.status_code == 403 and "hub_base_weights" in kept.headers["x-error-message"]
+    refused = ask(harness, f"{NANO}/resolve/main/model.safetensors")
+    assert refused.status_code == 403 and "hub_base_weights" in refused.headers["x-error-message"]
     serve(harness, hub_base_weights=True)
-    given = ask(harness, f"{NANO}/resolve/main/model.safetensors")
-    assert given.content == (nano.path() / "model.safetensors").read_bytes()
-    assert ask(harness, f"api/models/{NANO}").json()["sha"] != facts["sha"]
+    allowed = ask(harness, f"{NANO}/resolve/main/model.safetensors")
+    assert allowed.content == (nano.path() / "model.safetensors").read_bytes()
+    assert ask(harness, f"api/models/{NANO}").json()["sha"] != model_info["sha"]
 
 
 def test_other_files_of_a_model_directory_are_not_served(harness: Harness, tmp_path: Path) -> None:
@@ -97,9 +97,11 @@ def test_other_files_of_a_model_directory_are_not_served(harness: Harness, tmp_p
         assert answer.status_code == 404, name
     assert ask(harness, "one/resolve/main/additional_chat_templates/tools.jinja").text == "{{ x }}"
     top = ask(harness, "api/models/one/tree/main").json()
-    assert [each["path"] for each in top if each["type"] == "directory"] == ["additional_chat_templates"]
+    assert [tree_entry["path"] for tree_entry in top if tree_entry["type"] == "directory"] == [
+        "additional_chat_templates"
+    ]
     inside = ask(harness, "api/models/one/tree/main/additional_chat_templates").json()
-    assert [each["path"] for each in inside] == ["additional_chat_templates/tools.jinja"]
+    assert [tree_entry["path"] for tree_entry in inside] == ["additional_chat_templates/tools.jinja"]
     assert ask(harness, "api/models/one/tree/main/elsewhere").headers["x-error-code"] == "EntryNotFound"
     (tmp_path / "base" / "config.json").unlink()
     assert ask(harness, "one/resolve/main/config.json").status_code == 404
@@ -108,15 +110,17 @@ def test_other_files_of_a_model_directory_are_not_served(harness: Harness, tmp_p
 def test_a_file_has_a_length_a_digest_and_ranges(harness: Harness) -> None:
     repo = repository(harness.save_checkpoint(harness.model()))
     weights = FILES["adapter_model.safetensors"]
-    facts = ask(harness, f"api/models/{repo}?blobs=true").json()
+    model_info = ask(harness, f"api/models/{repo}?blobs=true").json()
     head = ask(harness, f"{repo}/resolve/main/adapter_model.safetensors", method="HEAD")
     assert head.headers["etag"] == f'"{hashlib.sha256(weights).hexdigest()}"'
     assert (int(head.headers["content-length"]), head.content) == (len(weights), b"")
-    assert head.headers["x-repo-commit"] == facts["sha"]
-    part = ask(harness, f"{repo}/resolve/{facts['sha']}/adapter_model.safetensors", Range="bytes=10-19")
+    assert head.headers["x-repo-commit"] == model_info["sha"]
+    part = ask(harness, f"{repo}/resolve/{model_info['sha']}/adapter_model.safetensors", Range="bytes=10-19")
     assert (part.status_code, part.content) == (206, weights[10:20])
     assert ask(harness, f"{repo}/resolve/main/adapter_model.safetensors").content == weights
-    assert {each["rfilename"]: each["size"] for each in facts["siblings"]} == {n: len(c) for n, c in FILES.items()}
+    assert {sibling["rfilename"]: sibling["size"] for sibling in model_info["siblings"]} == {
+        n: len(c) for n, c in FILES.items()
+    }
 
 
 def test_missing_objects_have_the_hubs_error_codes(harness: Harness) -> None:
@@ -198,7 +202,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uploaded(server: LiveServer, adapter: Path) -> str:
+def uploaded_repository(server: LiveServer, adapter: Path) -> str:
     """The repository of a checkpoint."""
     files = {
         path.name: (path.name, path.read_bytes()) for path in adapter.iterdir() if path.name.startswith("adapter_")
@@ -215,28 +219,28 @@ def uploaded(server: LiveServer, adapter: Path) -> str:
 
 
 def test_the_hub_s_own_client_reads_repositories(
-    server: LiveServer, uploaded: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LiveServer, uploaded_repository: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     api = HfApi(endpoint=f"{server.url}/hub", token=API_KEY)
     assert api.whoami()["name"] == "local"
-    info = api.model_info(uploaded, files_metadata=True)
-    assert info.id == uploaded and info.sha and info.library_name == "peft"
-    tree = {each.path: each for each in api.list_repo_tree(uploaded, recursive=True)}
+    info = api.model_info(uploaded_repository, files_metadata=True)
+    assert info.id == uploaded_repository and info.sha and info.library_name == "peft"
+    tree = {tree_entry.path: tree_entry for tree_entry in api.list_repo_tree(uploaded_repository, recursive=True)}
     content = (adapter / "adapter_model.safetensors").read_bytes()
     assert tree["adapter_model.safetensors"].lfs.sha256 == hashlib.sha256(content).hexdigest()  # type: ignore[union-attr]
-    assert api.list_repo_files(uploaded) == ["adapter_config.json", "adapter_model.safetensors"]
-    given = {"endpoint": f"{server.url}/hub", "token": API_KEY, "cache_dir": tmp_path / "cache"}
-    snapshot = Path(snapshot_download(uploaded, **given))
+    assert api.list_repo_files(uploaded_repository) == ["adapter_config.json", "adapter_model.safetensors"]
+    options = {"endpoint": f"{server.url}/hub", "token": API_KEY, "cache_dir": tmp_path / "cache"}
+    snapshot = Path(snapshot_download(uploaded_repository, **options))
     assert (snapshot / "adapter_model.safetensors").read_bytes() == content
-    pinned = hf_hub_download(NANO, "config.json", revision=api.model_info(NANO).sha, **given)
+    pinned = hf_hub_download(NANO, "config.json", revision=api.model_info(NANO).sha, **options)
     assert json.loads(Path(pinned).read_text())["architectures"]
     with pytest.raises(RepositoryNotFoundError):
-        snapshot_download("nobody/nothing", **given)
+        snapshot_download("nobody/nothing", **options)
     with pytest.raises(RevisionNotFoundError):
-        hf_hub_download(NANO, "config.json", revision="v2", **given)
+        hf_hub_download(NANO, "config.json", revision="v2", **options)
     with pytest.raises(RemoteEntryNotFoundError):
-        hf_hub_download(NANO, "nothing.json", **given)
+        hf_hub_download(NANO, "nothing.json", **options)
     with pytest.raises(HfHubHTTPError, match=r"no path of this API|Repository Not Found"):
         api.dataset_info("x/y")
 
@@ -262,27 +266,27 @@ print(json.dumps({"alone": alone.tolist(), "adapted": adapted.tolist(), "at_once
 
 @pytest.mark.extended
 def test_a_machine_without_internet_loads_tokenizer_model_and_adapter(
-    server: LiveServer, uploaded: str, adapter: Path, tmp_path: Path
+    server: LiveServer, uploaded_repository: str, adapter: Path, tmp_path: Path
 ) -> None:
     online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    given = {"HF_ENDPOINT": f"{server.url}/hub", "HF_TOKEN": API_KEY, "HF_HOME": str(tmp_path / "home")}
+    hub_variables = {"HF_ENDPOINT": f"{server.url}/hub", "HF_TOKEN": API_KEY, "HF_HOME": str(tmp_path / "home")}
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", example + SCRIPT, uploaded],
+    completed = subprocess.run(
+        [sys.executable, "-c", example + SCRIPT, uploaded_repository],
         cwd=tmp_path,
-        env={**os.environ, **online, **given},
+        env={**os.environ, **online, **hub_variables},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    output = json.loads(completed.stdout.splitlines()[-1])
     for name, expected in (
         ("alone", peft_adapters.logits(nano.path())),
         ("adapted", peft_adapters.logits(nano.path(), adapter)),
         ("at_once", peft_adapters.logits(nano.path(), adapter)),
     ):
-        torch.testing.assert_close(torch.tensor(found[name]), expected, rtol=1e-4, atol=1e-4)
-    assert found["ids"] and done.stdout.startswith("Say hello.")
+        torch.testing.assert_close(torch.tensor(output[name]), expected, rtol=1e-4, atol=1e-4)
+    assert output["ids"] and completed.stdout.startswith("Say hello.")
     assert {path.name for path in (tmp_path / "home" / "hub").iterdir()} >= {"models--tinsmith--nano"}

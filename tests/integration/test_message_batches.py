@@ -20,35 +20,35 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def client(fake_server: LiveServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=fake_server.url, api_key="tml-test", max_retries=2) as made:
-        yield made
+    with anthropic.Anthropic(base_url=fake_server.url, api_key="tml-test", max_retries=2) as anthropic_client:
+        yield anthropic_client
 
 
-def request(name: str, **more: object) -> Any:  # noqa: ANN401  the client's own type
+def request(name: str, **fields: object) -> Any:  # noqa: ANN401  the client's own type
     params = {"model": MODEL, "max_tokens": 4, "temperature": 0.0, "messages": [{"role": "user", "content": name}]}
-    return {"custom_id": name, "params": params | more}
+    return {"custom_id": name, "params": params | fields}
 
 
-def ended(client: anthropic.Anthropic, batch_id: str) -> Any:  # noqa: ANN401
+def wait_until_ended(client: anthropic.Anthropic, batch_id: str) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + WAIT_S
-    while (found := client.messages.batches.retrieve(batch_id)).processing_status != "ended":
-        assert time.monotonic() < deadline, found
+    while (batch := client.messages.batches.retrieve(batch_id)).processing_status != "ended":
+        assert time.monotonic() < deadline, batch
         time.sleep(0.1)
-    return found
+    return batch
 
 
 def test_every_request_has_a_result_and_a_wrong_one_an_error(client: anthropic.Anthropic) -> None:
-    names = [f"request_{number}" for number in range(6)]
+    names = [f"request_{index}" for index in range(6)]
     wrong = [request("hot", temperature=2.0), request("unknown", model="no/such"), request("piece", stream=True)]
-    made = client.messages.batches.create(requests=[*map(request, names), *wrong])
-    assert (made.type, made.processing_status, made.results_url) == ("message_batch", "in_progress", None)
-    assert made.request_counts.processing == 9 and made.request_counts.succeeded == 0
-    assert made.id.startswith("msgbatch_") and (made.expires_at - made.created_at).total_seconds() == 86400
-    found = ended(client, made.id)
-    counts = found.request_counts
+    created = client.messages.batches.create(requests=[*map(request, names), *wrong])
+    assert (created.type, created.processing_status, created.results_url) == ("message_batch", "in_progress", None)
+    assert created.request_counts.processing == 9 and created.request_counts.succeeded == 0
+    assert created.id.startswith("msgbatch_") and (created.expires_at - created.created_at).total_seconds() == 86400
+    batch = wait_until_ended(client, created.id)
+    counts = batch.request_counts
     assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 6, 3, 0, 0)
-    assert found.ended_at and found.ended_at >= found.created_at and found.cancel_initiated_at is None
-    results: dict[str, Any] = {each.custom_id: each.result for each in client.messages.batches.results(made.id)}
+    assert batch.ended_at and batch.ended_at >= batch.created_at and batch.cancel_initiated_at is None
+    results: dict[str, Any] = {line.custom_id: line.result for line in client.messages.batches.results(created.id)}
     assert set(results) == {*names, "hot", "unknown", "piece"}
     for name in names:
         made_one = results[name]
@@ -67,17 +67,17 @@ def test_every_request_has_a_result_and_a_wrong_one_an_error(client: anthropic.A
 def test_batches_come_in_pages_and_are_not_openais(client: anthropic.Anthropic, fake_server: LiveServer) -> None:
     ids = [client.messages.batches.create(requests=[request("a")]).id for _ in range(3)]
     page = client.messages.batches.list(limit=2)
-    assert [each.id for each in page.data] == ids[:0:-1] and page.has_more
+    assert [batch.id for batch in page.data] == ids[:0:-1] and page.has_more
     assert (page.first_id, page.last_id) == (ids[2], ids[1])
     assert page.get_next_page().data[0].id == ids[0]
     before = client.messages.batches.list(limit=1, before_id=ids[0])
-    assert [each.id for each in before.data] == [ids[1]] and before.has_more
+    assert [batch.id for batch in before.data] == [ids[1]] and before.has_more
     with openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="tml-test") as other:
-        assert not {each.id for each in other.batches.list(limit=100)} & set(ids)
+        assert not {batch.id for batch in other.batches.list(limit=100)} & set(ids)
         with pytest.raises(openai.NotFoundError):
             other.batches.retrieve(ids[0])
     for batch_id in ids:
-        ended(client, batch_id)
+        wait_until_ended(client, batch_id)
         assert client.messages.batches.delete(batch_id).type == "message_batch_deleted"
         with pytest.raises(anthropic.NotFoundError):
             client.messages.batches.retrieve(batch_id)
@@ -98,41 +98,41 @@ def test_invalid_batches_are_refused_by_name(client: anthropic.Anthropic, reques
         client.messages.batches.create(requests=requests)
 
 
-def made(harness: Harness, *names: str) -> str:
+def create_batch(harness: Harness, *names: str) -> str:
     body = {"requests": [request(name, model=BASE) for name in names]}
     return harness.client.post("/v1/messages/batches", headers={"X-API-Key": ALICE}, json=body).json()["id"]
 
 
-def asked(harness: Harness, method: str, path: str) -> Any:  # noqa: ANN401  JSON
+def send(harness: Harness, method: str, path: str) -> Any:  # noqa: ANN401  JSON
     return harness.client.request(method, f"/v1/messages/batches{path}", headers={"X-API-Key": ALICE})
 
 
 def test_a_batch_that_is_cancelled_before_it_runs_names_every_request(harness: Harness) -> None:
-    batch_id = made(harness, "a", "b")
+    batch_id = create_batch(harness, "a", "b")
     for method, path, words in (("GET", "/results", "when it has ended"), ("DELETE", "", "when it has ended")):
-        refused = asked(harness, method, f"/{batch_id}{path}")
+        refused = send(harness, method, f"/{batch_id}{path}")
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
-    cancelled = asked(harness, "POST", f"/{batch_id}/cancel").json()
+    cancelled = send(harness, "POST", f"/{batch_id}/cancel").json()
     assert cancelled["processing_status"] == "canceling" and cancelled["cancel_initiated_at"]
     reconciler: Reconciler = harness.services.batch_reconciler
     reconciler.look()
-    found = asked(harness, "GET", f"/{batch_id}").json()
-    assert found["processing_status"] == "ended" and found["results_url"].endswith(f"/{batch_id}/results")
+    batch = send(harness, "GET", f"/{batch_id}").json()
+    assert batch["processing_status"] == "ended" and batch["results_url"].endswith(f"/{batch_id}/results")
     none = {"processing": 0, "succeeded": 0, "errored": 0, "expired": 0}
-    assert found["request_counts"] == none | {"canceled": 2}
-    lines = asked(harness, "GET", f"/{batch_id}/results").text.splitlines()
+    assert batch["request_counts"] == none | {"canceled": 2}
+    lines = send(harness, "GET", f"/{batch_id}/results").text.splitlines()
     assert [line for line in lines if '"canceled"' in line] == lines and len(lines) == 2
-    assert asked(harness, "GET", "?after_id=x&before_id=y").status_code == 400
-    assert asked(harness, "DELETE", f"/{batch_id}").json() == {"id": batch_id, "type": "message_batch_deleted"}
+    assert send(harness, "GET", "?after_id=x&before_id=y").status_code == 400
+    assert send(harness, "DELETE", f"/{batch_id}").json() == {"id": batch_id, "type": "message_batch_deleted"}
     assert harness.services.files.page("alice", 10, after=None, ascending=False, purpose=None)[0] == []
 
 
 def test_a_batch_whose_requests_are_gone_has_ended_with_the_reason(harness: Harness) -> None:
-    batch_id = made(harness, "a")
+    batch_id = create_batch(harness, "a")
     batch = harness.services.openai_batches.find("alice", batch_id, messages=True)
     harness.services.files.delete("alice", batch.input_file_id)
     harness.services.batch_reconciler.look()
-    found = asked(harness, "GET", f"/{batch_id}").json()
+    found = send(harness, "GET", f"/{batch_id}").json()
     assert found["processing_status"] == "ended" and found["request_counts"]["errored"] == 1
-    gone = asked(harness, "GET", f"/{batch_id}/results")
-    assert gone.status_code == 404 and "no results" in gone.json()["error"]["message"]
+    results_answer = send(harness, "GET", f"/{batch_id}/results")
+    assert results_answer.status_code == 404 and "no results" in results_answer.json()["error"]["message"]

@@ -34,10 +34,10 @@ from tinsmith.types import LoraSpec
 
 @dataclasses.dataclass
 class Clock:
-    moment: float = 0.0
+    now: float = 0.0
 
     def __call__(self) -> float:
-        return self.moment
+        return self.now
 
 
 @pytest.fixture
@@ -47,20 +47,20 @@ def clock() -> Clock:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path))
-    yield made
-    made.close()
+    new_database = Database(fresh_url(tmp_path))
+    yield new_database
+    new_database.close()
 
 
-def new(number: int, tenant_id: str = "alice", body: bytes = b"12345", num_tokens: int = 0) -> NewFuture:
-    return NewFuture(f"s:{tenant_id}:{number}", tenant_id, "s", BASE, "sample", body, num_tokens)
+def new(seq_id: int, tenant_id: str = "alice", body: bytes = b"12345", num_tokens: int = 0) -> NewFuture:
+    return NewFuture(f"s:{tenant_id}:{seq_id}", tenant_id, "s", BASE, "sample", body, num_tokens)
 
 
 def harness_with(directory: Path, **limits: int) -> Harness:
     """A harness whose clock advances ten seconds per reading, so that each request is counted anew."""
-    made = make_harness(directory, limits=QuotaLimits(**limits))
-    made.services.quotas._clock = itertools.count(0, 10).__next__
-    return made
+    limited_harness = make_harness(directory, limits=QuotaLimits(**limits))
+    limited_harness.services.quotas._clock = itertools.count(0, 10).__next__
+    return limited_harness
 
 
 def assert_refused(answer: httpx.Response, *words: str) -> None:
@@ -81,13 +81,13 @@ def rows(harness: Harness, table: sa.Table) -> int:
 
 def test_requests_that_wait_are_counted_and_those_that_ended_are_not(database: Database, clock: Clock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=3), clock)
-    for number in range(3):
-        quotas.admit(new(number))
-        futures.submit(new(number))
+    for seq_id in range(3):
+        quotas.admit(new(seq_id))
+        futures.submit(new(seq_id))
     with pytest.raises(TooManyRequestsError, match="quota queued_requests: 3 requests are queued, the limit is 3"):
         quotas.admit(new(3))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.moment += 1
+    clock.now += 1
     quotas.admit(new(3))
     futures.submit(new(3))
     with pytest.raises(TooManyRequestsError):
@@ -99,18 +99,18 @@ def test_a_full_queue_is_looked_at_again_soon_and_not_at_once(database: Database
     quotas.admit(new(0))
     futures.submit(new(0))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.moment += 0.1
+    clock.now += 0.1
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(1))
-    clock.moment += 0.1
+    clock.now += 0.1
     quotas.admit(new(1))
 
 
 def test_bytes_that_wait_are_counted(database: Database, clock: Clock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_bytes=12), clock)
-    for number in range(2):
-        quotas.admit(new(number))
-        futures.submit(new(number))
+    for seq_id in range(2):
+        quotas.admit(new(seq_id))
+        futures.submit(new(seq_id))
     with pytest.raises(TooManyRequestsError, match="10 bytes are queued and this request has 5, the limit is 12"):
         quotas.admit(new(2))
     quotas.admit(new(3, body=b"12"))
@@ -126,12 +126,12 @@ def test_a_body_larger_than_the_limit_is_taken_when_nothing_else_waits(database:
 def test_many_threads_together_are_held_to_the_limit(database: Database) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=20), Clock())
 
-    def submit(number: int) -> bool:
+    def submit(seq_id: int) -> bool:
         try:
-            quotas.admit(new(number))
+            quotas.admit(new(seq_id))
         except TooManyRequestsError:
             return False
-        futures.submit(new(number))
+        futures.submit(new(seq_id))
         return True
 
     with ThreadPoolExecutor(8) as pool:
@@ -142,10 +142,10 @@ def test_the_usual_request_costs_no_query(database: Database, clock: Clock) -> N
     quotas = Quotas(database, QuotaLimits(queued_requests=1000, queued_bytes=10**9), clock)
     queries: list[str] = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
-    for number in range(100):
-        quotas.admit(new(number))
+    for seq_id in range(100):
+        quotas.admit(new(seq_id))
     assert len([text for text in queries if text.startswith("SELECT")]) <= 2, "one for the limits, one for the counts"
-    clock.moment += 1
+    clock.now += 1
     quotas.admit(new(100))
     assert len([text for text in queries if "futures" in text]) == 2
 
@@ -177,33 +177,33 @@ def test_a_tenants_own_limits_come_before_the_servers(database: Database, clock:
     assert quotas.limits("carol").queued_requests == 0
     assert quotas.limits("dora") == quotas.limits("nobody") == QuotaLimits(queued_requests=1, models=7)
     Keys(database).create("alice", quotas={"queued_requests": 5})
-    clock.moment += 10
+    clock.now += 10
     assert quotas.limits("alice").queued_requests == 5
 
 
 def test_tokens_of_a_minute_are_counted(database: Database, clock: Clock) -> None:
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
-    for number in range(6):
-        quotas.admit(new(number, num_tokens=100))
+    for seq_id in range(6):
+        quotas.admit(new(seq_id, num_tokens=100))
     with pytest.raises(TooManyRequestsError, match="600 tokens were admitted within a minute, the limit is 600"):
         quotas.admit(new(6, num_tokens=1))
     quotas.admit(new(7, num_tokens=0))
-    clock.moment += 1  # ten tokens more
+    clock.now += 1  # ten tokens more
     quotas.admit(new(8, num_tokens=500))
     with pytest.raises(TooManyRequestsError) as refusal:
         quotas.admit(new(9, num_tokens=1))
     assert refusal.value.retry_after_s == 30.0, "49 seconds of debt, but no client is told to wait for longer than this"
-    clock.moment += 48.9
+    clock.now += 48.9
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(9, num_tokens=1))
-    clock.moment += 0.2
+    clock.now += 0.2
     quotas.admit(new(9, num_tokens=1))
 
 
 def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clock) -> None:
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
     quotas.admit(new(0, num_tokens=1))
-    clock.moment += 3600
+    clock.now += 3600
     quotas.admit(new(1, num_tokens=60))
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(2, num_tokens=1))
@@ -216,7 +216,7 @@ def test_stored_requests_are_not_refused_and_count_once(database: Database, cloc
     for _ in range(5):
         quotas.admit(new(0, num_tokens=6))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.moment += 1
+    clock.now += 1
     quotas.admit(new(1, num_tokens=4))
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(2, num_tokens=4))
@@ -326,8 +326,8 @@ def test_models_that_are_created_together_are_held_to_the_limit(tmp_path: Path) 
     try:
         session_id = harness.session()
 
-        def create(number: int) -> int:
-            body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE}
+        def create(model_seq_id: int) -> int:
+            body = {"session_id": session_id, "model_seq_id": model_seq_id, "base_model": BASE}
             return harness.post("create_model", body).status_code
 
         with ThreadPoolExecutor(8) as pool:
@@ -414,18 +414,18 @@ def test_the_sdk_completes_a_run_that_is_throttled(tight_server: LiveServer, mon
     refused: list[str] = []
     send = httpx.AsyncClient.send
 
-    async def recorded(client: httpx.AsyncClient, request: httpx.Request, **options: object) -> httpx.Response:
+    async def send_and_record(client: httpx.AsyncClient, request: httpx.Request, **options: object) -> httpx.Response:
         answer = await send(client, request, **options)  # type: ignore[arg-type]
         if answer.status_code == 429:
             refused.append(request.url.path.rpartition("/")[2])
         return answer
 
-    monkeypatch.setattr(httpx.AsyncClient, "send", recorded)
+    monkeypatch.setattr(httpx.AsyncClient, "send", send_and_record)
     with tinker.ServiceClient(base_url=tight_server.url, api_key="tml-test") as service:
         model = service.create_lora_training_client("tinsmith/nano", rank=4).result()
         passes = [model.forward_backward([datum], "cross_entropy") for _ in range(8)]
         stepped = model.optim_step(types.AdamParams(learning_rate=0.1))
-        assert len([one.result() for one in passes]) == 8
+        assert len([future.result() for future in passes]) == 8
         stepped.result()
         sampler = model.save_weights_and_get_sampling_client().result()
         prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2)
@@ -489,21 +489,21 @@ def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp
 def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, database_kind: str) -> None:
     """The first creation has not committed when the second one counts."""
     url = fresh_url(tmp_path, database_kind)
-    one, two = Database(url), Database(url)
+    first_database, second_database = Database(url), Database(url)
     counted: list[int] = []
     with ThreadPoolExecutor() as pool:
         second: list[Future[object]] = []
 
         def admit_first(loaded: int) -> None:
             counted.append(loaded)
-            second.append(pool.submit(Models(two).create, model("s:train:1"), counted.append))
+            second.append(pool.submit(Models(second_database).create, model("s:train:1"), counted.append))
             wait(second, timeout=0.3)  # it must not continue before this transaction ends
 
-        Models(one).create(model("s:train:0"), admit_first)
+        Models(first_database).create(model("s:train:0"), admit_first)
         second[0].result(timeout=60)
     assert counted == [0, 1]
-    one.close()
-    two.close()
+    first_database.close()
+    second_database.close()
 
 
 def model(model_id: str) -> NewModel:
@@ -521,13 +521,13 @@ def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
     quotas.admit(new(0, "debtor", num_tokens=6000))
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(1, "debtor", num_tokens=1))
-    for number in range(100):
-        quotas.admit(new(0, f"tenant-{number}", num_tokens=1))
-        clock.moment += 2.0
+    for seq_id in range(100):
+        quotas.admit(new(0, f"tenant-{seq_id}", num_tokens=1))
+        clock.now += 2.0
     assert len(quotas._tenants) <= 10 + IDLE_S / 2 + 2
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(2, "debtor", num_tokens=1))
-    clock.moment += 2000.0
-    for number in range(100):
-        quotas.admit(new(1, f"other-{number}", num_tokens=1))
+    clock.now += 2000.0
+    for seq_id in range(100):
+        quotas.admit(new(1, f"other-{seq_id}", num_tokens=1))
     assert "debtor" not in quotas._tenants

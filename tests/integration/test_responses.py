@@ -41,19 +41,19 @@ HEADERS = {"Authorization": "Bearer tml-alice"}
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    services = replace(made.services, bases=Bases((SHAPE,)))
-    made.app.state.services = services
-    yield replace(made, services=services)
-    close(made)
+    new_harness = make_harness(tmp_path)
+    services = replace(new_harness.services, bases=Bases((SHAPE,)))
+    new_harness.app.state.services = services
+    yield replace(new_harness, services=services)
+    close(new_harness)
 
 
-def messages(given: object, **more: object) -> list[dict[str, Any]]:
-    return validate(ResponseRequest, {"model": "m", "input": given, **more}).chat()["messages"]
+def messages(response_input: object, **fields: object) -> list[dict[str, Any]]:
+    return validate(ResponseRequest, {"model": "m", "input": response_input, **fields}).chat()["messages"]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("response_input", "expected"),
     [
         ("hi", [{"role": "user", "content": "hi"}]),
         (
@@ -88,9 +88,9 @@ def messages(given: object, **more: object) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_items_become_messages(given: object, expected: list[dict[str, Any]]) -> None:
-    assert messages(given) == expected
-    assert messages(given, instructions="be brief") == [{"role": "system", "content": "be brief"}, *expected]
+def test_items_become_messages(response_input: object, expected: list[dict[str, Any]]) -> None:
+    assert messages(response_input) == expected
+    assert messages(response_input, instructions="be brief") == [{"role": "system", "content": "be brief"}, *expected]
 
 
 def test_a_request_is_the_chat_in_other_words() -> None:
@@ -106,19 +106,19 @@ def test_a_request_is_the_chat_in_other_words() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
     }  # fmt: skip
     assert validate(ResponseRequest, request).plan(TEXT) == validate(ChatRequest, chat).plan(TEXT)
-    asked = {
+    fields = {
         "model": "m",
         "input": "hi",
         "tools": [{"type": "function", **tool}],
         "tool_choice": {"type": "function", "name": "f"},
     }
-    body = validate(ResponseRequest, asked).chat()
+    body = validate(ResponseRequest, fields).chat()
     assert body["tools"] == [{"type": "function", "function": tool}]
     assert body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("fields", "words"),
     [
         ({"input": []}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role is 'robot'"),
@@ -148,10 +148,10 @@ def test_a_request_is_the_chat_in_other_words() -> None:
         ({"conversation": "x"}, "conversation is not supported"),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(harness: Harness, more: dict[str, Any], words: str) -> None:
-    asked = {"model": nano.MODEL_NAME, "input": "hi", **more}
-    found = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
-    assert found.status_code == 400 and words in found.json()["error"]["message"], found.text
+def test_unsupported_fields_are_refused_by_name(harness: Harness, fields: dict[str, Any], words: str) -> None:
+    request = {"model": nano.MODEL_NAME, "input": "hi", **fields}
+    answer = harness.client.post("/v1/responses", json=request, headers=HEADERS)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
 def pending(harness: Harness) -> list[str]:
@@ -165,39 +165,39 @@ def settle(harness: Harness, request_id: str, text: str, reason: str = "stop") -
     harness.services.futures.settle([Settlement(request_id, write_sample_result(result), "proto")], {})
 
 
-def in_background(harness: Harness, **more: object) -> dict[str, Any]:
-    asked = {"model": nano.MODEL_NAME, "input": "hi", "background": True, "max_output_tokens": 9, **more}
-    found = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
-    assert found.status_code == 200, found.text
-    return found.json()
+def in_background(harness: Harness, **fields: object) -> dict[str, Any]:
+    request = {"model": nano.MODEL_NAME, "input": "hi", "background": True, "max_output_tokens": 9, **fields}
+    answer = harness.client.post("/v1/responses", json=request, headers=HEADERS)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
-def seen(harness: Harness, response_id: str, method: str = "GET", path: str = "") -> dict[str, Any]:
+def fetch(harness: Harness, response_id: str, method: str = "GET", path: str = "") -> dict[str, Any]:
     return harness.client.request(method, f"/v1/responses/{response_id}{path}", headers=HEADERS).json()
 
 
 def test_a_response_in_the_background_is_polled_and_gone_on_from(harness: Harness) -> None:
     """The first server that is asked creates the answer from the durable sample; no background task can be lost."""
-    made = in_background(harness, instructions="be brief")
-    assert made["status"] == "queued" and seen(harness, made["id"])["status"] == "in_progress"
-    early = {"model": nano.MODEL_NAME, "input": "so", "previous_response_id": made["id"]}
+    created = in_background(harness, instructions="be brief")
+    assert created["status"] == "queued" and fetch(harness, created["id"])["status"] == "in_progress"
+    early = {"model": nano.MODEL_NAME, "input": "so", "previous_response_id": created["id"]}
     refused = harness.client.post("/v1/responses", json=early, headers=HEADERS)
     assert refused.status_code == 400 and "is in_progress; wait" in refused.json()["error"]["message"]
     (request_id,) = pending(harness)
     settle(harness, request_id, "hello<|im_end|>")
-    done = seen(harness, made["id"])
-    assert done["status"] == "completed" and done["output"][0]["content"][0]["text"] == "hello"
-    assert seen(harness, made["id"]) == done and done["instructions"] == "be brief"
-    second = in_background(harness, input="so", previous_response_id=made["id"])
+    final = fetch(harness, created["id"])
+    assert final["status"] == "completed" and final["output"][0]["content"][0]["text"] == "hello"
+    assert fetch(harness, created["id"]) == final and final["instructions"] == "be brief"
+    second = in_background(harness, input="so", previous_response_id=created["id"])
     (row,) = [row for row in incoming(harness.services.futures._db, nano.MODEL_NAME) if row.state == "pending"]
     chat = [("user", "hi"), ("assistant", "hello"), ("user", "so")]
     expected = TEXT.chat([{"role": role, "content": content} for role, content in chat])
     body = harness.services.futures.bodies([row.request_id])[row.request_id]
     assert validate_tokens(body) == expected
     settle(harness, row.request_id, "x", "length")
-    cut = seen(harness, second["id"])
+    cut = fetch(harness, second["id"])
     assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert seen(harness, second["id"], "DELETE")["deleted"] is True
+    assert fetch(harness, second["id"], "DELETE")["deleted"] is True
     assert harness.client.get(f"/v1/responses/{second['id']}", headers=HEADERS).status_code == 404
 
 
@@ -208,27 +208,27 @@ def validate_tokens(body: bytes) -> list[int]:
 
 
 def test_a_cancelled_response_stays_cancelled(harness: Harness) -> None:
-    made = in_background(harness)
+    cancelled = in_background(harness)
     (request_id,) = pending(harness)
-    assert seen(harness, made["id"], "POST", "/cancel")["status"] == "cancelled"
+    assert fetch(harness, cancelled["id"], "POST", "/cancel")["status"] == "cancelled"
     settle(harness, request_id, "late")
-    assert seen(harness, made["id"])["status"] == "cancelled"
-    done = in_background(harness)
+    assert fetch(harness, cancelled["id"])["status"] == "cancelled"
+    completed = in_background(harness)
     settle(harness, next(each for each in pending(harness) if "cancel" not in each), "in time")
-    assert seen(harness, done["id"], "POST", "/cancel")["status"] == "completed"
+    assert fetch(harness, completed["id"], "POST", "/cancel")["status"] == "completed"
 
 
 def test_a_line_of_a_batch_may_ask_for_a_response(harness: Harness) -> None:
     async def scenario() -> None:
-        asked = {"model": nano.MODEL_NAME, "input": "hi", "max_output_tokens": 4}
-        answering = asyncio.create_task(answer(harness.services, "alice", RESPONSES, asked))
-        while not (found := pending(harness)):
+        request = {"model": nano.MODEL_NAME, "input": "hi", "max_output_tokens": 4}
+        answering = asyncio.create_task(answer(harness.services, "alice", RESPONSES, request))
+        while not (request_ids := pending(harness)):
             await asyncio.sleep(0.01)
-        settle(harness, found[0], "yes")
-        harness.services.waiters.settled([found[0]])
+        settle(harness, request_ids[0], "yes")
+        harness.services.waiters.settled([request_ids[0]])
         status, body = await answering
         assert status == 200 and body["store"] is False
-        status, refused = await answer(harness.services, "alice", RESPONSES, asked | {"background": True})
+        status, refused = await answer(harness.services, "alice", RESPONSES, request | {"background": True})
         assert status == 400 and "line of a file" in str(refused)
 
     asyncio.run(scenario())
@@ -262,7 +262,7 @@ def is_open(harness: Harness, request_id: str) -> bool:
     return harness.services.sessions.get("alice", session_of(request_id)).closed_at is None
 
 
-def stored_body(harness: Harness, response_id: str) -> dict[str, Any] | None:
+def read_answer(harness: Harness, response_id: str) -> dict[str, Any] | None:
     return harness.services.responses.find("alice", response_id).answer
 
 
@@ -273,18 +273,18 @@ def test_a_pending_response_outlives_the_timeout_of_sessions(harness: Harness, t
     for _ in range(3):
         let_pass(harness, 2 * TIMEOUT_S)
         if polled:
-            assert seen(harness, response["id"])["status"] == "in_progress"
+            assert fetch(harness, response["id"])["status"] == "in_progress"
         sweep(harness, tmp_path)
         assert is_open(harness, request_id), "its samples would be cancelled"
     settle(harness, request_id, "late<|im_end|>")
     sweep(harness, tmp_path)
-    assert seen(harness, response["id"])["output"][0]["content"][0]["text"] == "late"
+    assert fetch(harness, response["id"])["output"][0]["content"][0]["text"] == "late"
 
 
 def test_polls_alone_keep_a_pending_response(harness: Harness, tmp_path: Path) -> None:
     response = in_background(harness)
     let_pass(harness, 2 * TIMEOUT_S)
-    assert seen(harness, response["id"])["status"] == "in_progress"
+    assert fetch(harness, response["id"])["status"] == "in_progress"
     assert harness.services.sessions.silent(TIMEOUT_S) == []
 
 
@@ -304,14 +304,14 @@ def test_a_response_is_stored_when_it_is_complete_and_read_much_later(harness: H
     (request_id,) = pending(harness)
     settle(harness, request_id, "hello<|im_end|>")
     sweep(harness, tmp_path)
-    body = stored_body(harness, response["id"])
+    body = read_answer(harness, response["id"])
     assert body is not None and body["status"] == "completed", "nobody has read it"
     let_pass(harness, 29 * 86400)
     for _ in range(3):  # the session is closed, and its futures are deleted
         sweep(harness, tmp_path)
         let_pass(harness, 7200)
     assert harness.services.futures.settled_among([request_id]) == []
-    assert seen(harness, response["id"]) == body
+    assert fetch(harness, response["id"]) == body
     let_pass(harness, 2 * 86400)
     sweep(harness, tmp_path)
     assert harness.client.get(f"/v1/responses/{response['id']}", headers=HEADERS).status_code == 404
@@ -321,7 +321,7 @@ def test_a_sample_that_fails_makes_a_failed_response(harness: Harness, tmp_path:
     response = in_background(harness)
     harness.services.futures.settle([Settlement(pending(harness)[0], error=UserError("no such tokens"))], {})
     sweep(harness, tmp_path)
-    body = stored_body(harness, response["id"])
+    body = read_answer(harness, response["id"])
     assert body is not None and body["status"] == "failed" and "no such tokens" in body["error"]["message"]
 
 
@@ -332,38 +332,38 @@ def test_a_response_whose_model_is_away_waits_for_it(harness: Harness, tmp_path:
     moments = [0.0]
     away = PendingResponses(replace(harness.services, bases=Bases(())), clock=lambda: moments[0])
     away.work_round()
-    assert stored_body(harness, response["id"]) is None and stored_body(harness, other["id"]) is None
+    assert read_answer(harness, response["id"]) is None and read_answer(harness, other["id"]) is None
     away._services = harness.services
     away.work_round()
-    assert stored_body(harness, response["id"]) is None, "a pause first"
+    assert read_answer(harness, response["id"]) is None, "a pause first"
     moments[0] = 120.0
     away.work_round()
-    assert stored_body(harness, response["id"]) and stored_body(harness, other["id"])
+    assert read_answer(harness, response["id"]) and read_answer(harness, other["id"])
 
 
 def test_a_deleted_response_is_not_sampled_on(harness: Harness) -> None:
     response = in_background(harness)
     (request_id,) = pending(harness)
-    assert seen(harness, response["id"], "DELETE")["deleted"] is True
-    assert any(each.startswith(f"{request_id}:") and "cancel" in each for each in pending(harness))
+    assert fetch(harness, response["id"], "DELETE")["deleted"] is True
+    assert any(pending_id.startswith(f"{request_id}:") and "cancel" in pending_id for pending_id in pending(harness))
     assert harness.client.delete(f"/v1/responses/{response['id']}", headers=HEADERS).status_code == 404
 
 
 def test_stored_responses_have_a_quota(tmp_path: Path) -> None:
-    made = make_harness(tmp_path, limits=QuotaLimits(response_bytes=2000))
-    services = replace(made.services, bases=Bases((SHAPE,)))
-    made.app.state.services = services
-    harness = replace(made, services=services)
+    limited_harness = make_harness(tmp_path, limits=QuotaLimits(response_bytes=2000))
+    services = replace(limited_harness.services, bases=Bases((SHAPE,)))
+    limited_harness.app.state.services = services
+    harness = replace(limited_harness, services=services)
     first = in_background(harness)
     settle(harness, pending(harness)[0], "hello " * 300)
     PendingResponses(services).work_round()
     assert services.overview.counts("alice")["response_bytes"] > 2000
-    asked = {"model": nano.MODEL_NAME, "input": "hi", "background": True}
-    refused = harness.client.post("/v1/responses", json=asked, headers=HEADERS)
+    request = {"model": nano.MODEL_NAME, "input": "hi", "background": True}
+    refused = harness.client.post("/v1/responses", json=request, headers=HEADERS)
     assert refused.status_code == 429 and "quota response_bytes" in refused.json()["error"]["message"]
-    seen(harness, first["id"], "DELETE")
+    fetch(harness, first["id"], "DELETE")
     in_background(harness)
-    close(made)
+    close(limited_harness)
 
 
 def test_every_server_gives_a_response_the_same_ids(harness: Harness) -> None:

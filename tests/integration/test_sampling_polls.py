@@ -38,16 +38,18 @@ def target(sampler: str, clone: int = 0) -> dict[str, object]:
     return {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
 
 
-def polled(harness: Harness, sampler: str, cursor: int = 0, clone: int = 0, **more: object) -> FuturesRetrieveResponse:
-    body = {"target": target(sampler, clone), "prev_cursor": cursor, "timeout": 0, **more}
+def poll_once(
+    harness: Harness, sampler: str, cursor: int = 0, clone: int = 0, **fields: object
+) -> FuturesRetrieveResponse:
+    body = {"target": target(sampler, clone), "prev_cursor": cursor, "timeout": 0, **fields}
     return FuturesRetrieveResponse.model_validate(harness.ok("retrieve_futures", body))
 
 
-def ids(found: FuturesRetrieveResponse) -> list[str]:
-    return [completion.request_id for completion in found.completions]
+def ids(response: FuturesRetrieveResponse) -> list[str]:
+    return [completion.request_id for completion in response.completions]
 
 
-def sampled(harness: Harness, sampler: str, seq_id: int, **changes: object) -> str:
+def submit_sample(harness: Harness, sampler: str, seq_id: int, **changes: object) -> str:
     return harness.ok("asample", sample_request(sampler, seq_id, **changes))["request_id"]
 
 
@@ -56,36 +58,41 @@ def sampled(harness: Harness, sampler: str, seq_id: int, **changes: object) -> s
 
 def test_samples_are_listed_in_the_order_of_their_settlement_from_the_cursor_on(harness: Harness) -> None:
     sampler = harness.sampler()
-    names = [sampled(harness, sampler, seq_id) for seq_id in range(4)]
-    assert polled(harness, sampler) == FuturesRetrieveResponse(completions=[], cursor=0)
+    names = [submit_sample(harness, sampler, seq_id) for seq_id in range(4)]
+    assert poll_once(harness, sampler) == FuturesRetrieveResponse(completions=[], cursor=0)
     harness.settle(names[2], b"twelve bytes", "proto")
     harness.fail(names[0], EngineFailedError("no"))
-    refused = sampled(harness, sampler, 9, num_samples=0)
-    first = polled(harness, sampler)
+    refused = submit_sample(harness, sampler, 9, num_samples=0)
+    first = poll_once(harness, sampler)
     assert first.completions == [
         FutureFinished(request_id=names[2], response_payload_uncompressed_size=12),
         FutureFailed(request_id=names[0]),
         FutureFailed(request_id=refused),
     ]
-    assert polled(harness, sampler, first.cursor) == FuturesRetrieveResponse(completions=[], cursor=first.cursor)
+    assert poll_once(harness, sampler, first.cursor) == FuturesRetrieveResponse(completions=[], cursor=first.cursor)
     harness.settle(names[1])
-    second = polled(harness, sampler, first.cursor)
+    second = poll_once(harness, sampler, first.cursor)
     assert ids(second) == [names[1]] and second.cursor > first.cursor
-    assert ids(polled(harness, sampler)) == [names[2], names[0], refused, names[1]], "whoever lost an answer asks again"
+    assert ids(poll_once(harness, sampler)) == [names[2], names[0], refused, names[1]], (
+        "whoever lost an answer asks again"
+    )
 
 
 def test_each_client_of_a_session_sees_its_own_and_sessions_are_apart(harness: Harness) -> None:
     session_id = harness.session()
     sampler, other = harness.sampler(session_id, 0), harness.sampler(session_id, 1)
-    last_of_first = sampled(harness, sampler, CLONE_SIZE - 1)
-    first_of_second, far = sampled(harness, sampler, CLONE_SIZE), sampled(harness, sampler, 2**31 * CLONE_SIZE - 1)
-    foreign = sampled(harness, other, 0)
+    last_of_first = submit_sample(harness, sampler, CLONE_SIZE - 1)
+    first_of_second, far = (
+        submit_sample(harness, sampler, CLONE_SIZE),
+        submit_sample(harness, sampler, 2**31 * CLONE_SIZE - 1),
+    )
+    foreign = submit_sample(harness, other, 0)
     for request_id in (last_of_first, first_of_second, far, foreign):
         harness.settle(request_id)
-    assert ids(polled(harness, sampler)) == [last_of_first]
-    assert ids(polled(harness, sampler, clone=1)) == [first_of_second]
-    assert ids(polled(harness, sampler, clone=2**31 - 1)) == [far]
-    assert ids(polled(harness, other)) == [foreign]
+    assert ids(poll_once(harness, sampler)) == [last_of_first]
+    assert ids(poll_once(harness, sampler, clone=1)) == [first_of_second]
+    assert ids(poll_once(harness, sampler, clone=2**31 - 1)) == [far]
+    assert ids(poll_once(harness, other)) == [foreign]
 
 
 def test_training_is_not_numbered(harness: Harness) -> None:
@@ -103,8 +110,8 @@ def test_a_long_list_comes_in_parts(tmp_path: Path, database_kind: str) -> None:
     names = [futures.submit(new(seq_id)) for seq_id in range(MAX_COMPLETIONS + 5)]
     futures.settle([Settlement(name, b"") for name in names], {})
     first = samplers.completions(SAMPLER, 0, 0)
-    rest = samplers.completions(SAMPLER, 0, first[-1].settle_order)
-    assert [one.request_id for one in first + rest] == names and len(rest) == 5
+    later = samplers.completions(SAMPLER, 0, first[-1].settle_order)
+    assert [completion.request_id for completion in first + later] == names and len(later) == 5
     database.close()
 
 
@@ -122,8 +129,8 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
     server, engine = Futures(databases[0]), Futures(databases[1])
     settled, refused = range(0, 60), range(100, 160)
     names = [server.submit(new(seq_id)) for seq_id in settled]
-    seen: list[str] = []
-    done = threading.Event()
+    polled_ids: list[str] = []
+    finished = threading.Event()
 
     def settle() -> None:
         for start in range(0, len(names), 3):
@@ -136,11 +143,11 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
     def follow() -> None:
         cursor, last_look = 0, False
         while not last_look:
-            last_look = done.is_set()
-            for one in samplers.completions(SAMPLER, 0, cursor):
-                assert one.settle_order > cursor
-                cursor = one.settle_order
-                seen.append(one.request_id)
+            last_look = finished.is_set()
+            for completion in samplers.completions(SAMPLER, 0, cursor):
+                assert completion.settle_order > cursor
+                cursor = completion.settle_order
+                polled_ids.append(completion.request_id)
 
     follower = threading.Thread(target=follow)
     writers = [threading.Thread(target=settle), threading.Thread(target=refuse)]
@@ -148,9 +155,9 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
         thread.start()
     for thread in writers:
         thread.join()
-    done.set()
+    finished.set()
     follower.join()
-    assert sorted(seen) == sorted(names + [f"{SAMPLER}:{seq_id}" for seq_id in refused])
+    assert sorted(polled_ids) == sorted(names + [f"{SAMPLER}:{seq_id}" for seq_id in refused])
     for database in databases:
         database.close()
 
@@ -158,17 +165,17 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
 # Timing of answers.
 
 
-def in_app(harness: Harness, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
+def in_app(harness: Harness, scenario: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
     async def run() -> T:
         transport = httpx.ASGITransport(app=harness.app)
         headers = {"X-API-Key": ALICE}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1/", headers=headers) as web:
-            return await work(web)
+            return await scenario(web)
 
     return asyncio.run(run())
 
 
-async def held(harness: Harness, poll: Coroutine[Any, Any, httpx.Response]) -> asyncio.Task[httpx.Response]:
+async def start_poll(harness: Harness, poll: Coroutine[Any, Any, httpx.Response]) -> asyncio.Task[httpx.Response]:
     polling = asyncio.create_task(poll)
     while len(harness.services.waiters) == 0:
         await asyncio.sleep(0.005)
@@ -181,10 +188,10 @@ def test_a_held_poll_is_woken_by_the_next_settlement(tmp_path: Path, how: str) -
     sampler = harness.sampler()
     request_id = f"{sampler}:0"
     if how == "settled":
-        sampled(harness, sampler, 0)
+        submit_sample(harness, sampler, 0)
 
     async def work(web: httpx.AsyncClient) -> tuple[httpx.Response, float]:
-        polling = await held(harness, web.post("retrieve_futures", json={"target": target(sampler)}))
+        polling = await start_poll(harness, web.post("retrieve_futures", json={"target": target(sampler)}))
         harness.services.waiters.settled(["somebody:sample:0:0", ""])
         await asyncio.sleep(0.05)
         assert not polling.done()
@@ -197,7 +204,7 @@ def test_a_held_poll_is_woken_by_the_next_settlement(tmp_path: Path, how: str) -
         return await polling, time.monotonic() - started
 
     answer, delay_s = in_app(harness, work)
-    assert [one["request_id"] for one in answer.json()["completions"]] == [request_id]
+    assert [completion["request_id"] for completion in answer.json()["completions"]] == [request_id]
     assert delay_s < 15 and len(harness.services.waiters) == 0
     close(harness)
 
@@ -219,7 +226,9 @@ def test_a_server_that_stops_answers_its_polls(tmp_path: Path) -> None:
     sampler = harness.sampler()
 
     async def work(web: httpx.AsyncClient) -> httpx.Response:
-        polling = await held(harness, web.post("retrieve_futures", json={"target": target(sampler), "prev_cursor": 3}))
+        polling = await start_poll(
+            harness, web.post("retrieve_futures", json={"target": target(sampler), "prev_cursor": 3})
+        )
         harness.services.waiters.close()
         return await asyncio.wait_for(polling, 5)
 
@@ -258,20 +267,24 @@ def test_another_tenants_session_is_unknown(harness: Harness) -> None:
 def test_acknowledged_results_are_deleted_by_the_next_sweep_and_no_others(harness: Harness) -> None:
     session_id = harness.session()
     sampler, other = harness.sampler(session_id, 0), harness.sampler(session_id, 1)
-    mine, kept, foreign = sampled(harness, sampler, 0), sampled(harness, sampler, 1), sampled(harness, other, 0)
-    pending, failed = sampled(harness, sampler, 2), sampled(harness, sampler, 3, num_samples=0)
-    for request_id in (mine, kept, foreign):
+    acknowledged, unacknowledged, foreign = (
+        submit_sample(harness, sampler, 0),
+        submit_sample(harness, sampler, 1),
+        submit_sample(harness, other, 0),
+    )
+    pending, failed = submit_sample(harness, sampler, 2), submit_sample(harness, sampler, 3, num_samples=0)
+    for request_id in (acknowledged, unacknowledged, foreign):
         harness.settle(request_id)
-    polled(harness, sampler, retrieved_request_ids=[mine, foreign, pending, failed, "nonsense"])
-    assert harness.result(mine) == {}, "an answer may still be on its way"
+    poll_once(harness, sampler, retrieved_request_ids=[acknowledged, foreign, pending, failed, "nonsense"])
+    assert harness.result(acknowledged) == {}, "an answer may still be on its way"
     assert harness.services.sampling_sessions.delete_acknowledged() == 3
-    assert harness.post("retrieve_future", {"request_id": mine}).status_code == 410
+    assert harness.post("retrieve_future", {"request_id": acknowledged}).status_code == 410
     harness.settle(pending)
-    for request_id in (kept, foreign, pending):
+    for request_id in (unacknowledged, foreign, pending):
         assert harness.result(request_id) == {}
     assert harness.result(failed)["category"] == "user"
     with harness.services.models._db.read() as connection:
-        assert mine not in set(connection.scalars(sa.select(RESULTS.c.request_id)))
+        assert acknowledged not in set(connection.scalars(sa.select(RESULTS.c.request_id)))
     assert harness.services.sampling_sessions.delete_acknowledged() == 0
 
 
@@ -280,7 +293,7 @@ def test_acknowledged_results_are_deleted_by_the_next_sweep_and_no_others(harnes
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, INLINE_BYTES + 1])
 def test_large_results_are_announced_only_on_request(harness: Harness, size: int) -> None:
-    request_id = sampled(harness, harness.sampler(), 0)
+    request_id = submit_sample(harness, harness.sampler(), 0)
     body = b"x" * size
     harness.settle(request_id, body, "proto")
     announced = harness.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
@@ -288,8 +301,8 @@ def test_large_results_are_announced_only_on_request(harness: Harness, size: int
         assert announced.json() == {"status": "complete_metadata", "response_payload_size": size}
     else:
         assert announced.content == body
-    for more in ({"allow_metadata_only": False}, {}):
-        answer = harness.post("retrieve_future", {"request_id": request_id, **more})
+    for fields in ({"allow_metadata_only": False}, {}):
+        answer = harness.post("retrieve_future", {"request_id": request_id, **fields})
         assert (answer.headers["content-type"], answer.content) == ("application/x-protobuf", body)
 
 
@@ -299,30 +312,30 @@ def test_large_results_are_announced_only_on_request(harness: Harness, size: int
 def test_clients_that_join_have_numbers_of_their_own(harness: Harness) -> None:
     session_id = harness.session()
     sampler, other = harness.sampler(session_id, 0), harness.sampler(session_id, 1)
-    numbers = [
+    clone_ids = [
         JoinSamplingSessionResponse.model_validate(
             harness.ok("join_sampling_session", {"sampling_session_id": name})
         ).client_counter
         for name in (sampler, sampler, other, sampler)
     ]
-    assert numbers == [1, 2, 1, 3]
+    assert clone_ids == [1, 2, 1, 3]
 
 
 def test_clients_that_join_at_once_have_numbers_of_their_own(tmp_path: Path, database_kind: str) -> None:
     url = fresh_url(tmp_path, database_kind)
     databases = [Database(url) for _ in range(4)]
     SamplingSessions(databases[0]).create(NewSamplingSession(SAMPLER, "s", "alice", "base"))
-    numbers: list[int] = []
+    clone_ids: list[int] = []
 
     def join(database: Database) -> None:
-        numbers.extend(SamplingSessions(database).join("alice", SAMPLER) for _ in range(5))
+        clone_ids.extend(SamplingSessions(database).join("alice", SAMPLER) for _ in range(5))
 
     threads = [threading.Thread(target=join, args=(database,)) for database in databases]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(numbers) == list(range(1, 21))
+    assert sorted(clone_ids) == list(range(1, 21))
     for database in databases:
         database.close()
 
@@ -364,5 +377,5 @@ def test_an_unpickled_sampling_client_joins_and_draws_beside_the_first(
     clones = [pickle.loads(pickle.dumps(sampler)) for _ in range(2)]
     futures = [client.sample(PROMPT, 1, SHORT) for client in (sampler, *clones) for _ in range(3)]
     names = [future.result(timeout=60).sequences[0].sequence_id for future in futures]
-    numbers = [int(name.split(":")[-2]) for name in names]
-    assert sorted(numbers) == [clone * CLONE_SIZE + index for clone in range(3) for index in range(3)]
+    clone_ids = [int(name.split(":")[-2]) for name in names]
+    assert sorted(clone_ids) == [clone * CLONE_SIZE + index for clone in range(3) for index in range(3)]

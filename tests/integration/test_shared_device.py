@@ -62,17 +62,17 @@ Open = Callable[..., ExternalSetup]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
+def open_setup(tmp_path: Path) -> Iterator[Open]:
     engines: list[Fake] = []
     with contextlib.ExitStack() as entered:
 
         def open_(kind: str) -> ExternalSetup:
             engines.append(entered.enter_context(external_engines.running(kind, Fake())))
-            place = ExternalSetup(kind, engines[0], tmp_path, Trainer(engines[0], PARTS[kind]), shares_device=True)
-            entered.callback(place.sampler.close)
-            place.publish("v", 0.3)
-            place.answer(sample("up", "v"))
-            return place
+            setup = ExternalSetup(kind, engines[0], tmp_path, Trainer(engines[0], PARTS[kind]), shares_device=True)
+            entered.callback(setup.sampler.close)
+            setup.publish("v", 0.3)
+            setup.answer(sample("up", "v"))
+            return setup
 
         yield open_
     assert [engine.broken for engine in engines] == [[]]
@@ -84,152 +84,154 @@ ORDERS = {
 }
 
 
-def tags(place: ExternalSetup, path: str) -> list[str]:
-    return [tag for asked, body in place.fake.requests if asked == path for tag in body["tags"]]
+def tags(setup: ExternalSetup, path: str) -> list[str]:
+    return [tag for request_path, body in setup.fake.requests if request_path == path for tag in body["tags"]]
 
 
-def test_each_has_the_device_alone_and_hands_it_over_in_order(kind: str, opened: Open) -> None:
-    place = opened(kind)
-    assert place.trainer.is_asleep, "the engine has the device first"
-    place.fake.pause_s = PATIENCE_S
-    place.sampler.submit(sample("running", "v"))
-    until(lambda: place.fake.running == 1)
-    threading.Timer(0.1, setattr, (place.fake, "pause_s", 0.0)).start()
-    place.backend.optim_step([])
+def test_each_has_the_device_alone_and_hands_it_over_in_order(kind: str, open_setup: Open) -> None:
+    setup = open_setup(kind)
+    assert setup.trainer.is_asleep, "the engine has the device first"
+    setup.fake.pause_s = PATIENCE_S
+    setup.sampler.submit(sample("running", "v"))
+    until(lambda: setup.fake.running == 1)
+    threading.Timer(0.1, setattr, (setup.fake, "pause_s", 0.0)).start()
+    setup.backend.optim_step([])
     # What ran has ended before, and nothing that was loaded is relied on afterwards.
     unload = "/v1/unload_lora_adapter" if kind == "vllm" else "/unload_lora_adapter"
     asleep, awake = ORDERS[kind]
-    assert place.fake.running == 0 and not place.trainer.is_asleep
-    assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
-    run_to_end(place.backend.run_passes([]))  # it sleeps already
-    assert place.fake.paths()[-len(asleep) :] == asleep
-    mark = len(place.fake.requests)
-    place.sampler.submit(sample("later", "v"))
-    assert not place.trainer.is_asleep, "nothing moves before a step of the sampler"
-    found = place.collect()
-    assert place.trainer.is_asleep
-    assert isinstance(found["running"], SampleResult) and isinstance(found["later"], SampleResult)
+    assert setup.fake.running == 0 and not setup.trainer.is_asleep
+    assert setup.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
+    run_to_end(setup.backend.run_passes([]))  # it sleeps already
+    assert setup.fake.paths()[-len(asleep) :] == asleep
+    mark = len(setup.fake.requests)
+    setup.sampler.submit(sample("later", "v"))
+    assert not setup.trainer.is_asleep, "nothing moves before a step of the sampler"
+    outcomes = setup.collect()
+    assert setup.trainer.is_asleep
+    assert isinstance(outcomes["running"], SampleResult) and isinstance(outcomes["later"], SampleResult)
     load = unload.replace("unload", "load")
-    assert place.fake.paths()[mark : mark + len(awake) + 1] == [*awake, load]
+    assert setup.fake.paths()[mark : mark + len(awake) + 1] == [*awake, load]
     if kind == "sglang":
-        assert tags(place, "/release_memory_occupation") == ["kv_cache", "cuda_graph", "weights"]
-        assert tags(place, "/resume_memory_occupation") == ["weights", "cuda_graph", "kv_cache"]
+        assert tags(setup, "/release_memory_occupation") == ["kv_cache", "cuda_graph", "weights"]
+        assert tags(setup, "/resume_memory_occupation") == ["weights", "cuda_graph", "kv_cache"]
 
 
-def test_requests_queue_while_the_trainer_has_the_device_and_none_is_lost(kind: str, opened: Open) -> None:
-    place = opened(kind)
-    expected = {f"r{turn}": place.answer(sample(f"r{turn}", "v", n=2, seed=turn)) for turn in range(6)}
-    found: dict[str, Outcome] = {}
+def test_requests_queue_while_the_trainer_has_the_device_and_none_is_lost(kind: str, open_setup: Open) -> None:
+    setup = open_setup(kind)
+    expected = {f"r{turn}": setup.answer(sample(f"r{turn}", "v", n=2, seed=turn)) for turn in range(6)}
+    outcomes: dict[str, Outcome] = {}
     for turn, request_id in enumerate(expected):
-        place.sampler.submit(sample(request_id, "v", n=2, seed=turn))
-        place.backend.optim_step([])
-        assert place.fake.running == 0
+        setup.sampler.submit(sample(request_id, "v", n=2, seed=turn))
+        setup.backend.optim_step([])
+        assert setup.fake.running == 0
         if turn % 2:
-            found.update(place.sampler.step())  # too short for an answer, which the next step interrupts or waits for
-    found |= place.collect()
-    assert found.keys() == expected.keys()
-    for request_id, wanted in expected.items():
-        outcome = found[request_id]
+            outcomes.update(
+                setup.sampler.step()
+            )  # too short for an answer, which the next step interrupts or waits for
+    outcomes |= setup.collect()
+    assert outcomes.keys() == expected.keys()
+    for request_id, expected_result in expected.items():
+        outcome = outcomes[request_id]
         assert isinstance(outcome, SampleResult), outcome
-        for one, other in zip(wanted.sequences, outcome.sequences, strict=True):
-            assert one.tokens_T.tolist() == other.tokens_T.tolist()
+        for sequence, other in zip(expected_result.sequences, outcome.sequences, strict=True):
+            assert sequence.tokens_T.tolist() == other.tokens_T.tolist()
 
 
 def test_an_engine_that_dies_asleep_comes_back_when_the_trainer_has_left(
-    kind: str, opened: Open, monkeypatch: pytest.MonkeyPatch
+    kind: str, open_setup: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_module, "HEALTH_S", 0.1)
-    place = opened(kind)
-    before = place.answer(sample("before", "v"))
-    place.backend.optim_step([])
-    connection = place.sampler._connection
+    setup = open_setup(kind)
+    before = setup.answer(sample("before", "v"))
+    setup.backend.optim_step([])
+    connection = setup.sampler._connection
     era = connection.era
-    place.fake.die()
-    place.sampler.submit(sample("after", "v"))
+    setup.fake.die()
+    setup.sampler.submit(sample("after", "v"))
     until(lambda: not connection.is_up(era))
-    place.fake.dead = False  # others started it again; it is awake
-    mark = len(place.fake.requests)
-    place.backend.optim_step([])
-    assert place.fake.requests[mark:] == [], "no request while the trainer has the device"
-    after = place.collect()["after"]
+    setup.fake.dead = False  # others started it again; it is awake
+    mark = len(setup.fake.requests)
+    setup.backend.optim_step([])
+    assert setup.fake.requests[mark:] == [], "no request while the trainer has the device"
+    after = setup.collect()["after"]
     assert isinstance(after, SampleResult), after
     assert after.sequences[0].tokens_T.tolist() == before.sequences[0].tokens_T.tolist()
     awake = ORDERS[kind][1]
-    assert not set(awake) & set(place.fake.paths()[mark:]), "it has nothing to take back"
+    assert not set(awake) & set(setup.fake.paths()[mark:]), "it has nothing to take back"
 
 
-def test_memory_that_runs_out_leaves_the_device_to_the_other(kind: str, opened: Open) -> None:
-    place = opened(kind)
-    assert isinstance(place.trainer, Trainer)
-    place.trainer.shortages = 1
+def test_memory_that_runs_out_leaves_the_device_to_the_other(kind: str, open_setup: Open) -> None:
+    setup = open_setup(kind)
+    assert isinstance(setup.trainer, Trainer)
+    setup.trainer.shortages = 1
     with pytest.raises(MemoryError, match="device"):
-        place.backend.optim_step([])
-    assert place.trainer.is_asleep and place.fake.asleep == PARTS[kind], "the device is free"
-    place.answer(sample("sampled", "v"))
-    place.backend.optim_step([])
-    place.trainer.shortages = 1
-    place.sampler.submit(sample("waits", "v"))
+        setup.backend.optim_step([])
+    assert setup.trainer.is_asleep and setup.fake.asleep == PARTS[kind], "the device is free"
+    setup.answer(sample("sampled", "v"))
+    setup.backend.optim_step([])
+    setup.trainer.shortages = 1
+    setup.sampler.submit(sample("waits", "v"))
     with pytest.raises(EngineFailedError, match="the host has no room for the trainer's memory while"):
-        place.sampler.step()
-    assert place.fake.asleep == PARTS[kind]
-    place.backend.optim_step([])  # the trainer goes on
-    assert isinstance(place.collect()["waits"], SampleResult)
+        setup.sampler.step()
+    assert setup.fake.asleep == PARTS[kind]
+    setup.backend.optim_step([])  # the trainer goes on
+    assert isinstance(setup.collect()["waits"], SampleResult)
 
 
-def test_a_step_that_fails_leaves_the_engine_asleep_until_the_trainer_has_left(kind: str, opened: Open) -> None:
-    place = opened(kind)
+def test_a_step_that_fails_leaves_the_engine_asleep_until_the_trainer_has_left(kind: str, open_setup: Open) -> None:
+    setup = open_setup(kind)
 
     def fail(*_: object) -> list[dict[str, float]]:
         raise RuntimeError("broken")
 
-    place.trainer.optim_step = fail
+    setup.trainer.optim_step = fail
     with pytest.raises(RuntimeError):
-        place.backend.optim_step([])
-    assert place.fake.asleep == PARTS[kind]
-    assert isinstance(place.run(sample("r", "v"))["r"], SampleResult)
-    assert place.trainer.is_asleep and place.fake.asleep == []
+        setup.backend.optim_step([])
+    assert setup.fake.asleep == PARTS[kind]
+    assert isinstance(setup.run(sample("r", "v"))["r"], SampleResult)
+    assert setup.trainer.is_asleep and setup.fake.asleep == []
 
 
-def test_sglang_that_refuses_takes_back_what_it_has_released(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = opened("sglang")
-    release = place.fake.release
+def test_sglang_that_refuses_takes_back_what_it_has_released(open_setup: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = open_setup("sglang")
+    release = setup.fake.release
 
     def refuse(*parts: str) -> None:
         if "weights" in parts:
             raise RuntimeError("no")
         release(*parts)
 
-    monkeypatch.setattr(place.fake, "release", refuse)
+    monkeypatch.setattr(setup.fake, "release", refuse)
     with pytest.raises(TinsmithError):
-        place.backend.optim_step([])
-    assert tags(place, "/resume_memory_occupation") == ["cuda_graph", "kv_cache"]
-    assert place.trainer.is_asleep
-    place.answer(sample("still", "v"))
+        setup.backend.optim_step([])
+    assert tags(setup, "/resume_memory_occupation") == ["cuda_graph", "kv_cache"]
+    assert setup.trainer.is_asleep
+    setup.answer(sample("still", "v"))
 
 
-def test_sglang_may_end_an_aborted_request_late(opened: Open) -> None:
-    place = opened("sglang")
-    place.fake.running = 1  # of an abort that is not done yet
-    threading.Timer(0.3, setattr, (place.fake, "running", 0)).start()
-    place.backend.optim_step([])
-    assert place.fake.paths().count("/flush_cache") > 1
+def test_sglang_may_end_an_aborted_request_late(open_setup: Open) -> None:
+    setup = open_setup("sglang")
+    setup.fake.running = 1  # of an abort that is not done yet
+    threading.Timer(0.3, setattr, (setup.fake, "running", 0)).start()
+    setup.backend.optim_step([])
+    assert setup.fake.paths().count("/flush_cache") > 1
 
 
 def test_a_child_is_not_started_while_the_trainer_has_the_device(tmp_path: Path) -> None:
-    place = ExternalSetup("vllm", Fake(), tmp_path, url="", python=interpreter(tmp_path), shares_device=True)
+    setup = ExternalSetup("vllm", Fake(), tmp_path, url="", python=interpreter(tmp_path), shares_device=True)
     try:
-        assert place.trainer.is_asleep
-        place.publish("v", 0.3)
-        place.backend.optim_step([])  # waits for the child, which measures free memory while it starts
-        connection = place.sampler._connection
-        assert connection.era == 1 and not place.trainer.is_asleep
+        assert setup.trainer.is_asleep
+        setup.publish("v", 0.3)
+        setup.backend.optim_step([])  # waits for the child, which measures free memory while it starts
+        connection = setup.sampler._connection
+        assert connection.era == 1 and not setup.trainer.is_asleep
         with contextlib.suppress(httpx.TransportError):
-            httpx.post(f"{place.sampler.address}/v1/completions", json={"prompt": [DEADLY]})
+            httpx.post(f"{setup.sampler.address}/v1/completions", json={"prompt": [DEADLY]})
         until(lambda: not connection.is_up(1))
-        place.sampler.submit(sample("r", "v"))
-        place.backend.optim_step([])
+        setup.sampler.submit(sample("r", "v"))
+        setup.backend.optim_step([])
         assert not connection._has_child and connection.era == 1
-        assert isinstance(place.collect()["r"], SampleResult)
-        assert connection.era == 2 and place.trainer.is_asleep
+        assert isinstance(setup.collect()["r"], SampleResult)
+        assert connection.era == 2 and setup.trainer.is_asleep
     finally:
-        place.sampler.close()
+        setup.sampler.close()

@@ -32,17 +32,17 @@ NOW = 1_000_000.0
 
 @dataclasses.dataclass
 class Clock:
-    moment: float = NOW
+    now: float = NOW
 
     def __call__(self) -> float:
-        return self.moment
+        return self.now
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path))
-    yield made
-    made.close()
+    new_database = Database(fresh_url(tmp_path))
+    yield new_database
+    new_database.close()
 
 
 @pytest.fixture
@@ -62,16 +62,16 @@ def tenants(keys: Keys, clock: Clock) -> StoredTenants:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, local=True)
-    yield made
-    close(made)
+    local_harness = make_harness(tmp_path, local=True)
+    yield local_harness
+    close(local_harness)
 
 
 def test_a_server_takes_keys_of_other_prefixes_by_a_setting(tmp_path: Path, keys: Keys) -> None:
-    made = make_harness(tmp_path, local=True, key_prefixes=("slime-", "tml-"))
+    new_harness = make_harness(tmp_path, local=True, key_prefixes=("slime-", "tml-"))
     for key, status in (("slime-dev-key", 200), ("tml-x", 200), ("sk-x", 401)):
-        assert made.post("create_session", {"tags": [], "sdk_version": "0"}, key=key).status_code == status
-    close(made)
+        assert new_harness.post("create_session", {"tags": [], "sdk_version": "0"}, key=key).status_code == status
+    close(new_harness)
     secret = keys.create("alice", prefix="slime-")[1]
     assert secret.startswith("slime-")
     closed = StoredTenants(keys, Tokens(SIGNER), prefixes=("slime-",))
@@ -97,12 +97,12 @@ def test_a_key_is_random_and_nowhere_in_the_database(keys: Keys, database: Datab
 def test_keys_are_listed_with_everything_but_themselves(keys: Keys) -> None:
     (first, _), (second, _) = keys.create("alice", "laptop"), keys.create("bob")
     keys.revoke(first.key_id)
-    found = keys.list_all()
-    assert [(key.tenant_id, key.name, key.revoked_at is None) for key in found] == [
+    rows = keys.list_all()
+    assert [(key.tenant_id, key.name, key.revoked_at is None) for key in rows] == [
         ("alice", "laptop", False),
         ("bob", "", True),
     ]
-    assert found[1] == second
+    assert rows[1] == second
 
 
 def test_the_first_revocation_counts_and_both_are_recorded_once(keys: Keys, database: Database) -> None:
@@ -146,9 +146,9 @@ def test_a_known_key_costs_no_query_until_it_is_forgotten(tenants: StoredTenants
     _, secret = keys.create("alice")
     assert tenants.known(secret) is None
     tenants.authenticate(secret)
-    clock.moment += CACHE_S - 0.01
+    clock.now += CACHE_S - 0.01
     assert tenants.known(secret) == tenants.authenticate(secret)
-    clock.moment += CACHE_S
+    clock.now += CACHE_S
     assert tenants.known(secret) is None
 
 
@@ -158,7 +158,7 @@ def test_a_revocation_by_another_process_counts_within_the_promised_time(
     key, secret = keys.create("alice")
     tenants.authenticate(secret)
     keys.revoke(key.key_id)
-    clock.moment += CACHE_S
+    clock.now += CACHE_S
     assert tenants.known(secret) is None
     with pytest.raises(NotAuthenticatedError, match="revoked"):
         tenants.authenticate(secret)
@@ -169,10 +169,10 @@ def test_anyone_is_local_until_there_is_a_key(tenants: StoredTenants, keys: Keys
         assert tenants.authenticate(credential) == Caller("local")
     token = tenants.issue_token(tenants.authenticate("tml-x"))
     assert tenants.authenticate(token) == Caller("local")
-    clock.moment += CACHE_S / 2
+    clock.now += CACHE_S / 2
     tenants.authenticate("tml-late")
     _, secret = keys.create("alice")
-    clock.moment += CACHE_S / 2
+    clock.now += CACHE_S / 2
     for credential in ("tml-x", "tml-late", "eyJx", token):
         assert tenants.known(credential) is None
         with pytest.raises(NotAuthenticatedError):
@@ -185,15 +185,15 @@ def test_a_server_that_had_a_key_never_opens_again(tenants: StoredTenants, keys:
     keys.revoke(key.key_id)
     for _ in range(3):
         assert not tenants.accepts_anyone()
-        clock.moment += CACHE_S
+        clock.now += CACHE_S
     with pytest.raises(NotAuthenticatedError):
         tenants.authenticate("tml-x")
 
 
 def test_invented_keys_do_not_fill_the_memory(tenants: StoredTenants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tenants, "MAX_CACHED", 10)
-    for number in range(100):
-        tenants.authenticate(f"tml-{number}")
+    for index in range(100):
+        tenants.authenticate(f"tml-{index}")
         assert len(tenants._cache) <= 10
 
 
@@ -225,9 +225,9 @@ def test_a_token_names_the_keys_tenant_and_reads_as_the_sdk_expects(tenants: Sto
 
 def test_a_token_dies_of_age(tenants: StoredTenants, keys: Keys, clock: Clock) -> None:
     token = tenants.issue_token(tenants.authenticate(keys.create("alice")[1]))
-    clock.moment += LIFETIME_S - 1
+    clock.now += LIFETIME_S - 1
     tenants.authenticate(token)
-    clock.moment += 1 + CACHE_S
+    clock.now += 1 + CACHE_S
     assert tenants.known(token) is None
     with pytest.raises(InvalidTokenError, match="expired"):
         tenants.authenticate(token)
@@ -239,7 +239,7 @@ def test_a_token_dies_with_its_key(tenants: StoredTenants, keys: Keys, clock: Cl
     token, spared = (tenants.issue_token(tenants.authenticate(one)) for one in (secret, other))
     tenants.authenticate(token)
     keys.revoke(key.key_id)
-    clock.moment += CACHE_S
+    clock.now += CACHE_S
     with pytest.raises(InvalidTokenError, match="revoked"):
         tenants.authenticate(token)
     assert tenants.authenticate(spared).tenant_id == "alice"
@@ -247,12 +247,12 @@ def test_a_token_dies_with_its_key(tenants: StoredTenants, keys: Keys, clock: Cl
 
 def test_a_token_of_a_token_ends_with_the_first(tenants: StoredTenants, keys: Keys, clock: Clock) -> None:
     token = tenants.issue_token(tenants.authenticate(keys.create("alice")[1]))
-    clock.moment += LIFETIME_S / 2
+    clock.now += LIFETIME_S / 2
     second = tenants.issue_token(tenants.authenticate(token))
     assert jwt_claims(second)["exp"] == jwt_claims(token)["exp"]
 
 
-def _unsigned(claims: dict) -> str:
+def _make_unsigned_token(claims: dict) -> str:
     header, body = ({"alg": "none", "typ": "JWT"}, claims)
     parts = (base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode() for part in (header, body))
     return ".".join([*parts, ""])
@@ -269,7 +269,7 @@ def test_no_token_but_our_own_is_taken(tenants: StoredTenants, keys: Keys, clock
         "another secret": Tokens(Signer(b"x" * 32), clock).issue(Caller("alice", 1, "")),
         "another purpose": jwt.encode(claims, SIGNER.key("download"), algorithm="HS256"),
         "another algorithm": jwt.encode(claims, key * 2, algorithm="HS512"),
-        "no algorithm": _unsigned(claims),
+        "no algorithm": _make_unsigned_token(claims),
         "another body": ".".join([head, forged_body, signature]),
         "no signature": f"{head}.{body}.",
         "another issuer": jwt.encode(claims | {"iss": "passport-else"}, key, algorithm="HS256"),
@@ -287,14 +287,14 @@ def test_no_token_but_our_own_is_taken(tenants: StoredTenants, keys: Keys, clock
 
 
 def test_the_client_reads_the_owner_of_its_key(harness: Harness) -> None:
-    found = SelfApiKeyResponse.model_validate(harness.get("auth/apikey/me", BOB).json())
-    assert found.key_id == harness.services.tenants.authenticate(BOB).key_id
-    assert found.details.org_details.name == "bob"
+    owner = SelfApiKeyResponse.model_validate(harness.get("auth/apikey/me", BOB).json())
+    assert owner.key_id == harness.services.tenants.authenticate(BOB).key_id
+    assert owner.details.org_details.name == "bob"
 
 
 def test_the_owner_of_a_key_is_local_without_keys(local: Harness) -> None:
-    found = SelfApiKeyResponse.model_validate(local.get("auth/apikey/me", "tml-any").json())
-    assert (found.key_id, found.details.org_details.name) == (0, "local")
+    owner = SelfApiKeyResponse.model_validate(local.get("auth/apikey/me", "tml-any").json())
+    assert (owner.key_id, owner.details.org_details.name) == (0, "local")
 
 
 def test_a_token_has_its_keys_permissions(harness: Harness) -> None:
@@ -340,5 +340,5 @@ def test_a_server_answers_to_any_name_from_its_first_key_on(local: Harness, monk
     monkeypatch.setattr(local.services.tenants, "_clock", clock)
     assert status() == 403
     local.services.tenants._keys.create("alice")
-    clock.moment += CACHE_S
+    clock.now += CACHE_S
     assert status() == 200

@@ -41,33 +41,39 @@ class Collector:
     url: str
     spans: list[tuple[str, Span]] = field(default_factory=list)
 
-    def named(self, name: str, trace_id: str = TRACE) -> list[Span]:
+    def spans_named(self, name: str, trace_id: str = TRACE) -> list[Span]:
         return [span for _, span in self.spans if span.name == name and span.trace_id.hex() == trace_id]
 
     def await_named(self, name: str, count: int = 1) -> list[Span]:
-        return awaited(lambda: found if len(found := self.named(name)) >= count else None)
+        return wait_for(lambda: spans if len(spans := self.spans_named(name)) >= count else None)
 
 
-def awaited(look: Callable[[], T | None]) -> T:
+def wait_for(look: Callable[[], T | None]) -> T:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if (found := look()) is not None:
-            return found
+        if (value := look()) is not None:
+            return value
         time.sleep(0.05)
     raise AssertionError("it did not come")
 
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    made = Collector("")
+    new_collector = Collector("")
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             assert self.path == "/v1/traces"
             body = self.rfile.read(int(self.headers["content-length"]))
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                told = {each.key: each.value.string_value for each in resource.resource.attributes}
-                made.spans += [(told["service.name"], span) for scope in resource.scope_spans for span in scope.spans]
+                resource_attributes = {
+                    attribute.key: attribute.value.string_value for attribute in resource.resource.attributes
+                }
+                new_collector.spans += [
+                    (resource_attributes["service.name"], span)
+                    for scope in resource.scope_spans
+                    for span in scope.spans
+                ]
             self.send_response(200)
             self.end_headers()
 
@@ -75,10 +81,10 @@ def collector() -> Iterator[Collector]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.url = f"http://127.0.0.1:{server.server_address[1]}"
+    new_collector.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield made
+    yield new_collector
     server.shutdown()
     server.server_close()
     thread.join()
@@ -87,8 +93,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def server(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     settings = {"OTLP_ENDPOINT": collector.url, "LOG_LEVEL": "DEBUG", "LOG_FORMAT": "json"}
-    with serving(tmp_path_factory.mktemp("traced") / "data", "--backend", "fake", settings=settings) as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("traced") / "data", "--backend", "fake", settings=settings) as new_server:
+        yield new_server
 
 
 @pytest.fixture(scope="module")
@@ -107,49 +113,53 @@ def model_id(server: LiveServer) -> str:
 
 
 def post(server: LiveServer, path: str, body: object, **headers: str) -> dict:
-    sent = {"X-API-Key": API_KEY, **headers}
-    answer = httpx.post(f"{server.url}/api/v1/{path}", json=body, headers=sent, timeout=60)
+    all_headers = {"X-API-Key": API_KEY, **headers}
+    answer = httpx.post(f"{server.url}/api/v1/{path}", json=body, headers=all_headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def result(server: LiveServer, request_id: str) -> None:
-    sent = {"X-API-Key": API_KEY, "traceparent": TRACEPARENT}
+    all_headers = {"X-API-Key": API_KEY, "traceparent": TRACEPARENT}
     answer = httpx.post(
-        f"{server.url}/api/v1/retrieve_future", json={"request_id": request_id}, headers=sent, timeout=60
+        f"{server.url}/api/v1/retrieve_future", json={"request_id": request_id}, headers=all_headers, timeout=60
     )
     assert answer.status_code == 200, answer.text
 
 
 def attributes(span: Span) -> dict[str, str | int]:
-    return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
+    return {attribute.key: attribute.value.string_value or attribute.value.int_value for attribute in span.attributes}
 
 
 def test_a_request_is_one_trace_from_the_client_to_its_settlement(collector: Collector, model_id: str) -> None:
     (settle,) = collector.await_named("settle")
-    submitted, whole = sorted(collector.await_named("forward_backward", 2), key=lambda span: span.start_time_unix_nano)
+    submitted, full_span = sorted(
+        collector.await_named("forward_backward", 2), key=lambda span: span.start_time_unix_nano
+    )
     assert submitted.parent_span_id.hex() == CLIENT_SPAN
-    assert whole.parent_span_id == submitted.span_id
+    assert full_span.parent_span_id == submitted.span_id
     services = {name for name, span in collector.spans if span.trace_id.hex() == TRACE}
     assert services == {"tinsmith-server", "tinsmith-engine"}
-    (wait,), (plan,), (run,) = (collector.named(name) for name in ("wait", "plan", "run"))
+    (wait,), (plan,), (run,) = (collector.spans_named(name) for name in ("wait", "plan", "run"))
     parts = [wait, plan, run, settle]
-    assert {part.parent_span_id for part in parts} == {whole.span_id}
-    assert wait.start_time_unix_nano == whole.start_time_unix_nano
-    assert settle.end_time_unix_nano == whole.end_time_unix_nano
+    assert {part.parent_span_id for part in parts} == {full_span.span_id}
+    assert wait.start_time_unix_nano == full_span.start_time_unix_nano
+    assert settle.end_time_unix_nano == full_span.end_time_unix_nano
     for earlier, later in pairwise(parts):
         assert earlier.end_time_unix_nano == later.start_time_unix_nano
         assert later.end_time_unix_nano >= later.start_time_unix_nano
-    told = attributes(whole)
-    assert told["tinsmith.request_id"] == f"{model_id}:1" and told["tinsmith.model_id"] == model_id
-    assert told["tinsmith.tenant_id"] == "local" and told["tinsmith.outcome"] == "done"
+    span_attributes = attributes(full_span)
+    assert (
+        span_attributes["tinsmith.request_id"] == f"{model_id}:1" and span_attributes["tinsmith.model_id"] == model_id
+    )
+    assert span_attributes["tinsmith.tenant_id"] == "local" and span_attributes["tinsmith.outcome"] == "done"
     assert attributes(run)["tinsmith.step"] == attributes(plan)["tinsmith.step"] >= 1
     polls = collector.await_named("retrieve_future", 2)
     assert {span.parent_span_id.hex() for span in polls} == {CLIENT_SPAN}
 
 
 def test_without_a_traceparent_a_trace_of_its_own_begins(collector: Collector, model_id: str) -> None:
-    created = awaited(lambda: [span for _, span in collector.spans if span.name == "create_model"] or None)
+    created = wait_for(lambda: [span for _, span in collector.spans if span.name == "create_model"] or None)
     assert all(span.trace_id.hex() != TRACE for span in created)
     assert [span for span in created if not span.parent_span_id]
 
@@ -157,7 +167,7 @@ def test_without_a_traceparent_a_trace_of_its_own_begins(collector: Collector, m
 def test_a_nonsensical_traceparent_is_none(server: LiveServer, collector: Collector) -> None:
     for nonsense in ("x", "00-0-0-00", "ff" * 200, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
         post(server, "create_session", {"tags": [], "sdk_version": nonsense[:8]}, traceparent=nonsense)
-    awaited(lambda: len([1 for _, span in collector.spans if span.name == "create_session"]) >= 5 or None)
+    wait_for(lambda: len([1 for _, span in collector.spans if span.name == "create_session"]) >= 5 or None)
 
 
 def lines(path: Path) -> list[dict]:
@@ -166,13 +176,18 @@ def lines(path: Path) -> list[dict]:
 
 def test_lines_of_the_log_name_request_model_and_tenant(server: LiveServer, model_id: str) -> None:
     (path,) = (server.data_dir / "logs").glob("engine-*.log")
-    settled = awaited(lambda: [each for each in lines(path) if each["event"] == "settled"][1:] or None)[0]
-    wanted = {"request_id": f"{model_id}:1", "model_id": model_id, "tenant_id": "local", "base_model": "tinsmith/nano"}
-    assert wanted.items() <= settled.items()
+    settled = wait_for(lambda: [line for line in lines(path) if line["event"] == "settled"][1:] or None)[0]
+    expected_keys = {
+        "request_id": f"{model_id}:1",
+        "model_id": model_id,
+        "tenant_id": "local",
+        "base_model": "tinsmith/nano",
+    }
+    assert expected_keys.items() <= settled.items()
     assert settled["level"] == "debug" and settled["outcome"] == "done" and settled["timestamp"].endswith("Z")
     post(server, "telemetry", {"events": [], "platform": "x", "sdk_version": "x", "session_id": "s"})
-    told = [each for each in lines(server.data_dir / "server.log") if each["event"] == "telemetry"]
-    assert told[-1]["tenant_id"] == "local"
+    telemetry_lines = [line for line in lines(server.data_dir / "server.log") if line["event"] == "telemetry"]
+    assert telemetry_lines[-1]["tenant_id"] == "local"
 
 
 @pytest.mark.parametrize(
@@ -217,5 +232,5 @@ def test_what_a_block_does_is_below_its_span(collector: Collector) -> None:
         raise ValueError("inside")
     assert CURRENT.get() is None
     tracing.close()
-    (span,) = collector.named("outer")
+    (span,) = collector.spans_named("outer")
     assert attributes(span)["error.type"] == "ValueError"

@@ -27,10 +27,10 @@ TURNS = st.lists(
 )
 
 
-def exchange(number: int, prompt: list[int], answer: list[int], version: str = "v") -> Exchange:
+def exchange(exchange_id: int, prompt: list[int], answer: list[int], version: str = "v") -> Exchange:
     logprobs = -np.arange(1, len(answer) + 1, dtype=np.float32)
     return Exchange(
-        number, "s", version, np.array(prompt, np.int32), np.array(answer, np.int32), logprobs, "stop", None, 0
+        exchange_id, "s", version, np.array(prompt, np.int32), np.array(answer, np.int32), logprobs, "stop", None, 0
     )
 
 
@@ -52,25 +52,27 @@ def test_turns_are_one_trajectory_and_forks_are_kept_apart() -> None:
 
 @given(TURNS)
 def test_every_sampled_token_is_in_one_trajectory_and_nothing_is_invented(
-    made: list[tuple[list[int], list[int]]],
+    turns: list[tuple[list[int], list[int]]],
 ) -> None:
-    exchanges = [exchange(number, prompt, answer) for number, (prompt, answer) in enumerate(made)]
-    found = merged(exchanges)
-    assert sum(sum(each.sampled) for each in found) == sum(len(answer) for _, answer in made)
-    assert sum(each.num_exchanges for each in found) == len(made)
+    exchanges = [exchange(index, prompt, answer) for index, (prompt, answer) in enumerate(turns)]
+    trajectories = merged(exchanges)
+    assert sum(sum(trajectory.sampled) for trajectory in trajectories) == sum(len(answer) for _, answer in turns)
+    assert sum(trajectory.num_exchanges for trajectory in trajectories) == len(turns)
     # The definition: each exchange continues the longest trajectory that is a prefix of its prompt, or starts a new
     # one.
     plain: list[list[int]] = []
-    for prompt, answer in made:
-        fits = [number for number, tokens in enumerate(plain) if prompt[: len(tokens)] == tokens]
+    for prompt, answer in turns:
+        fits = [index for index, tokens in enumerate(plain) if prompt[: len(tokens)] == tokens]
         if fits:
-            plain[max(fits, key=lambda number: len(plain[number]))] = [*prompt, *answer]
+            plain[max(fits, key=lambda index: len(plain[index]))] = [*prompt, *answer]
         else:
             plain.append([*prompt, *answer])
-    assert sorted(each.tokens for each in found) == sorted(plain)
+    assert sorted(trajectory.tokens for trajectory in trajectories) == sorted(plain)
 
 
-def captured(harness: Harness, session: str, turns: list[Exchange], tenant_id: str = "alice") -> list[dict[str, Any]]:
+def store_exchanges(
+    harness: Harness, session: str, turns: list[Exchange], tenant_id: str = "alice"
+) -> list[dict[str, Any]]:
     for turn in turns:
         result = SampleResult("r", (SampledSequence(turn.tokens_T, turn.logprobs_T, "stop"),))
         harness.services.exchanges.record(tenant_id, session, turn.version, [turn.prompt_T.tolist()], [result])
@@ -78,26 +80,32 @@ def captured(harness: Harness, session: str, turns: list[Exchange], tenant_id: s
 
 
 def test_a_trajectory_is_a_datum_of_the_sdk_and_takes_a_reward(harness: Harness) -> None:
-    (found,) = captured(harness, "s", [exchange(0, [1, 2], [3]), exchange(0, [1, 2, 3, 4], [5, 6])])
-    assert harness.ok("trajectories/rewards", {"rewards": [{"trajectory_id": found["trajectory_id"], "reward": 0.5}]})
-    (found,) = harness.get("trajectories?session=s").json()["trajectories"]
-    datum = Datum.model_validate(found["datum"])
+    (trajectory,) = store_exchanges(harness, "s", [exchange(0, [1, 2], [3]), exchange(0, [1, 2, 3, 4], [5, 6])])
+    assert harness.ok(
+        "trajectories/rewards", {"rewards": [{"trajectory_id": trajectory["trajectory_id"], "reward": 0.5}]}
+    )
+    (trajectory,) = harness.get("trajectories?session=s").json()["trajectories"]
+    datum = Datum.model_validate(trajectory["datum"])
     assert [token for chunk in datum.model_input.chunks for token in chunk.tokens] == [1, 2, 3, 4, 5]  # type: ignore[union-attr]
     inputs = {name: list(tensor.data) for name, tensor in datum.loss_fn_inputs.items()}
     assert {name: tensor.dtype for name, tensor in datum.loss_fn_inputs.items()}["target_tokens"] == "int64"
     assert inputs["target_tokens"] == [2, 3, 4, 5, 6]
     assert inputs["logprobs"] == [0, -1, 0, -1, -2] and inputs["advantages"] == [0, 0.5, 0, 0.5, 0.5]
-    assert found["reward"] == 0.5 and found["exchanges"] == 2
+    assert trajectory["reward"] == 0.5 and trajectory["exchanges"] == 2
 
 
 def test_sessions_are_read_in_pages_and_deleted(harness: Harness) -> None:
     for session in ("c", "a", "b"):
-        captured(harness, session, [exchange(0, [1], [2]), exchange(0, [7], [8])])
-    captured(harness, "a", [exchange(0, [5], [6])], "bob")
+        store_exchanges(harness, session, [exchange(0, [1], [2]), exchange(0, [7], [8])])
+    store_exchanges(harness, "a", [exchange(0, [5], [6])], "bob")
     page = harness.get("trajectories?limit=2").json()
-    assert [each["session"] for each in page["trajectories"]] == ["a", "a", "b", "b"] and page["next_after"] == "b"
-    rest = harness.get("trajectories?limit=2&after=b").json()
-    assert [each["session"] for each in rest["trajectories"]] == ["c", "c"] and not rest["has_more"]
+    assert [trajectory["session"] for trajectory in page["trajectories"]] == ["a", "a", "b", "b"] and page[
+        "next_after"
+    ] == "b"
+    next_page = harness.get("trajectories?limit=2&after=b").json()
+    assert [trajectory["session"] for trajectory in next_page["trajectories"]] == ["c", "c"] and not next_page[
+        "has_more"
+    ]
     assert harness.send("DELETE", "trajectories?session=a").json() == {"deleted": 2}
     assert harness.get("trajectories?session=a").json()["trajectories"] == []
     (theirs,) = harness.get("trajectories", BOB).json()["trajectories"]
@@ -118,7 +126,7 @@ def test_a_session_that_is_too_long_to_merge_is_refused_by_name(
 ) -> None:
     from tinsmith.store import exchanges
 
-    captured(harness, "long", [exchange(0, [1], [2])] * 3)
+    store_exchanges(harness, "long", [exchange(0, [1], [2])] * 3)
     monkeypatch.setattr(exchanges, "MAX_EXCHANGES", 3)
     assert harness.get("trajectories?session=long").status_code == 200
     monkeypatch.setattr(exchanges, "MAX_EXCHANGES", 2)
@@ -127,7 +135,7 @@ def test_a_session_that_is_too_long_to_merge_is_refused_by_name(
 
 
 def test_old_exchanges_are_swept(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured(harness, "s", [exchange(0, [1], [2])])
+    store_exchanges(harness, "s", [exchange(0, [1], [2])])
     assert harness.services.exchanges.sweep() == 0
     from tinsmith.store import exchanges
 
@@ -140,14 +148,14 @@ def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None
     plan = GenerationPlan("m", ([1, 2],), 2, SamplingParams())
     sequences = tuple(SampledSequence(np.array([t], np.int32), np.array([-1.0], np.float32), "stop") for t in (3, 4))
     shape = harness.services.bases.get(BASE)
-    where = harness.services, "alice", shape, "tinker://a/weights/b"
-    prepared = Prepared(*where, None, plan, "s")  # type: ignore[arg-type]
+    context = harness.services, "alice", shape, "tinker://a/weights/b"
+    prepared = Prepared(*context, None, plan, "s")  # type: ignore[arg-type]
     asyncio.run(record(prepared, [SampleResult("r", sequences)]))
     for other in (replace(prepared, capture=None), replace(prepared, plan=replace(plan, echo_only=True))):
         asyncio.run(record(other, [SampleResult("r", sequences)]))
-    found = harness.get("trajectories?session=s").json()["trajectories"]
-    assert [each["tokens"] for each in found] == [[1, 2, 3], [1, 2, 4]]
-    assert all(each["versions"] == ["tinker://a/weights/b"] for each in found)
+    trajectories = harness.get("trajectories?session=s").json()["trajectories"]
+    assert [trajectory["tokens"] for trajectory in trajectories] == [[1, 2, 3], [1, 2, 4]]
+    assert all(trajectory["versions"] == ["tinker://a/weights/b"] for trajectory in trajectories)
 
 
 def capture(harness: Harness, session: str, prompts: list[list[int]]) -> None:
@@ -165,7 +173,7 @@ def test_a_page_ends_before_a_session_that_would_make_it_too_large(
     pages, after = [], ""
     while True:
         page = harness.get(f"trajectories?limit=3{after}").json()
-        pages.append([each["session"] for each in page["trajectories"]])
+        pages.append([trajectory["session"] for trajectory in page["trajectories"]])
         if not page["has_more"]:
             break
         after = f"&after={page['next_after']}"
@@ -190,7 +198,7 @@ def test_a_session_that_is_too_large_is_refused_and_the_list_continues_behind_it
 
 def test_exchanges_are_read_piece_by_piece(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanges_module, "_ROWS", 3)
-    prompts = [[number, number + 1] for number in range(10)]
+    prompts = [[index, index + 1] for index in range(10)]
     capture(harness, "a", prompts)
     database, sizes = harness.services.exchanges._db, list[int]()
     rows = database.rows
@@ -201,5 +209,5 @@ def test_exchanges_are_read_piece_by_piece(harness: Harness, monkeypatch: pytest
         return answer
 
     monkeypatch.setattr(database, "rows", counting)
-    assert [each.tokens[:2] for each in harness.services.exchanges.trajectories("alice", "a")] == prompts
+    assert [trajectory.tokens[:2] for trajectory in harness.services.exchanges.trajectories("alice", "a")] == prompts
     assert sizes == [3, 3, 3, 1, 0]
