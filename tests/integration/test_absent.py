@@ -32,22 +32,22 @@ LONG_AGO_S = 100.0
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
         monkeypatch.setattr("tinsmith.engine.sampling.MAX_IN_SAMPLER", PLACES)
-        made = Bench(tmp_path, Path(sockets))
+        new_bench = Bench(tmp_path, Path(sockets))
         for session in ("gone", "here"):
-            made.samplers.create(NewSamplingSession(f"{session}:sample:0", session, "alice", BASE))
+            new_bench.samplers.create(NewSamplingSession(f"{session}:sample:0", session, "alice", BASE))
             row = {"session_id": session, "tenant_id": "alice", "state": "active", "tags": [], "created_at": now()}
-            with made.db.write() as connection:
+            with new_bench.db.write() as connection:
                 connection.execute(SESSIONS.insert(), {**row, "last_heartbeat_at": now()})
         # One decode step in each turn finishes no sample, so that slots stay occupied for as long as a test needs.
-        made.backend.sampler.step = lambda scopes=None: []  # type: ignore[method-assign]
-        yield made
-        made.close()
+        new_bench.backend.sampler.step = lambda scopes=None: []  # type: ignore[method-assign]
+        yield new_bench
+        new_bench.close()
 
 
 def heard(bench: Bench, session: str, ago_s: float = 0.0) -> None:
     with bench.db.write() as connection:
-        mine = SESSIONS.update().where(SESSIONS.c.session_id == session)
-        connection.execute(mine.values(last_heartbeat_at=now() - ago_s))
+        update = SESSIONS.update().where(SESSIONS.c.session_id == session)
+        connection.execute(update.values(last_heartbeat_at=now() - ago_s))
 
 
 def samples(bench: Bench, session: str, count: int) -> list[str]:
@@ -72,95 +72,95 @@ def draw(bench: Bench) -> None:
 
 
 def test_samples_of_an_absent_session_give_their_places_to_others_that_wait(bench: Bench) -> None:
-    gone = samples(bench, "gone", 3 * PLACES)
+    absent_ids = samples(bench, "gone", 3 * PLACES)
     look(bench)
-    assert inside(bench) == set(gone[:PLACES])
+    assert inside(bench) == set(absent_ids[:PLACES])
     heard(bench, "gone", LONG_AGO_S)
-    here = samples(bench, "here", 4)
+    present_ids = samples(bench, "here", 4)
     look(bench)
-    assert inside(bench) == set(here)
+    assert inside(bench) == set(present_ids)
     draw(bench)
-    while any(bench.outcome(request_id) is None for request_id in here):
+    while any(bench.outcome(request_id) is None for request_id in present_ids):
         bench.engine.run_once(0.0)
-    assert all(bench.outcome(request_id) is None for request_id in gone)
+    assert all(bench.outcome(request_id) is None for request_id in absent_ids)
 
 
 def test_places_that_no_other_wants_stay_with_an_absent_session(bench: Bench) -> None:
-    gone = samples(bench, "gone", PLACES + 2)
+    absent_ids = samples(bench, "gone", PLACES + 2)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
     look(bench)
-    assert inside(bench) == set(gone[:PLACES])
+    assert inside(bench) == set(absent_ids[:PLACES])
     draw(bench)
     bench.run_until_idle(60)
-    assert all(bench.outcome(request_id) is not None for request_id in gone)
+    assert all(bench.outcome(request_id) is not None for request_id in absent_ids)
 
 
 def test_a_sample_beside_free_places_does_not_drive_out_an_absent_session(bench: Bench) -> None:
-    gone = samples(bench, "gone", 2)
+    absent_ids = samples(bench, "gone", 2)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
-    here = samples(bench, "here", 2)
+    present_ids = samples(bench, "here", 2)
     look(bench)
-    assert inside(bench) == {*gone, *here}
+    assert inside(bench) == {*absent_ids, *present_ids}
 
 
 @pytest.mark.parametrize("ago_s", [0.0, 30.0])
 def test_a_session_that_is_heard_of_keeps_its_places(bench: Bench, ago_s: float) -> None:
-    gone = samples(bench, "gone", PLACES)
+    absent_ids = samples(bench, "gone", PLACES)
     look(bench)
     heard(bench, "gone", ago_s)
     samples(bench, "here", 4)
     look(bench)
-    assert inside(bench) == set(gone)
+    assert inside(bench) == set(absent_ids)
 
 
 def test_a_client_that_comes_back_gets_all_of_its_results(bench: Bench) -> None:
-    gone = samples(bench, "gone", PLACES)
+    absent_ids = samples(bench, "gone", PLACES)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
-    here = samples(bench, "here", PLACES)
+    present_ids = samples(bench, "here", PLACES)
     look(bench)
-    assert inside(bench) == set(here)
+    assert inside(bench) == set(present_ids)
     heard(bench, "gone")
     look(bench)
     draw(bench)
     bench.run_until_idle(60)
-    for request_id in (*gone, *here):
+    for request_id in (*absent_ids, *present_ids):
         outcome = bench.outcome(request_id)
         assert outcome is not None and outcome.error is None
 
 
 def test_samples_that_made_way_are_drawn_when_nothing_else_is_left(bench: Bench) -> None:
-    gone = samples(bench, "gone", PLACES)
+    absent_ids = samples(bench, "gone", PLACES)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
-    here = samples(bench, "here", PLACES)
+    present_ids = samples(bench, "here", PLACES)
     look(bench)
     draw(bench)
     bench.run_until_idle(60)
-    assert all(bench.outcome(request_id) is not None for request_id in (*here, *gone))
+    assert all(bench.outcome(request_id) is not None for request_id in (*present_ids, *absent_ids))
 
 
 def test_a_sample_that_made_way_can_be_cancelled(bench: Bench) -> None:
-    gone = samples(bench, "gone", PLACES)
+    absent_ids = samples(bench, "gone", PLACES)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
     samples(bench, "here", PLACES)
     look(bench)
-    bench.futures.cancel("alice", gone[0], "cancelled by the client")
+    bench.futures.cancel("alice", absent_ids[0], "cancelled by the client")
     look(bench)
-    assert bench.error(gone[0]) == "cancelled by the client"
+    assert bench.error(absent_ids[0]) == "cancelled by the client"
 
 
 def test_without_a_limit_an_absent_session_keeps_its_places(bench: Bench) -> None:
     bench.engine._settings = bench.settings.model_copy(update={"absent_after_s": 0.0})
-    gone = samples(bench, "gone", PLACES)
+    absent_ids = samples(bench, "gone", PLACES)
     look(bench)
     heard(bench, "gone", LONG_AGO_S)
     samples(bench, "here", 4)
     look(bench)
-    assert inside(bench) == set(gone)
+    assert inside(bench) == set(absent_ids)
 
 
 # The routes.
@@ -172,18 +172,18 @@ def test_a_poll_is_a_sign_of_life(harness: Harness, path: str, monkeypatch: pyte
     session = sampler.partition(":")[0]
     request_id = harness.ok("asample", sample_request(sampler))["request_id"]
     harness.settle(request_id)
-    mine = SESSIONS.c.session_id == session
+    is_session = SESSIONS.c.session_id == session
     body: dict[str, object] = {"request_id": request_id}
     if path == "retrieve_futures":
         body = {"target": {"type": "sampling_session", "sampling_session_id": sampler}, "timeout": 0}
 
     def heard_at() -> float:
         with harness.services.models._db.read() as connection:
-            return connection.scalar(sa.select(SESSIONS.c.last_heartbeat_at).where(mine)) or 0.0
+            return connection.scalar(sa.select(SESSIONS.c.last_heartbeat_at).where(is_session)) or 0.0
 
     def age(by_s: float) -> float:
         with harness.services.models._db.write() as connection:
-            connection.execute(SESSIONS.update().where(mine).values(last_heartbeat_at=now() - by_s))
+            connection.execute(SESSIONS.update().where(is_session).values(last_heartbeat_at=now() - by_s))
         return heard_at()
 
     recent = age(POLL_SIGN_S / 2)

@@ -28,14 +28,14 @@ MARK = "."
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("bulk") / "data", "--backend", "fake") as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("bulk") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    with contextlib.closing(Client(server.url, API_KEY)) as made:
-        yield made
+    with contextlib.closing(Client(server.url, API_KEY)) as new_client:
+        yield new_client
 
 
 @batch.remote_function
@@ -72,7 +72,7 @@ def test_a_job_from_data_set_to_file(client: Client, tmp_path: Path, capsys: pyt
     bar = capsys.readouterr().err
     assert f"Job {job.job_id}: 100%" in bar and "25/25" in bar and "rows/s" in bar
     assert list(job.errors()) == []
-    assert int(job) in [each["job_id"] for each in client.jobs()]
+    assert int(job) in [listed_job["job_id"] for listed_job in client.jobs()]
     with pytest.raises(FileExistsError, match="if_exists"):
         batch.load(str(path)).map(shout, output=outputs, client=client)
 
@@ -109,12 +109,12 @@ def test_outputs_that_datasets_loads(client: Client, tmp_path: Path) -> None:
     data = batch.from_items([{"n": n, "tags": [str(n)] * (n % 3)} for n in range(50)])
     job = data.map(lambda row: {"half": row["n"] / 2}, batch_size=8, client=client).write_huggingface(f"{tmp_path}/hf")
     loaded = datasets.load_from_disk(f"{tmp_path}/hf")
-    wanted = [{"n": n, "tags": [str(n)] * (n % 3), "half": n / 2} for n in range(50)]
-    assert list(loaded) == wanted == list(job.stream()), "the rows, from the output and from the job"
+    expected_rows = [{"n": n, "tags": [str(n)] * (n % 3), "half": n / 2} for n in range(50)]
+    assert list(loaded) == expected_rows == list(job.stream()), "the rows, from the output and from the job"
     again = batch.Dataset.from_hf(f"{tmp_path}/hf").filter(lambda row: row["n"] > 40, batch_size=4, client=client)
     again.write_parquet(f"{tmp_path}/parquet/")
     options: dict[str, Any] = {"split": "train", "cache_dir": f"{tmp_path}/cache"}
-    assert list(datasets.load_dataset(f"{tmp_path}/parquet", **options)) == wanted[41:]
+    assert list(datasets.load_dataset(f"{tmp_path}/parquet", **options)) == expected_rows[41:]
 
     report = job.report(per_million_in=1.0, per_million_out=2.0)
     assert (report.rows_ok, report.rows_failed, report.batches, report.tries) == (50, 0, 7, 7)
@@ -132,7 +132,7 @@ def test_a_job_that_no_worker_can_run_is_refused_when_it_is_submitted(client: Cl
 
 def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tmp_path: Path) -> None:
     @batch.remote_function
-    def held(gate: str) -> None:
+    def wait_at_gate(gate: str) -> None:
         import os
         import time
 
@@ -144,8 +144,8 @@ def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tm
             batch.save_results([{**row, "pid": os.getpid()} for row in rows])
 
     gate, output = tmp_path / "gate", batch.JsonWriter(f"{tmp_path}/o.jsonl")
-    given: dict[str, Any] = {"fn_kwargs": {"gate": str(gate)}, "stream": False, "client": client}
-    job = batch.from_items(items(40)).map(held, batch_size=2, output=output, concurrency=1, **given)
+    options: dict[str, Any] = {"fn_kwargs": {"gate": str(gate)}, "stream": False, "client": client}
+    job = batch.from_items(items(40)).map(wait_at_gate, batch_size=2, output=output, concurrency=1, **options)
     for status in client.statuses(int(job)):
         if any(worker["batches"] for worker in status["workers"]):
             break
@@ -170,9 +170,9 @@ def test_failed_rows_are_listed_and_the_rest_can_be_read_and_resumed(client: Cli
     assert f"resume_from={int(job)}" in str(failure.value)
     [error] = job.errors()
     assert (error["idx"], error["error_type"], error["message"]) == (3, "ValueError", "not this one")
-    kept = list(job.partial())
-    assert {"text": "t3"} not in kept and kept == [row for row in items(6) if row in kept]
-    assert list(job.stream()) == kept
+    partial_rows = list(job.partial())
+    assert {"text": "t3"} not in partial_rows and partial_rows == [row for row in items(6) if row in partial_rows]
+    assert list(job.stream()) == partial_rows
 
     def kind(row: dict[str, Any]) -> dict[str, Any]:
         return row
@@ -425,7 +425,7 @@ def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch
     client._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     assert client.status(1)["status"] == "RUNNING" and len(calls) == 3
     calls.clear()
-    assert [each["status"] for each in client.statuses(1)] == ["SUCCEEDED"] and len(calls) == 3
+    assert [status["status"] for status in client.statuses(1)] == ["SUCCEEDED"] and len(calls) == 3
     calls.clear()
     with pytest.raises(TinsmithError, match="no connection") as failure:
         client.submit({})
@@ -439,14 +439,16 @@ def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = Settings(data_dir=tmp_path / "data")
-    sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
-    spec = sent._spec([batch.JsonWriter("o.jsonl")])
+    mapped = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
+    spec = mapped._spec([batch.JsonWriter("o.jsonl")])
     assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
     trusted = permissions.admitted(spec, settings, "alice", keyless=True)
     assert trusted.batch_dataset_path == spec.batch_dataset_path
     confined = permissions.admitted(spec, settings, "alice", keyless=False)
-    own = settings.resolved_data_dir / "batch" / "alice"
-    assert confined.batch_dataset_path == f"{own}/in/a.jsonl" and confined.batch_output_path == [f"{own}/o.jsonl"]
+    alice_directory = settings.resolved_data_dir / "batch" / "alice"
+    assert confined.batch_dataset_path == f"{alice_directory}/in/a.jsonl" and confined.batch_output_path == [
+        f"{alice_directory}/o.jsonl"
+    ]
     away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
     with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
         permissions.admitted(away, settings, "alice", keyless=False)

@@ -33,7 +33,7 @@ def double() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[tuple[BatchJobs, str]]:
+def jobs_and_url(tmp_path: Path) -> Iterator[tuple[BatchJobs, str]]:
     url = fresh_url(tmp_path)
     with contextlib.closing(Database(url)) as database:
         yield BatchJobs(database), url
@@ -43,8 +43,8 @@ def job(directory: Path, batch_size: int = 2, **changes: Any) -> JobSpec:  # noq
     """A job that maps `in.jsonl` to `out.jsonl`."""
     outputs = [{"format": "json", "path": str(directory / "out.jsonl")}]
     rows = {"format": "json", "path": str(directory / "in.jsonl")}
-    given: dict[str, Any] = {"batch_input_format": rows, "batch_output_formats": outputs, "limits": LIMITS, **changes}
-    return JobSpec(batch_serialized_fn=serialize_function(double, kind="loop"), batch_size=batch_size, **given)
+    formats: dict[str, Any] = {"batch_input_format": rows, "batch_output_formats": outputs, "limits": LIMITS, **changes}
+    return JobSpec(batch_serialized_fn=serialize_function(double, kind="loop"), batch_size=batch_size, **formats)
 
 
 def run(jobs: BatchJobs, url: str, directory: Path, spec: JobSpec) -> int:
@@ -58,52 +58,52 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_record_of_a_file_is_in_the_output(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+def test_every_record_of_a_file_is_in_the_output(jobs_and_url: tuple[BatchJobs, str], tmp_path: Path) -> None:
     """Blank lines are skipped, and the last record needs no line end."""
     texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
     lines = [json.dumps({"text": text}) for text in texts]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:3], "", "  ", *lines[3:]]))
-    jobs, url = place
+    jobs, url = jobs_and_url
     job_id = run(jobs, url, tmp_path, job(tmp_path, batch_size=4))
-    found = jobs.find("local", job_id)
-    assert (found.status, found.total_rows, found.rows_failed) == ("SUCCEEDED", 6, 0)
+    job_row = jobs.find("local", job_id)
+    assert (job_row.status, job_row.total_rows, job_row.rows_failed) == ("SUCCEEDED", 6, 0)
     assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "score": len(text)} for text in texts]
 
 
-def test_two_outputs_in_one_directory(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+def test_two_outputs_in_one_directory(jobs_and_url: tuple[BatchJobs, str], tmp_path: Path) -> None:
     texts = ["a", "bb", "ccc"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     full = {"format": "json", "path": str(tmp_path / "full.jsonl")}
     meta = {"format": "json", "path": str(tmp_path / "meta.jsonl"), "column": "score"}
-    jobs, url = place
+    jobs, url = jobs_and_url
     run(jobs, url, tmp_path, job(tmp_path, batch_output_formats=[full, meta]))
     assert rows_of(tmp_path / "full.jsonl") == [{"text": text, "score": len(text)} for text in texts]
     assert rows_of(tmp_path / "meta.jsonl") == [{"score": len(text)} for text in texts]
 
 
-def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_deleting_parts(jobs_and_url: tuple[BatchJobs, str], tmp_path: Path) -> None:
     """The output was recorded before the first part was deleted; it is not published again from the rest."""
-    jobs, url = place
+    jobs, url = jobs_and_url
     job_id = submit(jobs, tmp_path, double)
     process = start_process(CoordinatorSetup(url, str(tmp_path), job_id), "batch.recorded")
     assert process.wait(PATIENCE_S) == -signal.SIGKILL, (tmp_path / "here.log").read_text()[-3000:]
-    whole = (tmp_path / "out.jsonl").read_bytes()
+    output_bytes = (tmp_path / "out.jsonl").read_bytes()
     parts = sorted(path for path in (tmp_path / TEMPORARY_DIRECTORY).rglob("*") if path.is_file())
     assert len(parts) >= 2 and len(rows_of(tmp_path / "out.jsonl")) == 20
     for path in parts[::2]:
         path.unlink()
     asyncio.run(coordinate(CoordinatorSetup(url, str(tmp_path), job_id), jobs, workers=1))
-    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert (tmp_path / "out.jsonl").read_bytes() == output_bytes
     assert jobs.find("local", job_id).status == "SUCCEEDED"
     assert not [path for path in parts if path.exists()]
 
 
-def test_a_bad_row_costs_no_other_batch_anything(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+def test_a_bad_row_costs_no_other_batch_anything(jobs_and_url: tuple[BatchJobs, str], tmp_path: Path) -> None:
     """Five batches run on one worker, and one row of the third fails: committed rows can be read, and the other batches
     run."""
     texts = [f"FAIL{index}" if index == 5 else f"t{index}" for index in range(10)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    jobs, url = place
+    jobs, url = jobs_and_url
     errors = {"format": "json", "path": str(tmp_path / "err.jsonl")}
     job_id = run(jobs, url, tmp_path, job(tmp_path, max_failed_rows=1, batch_error_format=errors))
     assert jobs.find("local", job_id).status == "SUCCEEDED"
@@ -118,8 +118,8 @@ def test_every_test_that_the_table_names_is_there() -> None:
     section = (tests.parent / "docs" / "batch.md").read_text().partition("## How it is tested")[2].partition("\n## ")[0]
     rows = re.findall(r"^(\d+)\. .+:\s+`test_\w+\.py::test_\w+`$", section, re.MULTILINE)
     assert [int(row) for row in rows] == list(range(1, 14))
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", section)
-    assert len(named) >= 13
-    for file, test in named:
+    tests_named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", section)
+    assert len(tests_named) >= 13
+    for file, test in tests_named:
         (path,) = tests.rglob(file)
         assert f"\ndef {test}(" in path.read_text(), (file, test)

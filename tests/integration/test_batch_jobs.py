@@ -48,7 +48,7 @@ def slow() -> None:
 
 
 @batch.remote_function
-def poisoned() -> None:
+def raise_on_fail() -> None:
     from tinsmith import batch
 
     for rows in batch.load():
@@ -80,15 +80,15 @@ def suicidal(marker: str, victim: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("batch") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("batch") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, KEY)
-    yield made
-    made.close()
+    new_client = Client(server.url, KEY)
+    yield new_client
+    new_client.close()
 
 
 def write_input(path: Path, rows: int, bad: tuple[int, ...] = ()) -> Path:
@@ -116,13 +116,13 @@ def lines(path: Path) -> list[Any]:
 
 def until(condition: Any, timeout_s: float = 20) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
-    return found
+    return value
 
 
-def doubled(rows: int) -> list[dict[str, str]]:
+def double_rows(rows: int) -> list[dict[str, str]]:
     return [{"text": f"t{index}", "output": f"t{index}" * 2} for index in range(rows)]
 
 
@@ -130,7 +130,7 @@ def test_a_simple_job(client: Client, tmp_path: Path) -> None:
     job = start(client, tmp_path, double)
     status = job.wait()
     assert (status["status"], status["batch_total_batches"], status["batch_completed_batches"]) == ("SUCCEEDED", 25, 25)
-    assert lines(tmp_path / "out.jsonl") == doubled(50)
+    assert lines(tmp_path / "out.jsonl") == double_rows(50)
     (published,) = job.outputs
     assert (
         published.rows == 50 and published.sha256 == hashlib.sha256((tmp_path / "out.jsonl").read_bytes()).hexdigest()
@@ -143,13 +143,13 @@ def test_a_simple_job(client: Client, tmp_path: Path) -> None:
 def test_few_rows_and_batches_larger_than_them(client: Client, tmp_path: Path, rows: int) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": f"t{index}"}) + "\n" for index in range(rows)))
     start(client, tmp_path, double, batch_size=4).wait()
-    assert lines(tmp_path / "out.jsonl") == doubled(rows)
+    assert lines(tmp_path / "out.jsonl") == double_rows(rows)
 
 
 def test_a_poison_row_is_found_and_the_others_are_kept(client: Client, tmp_path: Path) -> None:
     bad = (1234, 1235, 7777)
     job = start(
-        client, tmp_path, poisoned, rows=10_000, bad=bad, batch_size=500, max_failed_rows=3, limits=QUICK,
+        client, tmp_path, raise_on_fail, rows=10_000, bad=bad, batch_size=500, max_failed_rows=3, limits=QUICK,
         errors=batch.JsonWriter(str(tmp_path / "errors.jsonl")),
     )  # fmt: skip
     status = job.wait()
@@ -157,15 +157,15 @@ def test_a_poison_row_is_found_and_the_others_are_kept(client: Client, tmp_path:
     errors = lines(tmp_path / "errors.jsonl")
     assert [(error["idx"], error["row"]["text"]) for error in errors] == [(row, f"FAIL{row}") for row in bad]
     assert all(error["error_type"] == "ValueError" and "this row is poison" in error["message"] for error in errors)
-    expected = [row for index, row in enumerate(doubled(10_000)) if index not in bad]
+    expected = [row for index, row in enumerate(double_rows(10_000)) if index not in bad]
     assert lines(tmp_path / "out.jsonl") == expected
     assert [error["idx"] for error in job.errors()] == list(bad)
 
 
 def test_a_job_with_more_failed_rows_than_allowed_fails_and_keeps_the_rest(client: Client, tmp_path: Path) -> None:
-    job = start(client, tmp_path, poisoned, rows=10, bad=(4,), limits=QUICK)
-    why = r"1 row failed, and max_failed_rows is 0; the first is row 4: ValueError: this row is poison\n"
-    with pytest.raises(JobFailedError, match=why) as failure:
+    job = start(client, tmp_path, raise_on_fail, rows=10, bad=(4,), limits=QUICK)
+    reason = r"1 row failed, and max_failed_rows is 0; the first is row 4: ValueError: this row is poison\n"
+    with pytest.raises(JobFailedError, match=reason) as failure:
         job.wait()
     text = str(failure.value)
     assert 'row 4 is {"text": "FAIL4"}\nTraceback (most recent call last):\n' in text
@@ -173,7 +173,7 @@ def test_a_job_with_more_failed_rows_than_allowed_fails_and_keeps_the_rest(clien
     assert f"1 row failed (batch.Job({int(job)}).errors() lists them)" in text and "tinsmith batch" not in text
     assert failure.value.status["first_error"] == next(job.errors())
     assert not (tmp_path / "out.jsonl").exists()
-    assert doubled(4) == list(job.partial())[:4]
+    assert double_rows(4) == list(job.partial())[:4]
     assert [error["idx"] for error in job.errors()] == [4]
 
 
@@ -250,7 +250,7 @@ def test_a_killed_workers_batches_are_retried(client: Client, tmp_path: Path, vi
     job = start(client, tmp_path, suicidal, fn_kwargs=options)
     job.wait()
     assert (tmp_path / "died").exists()
-    assert lines(tmp_path / "out.jsonl") == doubled(50)
+    assert lines(tmp_path / "out.jsonl") == double_rows(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
     # A worker gives a dead mapper's batches to the next mapper; a dead worker's batches are attempted again.
     assert sum(state["attempt_id"] for state in job.batches()) - 25 >= (victim == "worker")
@@ -264,16 +264,16 @@ def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tm
         job.resume()
     job.cancel()
     began = time.monotonic()
-    kept = job.wait(check=False)
-    assert kept["status"] == "CANCELLED" and time.monotonic() - began < 60
+    final = job.wait(check=False)
+    assert final["status"] == "CANCELLED" and time.monotonic() - began < 60
     time.sleep(0.3)
-    assert job.status()["batch_completed_batches"] == kept["batch_completed_batches"], "nothing is dispatched any more"
+    assert job.status()["batch_completed_batches"] == final["batch_completed_batches"], "nothing is dispatched any more"
     assert job.cancel()["status"] == "CANCELLED"
 
     before = {state["start_idx"]: state["attempt_id"] for state in job.batches() if state["status"] == "COMPLETED"}
     resumed = job.resume()
     assert resumed.wait()["batch_completed_batches"] == 200
-    assert lines(tmp_path / "out.jsonl") == doubled(400)
+    assert lines(tmp_path / "out.jsonl") == double_rows(400)
     after = {state["start_idx"]: state["attempt_id"] for state in resumed.batches()}
     assert before and before.items() <= after.items(), "what was committed is not done again"
     with pytest.raises(UserError, match="has succeeded"):
@@ -281,7 +281,7 @@ def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tm
 
 
 def test_a_job_that_failed_is_resumed_with_another_function(client: Client, tmp_path: Path) -> None:
-    job = start(client, tmp_path, poisoned, rows=20, bad=(3, 11), limits=QUICK)
+    job = start(client, tmp_path, raise_on_fail, rows=20, bad=(3, 11), limits=QUICK)
     assert job.wait(check=False)["status"] == "FAILED"
     again = start(client, tmp_path, double, limits=QUICK, resume_from=int(job))
     again.wait()
@@ -295,14 +295,14 @@ def test_two_jobs_share_a_pool_and_neither_is_cancelled(client: Client, tmp_path
         (tmp_path / name).mkdir()
         jobs.append(start(client, tmp_path / name, slow, rows=160, name=name))
     until(lambda: all(job.status()["batch_completed_batches"] >= 10 for job in jobs))
-    done = [job.status()["batch_completed_batches"] for job in jobs]
-    assert min(done) >= 10
+    completed_counts = [job.status()["batch_completed_batches"] for job in jobs]
+    assert min(completed_counts) >= 10
     for job in jobs:
         job.wait()
-    ended = [job.status()["ended_at"] for job in jobs]
-    assert abs(ended[0] - ended[1]) < 0.5 * (max(ended) - min(job.status()["started_at"] for job in jobs))
+    end_times = [job.status()["ended_at"] for job in jobs]
+    assert abs(end_times[0] - end_times[1]) < 0.5 * (max(end_times) - min(job.status()["started_at"] for job in jobs))
     for name in ("one", "two"):
-        assert lines(tmp_path / name / "out.jsonl") == doubled(160)
+        assert lines(tmp_path / name / "out.jsonl") == double_rows(160)
 
 
 @pytest.mark.extended
@@ -327,7 +327,7 @@ def test_a_pool_grows_and_shrinks_while_it_works(server: LiveServer, client: Cli
         job.wait()
     finally:
         resize(2)
-    assert lines(tmp_path / "out.jsonl") == doubled(200)
+    assert lines(tmp_path / "out.jsonl") == double_rows(200)
 
 
 def test_an_output_that_exists_is_refused_without_a_question(client: Client, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_silent_worker_is_lost_and_its_late_results_are_rejected(
     frozen = server.child_pids("tinsmith.batch.worker.worker")[0]
     freeze(frozen, server.data_dir)
     job.wait()
-    assert lines(tmp_path / "out.jsonl") == doubled(60)
+    assert lines(tmp_path / "out.jsonl") == double_rows(60)
     assert any(state["infra_retries"] for state in job.batches())
     until(lambda: not Path(f"/proc/{frozen}").exists())
 
@@ -379,7 +379,7 @@ def test_a_coordinator_that_is_killed_at_a_step_leaves_the_same_output(tmp_path:
     with serving(data, "--backend", "fake", settings={"FAILPOINTS": step}) as server:
         client = Client(server.url, KEY)
         assert Job(int(job), client).wait()["batch_completed_batches"] == 10
-        expected = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in doubled(20)).encode()
+        expected = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in double_rows(20)).encode()
         assert (tmp_path / "out.jsonl").read_bytes() == expected
         until(lambda: not (tmp_path / ".tinsmith_batch_tmp" / str(int(job))).exists())
         client.close()

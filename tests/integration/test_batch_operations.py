@@ -25,15 +25,15 @@ QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("operations") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("operations") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, KEY)
-    yield made
-    made.close()
+    new_client = Client(server.url, KEY)
+    yield new_client
+    new_client.close()
 
 
 def run(client: Client, rows: list[Any], steps: Any, out: Path, **options: Any) -> Job:  # noqa: ANN401
@@ -47,16 +47,18 @@ def run(client: Client, rows: list[Any], steps: Any, out: Path, **options: Any) 
 
 def until(condition: Any, timeout_s: float = 20) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def used(server: LiveServer, session_id: str) -> tuple[int, int]:
     """The tokens of a session's prompts and answers in the tenant's usage."""
     hour = int(time.time()) // 3600 * 3600
-    start, end = (time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(each)) for each in (hour - 3600, hour + 3600))
+    start, end = (
+        time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(hour_start)) for hour_start in (hour - 3600, hour + 3600)
+    )
     events = server.get(f"billing/usage/events?starting_on={start}&ending_before={end}").json()["data"]
     infos = [event["event_info"] for event in events if event.get("session_id") == session_id]
     counts: Counter[str] = Counter()
@@ -74,15 +76,15 @@ def test_rows_are_answered_by_the_service(client: Client, server: LiveServer, tm
     sample = batch.Sample(model=FAKE, prompt="q", max_tokens=5, tokens=True, logprobs=True)
     job = run(client, rows, sample, tmp_path / "out.jsonl", batch_size=3)
     job.wait()
-    made = lines(tmp_path / "out.jsonl")
-    assert [row["id"] for row in made] == list(range(7))
-    for row in made:
+    rows_out = lines(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows_out] == list(range(7))
+    for row in rows_out:
         assert len(row["output_tokens"]) == len(row["output_logprobs"]) > 0
         assert row["output_stop_reason"] in ("stop", "length")
         assert isinstance(row["output"], str)
     status = client.status(int(job))
     assert status["rows_ok"] == 7
-    assert status["tokens_out"] == sum(len(row["output_tokens"]) for row in made)
+    assert status["tokens_out"] == sum(len(row["output_tokens"]) for row in rows_out)
     assert status["tokens_in"] > 0
     assert used(server, f"bulk-job-{int(job)}-1") == (status["tokens_in"], status["tokens_out"])
     session = f"session_id = 'bulk-job-{int(job)}-1'"
@@ -133,7 +135,7 @@ def test_a_cancelled_job_gives_up_its_samples(client: Client, server: LiveServer
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"model": ""}, "model is ''"),
         ({"model": "m"}, "a Sample has no column for its prompt"),
@@ -146,7 +148,7 @@ def test_a_cancelled_job_gives_up_its_samples(client: Client, server: LiveServer
         ({"model": "m", "prompt": "a", "seed": True}, "seed is True"),
     ],
 )
-def test_a_sample_that_cannot_be_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+def test_a_sample_that_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         operations.payload_of([batch.Sample(**fields)])
-    assert told in str(caught.value)
+    assert message in str(caught.value)

@@ -21,15 +21,15 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("outputs") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("outputs") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, API_KEY)
-    yield made
-    made.close()
+    new_client = Client(server.url, API_KEY)
+    yield new_client
+    new_client.close()
 
 
 def late_text(row: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_types_that_come_late_are_in_every_file(function: Any, client: Client, t
     assert len(schemas) == 1 and len(list(Path(f"{tmp_path}/out").glob("*.parquet"))) == 4
 
 
-def keyed(row: dict[str, Any], log: str) -> dict[str, Any]:
+def add_key(row: dict[str, Any], log: str) -> dict[str, Any]:
     with open(log, "a") as lines:
         lines.write("x")
     return {"__key__": "same" if row["i"] in (1, 7) else f"k{row['i']}", "txt": str(row["i"])}
@@ -68,7 +68,7 @@ def test_equal_keys_fail_the_publication_and_are_numbered_without_computing_agai
     client: Client, tmp_path: Path
 ) -> None:
     job = batch.from_items([{"i": index} for index in range(8)]).map(
-        keyed, fn_kwargs={"log": f"{tmp_path}/log"}, remove_columns="i", batch_size=4,
+        add_key, fn_kwargs={"log": f"{tmp_path}/log"}, remove_columns="i", batch_size=4,
         output=batch.WebdatasetWriter(f"{tmp_path}/out"), stream=False, client=client,
     )  # fmt: skip
     assert isinstance(job, Job)

@@ -20,7 +20,7 @@ class Letters:
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         marks = {"user": 1, "assistant": 2}
-        spoken = [token for each in messages for token in (marks[each["role"]], *map(ord, each["content"]), 3)]
+        spoken = [token for message in messages for token in (marks[message["role"]], *map(ord, message["content"]), 3)]
         return [*spoken, 2]
 
     def decode(self, tokens: list[int]) -> str:
@@ -34,7 +34,7 @@ class Scripted:
 
     def __init__(self, answers: Mapping[str, str], context: int = 1000) -> None:
         self.answers = answers
-        self.asked: dict[str, dict[str, Any]] = {}
+        self.requests: dict[str, dict[str, Any]] = {}
         self._context = context
 
     async def text(self, model: str) -> Letters:
@@ -44,15 +44,15 @@ class Scripted:
         return self._context
 
     async def sample(self, model: str, request: dict[str, Any], key: str = "") -> Sampled:
-        assert key not in self.asked, "a question of its own for everything"
-        self.asked[key] = request
+        assert key not in self.requests, "a question of its own for everything"
+        self.requests[key] = request
         said = self.answers[key]
         cut = said.endswith("~")
         tokens = [*map(ord, said.removesuffix("~")), *([] if cut else [3])]
         return Sampled([Answer(tokens, [-0.5] * len(tokens), "length" if cut else "stop")])
 
 
-def rolled(service: Scripted, row: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+def run_rollout(service: Scripted, row: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     rollout = batch.Rollout("m", messages="q", **fields)
     (rollout,) = steps_of(payload_of([rollout])) or []
     anything: Any = service
@@ -61,47 +61,49 @@ def rolled(service: Scripted, row: dict[str, Any], **fields: Any) -> list[dict[s
 
 def test_turns_of_a_column_follow_one_another() -> None:
     service = Scripted({"0.0": "a", "0.1": "b", "1.0": "c", "1.1": "d"})
-    first, second = rolled(service, {"q": "x", "rest": ["y"]}, environment=batch.Turns("rest"), num_rollouts=2, seed=9)
+    first, second = run_rollout(
+        service, {"q": "x", "rest": ["y"]}, environment=batch.Turns("rest"), num_rollouts=2, seed=9
+    )
     assert [turn["text"] for turn in first["turns"]] == ["a", "b"]
     assert [turn["text"] for turn in second["turns"]] == ["c", "d"]
     assert (first["ended"], first["reward"]) == ("done", None)
-    assert service.asked["1.1"]["sampling_params"]["seed"] == batch.row_seed(9, 4, 1, 1)
+    assert service.requests["1.1"]["sampling_params"]["seed"] == batch.row_seed(9, 4, 1, 1)
     said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "y"}]
-    assert service.asked["1.1"]["prompt"]["chunks"][0]["tokens"] == Letters().chat(said)
+    assert service.requests["1.1"]["prompt"]["chunks"][0]["tokens"] == Letters().chat(said)
 
 
 def test_another_try_until_it_passes() -> None:
     grade = batch.Grade(by="exact", reference="right", output="answer")
     retry = batch.Retry(grade, feedback="{answer} scores {score}, not {right}")
     service = Scripted({"0.0": "no", "0.1": "yes"})
-    (made,) = rolled(service, {"q": "x", "right": "yes"}, environment=retry)
-    assert [turn["reward"] for turn in made["turns"]] == [0.0, 1.0]
-    assert (made["reward"], made["ended"]) == (1.0, "done")
-    assert Letters().decode(made["turns"][1]["prompt_tokens"]) == "xnono scores 0.0, not yes"
+    (rollout,) = run_rollout(service, {"q": "x", "right": "yes"}, environment=retry)
+    assert [turn["reward"] for turn in rollout["turns"]] == [0.0, 1.0]
+    assert (rollout["reward"], rollout["ended"]) == (1.0, "done")
+    assert Letters().decode(rollout["turns"][1]["prompt_tokens"]) == "xnono scores 0.0, not yes"
 
 
 def test_how_a_conversation_ends() -> None:
     turns = batch.Turns("rest")
     row = {"q": "x", "rest": ["y"] * 9}
     answers = {f"0.{turn}": "abc" for turn in range(9)}
-    (made,) = rolled(Scripted(answers), row, environment=turns, max_turns=3)
-    assert (len(made["turns"]), made["ended"]) == (3, "turns")
-    (made,) = rolled(Scripted({**answers, "0.1": "ab~"}), row, environment=turns)
-    assert (len(made["turns"]), made["ended"]) == (2, "length")
-    (made,) = rolled(Scripted(answers, context=20), row, environment=turns, max_tokens=5)
-    assert (len(made["turns"]), made["ended"]) == (2, "context")
+    (rollout,) = run_rollout(Scripted(answers), row, environment=turns, max_turns=3)
+    assert (len(rollout["turns"]), rollout["ended"]) == (3, "turns")
+    (rollout,) = run_rollout(Scripted({**answers, "0.1": "ab~"}), row, environment=turns)
+    assert (len(rollout["turns"]), rollout["ended"]) == (2, "length")
+    (rollout,) = run_rollout(Scripted(answers, context=20), row, environment=turns, max_tokens=5)
+    assert (len(rollout["turns"]), rollout["ended"]) == (2, "context")
     end = batch.Grade(by="contains", reference="q")
-    (made,) = rolled(Scripted({"0.0": "max"}), {"q": "x", "rest": []}, environment=turns, grade=end)
-    assert (made["reward"], made["turns"][-1]["reward"]) == (1.0, 1.0)
+    (rollout,) = run_rollout(Scripted({"0.0": "max"}), {"q": "x", "rest": []}, environment=turns, grade=end)
+    assert (rollout["reward"], rollout["turns"][-1]["reward"]) == (1.0, 1.0)
 
 
 def test_a_model_grade_has_its_own_requests() -> None:
     grade = batch.Grade(by="model", model="m", template="{output}?", scores={"good": 1, "bad": 0})
     answers = {"0.0": "a", "0.0.g": "so BAD", "0.1": "a", "0.1.g": "good, not bad? good", "0.end": "good"}
     service = Scripted(answers)
-    (made,) = rolled(service, {"q": "x"}, environment=batch.Retry(grade), grade=grade)
-    assert [turn["reward"] for turn in made["turns"]] == [0.0, 2.0]
-    seeds = [request["sampling_params"]["seed"] for request in service.asked.values()]
+    (rollout,) = run_rollout(service, {"q": "x"}, environment=batch.Retry(grade), grade=grade)
+    assert [turn["reward"] for turn in rollout["turns"]] == [0.0, 2.0]
+    seeds = [request["sampling_params"]["seed"] for request in service.requests.values()]
     assert len(set(seeds)) == 5
 
 
@@ -139,7 +141,7 @@ def test_seeds_do_not_change_between_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"environment": {"kind": "chess"}}, "environment.kind is 'chess'"),
         ({"environment": {"kind": "turns", "row": "a"}}, "environment has no field ['row']"),
@@ -150,7 +152,7 @@ def test_seeds_do_not_change_between_versions() -> None:
         ({"environment": batch.Turns("c"), "max_turns": 1.5}, "max_turns is 1.5"),
     ],
 )
-def test_a_rollout_that_cannot_be_is_refused_by_name(fields: dict[str, Any], told: str) -> None:
+def test_a_rollout_that_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         payload_of([batch.Rollout("m", messages="q", **fields)])
-    assert told in str(caught.value)
+    assert message in str(caught.value)

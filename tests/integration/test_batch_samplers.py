@@ -28,7 +28,7 @@ SEED, MAX_TOKENS, READY_S = 7, 6, 90.0
 ROWS = [{"ids": [1 + index, 2, *range(3, 5 + index % 7)]} for index in range(60)]
 
 
-def expected(index: int, shape: ModelShape) -> list[int]:
+def expected_tokens(index: int, shape: ModelShape) -> list[int]:
     """What any sampler answers to a row."""
     sampler = FakeSampler(shape, {})
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=batch.row_seed(SEED, index))
@@ -55,7 +55,7 @@ def test_a_sampler_is_killed_in_the_middle_of_a_bulk_job(tmp_path: Path) -> None
         def samplers() -> list[EngineRow]:
             return [row for row in engines.of_base(NANO, "sampler") if row.state == "ready"]
 
-        def settled() -> dict[str, bytes]:
+        def read_settled() -> dict[str, bytes]:
             with database.read() as connection:
                 return {row.request_id: row.body for row in connection.execute(sa.text("SELECT * FROM future_results"))}
 
@@ -66,20 +66,20 @@ def test_a_sampler_is_killed_in_the_middle_of_a_bulk_job(tmp_path: Path) -> None
         writer = batch.JsonWriter(str(out))
         job = batch.Dataset(ROWS).map(sample, output=writer, stream=False, client=client, batch_size=10)
         assert isinstance(job, Job)
-        given = f"futures WHERE executor = '{victim.engine_id}' AND state = 'pending'"
-        until(lambda: server.count(given) > 2 and len(settled()) > 2, server)
-        before = settled()
+        pending_futures = f"futures WHERE executor = '{victim.engine_id}' AND state = 'pending'"
+        until(lambda: server.count(pending_futures) > 2 and len(read_settled()) > 2, server)
+        before = read_settled()
         os.kill(victim.pid, signal.SIGKILL)
         job.wait()
-        after = settled()
+        after = read_settled()
         with database.read() as connection:
-            done = connection.execute(sa.text("SELECT state, executor FROM futures WHERE kind = 'sample'")).all()
+            future_rows = connection.execute(sa.text("SELECT state, executor FROM futures WHERE kind = 'sample'")).all()
         client.close()
         database.close()
-    made = [json.loads(line) for line in out.read_text().splitlines()]
+    rows_out = [json.loads(line) for line in out.read_text().splitlines()]
     shape = ModelShape(NANO, "", 512, 2048, "fake")
-    assert [row["output_tokens"] for row in made] == [expected(index, shape) for index in range(len(ROWS))]
-    assert len(done) == len(after) == len(ROWS), "every row was asked for once"
+    assert [row["output_tokens"] for row in rows_out] == [expected_tokens(index, shape) for index in range(len(ROWS))]
+    assert len(future_rows) == len(after) == len(ROWS), "every row was asked for once"
     assert {name: after[name] for name in before} == before, "what was drawn stays"
-    assert {row.state for row in done} == {"done"}
-    assert {row.executor for row in done} <= {victim.engine_id, other.engine_id}, "no engine had to"
+    assert {row.state for row in future_rows} == {"done"}
+    assert {row.executor for row in future_rows} <= {victim.engine_id, other.engine_id}, "no engine had to"

@@ -101,8 +101,8 @@ sky.batch.Dataset(RangeReader(path="unused", count=20)).map(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("sky") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("sky") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 def run(server: LiveServer, directory: Path, script: str) -> str:
@@ -110,12 +110,12 @@ def run(server: LiveServer, directory: Path, script: str) -> str:
 
     (directory / "script.py").write_text(script)
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "script.py"], cwd=directory, env=environment, capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.extended
@@ -205,7 +205,7 @@ def test_the_names_for_the_states_of_batches(
     )
     assert sky.is_batch_job(int(job)) and not sky.is_batch_job(10**6)
     states = sky.get_batch_states(int(job))
-    assert [(each["start_idx"], each["end_idx"], each["status"]) for each in states] == [
+    assert [(batch_state["start_idx"], batch_state["end_idx"], batch_state["status"]) for batch_state in states] == [
         (0, 1, "COMPLETED"), (2, 3, "COMPLETED"), (4, 4, "COMPLETED"),
     ]  # fmt: skip
     for change in (sky.set_batch_status, sky.reset_dispatched_batches):

@@ -31,15 +31,15 @@ QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("smoke") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("smoke") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    made = Client(server.url, "tml-test")
-    yield made
-    made.close()
+    new_client = Client(server.url, "tml-test")
+    yield new_client
+    new_client.close()
 
 
 @batch.remote_function
@@ -77,9 +77,9 @@ def input_of(directory: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def started(client: Client, data: object, function: Callable[..., object], output: object, **options: Any) -> Job:  # noqa: ANN401
-    given = {"batch_size": 2, "stream": False, "limits": QUICK, **options}
-    job = Dataset(data).map(function, output=output, client=client, **given)  # type: ignore[arg-type]
+def start_job(client: Client, data: object, function: Callable[..., object], output: object, **options: Any) -> Job:  # noqa: ANN401
+    all_options = {"batch_size": 2, "stream": False, "limits": QUICK, **options}
+    job = Dataset(data).map(function, output=output, client=client, **all_options)  # type: ignore[arg-type]
     assert isinstance(job, Job)
     return job
 
@@ -90,18 +90,18 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def until(condition: Callable[[], Any]) -> Any:  # noqa: ANN401
     deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def test_simple(client: Client, tmp_path: Path) -> None:
     texts = [f"item {index}" for index in range(50)]
     output = batch.JsonWriter(str(tmp_path / "out.jsonl"))
-    job = started(client, batch.JsonReader(input_of(tmp_path, texts)), double, output, name="simple")
+    job = start_job(client, batch.JsonReader(input_of(tmp_path, texts)), double, output, name="simple")
     job.wait()
-    (listed,) = (each for each in client.jobs() if each["job_id"] == int(job))
+    (listed,) = (row for row in client.jobs() if row["job_id"] == int(job))
     assert (listed["status"], listed["pool"], listed["name"]) == ("SUCCEEDED", "local", "simple")
     assert (listed["batch_completed_batches"], listed["batch_total_batches"]) == (25, 25)
     assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "output": text * 2} for text in texts]
@@ -133,7 +133,7 @@ def test_diffusion(client: Client, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     images = batch.ImageWriter(f"{tmp_path}/images/", column="image")
     manifest = batch.JsonWriter(str(tmp_path / "manifest.jsonl"), column=["prompt", "shade"])
-    job = started(client, batch.JsonReader(f"{tmp_path}/in.jsonl"), paint, [images, manifest])
+    job = start_job(client, batch.JsonReader(f"{tmp_path}/in.jsonl"), paint, [images, manifest])
     job.wait()
     assert sorted(path.name for path in (tmp_path / "images").glob("*.png")) == [
         "00000000.png", "00000001.png", "00000002.png",
@@ -202,7 +202,7 @@ def test_custom_formats(client: Client, tmp_path: Path) -> None:
             batch.save_results([{"id": row["id"], "squared": row["id"] ** 2} for row in rows])
 
     texts, merged = TextFilesWriter(f"{tmp_path}/texts/"), YamlWriter(f"{tmp_path}/all.yaml")
-    started(client, RangeReader("numbers", count=20), square, [texts, merged], batch_size=3).wait()
+    start_job(client, RangeReader("numbers", count=20), square, [texts, merged], batch_size=3).wait()
     files = sorted((tmp_path / "texts").glob("*.txt"))
     assert [path.name for path in files] == [f"{index:08d}.txt" for index in range(20)]
     assert [path.read_text() for path in files] == [f"{index} squared is {index**2}" for index in range(20)]
@@ -211,13 +211,13 @@ def test_custom_formats(client: Client, tmp_path: Path) -> None:
 
 def test_cancel_leaves_the_pool_to_others(client: Client, tmp_path: Path) -> None:
     source = batch.JsonReader(input_of(tmp_path, [f"t{index}" for index in range(500)]))
-    job = started(client, source, double_slowly, batch.JsonWriter(f"{tmp_path}/out.jsonl"))
+    job = start_job(client, source, double_slowly, batch.JsonWriter(f"{tmp_path}/out.jsonl"))
     until(lambda: job.status()["status"] == "RUNNING")
     assert job.cancel()["status"] in ("CANCELLING", "CANCELLED")
-    ended = job.wait(check=False)
-    assert ended["status"] == "CANCELLED" and ended["batch_total_batches"] == 250
-    assert ended["batch_completed_batches"] < 250 and not (tmp_path / "out.jsonl").exists()
-    after = started(client, [{"text": "a"}], double, batch.JsonWriter(f"{tmp_path}/after.jsonl"))
+    final = job.wait(check=False)
+    assert final["status"] == "CANCELLED" and final["batch_total_batches"] == 250
+    assert final["batch_completed_batches"] < 250 and not (tmp_path / "out.jsonl").exists()
+    after = start_job(client, [{"text": "a"}], double, batch.JsonWriter(f"{tmp_path}/after.jsonl"))
     after.wait()
     assert rows_of(tmp_path / "after.jsonl") == [{"text": "a", "output": "aa"}]
 
@@ -225,17 +225,17 @@ def test_cancel_leaves_the_pool_to_others(client: Client, tmp_path: Path) -> Non
 def test_resume_does_the_rest_only(client: Client, tmp_path: Path) -> None:
     texts = [f"t{index}" for index in range(80)]
     source = batch.JsonReader(input_of(tmp_path, texts))
-    job = started(client, source, double_slowly, batch.JsonWriter(f"{tmp_path}/out.jsonl"))
+    job = start_job(client, source, double_slowly, batch.JsonWriter(f"{tmp_path}/out.jsonl"))
     until(lambda: job.status()["batch_completed_batches"] >= 5)
     job.cancel()
     job.wait(check=False)
-    done = {state["start_idx"]: state for state in job.batches() if state["status"] == "COMPLETED"}
-    assert 5 <= len(done) < 40
-    rest = job.resume()
-    assert rest.wait()["batch_total_batches"] == 40
-    again = {state["start_idx"]: state for state in rest.batches()}
+    completed = {state["start_idx"]: state for state in job.batches() if state["status"] == "COMPLETED"}
+    assert 5 <= len(completed) < 40
+    resumed = job.resume()
+    assert resumed.wait()["batch_total_batches"] == 40
+    again = {state["start_idx"]: state for state in resumed.batches()}
     assert len(again) == 40
-    for start_idx, state in done.items():
+    for start_idx, state in completed.items():
         assert (again[start_idx]["parts"], again[start_idx]["attempt_id"]) == (state["parts"], state["attempt_id"])
     assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "output": text * 2} for text in texts]
 
@@ -244,9 +244,9 @@ def test_resume_of_a_failed_job_with_another_function(client: Client, tmp_path: 
     texts = [f"FAIL_{index}" if index in (4, 13) else f"t{index}" for index in range(20)]
     source = batch.JsonReader(input_of(tmp_path, texts))
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
-    job = started(client, source, fail_some, output)
+    job = start_job(client, source, fail_some, output)
     assert job.wait(check=False)["status"] == "FAILED"
-    started(client, source, double, output, resume_from=int(job)).wait()
+    start_job(client, source, double, output, resume_from=int(job)).wait()
     assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "output": text * 2} for text in texts]
 
 
@@ -254,15 +254,15 @@ def test_a_job_that_runs_is_not_resumed(client: Client, tmp_path: Path) -> None:
     """Neither directly nor with resume_from; after its cancellation both work."""
     source = batch.JsonReader(input_of(tmp_path, [f"t{index}" for index in range(200)]))
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
-    job = started(client, source, double_slowly, output)
+    job = start_job(client, source, double_slowly, output)
     until(lambda: job.status()["status"] == "RUNNING")
-    for refused in (job.resume, lambda: started(client, source, double, output, resume_from=int(job))):
+    for refused in (job.resume, lambda: start_job(client, source, double, output, resume_from=int(job))):
         with pytest.raises(UserError, match="cancel it first"):
             refused()
-    assert len([each for each in client.jobs() if each["resume_from"] == int(job)]) == 0
+    assert len([row for row in client.jobs() if row["resume_from"] == int(job)]) == 0
     job.cancel()
     job.wait(check=False)
-    started(client, source, double, output, resume_from=int(job)).wait()
+    start_job(client, source, double, output, resume_from=int(job)).wait()
     assert len(rows_of(tmp_path / "out.jsonl")) == 200
 
 
@@ -273,25 +273,25 @@ def test_progress_never_goes_back_when_the_server_is_killed(tmp_path: Path, data
     database = Database(url)
     jobs = BatchJobs(database)
     try:
-        place = CoordinatorSetup(url, str(tmp_path), submit(jobs, tmp_path, double_slowly, rows=60))
-        seen: list[int] = []
+        setup = CoordinatorSetup(url, str(tmp_path), submit(jobs, tmp_path, double_slowly, rows=60))
+        counts: list[int] = []
 
-        def done() -> int:
-            seen.append(jobs.find("local", place.job_id).completed_batches)
-            return seen[-1]
+        def read_progress() -> int:
+            counts.append(jobs.find("local", setup.job_id).completed_batches)
+            return counts[-1]
 
         for enough in (5, 15):
-            process = start_process(place)
-            until(lambda enough=enough: done() >= enough)
+            process = start_process(setup)
+            until(lambda enough=enough: read_progress() >= enough)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            committed = {state["batch_idx"]: state for state in jobs.get_batch_states(place.job_id) if state["parts"]}
-            assert len(committed) == done()
-        last = start_process(place)
-        until(lambda: (done(), last.poll() is not None)[1])
+            committed = {state["batch_idx"]: state for state in jobs.get_batch_states(setup.job_id) if state["parts"]}
+            assert len(committed) == read_progress()
+        last = start_process(setup)
+        until(lambda: (read_progress(), last.poll() is not None)[1])
         assert last.returncode == 0, (tmp_path / "here.log").read_text()[-3000:]
-        assert seen == sorted(seen) and done() == 30
-        states = {state["batch_idx"]: state for state in jobs.get_batch_states(place.job_id)}
+        assert counts == sorted(counts) and read_progress() == 30
+        states = {state["batch_idx"]: state for state in jobs.get_batch_states(setup.job_id)}
         assert {index: states[index] for index in committed} == committed
         assert [row["text"] for row in rows_of(tmp_path / "out.jsonl")] == [f"t{index}" for index in range(60)]
     finally:

@@ -38,16 +38,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-    found: list[Row] = []
+    result_rows: list[Row] = []
     with engine.begin() as connection:
         for statement in statements:
             result = (
                 connection.execute(sa.text(statement), list(rows)) if rows else connection.execute(sa.text(statement))
             )
             if result.returns_rows:
-                found = [dict(row) for row in result.mappings()]
+                result_rows = [dict(row) for row in result.mappings()]
     engine.dispose()
-    return found
+    return result_rows
 
 
 def make(url: str, count: int, spacing: int = 3) -> list[Row]:
@@ -77,9 +77,9 @@ def publish(writer: batch.SqlWriter, parts: list[PartInfo], job_id: int = 1, if_
 
 def names(url: str) -> set[str]:
     engine = sa.create_engine(url.replace("postgresql://", "postgresql+psycopg://"))
-    found = set(sa.inspect(engine).get_table_names())
+    table_names = set(sa.inspect(engine).get_table_names())
     engine.dispose()
-    return found
+    return table_names
 
 
 def test_rows_come_in_the_order_of_their_key_wherever_a_batch_begins(url: str) -> None:
@@ -101,9 +101,12 @@ def test_a_query_is_ordered_by_the_columns_that_it_names(url: str) -> None:
     execute(url, "INSERT INTO pairs VALUES (:a, :b, :note)", rows=rows[::-1])
     query = "SELECT a, b, '12:30 is :noon, 5% off' AS note FROM pairs WHERE note LIKE '12%';"
     reader = batch.SqlReader(url, query=query, key=["a", "b"])
-    wanted = [{**row, "note": "12:30 is :noon, 5% off"} for row in rows]
+    expected_rows = [{**row, "note": "12:30 is :noon, 5% off"} for row in rows]
     assert len(reader) == 150
-    assert reader.download_batch(0, 149, "") == wanted and reader.download_batch(66, 129, "") == wanted[66:130]
+    assert (
+        reader.download_batch(0, 149, "") == expected_rows
+        and reader.download_batch(66, 129, "") == expected_rows[66:130]
+    )
 
 
 def test_an_empty_table_has_no_rows(url: str) -> None:
@@ -203,10 +206,10 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
         writer.write_part([{"n": 7}], RowRange(0, 0), lost.path.rpartition("/")[0])
 
     values = sql._values
-    taken = iter(range(6))
+    remaining = iter(range(6))
 
     def die(*arguments: Any) -> Row:  # noqa: ANN401
-        if next(taken, None) is None:
+        if next(remaining, None) is None:
             raise KeyboardInterrupt
         return values(*arguments)
 
@@ -263,13 +266,13 @@ def test_a_part_that_was_changed_is_found(url: str) -> None:
 
 
 def test_a_password_is_in_no_path_and_no_text() -> None:
-    given = "postgres://me:s3cr3t%23@host:5433/db?sslmode=require#public.results"
-    for made in (batch.SqlWriter(given), batch.SqlReader(given)):
-        assert made.path == "postgresql://me@host:5433/db?sslmode=require#public.results"
-        assert made.password == "s3cr3t#" and made.table == "public.results"
-        assert "s3cr3t" not in repr(made)
-        again = type(made)(**{name: value for name, value in made.to_dict().items() if name != "format"})
-        assert again == made
+    url_with_password = "postgres://me:s3cr3t%23@host:5433/db?sslmode=require#public.results"
+    for endpoint in (batch.SqlWriter(url_with_password), batch.SqlReader(url_with_password)):
+        assert endpoint.path == "postgresql://me@host:5433/db?sslmode=require#public.results"
+        assert endpoint.password == "s3cr3t#" and endpoint.table == "public.results"
+        assert "s3cr3t" not in repr(endpoint)
+        again = type(endpoint)(**{name: value for name, value in endpoint.to_dict().items() if name != "format"})
+        assert again == endpoint
     assert split_url("sqlite:///a.db#t").url == f"sqlite:///{os.getcwd()}/a.db"
     for bad, error in [
         ("mysql://me:s3cr3t@host/db", NotSupportedError),
@@ -287,8 +290,8 @@ def test_a_password_is_in_no_path_and_no_text() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("sql") / "data", "--backend", "fake") as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("sql") / "data", "--backend", "fake") as new_server:
+        yield new_server
 
 
 @batch.remote_function
@@ -314,8 +317,8 @@ def test_from_table_to_table_with_a_worker_that_is_killed(server: LiveServer, ur
     assert isinstance(job, batch.Job)
     job.wait()
     assert (tmp_path / "died").exists()
-    wanted = [{"id": index * 3 - 50, "text": f"R{index}"} for index in range(90)]
-    assert table(url) == wanted and table(url, "ids") == [{"id": row["id"]} for row in wanted]
+    expected_rows = [{"id": index * 3 - 50, "text": f"R{index}"} for index in range(90)]
+    assert table(url) == expected_rows and table(url, "ids") == [{"id": row["id"]} for row in expected_rows]
     assert [output.rows for output in job.outputs] == [90, 90]
     while names(url) != {"items", "results", "ids"}:
         pass
@@ -340,6 +343,6 @@ def test_what_a_failed_job_has_for_a_table_is_exported_as_lines(server: LiveServ
     assert isinstance(job, batch.Job) and job.wait(check=False)["status"] == "FAILED"
     assert "results" not in names(url)
     job.export(str(tmp_path / "o.jsonl"))
-    kept = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert rows[:8] == kept[:8] and all(row in rows for row in kept)
-    assert list(job.partial()) == kept
+    partial_rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert rows[:8] == partial_rows[:8] and all(row in rows for row in partial_rows)
+    assert list(job.partial()) == partial_rows

@@ -50,12 +50,12 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
     for seconds in steps_s:
         gathering.ran(seconds)
     most_s = min(MAX_HOLD_S, MAX_HOLD_SHARE * min(steps_s[-9:]))
-    moment, began = 0.0, None
+    now_s, began = 0.0, None
     for elapsed_s, beside_s, quick_s in turns:
-        moment += elapsed_s
-        began = moment if began is None else began
-        wait_s = gathering.wait_s(beside_s, quick_s, moment)
-        assert moment + wait_s <= began + most_s + 1e-9 or not wait_s
+        now_s += elapsed_s
+        began = now_s if began is None else began
+        wait_s = gathering.wait_s(beside_s, quick_s, now_s)
+        assert now_s + wait_s <= began + most_s + 1e-9 or not wait_s
         assert wait_s in (0.0, *beside_s, *quick_s)
         if not wait_s:
             gathering.ran(steps_s[0])  # held requests run now
@@ -112,8 +112,8 @@ def test_who_came_late_once_is_expected_again_after_two_quick_passes() -> None:
 
 def came(*moments: float) -> Rhythm:
     rhythm = Rhythm()
-    for moment in moments:
-        rhythm.came(moment)
+    for now_s in moments:
+        rhythm.came(now_s)
     return rhythm
 
 
@@ -129,27 +129,27 @@ LAGS = st.lists(st.floats(0.0, 0.99 * MAX_HOLD_S), min_size=2, max_size=2)
     st.floats(LATE_S, 0.1),
 )
 def test_who_came_with_another_twice_is_expected_as_long_after_it_again(
-    others: list[float], mine: list[float], pause_s: float, waited_s: float, late_s: float
+    first_lags: list[float], second_lags: list[float], pause_s: float, waited_s: float, late_s: float
 ) -> None:
-    first = came(*(turn * pause_s + lag for turn, lag in enumerate(others)), again := 2 * pause_s)
-    second = came(*(turn * pause_s + lag for turn, lag in enumerate(mine)))
-    lag_s = max(0.0, *(own - other for own, other in zip(mine, others, strict=True)))
-    left = 1.5 * lag_s + late_s - waited_s
+    first = came(*(turn * pause_s + lag for turn, lag in enumerate(first_lags)), again := 2 * pause_s)
+    second = came(*(turn * pause_s + lag for turn, lag in enumerate(second_lags)))
+    lag_s = max(0.0, *(second_lag - first_lag for second_lag, first_lag in zip(second_lags, first_lags, strict=True)))
+    remaining_s = 1.5 * lag_s + late_s - waited_s
     due_s = second.due_beside_s(first, again + waited_s, late_s)
-    if abs(left) > 1e-9:
-        assert due_s == (pytest.approx(left, abs=1e-9) if left > 0 else None)
+    if abs(remaining_s) > 1e-9:
+        assert due_s == (pytest.approx(remaining_s, abs=1e-9) if remaining_s > 0 else None)
     second.came(again)  # and then nobody is waited for
-    third = came(*(moment + 3 * MAX_HOLD_S for moment in (0.0, pause_s)))
+    third = came(*(now_s + 3 * MAX_HOLD_S for now_s in (0.0, pause_s)))
     assert third.due_beside_s(first, again) is None
     assert came(pause_s).due_beside_s(first, again) is None
     assert second.due_beside_s(came(0.0, again), again) is None
 
 
 def test_a_client_that_has_gone_is_waited_for_once_only() -> None:
-    first, gone = came(0.0, 10.0, 20.0), came(0.01, 10.01)
-    assert gone.due_beside_s(first, 20.0) is not None
+    first, departed = came(0.0, 10.0, 20.0), came(0.01, 10.01)
+    assert departed.due_beside_s(first, 20.0) is not None
     first.came(30.0)
-    assert gone.due_beside_s(first, 30.0) is None
+    assert departed.due_beside_s(first, 30.0) is None
 
 
 def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step() -> None:
@@ -184,13 +184,13 @@ def test_a_lane_is_expected_beside_another_when_it_is_empty_or_has_only_an_optim
 
 
 def test_a_lane_notes_a_pass_that_could_run_at_once_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    monkeypatch.setattr(Rhythm, "came", lambda self, moment: seen.append(moment))
+    arrivals: list[float] = []
+    monkeypatch.setattr(Rhythm, "came", lambda self, now_s: arrivals.append(now_s))
     lane = Lane("m", "t", 1)
     lane.add(pending(2, "optim_step"))
     lane.add(pending(1, "forward_backward", created_at=7.0))
     lane.add(pending(3, "forward_backward", created_at=8.0))
-    assert seen == [7.0]
+    assert arrivals == [7.0]
 
 
 def test_a_lane_that_never_repeated_itself_is_not_waited_for() -> None:
@@ -206,7 +206,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
-    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
+    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, now_s: 5.0)
     first = bench.train(alice, 1)
     bench.run_until_idle()
     assert bench.backend.steps == [] and bench.outcome(first) is None
@@ -220,7 +220,7 @@ def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypa
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     monkeypatch.setattr("tinsmith.engine.queues.MAX_HOLD_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
-    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
+    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, now_s: None)
     for seq_id in (1, 2):
         bench.train(alice, seq_id)
         bench.train(bob, seq_id)
@@ -258,7 +258,7 @@ def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
 def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: 0.0)
-    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
+    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, now_s: 5.0)
     bench.step(bob, 1)
     bench.train(bob, 2)
     request_id = bench.train(alice, 1)
@@ -272,7 +272,7 @@ def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: py
     alice = bench.model("s:train:0")
     bench.model("s:train:1")
     monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
-    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
+    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, now_s: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))
     request_id = bench.train(alice, 1, tokens=(1, 2, 3, 4))
     bench.run_until_idle()

@@ -77,7 +77,7 @@ class OtherMake(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     polled: ClassVar[set[str]] = set()
-    seen: ClassVar[list[dict]] = []
+    requests: ClassVar[list[dict]] = []
 
     def log_message(self, *_: object) -> None:
         pass
@@ -106,8 +106,8 @@ class OtherMake(http.server.BaseHTTPRequestHandler):
         elif path == "create_sampling_session":
             self.answer(404, {"detail": "Not Found"})
         elif path != "retrieve_future":
-            self.seen.append(body | {"path": path})
-            self.answer(200, {"request_id": f"{path} {len(self.seen)}"})
+            self.requests.append(body | {"path": path})
+            self.answer(200, {"request_id": f"{path} {len(self.requests)}"})
         elif body["request_id"] not in self.polled:
             self.polled.add(body["request_id"])
             self.answer(408, {"detail": "Operation still in progress"})
@@ -146,12 +146,16 @@ def test_a_server_of_another_make_is_measured_beside_ours(fake_server: LiveServe
             assert "returned 500" in server["error"] and "no optimizer" in server["error"]
         else:
             assert server["error"] is None and server["value"] > 0
-    drawn = [body for body in OtherMake.seen if body["path"] == "asample"]
-    named = [body.get("model_path") or body.get("base_model") for body in drawn]
-    assert set(named) == {"local/theirs", "tinker://m/sampler_weights/x"}
-    (made,) = [body for body in OtherMake.seen if body["path"] == "create_model"]
-    assert (made["session_id"], made["base_model"], made["lora_config"]) == ("s", "local/theirs", {"rank": 16})
-    passes = [body for body in OtherMake.seen if body["path"] == "forward"]
+    drawn = [body for body in OtherMake.requests if body["path"] == "asample"]
+    weights_named = [body.get("model_path") or body.get("base_model") for body in drawn]
+    assert set(weights_named) == {"local/theirs", "tinker://m/sampler_weights/x"}
+    (creation,) = [body for body in OtherMake.requests if body["path"] == "create_model"]
+    assert (creation["session_id"], creation["base_model"], creation["lora_config"]) == (
+        "s",
+        "local/theirs",
+        {"rank": 16},
+    )
+    passes = [body for body in OtherMake.requests if body["path"] == "forward"]
     assert len(passes[0]["forward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"]) == 32
 
 

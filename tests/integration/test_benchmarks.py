@@ -74,25 +74,25 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_clients")
 def test_latency(server: LiveServer, run: Run, tmp_path: Path) -> None:
     printed = run("latency", *at(server), "--runs", "1", "--json", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())[MODEL]
-    assert len(found) == 9
-    for what, row in found.items():
-        assert what in printed
+    rows = json.loads((tmp_path / "found.json").read_text())[MODEL]
+    assert len(rows) == 9
+    for name, row in rows.items():
+        assert name in printed
         assert 0 <= row["min_ms"] <= row["p50_ms"] <= row["max_ms"]
-        assert row["max_ms"] > 0 or what == "what a new shape takes more"
-    assert found["forward, one datum"]["client_cpu_ms"] > 0
+        assert row["max_ms"] > 0 or name == "what a new shape takes more"
+    assert rows["forward, one datum"]["client_cpu_ms"] > 0
 
 
 @pytest.mark.usefixtures("few_clients")
 def test_latency_of_a_server_of_its_own(run: Run, tmp_path: Path) -> None:
     flags = ("--sizes", "fake", "--rows", "forward", "--runs", "1", "--starts", "2")
     printed = run("latency", *flags, "--json", str(tmp_path / "found"))
-    found = json.loads((tmp_path / "found").read_text())["fake"]
-    assert found["futures, 2 clients"]["futures_per_s"] > 0
-    assert found["cold start to the first forward"]["runs"] == 2
-    assert found["cold start to the first forward"]["min_ms"] > 0
-    assert found["peak memory"].keys() == {"server_mib", "engine_mib"}
-    assert min(found["peak memory"].values()) > 10
+    rows = json.loads((tmp_path / "found").read_text())["fake"]
+    assert rows["futures, 2 clients"]["futures_per_s"] > 0
+    assert rows["cold start to the first forward"]["runs"] == 2
+    assert rows["cold start to the first forward"]["min_ms"] > 0
+    assert rows["peak memory"].keys() == {"server_mib", "engine_mib"}
+    assert min(rows["peak memory"].values()) > 10
     assert "a second" in printed
 
 
@@ -100,20 +100,20 @@ def test_latency_of_a_server_of_its_own(run: Run, tmp_path: Path) -> None:
 def test_latency_of_the_client_alone(run: Run, tmp_path: Path) -> None:
     flags = ("--sizes", "canned", "--runs", "1", "--json", str(tmp_path / "found"))
     printed = run("latency", *flags)
-    found = json.loads((tmp_path / "found").read_text())["canned"]
-    assert len(found) == 3
-    for what, row in found.items():
-        assert what in printed
+    rows = json.loads((tmp_path / "found").read_text())["canned"]
+    assert len(rows) == 3
+    for name, row in rows.items():
+        assert name in printed
         assert row["min_ms"] > 0 and row["client_cpu_ms"] > 0
 
 
 def test_steps(server: LiveServer, run: Run, tmp_path: Path) -> None:
     printed = run("steps", *at(server), "--clients", "1", "2", "--runs", "1", "--json", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == {f"{MODEL}, 1 client", f"{MODEL}, 2 clients"}
-    assert found[f"{MODEL}, 2 clients"]["steps"] == 2
-    for what, row in found.items():
-        assert what in printed
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert rows.keys() == {f"{MODEL}, 1 client", f"{MODEL}, 2 clients"}
+    assert rows[f"{MODEL}, 2 clients"]["steps"] == 2
+    for name, row in rows.items():
+        assert name in printed
         assert row["sampled_tokens_per_s"] > 0
         assert row["publish_ms"] + row["sample_ms"] + row["forward_backward_ms"] <= row["most_step_ms"]
 
@@ -132,9 +132,9 @@ def test_steps_in_turns_with_another_server(server: LiveServer, run: Run, tmp_pa
         f"fake={server.url}={MODEL}",
     )
     run("steps", *flags, "--json", str(tmp_path / "found"))
-    found = json.loads((tmp_path / "found").read_text())
-    assert found.keys() == {"tiny, tinsmith", "tiny, tinsmith, overlapped", "tiny, fake"}
-    ours, overlapped, fake = found.values()
+    rows = json.loads((tmp_path / "found").read_text())
+    assert rows.keys() == {"tiny, tinsmith", "tiny, tinsmith, overlapped", "tiny, fake"}
+    ours, overlapped, fake = rows.values()
     assert ours["times_ours"]["median"] == 1.0 and "sample_ms" not in overlapped
     for row in (ours, fake):
         shares = [row[f"{phase}_share"] for phase in ("publish", "sample", "forward_backward", "optim_step")]
@@ -150,9 +150,9 @@ def test_ceilings(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, small in (("SIZE", 64), ("NUM_WEIGHTS", 2), ("ARRAY_BYTES", 1 << 16)):
         monkeypatch.setattr(ceilings, name, small)
     run("ceilings", "--runs", "1", "--json", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {"float32, plain, 64 rows, GFLOP/s", "bfloat16, plain, 1 row, GB/s", "triad, GB/s"} <= found.keys()
-    assert min(found.values()) > 0
+    rows = json.loads((tmp_path / "found.json").read_text())
+    assert {"float32, plain, 64 rows, GFLOP/s", "bfloat16, plain, 1 row, GB/s", "triad, GB/s"} <= rows.keys()
+    assert min(rows.values()) > 0
 
 
 def test_training(server: LiveServer, run: Run) -> None:
@@ -184,9 +184,9 @@ def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(suite, "HERE", tmp_path)
     monkeypatch.setattr(suite, "PARTS", parts)
     out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         run("suite", "--quick", "--out", str(out))
-    assert ended.value.code == 1
+    assert exit_info.value.code == 1
     page = (out / "index.md").read_text()
     assert "found 42" in page and "halfway" in page and "begun" in page
     assert "python benchmarks/good.py --runs 1`" in page
@@ -197,9 +197,9 @@ def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytes
     ]
     assert "Long" not in page
     assert (out / "good.json").read_text() == "{}"
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         run("suite", "--quick", "--only", "good", "--out", str(out))
-    assert ended.value.code == 0
+    assert exit_info.value.code == 0
     parts = json.loads((out / "suite.json").read_text())["parts"]
     assert {name: bool(part["failure"]) for name, part in parts.items()} == {
         "bad": True,
@@ -224,14 +224,14 @@ def test_training_beside_peft(run: Run, tmp_path: Path) -> None:
     printed = run("training", *flags, "--json", str(tmp_path / "training.json"))
     rows = {row["what"]: row for row in json.loads((tmp_path / "training.json").read_text())}
     service, step, peft, products = (
-        rows.pop(f"{what} float32") for what in ("service", "step alone", "PEFT", "products")
+        rows.pop(f"{name} float32") for name in ("service", "step alone", "PEFT", "products")
     )
     assert not rows
     assert "of the step alone" in printed
-    (ours,), (alone,), (theirs,) = service["seconds"], step["seconds"], peft["seconds"]
+    (ours,), (step_alone,), (theirs,) = service["seconds"], step["seconds"], peft["seconds"]
     assert service["of_peft"]["PEFT float32"]["median"] == pytest.approx(theirs / ours)
-    assert service["of_step_alone"]["median"] == pytest.approx(alone / ours)
-    assert step["of_products"]["median"] == pytest.approx(products["seconds"][0] / alone)
+    assert service["of_step_alone"]["median"] == pytest.approx(step_alone / ours)
+    assert step["of_products"]["median"] == pytest.approx(products["seconds"][0] / step_alone)
     assert service["memory_of_peft"]["PEFT float32"] == pytest.approx(service["peak_mib"] / peft["peak_mib"])
 
 

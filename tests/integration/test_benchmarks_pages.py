@@ -40,28 +40,34 @@ def spread(median: float, runs: int = 5) -> dict[str, float]:
     return {"median": median, "least": 0.9 * median, "most": 1.1 * median, "runs": runs}
 
 
-def training(size: str, work: str, rates: dict[str, float]) -> list[dict]:
+def training(size: str, workload: str, rates: dict[str, float]) -> list[dict]:
     """Rows in training.py's format, of runs with equal times."""
     rows = []
-    for what, rate in rates.items():
-        row: dict = {"size": size, "work": work, "what": what, "tokens_per_s": spread(rate), "seconds": [1 / rate] * 5}
+    for row_name, rate in rates.items():
+        row: dict = {
+            "size": size,
+            "work": workload,
+            "what": row_name,
+            "tokens_per_s": spread(rate),
+            "seconds": [1 / rate] * 5,
+        }
         row |= {"peak_mib": rate, "of_peft": {}, "memory_of_peft": {}}
         for other, theirs in rates.items():
             if other.startswith("PEFT"):
                 row["of_peft"][other], row["memory_of_peft"][other] = spread(rate / theirs), rate / theirs
         for key, name in (("of_step_alone", "step alone"), ("of_products", "products")):
-            if theirs := rates.get(what.replace("service", name)):
+            if theirs := rates.get(row_name.replace("service", name)):
                 row[key] = spread(rate / theirs)
         rows.append(row)
     return rows
 
 
-def sampling(at_once: int, what: str, rate: float, of: dict[str, float]) -> dict:
+def sampling(at_once: int, name: str, rate: float, of: dict[str, float]) -> dict:
     row = {
         "size": "m50",
         "at_once": at_once,
         "load": "short",
-        "what": what,
+        "what": name,
         "tokens_per_s": spread(rate),
         "seconds": [1.0] * 5,
     }
@@ -93,11 +99,11 @@ def test_each_target_is_judged_by_its_figures(targets: ModuleType, tmp_path: Pat
     theirs = {"transformers bfloat16": 1.1, "plain loop bfloat16, 1 LoRA": 0.7}
     ours = sampling(16, "service bfloat16, 1 LoRA", 900, theirs)
     eight = sampling(16, "service bfloat16, 8 LoRA", 800, {"service bfloat16, 1 LoRA": 0.86})
-    others = [sampling(16, what, 300, {}) for what in theirs]
+    other_rows = [sampling(16, name, 300, {}) for name in theirs]
     failed = {"what": "vllm float32, 1 LoRA", "failed": "it ended with 1"}
-    (tmp_path / "sampling-m50.json").write_text(json.dumps([ours, eight, *others, failed]))
+    (tmp_path / "sampling-m50.json").write_text(json.dumps([ours, eight, *other_rows, failed]))
     page = targets.page(targets.Figures.of(tmp_path))
-    found = {(measure, against): verdict for (measure, against, _), verdict in verdicts(page).items()}
+    verdict_by_target = {(measure, against): verdict for (measure, against, _), verdict in verdicts(page).items()}
     canned, products = "canned answers", "the packed products"
     one_after_the_other = "HF + PEFT float32, in sequence"
     expected = {
@@ -119,24 +125,24 @@ def test_each_target_is_judged_by_its_figures(targets: ModuleType, tmp_path: Pat
         ("the same, p95", "its p50"): "missed",
     }
     for key, verdict in expected.items():
-        assert found[key] == verdict, key
-    assert re.search(rf"^{list(found.values()).count('met')} met, ", page, re.MULTILINE)
+        assert verdict_by_target[key] == verdict, key
+    assert re.search(rf"^{list(verdict_by_target.values()).count('met')} met, ", page, re.MULTILINE)
     assert "sampling-m50: vllm float32, 1 LoRA: it ended with 1" in page
     assert "`forward --clients 8`" in page and "`forward`" not in page
 
 
-def published() -> str:
+def read_published_page() -> str:
     return (BENCHMARKS.parent / "docs" / "benchmarks" / "README.md").read_text()
 
 
 def test_every_target_is_on_the_published_page(targets: ModuleType) -> None:
-    table = published().partition(targets.BEGIN)[2].partition(targets.END)[0]
-    found = {(measure, against) for measure, against, _ in verdicts(table)}
-    assert found == {(target.measure, target.against) for target in targets.TARGETS}
+    table = read_published_page().partition(targets.BEGIN)[2].partition(targets.END)[0]
+    targets_on_page = {(measure, against) for measure, against, _ in verdicts(table)}
+    assert targets_on_page == {(target.measure, target.against) for target in targets.TARGETS}
 
 
 def test_only_the_table_of_the_published_page_is_replaced(targets: ModuleType) -> None:
-    text = published()
+    text = read_published_page()
     replaced = targets.replaced(text, targets.Figures())
     assert replaced.partition(targets.BEGIN)[0] == text.partition(targets.BEGIN)[0]
     assert replaced.partition(targets.END)[2] == text.partition(targets.END)[2]
@@ -153,11 +159,11 @@ def test_the_history_of_the_figures_is_tables_with_full_rows() -> None:
 
 def test_profiles_are_asked_for_with_flags_that_there_are(targets: ModuleType) -> None:
     text = (BENCHMARKS / "where.py").read_text()
-    where = importlib.import_module("where")
+    where_module = importlib.import_module("where")
     for target in targets.TARGETS:
         assert target.profile, target.measure
         for flags in target.profile:
-            assert flags.split()[0] in (*where.REQUESTS, *where.STEPS)
+            assert flags.split()[0] in (*where_module.REQUESTS, *where_module.STEPS)
             for flag in re.findall(r"--[a-z-]+", flags):
                 assert f'"{flag}"' in text
 
@@ -173,12 +179,12 @@ def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
         order.append("fails")
         raise turns.ChildFailed("it ended with 1")
 
-    told: list[tuple[str, str]] = []
+    failures: list[tuple[str, str]] = []
     runs = {"quick": lambda: run("quick", 1.0), "fails": fails, "long": lambda: run("long", 4.0)}
-    found = turns.in_turns(runs, 2, lambda name, why: told.append((name, why)))
+    seconds_by_run = turns.in_turns(runs, 2, lambda name, reason: failures.append((name, reason)))
     assert order == ["quick", "fails", "long", "quick", "quick", "long", "quick", "long"]
-    assert told == [("fails", "it ended with 1")]
-    assert found == {"quick": [1.0, 1.0], "long": [4.0, 4.0]}
+    assert failures == [("fails", "it ended with 1")]
+    assert seconds_by_run == {"quick": [1.0, 1.0], "long": [4.0, 4.0]}
 
 
 def test_ratios_are_of_runs_that_followed_each_other(turns: ModuleType) -> None:

@@ -38,9 +38,9 @@ def run(script: str, *flags: str) -> str:
     command = [sys.executable, str(BENCHMARKS / f"{script}.py"), *flags]
     # Several threads take minutes on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 @pytest.mark.parametrize("script", [*QUICK, *(pytest.param(script, marks=pytest.mark.slow) for script in SLOW)])

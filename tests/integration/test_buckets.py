@@ -30,11 +30,11 @@ LARGE = os.urandom(PIECE_BYTES + 12345)
 @pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.extended)])
 def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
     if request.param == "s3":
-        with buckets.bucket() as found:
-            yield found
+        with buckets.bucket() as new_bucket:
+            yield new_bucket
     else:
-        with buckets.cloud_bucket() as (found, _):
-            yield found
+        with buckets.cloud_bucket() as (new_bucket, _):
+            yield new_bucket
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ FILLED = {"a": b"one", "b": b"two and three"}
 
 
 def test_another_machine_reads_what_this_one_wrote(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
-    one, other = machine(bucket, prefix, tmp_path / "one"), machine(bucket, prefix, tmp_path / "other")
-    name, size_bytes = one.write(fill)
+    first, other = machine(bucket, prefix, tmp_path / "one"), machine(bucket, prefix, tmp_path / "other")
+    name, size_bytes = first.write(fill)
     assert bucket.keys(prefix) == [f"{prefix}/{name}/{file}" for file in ("a", "b", "manifest.json")]
     assert size_bytes == sum(len(bucket.get(key)) for key in bucket.keys(prefix))
-    assert content(other, name) == content(one, name) == FILLED
+    assert content(other, name) == content(first, name) == FILLED
     assert other.files(name) == {"a": 3, "b": 13}
     assert other.digests(name) == Directories(tmp_path / "one/cache/versions").digests(name)
     other.check(name)
@@ -125,22 +125,22 @@ BucketDirectories(sys.argv[1], Cache(data_dir / "cache", 1 << 30)).write(fill)
 
 
 @pytest.mark.parametrize(
-    ("point", "left"),
+    ("point", "expected_files"),
     [("versions.writing", []), ("versions.sealed", ["a"]), ("versions.placed", ["a", "manifest.json"])],
 )
 def test_a_killed_writers_files_are_complete_or_swept(
-    bucket: Bucket, prefix: str, tmp_path: Path, point: str, left: list[str]
+    bucket: Bucket, prefix: str, tmp_path: Path, point: str, expected_files: list[str]
 ) -> None:
     data_dir = tmp_path / "one"
     data_dir.mkdir()
     command = [sys.executable, "-c", KILLED, f"{bucket.url}/{prefix}", str(data_dir), point]
     assert subprocess.run(command, check=False).returncode == -9
-    assert [key.rpartition("/")[2] for key in bucket.keys(prefix)] == left
+    assert [key.rpartition("/")[2] for key in bucket.keys(prefix)] == expected_files
     after = machine(bucket, prefix, tmp_path / "other")
-    assert len(after.old(-60)) == bool(left)
+    assert len(after.old(-60)) == bool(expected_files)
     assert after.old(60) == []
     for name in after.old(-60):
-        if left[-1] == "manifest.json":
+        if expected_files[-1] == "manifest.json":
             assert content(after, name) == {"a": b"one"}
         else:
             with pytest.raises(CorruptFilesError, match=r"manifest\.json cannot be read"):
@@ -165,7 +165,7 @@ def test_a_write_that_fails_leaves_nothing(
 def test_damage_in_the_bucket_is_named(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
 
-    def damaged(file: str, data: bytes | None) -> BucketDirectories:
+    def write_damaged(file: str, data: bytes | None) -> BucketDirectories:
         name, _ = writer.write(fill)
         key = f"{prefix}/{name}/{file}"
         bucket.delete(key) if data is None else bucket.put(key, data)
@@ -174,23 +174,23 @@ def test_damage_in_the_bucket_is_named(bucket: Bucket, prefix: str, tmp_path: Pa
 
     names: list[str] = []
     with pytest.raises(CorruptFilesError, match="b is missing or was cut short: 13 bytes"):
-        damaged("b", None).check(names[-1])
+        write_damaged("b", None).check(names[-1])
     with pytest.raises(CorruptFilesError, match="b is missing or was cut short: 13 bytes"):
-        damaged("b", b"two").check(names[-1])
+        write_damaged("b", b"two").check(names[-1])
     with pytest.raises(CorruptFilesError, match="b is missing or was cut short: 13 bytes"):
-        damaged("b", b"two").check_sizes(names[-1])
+        write_damaged("b", b"two").check_sizes(names[-1])
     with pytest.raises(CorruptFilesError, match=r"b does not hold the bytes .*SHA-256"):
-        damaged("b", b"two and thrEe").check(names[-1])
-    damaged("b", b"two and thrEe").check_sizes(names[-1])
+        write_damaged("b", b"two and thrEe").check(names[-1])
+    write_damaged("b", b"two and thrEe").check_sizes(names[-1])
     with pytest.raises(CorruptFilesError, match=r"manifest\.json cannot be read"):
-        damaged("manifest.json", b"{").check(names[-1])
+        write_damaged("manifest.json", b"{").check(names[-1])
     outside = json.dumps({"files": {"../b": {"bytes": 1, "sha256": ""}}}).encode()
     with pytest.raises(CorruptFilesError, match="outside its directory"):
-        damaged("manifest.json", outside).check(names[-1])
-    kept = machine(bucket, prefix, tmp_path / "other")
+        write_damaged("manifest.json", outside).check(names[-1])
+    reader = machine(bucket, prefix, tmp_path / "other")
     assert list((tmp_path / "other/cache/versions").iterdir()) == [], "nothing damaged is kept"
     with pytest.raises(CorruptFilesError, match="b is missing"):
-        kept.copy(names[0])
+        reader.copy(names[0])
 
 
 def test_damage_in_the_cache_is_repaired_from_the_bucket(directories: BucketDirectories, tmp_path: Path) -> None:
@@ -250,25 +250,25 @@ def test_the_cache_is_bounded_and_evicts_the_least_recently_read(bucket: Bucket,
 
 def test_files_being_read_stay_in_any_cache(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
-    held, other = writer.write(fill)[0], writer.write(fill)[0]
-    one, two = (machine(bucket, prefix, tmp_path / "two", 1) for _ in range(2))
-    with one.reading(held) as path:
-        two.check(other)
+    read_directory, other = writer.write(fill)[0], writer.write(fill)[0]
+    first, second = (machine(bucket, prefix, tmp_path / "two", 1) for _ in range(2))
+    with first.reading(read_directory) as path:
+        second.check(other)
         assert (path / "b").read_bytes() == b"two and three"
-        assert held in cached(tmp_path / "two")
-    two.discard(other)
-    one._cache.make_room(0)
+        assert read_directory in cached(tmp_path / "two")
+    second.discard(other)
+    first._cache.make_room(0)
     assert cached(tmp_path / "two") == set()
 
 
 def test_a_dead_processs_cache_files_are_deleted(directories: BucketDirectories, tmp_path: Path) -> None:
     root = tmp_path / "one/cache/versions"
-    left, fresh = root / ".left", root / ".fresh"
-    for path in (left, fresh):
+    abandoned, fresh = root / ".left", root / ".fresh"
+    for path in (abandoned, fresh):
         path.mkdir(parents=True)
-    os.utime(left, (time.time() - ABANDONED_S - 60,) * 2)
+    os.utime(abandoned, (time.time() - ABANDONED_S - 60,) * 2)
     directories.write(fill)
-    assert not left.exists() and fresh.exists()
+    assert not abandoned.exists() and fresh.exists()
 
 
 def read_often(url: str, data_dir: Path, names: list[str]) -> None:
@@ -281,9 +281,9 @@ def read_often(url: str, data_dir: Path, names: list[str]) -> None:
 def test_processes_share_a_cache_that_is_too_small_for_them(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
     names = [writer.write(fill)[0] for _ in range(4)]
-    given = (f"{bucket.url}/{prefix}", tmp_path / "two", names)
+    process_arguments = (f"{bucket.url}/{prefix}", tmp_path / "two", names)
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=read_often, args=given) for _ in range(3)]
+    processes = [context.Process(target=read_often, args=process_arguments) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:

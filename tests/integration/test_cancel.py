@@ -36,10 +36,10 @@ REASON = "cancelled by the client"
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
         monkeypatch.setattr("tinsmith.engine.sampling.MAX_IN_SAMPLER", IN_SAMPLER)
-        made = Bench(tmp_path, Path(sockets))
-        made.samplers.create(NewSamplingSession(SAMPLER, "s", "alice", BASE))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        new_bench.samplers.create(NewSamplingSession(SAMPLER, "s", "alice", BASE))
+        yield new_bench
+        new_bench.close()
 
 
 def rows(db: Database, table: sa.Table) -> list[str]:
@@ -47,7 +47,7 @@ def rows(db: Database, table: sa.Table) -> list[str]:
         return list(connection.scalars(sa.select(table.c.request_id)))
 
 
-def cancelled(bench: Bench, request_id: str) -> bool:
+def is_cancelled(bench: Bench, request_id: str) -> bool:
     outcome = bench.outcome(request_id)
     return outcome is not None and (outcome.error, outcome.category) == (REASON, "user")
 
@@ -62,7 +62,7 @@ def test_a_waiting_and_a_running_sample_are_given_up_and_the_others_are_drawn(be
     for request_id in (running, waiting):
         bench.futures.cancel("alice", request_id, REASON)
     bench.run_until_idle(2 * len(ids))
-    assert cancelled(bench, running) and cancelled(bench, waiting)
+    assert is_cancelled(bench, running) and is_cancelled(bench, waiting)
     outcomes = [bench.outcome(request_id) for request_id in ids if request_id not in (running, waiting)]
     assert all(outcome is not None and outcome.error is None for outcome in outcomes)
     assert sorted(rows(bench.db, FUTURES)) == sorted(ids), "nothing remains of the requests to cancel"
@@ -70,20 +70,20 @@ def test_a_waiting_and_a_running_sample_are_given_up_and_the_others_are_drawn(be
 
 
 def test_a_cancel_is_idempotent_and_harmless_afterwards(bench: Bench) -> None:
-    done, between, pending = (bench.sample(SAMPLER, seq_id) for seq_id in range(3))
+    finished, between, pending = (bench.sample(SAMPLER, seq_id) for seq_id in range(3))
     for _ in range(2):
         bench.engine.run_once(0.0)
-    assert bench.outcome(done) is not None
+    assert bench.outcome(finished) is not None
     for _ in range(3):
-        bench.futures.cancel("alice", done, REASON)
+        bench.futures.cancel("alice", finished, REASON)
         bench.futures.cancel("alice", pending, REASON)
     bench.run_until_idle()
     bench.futures.cancel("alice", pending, REASON)
     bench.run_until_idle()
-    outcome = bench.outcome(done)
+    outcome = bench.outcome(finished)
     assert outcome is not None and outcome.error is None
-    assert cancelled(bench, pending)
-    assert sorted(rows(bench.db, FUTURES)) == [done, between, pending]
+    assert is_cancelled(bench, pending)
+    assert sorted(rows(bench.db, FUTURES)) == [finished, between, pending]
 
 
 def test_a_sample_that_ends_before_its_cancel_is_read_keeps_its_result(bench: Bench) -> None:
@@ -102,11 +102,11 @@ def test_a_sample_that_ends_before_its_cancel_is_read_keeps_its_result(bench: Be
 
 
 def test_a_cancel_outlives_the_engine(bench: Bench) -> None:
-    kept, given_up = bench.sample(SAMPLER, 0), bench.sample(SAMPLER, 1)
+    uncancelled, given_up = bench.sample(SAMPLER, 0), bench.sample(SAMPLER, 1)
     bench.futures.cancel("alice", given_up, REASON)
     bench.restart()
     bench.run_until_idle()
-    assert cancelled(bench, given_up) and not cancelled(bench, kept)
+    assert is_cancelled(bench, given_up) and not is_cancelled(bench, uncancelled)
 
 
 def test_operations_on_models_are_not_cancelled(bench: Bench) -> None:
@@ -131,12 +131,12 @@ def test_only_its_owner_cancels_a_sample(bench: Bench) -> None:
 
 
 def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(bench: Bench) -> None:
-    moment = now()
-    facts = {"tenant_id": "alice", "tags": [], "created_at": moment, "last_heartbeat_at": moment}
-    ended = {"state": "expired", "reason": "no heartbeat for 5 s", "closed_at": moment}
+    now_s = now()
+    session_columns = {"tenant_id": "alice", "tags": [], "created_at": now_s, "last_heartbeat_at": now_s}
+    end_columns = {"state": "expired", "reason": "no heartbeat for 5 s", "closed_at": now_s}
     with bench.db.write() as connection:
-        connection.execute(SESSIONS.insert(), {"session_id": "s", **facts, **ended})
-        connection.execute(SESSIONS.insert().values(session_id="t", state="active", **facts))
+        connection.execute(SESSIONS.insert(), {"session_id": "s", **session_columns, **end_columns})
+        connection.execute(SESSIONS.insert().values(session_id="t", state="active", **session_columns))
     Engines(bench.db, "here").take(Seat(BASE), 60)
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "alice", BASE))
     ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(IN_SAMPLER + 5)]
@@ -189,10 +189,10 @@ def test_a_cancel_wakes_the_engine_once_for_a_pending_sample(harness: Harness) -
 def test_a_cancel_of_anything_else_is_answered_without_an_effect(harness: Harness) -> None:
     step = harness.ok("optim_step", {"model_id": harness.model(), "seq_id": 1, "adam_params": {}})["request_id"]
     sampler = harness.sampler()
-    done = harness.ok("asample", sample_request(sampler))["request_id"]
-    harness.settle(done)
+    finished = harness.ok("asample", sample_request(sampler))["request_id"]
+    harness.settle(finished)
     refused = harness.ok("asample", sample_request(sampler, 1, num_samples=0))["request_id"]
-    for request_id in (step, done, refused):
+    for request_id in (step, finished, refused):
         assert harness.ok("cancel_future", {"request_id": request_id}) == {}
     assert harness.kinds() == {step: "optim_step"}
 

@@ -14,20 +14,20 @@ def search(harness: Harness, key: str = ALICE, **body: object) -> dict[str, Any]
     return harness.ok(SEARCH.removeprefix("/"), body, key)
 
 
-def names(found: dict[str, Any]) -> list[str]:
-    return [each["checkpoint_id"].partition("/")[2] for each in found["checkpoints"]]
+def names(page: dict[str, Any]) -> list[str]:
+    return [row["checkpoint_id"].partition("/")[2] for row in page["checkpoints"]]
 
 
 def test_every_filter_narrows_the_search(harness: Harness) -> None:
     session_id = harness.session()
-    mine, other = harness.model(session_id, 0), harness.model(harness.session(), 0)
+    model_id, other = harness.model(session_id, 0), harness.model(harness.session(), 0)
     assert harness.send("PUT", f"sessions/{session_id}/project", {"project_id": "p"}).status_code == 200
-    harness.checkpoint(mine, name="one", user_metadata={"a": "1", "b": "2"})
-    harness.checkpoint(mine, "sampler_weights", "two", user_metadata={"a": "1"})
+    harness.checkpoint(model_id, name="one", user_metadata={"a": "1", "b": "2"})
+    harness.checkpoint(model_id, "sampler_weights", "two", user_metadata={"a": "1"})
     harness.checkpoint(other, name="three", base_model="local/other")
     harness.checkpoint(harness.model(key=BOB), name="theirs")
     assert names(search(harness)) == ["three", "two", "one"]
-    assert [each["base_model"] for each in search(harness)["checkpoints"]] == ["local/other", BASE, BASE]
+    assert [row["base_model"] for row in search(harness)["checkpoints"]] == ["local/other", BASE, BASE]
     for body, expected in (
         ({"project_ids": ["p"]}, ["two", "one"]),
         ({"project_ids": []}, []),
@@ -42,38 +42,40 @@ def test_every_filter_narrows_the_search(harness: Harness) -> None:
             ["two", "one"],
         ),
     ):
-        found = search(harness, **body)
-        assert names(found) == expected and found["next_cursor"] is None, body
+        page = search(harness, **body)
+        assert names(page) == expected and page["next_cursor"] is None, body
     assert names(search(harness, BOB)) == ["theirs"]
 
 
 def test_pages_go_on_where_the_last_one_ended(harness: Harness) -> None:
     model_id = harness.model()
-    made = [f"c{number}" for number in range(7)]
-    for number, name in enumerate(made):
-        harness.checkpoint(model_id, name=name, user_metadata={"odd": str(number % 2)})
-    for more, expected in (({}, made[::-1]), ({"user_metadata": {"odd": "1"}}, ["c5", "c3", "c1"])):
-        seen: list[str] = []
+    all_names = [f"c{index}" for index in range(7)]
+    for index, name in enumerate(all_names):
+        harness.checkpoint(model_id, name=name, user_metadata={"odd": str(index % 2)})
+    for filters, expected in (({}, all_names[::-1]), ({"user_metadata": {"odd": "1"}}, ["c5", "c3", "c1"])):
+        names_read: list[str] = []
         cursor = None
         while True:
-            found = search(harness, limit=2, cursor=cursor, **more)
-            assert len(found["checkpoints"]) <= 2
-            seen += names(found)
-            if (cursor := found["next_cursor"]) is None:
+            page = search(harness, limit=2, cursor=cursor, **filters)
+            assert len(page["checkpoints"]) <= 2
+            names_read += names(page)
+            if (cursor := page["next_cursor"]) is None:
                 break
-        assert seen == expected
+        assert names_read == expected
 
 
 def test_pages_are_whole_where_many_were_made_at_one_moment(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.store.checkpoints.now", lambda: 1_700_000_000.25)
     monkeypatch.setattr("tinsmith.store.checkpoints._SCAN_ROWS", 3)
     model_id = harness.model()
-    made = {f"c{number}" for number in range(8)}
-    for name in made:
+    all_names = {f"c{index}" for index in range(8)}
+    for name in all_names:
         harness.checkpoint(model_id, name=name)
     first = search(harness, limit=5)
     second = search(harness, limit=5, cursor=first["next_cursor"])
-    assert len(names(first)) == 5 and set(names(first)) | set(names(second)) == made and second["next_cursor"] is None
+    assert (
+        len(names(first)) == 5 and set(names(first)) | set(names(second)) == all_names and second["next_cursor"] is None
+    )
 
 
 @pytest.mark.parametrize(

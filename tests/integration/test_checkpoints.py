@@ -29,9 +29,9 @@ class Bench:
         self.files = Directories(directory / "checkpoints")
         self.checkpoints = Checkpoints(self.db, self.files)
 
-    def save(self, ref: CheckpointRef = REF, *, overwrite: bool = False, content: bytes = b"weights", **more) -> str:
+    def save(self, ref: CheckpointRef = REF, *, overwrite: bool = False, content: bytes = b"weights", **fields) -> str:
         """Save as the engine does; return the directory."""
-        new = NewCheckpoint(ref, more.pop("tenant_id", ALICE), "base", LoraSpec(4), **more)
+        new = NewCheckpoint(ref, fields.pop("tenant_id", ALICE), "base", LoraSpec(4), **fields)
         replaced = self.checkpoints.begin(new, overwrite=overwrite)
         directory, size_bytes = self.files.write(lambda path: (path / "adapter").write_bytes(content) and None)
         self.run(*completion(new, directory, size_bytes))
@@ -55,9 +55,9 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    made.db.close()
+    new_bench = Bench(tmp_path)
+    yield new_bench
+    new_bench.db.close()
 
 
 # Reading.
@@ -83,8 +83,8 @@ def test_a_name_is_taken_until_it_is_overwritten_on_purpose_or_expires(bench: Be
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         bench.save()
     second = bench.save(overwrite=True, content=b"other", user_metadata={"step": "2"})
-    found = bench.get()
-    assert (found.directory, found.user_metadata, found.expires_at, found.public) == (
+    checkpoint = bench.get()
+    assert (checkpoint.directory, checkpoint.user_metadata, checkpoint.expires_at, checkpoint.public) == (
         second,
         {"step": "2"},
         None,
@@ -172,16 +172,16 @@ def test_deleting_takes_the_files_of_the_row_that_is_deleted(bench: Bench, monke
 
 
 def test_only_old_directories_that_no_row_names_are_swept(bench: Bench) -> None:
-    named = bench.save()
+    named_directory = bench.save()
     fresh, _ = bench.files.write(lambda path: (path / "a").write_bytes(b"a") and None)
     orphan, _ = bench.files.write(lambda path: (path / "a").write_bytes(b"a") and None)
     hidden = bench.files.path(".cut-short")
     hidden.mkdir()
-    for directory in (bench.files.path(named), bench.files.path(orphan), hidden):
+    for directory in (bench.files.path(named_directory), bench.files.path(orphan), hidden):
         for path in (*directory.iterdir(), directory):
             os.utime(path, (time.time() - 7200,) * 2)
     assert sorted(bench.checkpoints.sweep_directories(3600)) == sorted([orphan, ".cut-short"])
-    assert bench.on_disk() == {named, fresh}
+    assert bench.on_disk() == {named_directory, fresh}
 
 
 # Copies.

@@ -122,25 +122,25 @@ def test_nothing_grows_beyond_its_bounds_and_none_of_it_is_computed_first() -> N
     def outer(logprobs):
         return (logprobs[:, None] * logprobs[None]).sum(), {}
 
-    def repeated(logprobs):
+    def square_repeatedly(logprobs):
         return logprobs.repeat(10**9).sum(), {}
 
     def new(logprobs):
         return logprobs.sum() + logprobs.new_zeros(10**12).sum(), {}
 
-    def joined(logprobs):
+    def join_often(logprobs):
         for _ in range(30):
             logprobs = torch.cat([logprobs, logprobs])
         return logprobs.sum(), {}
 
-    def indexed(logprobs, where):
+    def index_outer(logprobs, where):
         return logprobs[where[:, None] * where[None, :]].sum(), {}
 
     def powers(logprobs):
-        number = logprobs.size(0)
+        factor = logprobs.size(0)
         for _ in range(40):
-            number = number * number
-        return logprobs.sum() * number, {}
+            factor = factor * factor
+        return logprobs.sum() * factor, {}
 
     def tower(logprobs):
         return logprobs.sum() * (logprobs.size(0) ** logprobs.size(0)), {}
@@ -152,10 +152,10 @@ def test_nothing_grows_beyond_its_bounds_and_none_of_it_is_computed_first() -> N
 
     where = np.zeros(big, np.int64)
     assert "gives 1600000000 elements" in failure(outer, length=big)
-    assert "elements" in failure(repeated)
+    assert "elements" in failure(square_repeatedly)
     assert "elements" in failure(new)
-    assert "elements" in failure(joined, length=1000)
-    assert "elements" in failure(indexed, length=big, where=where)
+    assert "elements" in failure(join_often, length=1000)
+    assert "elements" in failure(index_outer, length=big, where=where)
     assert "integer of more than 64 bits" in failure(powers)
     assert "exponent of 1000 is more than 64" in failure(tower, length=1000)
     assert "multiplications" in failure(product, length=big)
@@ -212,7 +212,7 @@ def test_a_loss_that_writes_to_its_inputs_changes_neither_the_request_nor_the_re
 GOOD = request(trace(*LOSSES["sequence_ratio"]))
 
 
-def changed(**changes: object) -> dict[str, Any]:
+def change_request(**changes: object) -> dict[str, Any]:
     return {**copy.deepcopy(GOOD), **changes}
 
 
@@ -227,15 +227,15 @@ def calling(target: str, *args: object, op: str = "call_function", **kwargs: obj
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (changed(inputs=[]), "inputs are []; send 1 to 16 inputs, 'logprobs' first"),
-    (changed(inputs=[{"name": "weights", "rank": 1}]), "'logprobs' first"),
-    (changed(inputs=[{"name": "logprobs", "rank": 0}]), "inputs[0].rank is 0"),
-    (changed(inputs=[{"name": "logprobs", "rank": 1}, {"name": "A", "rank": 1}]), "inputs[1].name is 'A'"),
-    (changed(inputs=[{"name": "logprobs", "rank": 1}, {"name": "a", "rank": 3}]), "inputs[1].rank is 3"),
-    (changed(inputs=[{"name": "logprobs", "rank": 1}] * 2), "inputs[1].name is 'logprobs'"),
-    (changed(graph={"format": 2, "nodes": []}), "graph.format is 2"),
-    (changed(graph={"format": 1, "nodes": []}), "graph.nodes has 0 nodes"),
-    (changed(graph={"format": 1, "nodes": [3]}), "graph.nodes[0] is 3; it must be an object"),
+    (change_request(inputs=[]), "inputs are []; send 1 to 16 inputs, 'logprobs' first"),
+    (change_request(inputs=[{"name": "weights", "rank": 1}]), "'logprobs' first"),
+    (change_request(inputs=[{"name": "logprobs", "rank": 0}]), "inputs[0].rank is 0"),
+    (change_request(inputs=[{"name": "logprobs", "rank": 1}, {"name": "A", "rank": 1}]), "inputs[1].name is 'A'"),
+    (change_request(inputs=[{"name": "logprobs", "rank": 1}, {"name": "a", "rank": 3}]), "inputs[1].rank is 3"),
+    (change_request(inputs=[{"name": "logprobs", "rank": 1}] * 2), "inputs[1].name is 'logprobs'"),
+    (change_request(graph={"format": 2, "nodes": []}), "graph.format is 2"),
+    (change_request(graph={"format": 1, "nodes": []}), "graph.nodes has 0 nodes"),
+    (change_request(graph={"format": 1, "nodes": [3]}), "graph.nodes[0] is 3; it must be an object"),
     (with_node(0, target="weights"), "graph.nodes[0] ('logprobs') takes 'weights'; it must take 'logprobs'"),
     (with_node(0, args=[1]), "without a default"),
     (with_node(1, op="call_function", target="torch.exp", args=[1]), "begins with its 3 placeholders"),
@@ -365,10 +365,10 @@ def gradients(
 ) -> tuple[list[PassResult | UserError], dict[str, torch.Tensor | None]]:
     """Return a step's results and each model's gradient, with fresh and trained adapters."""
     models = sorted({pass_.model_id for pass_ in passes})
-    for number, model_id in enumerate(models):
-        backend.create_model(model_id, LoraSpec(4, seed=number))
+    for seed, model_id in enumerate(models):
+        backend.create_model(model_id, LoraSpec(4, seed=seed))
         flat_P = backend._models[model_id].adapter.flat_P
-        flat_P += 0.01 * torch.randn(flat_P.shape, generator=torch.Generator().manual_seed(number))
+        flat_P += 0.01 * torch.randn(flat_P.shape, generator=torch.Generator().manual_seed(seed))
     results = run_to_end(backend.run_passes(passes))
     return list(results), {model_id: backend._models[model_id].gradient_P for model_id in models}
 
@@ -379,15 +379,15 @@ def test_a_failing_loss_does_not_change_other_passes(backend: TorchBackend) -> N
     good = [arrays(traced_losses.datum(rng, 12, 500, ranks)) for _ in range(3)]
     bad = [*good[:2], Datum(good[2].tokens_N, {**good[2].inputs, "weights": np.full(12, np.nan, np.float32)})]
     other = pass_of("b", fn, good, ranks)
-    own = cross_entropy("a", good)
-    results, found = gradients(backend, pass_of("a", fn, bad, ranks), other, own)
+    good_pass = cross_entropy("a", good)
+    results, gradients_of_models = gradients(backend, pass_of("a", fn, bad, ranks), other, good_pass)
     assert isinstance(results[0], UserError) and "failed at data[2]" in str(results[0])
-    _, expected = gradients(backend, own, other)
+    _, expected = gradients(backend, good_pass, other)
     for model_id in ("a", "b"):
-        assert found[model_id] is not None and found[model_id].norm() > 0
-        torch.testing.assert_close(found[model_id], expected[model_id], rtol=1e-5, atol=1e-6)
-    _, alone = gradients(backend, pass_of("a", fn, bad, ranks))
-    assert alone["a"] is None
+        assert gradients_of_models[model_id] is not None and gradients_of_models[model_id].norm() > 0
+        torch.testing.assert_close(gradients_of_models[model_id], expected[model_id], rtol=1e-5, atol=1e-6)
+    _, lone_gradients = gradients(backend, pass_of("a", fn, bad, ranks))
+    assert lone_gradients["a"] is None
 
 
 def test_a_custom_loss_equals_the_same_loss_of_ours_in_one_step_with_it(backend: TorchBackend) -> None:
@@ -396,11 +396,11 @@ def test_a_custom_loss_equals_the_same_loss_of_ours_in_one_step_with_it(backend:
     data = [arrays(traced_losses.datum(rng, n, 500, ranks)) for n in (5, 23, 1)]
     ours = Pass("x", "b", tuple(data), "cross_entropy", {}, False)
     (first, _), _ = gradients(backend, pass_of("a", fn, data, ranks), ours)
-    _, one = gradients(backend, pass_of("b", fn, data, ranks))
-    (second,), two = gradients(backend, ours)
+    _, custom_gradients = gradients(backend, pass_of("b", fn, data, ranks))
+    (second,), named_gradients = gradients(backend, ours)
     assert isinstance(first, PassResult) and isinstance(second, PassResult)
-    assert one["b"] is not None
-    torch.testing.assert_close(one["b"], two["b"], rtol=1e-5, atol=1e-6)
+    assert custom_gradients["b"] is not None
+    torch.testing.assert_close(custom_gradients["b"], named_gradients["b"], rtol=1e-5, atol=1e-6)
     assert first.metrics["tokens:sum"] == 29
     forward = replace(pass_of("b", fn, data, ranks), forward_only=True)
     (scored,), untouched = gradients(backend, forward)
@@ -432,9 +432,11 @@ def test_the_server_and_the_client_compute_the_same(nano_service: tinker.Service
     assert server_norm == pytest.approx(client_norm, rel=1e-4) and server_norm > 0
     assert client.metrics.pop("surrogate_loss:sum") is not None
     assert server.metrics == pytest.approx(client.metrics, rel=1e-5, abs=1e-5)
-    for one, other in zip(server.loss_fn_outputs, client.loss_fn_outputs, strict=True):
-        assert one["logprobs"].shape == other["logprobs"].shape
-        np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
+    for server_output, client_output in zip(server.loss_fn_outputs, client.loss_fn_outputs, strict=True):
+        assert server_output["logprobs"].shape == client_output["logprobs"].shape
+        np.testing.assert_allclose(
+            server_output["logprobs"].to_numpy(), client_output["logprobs"].to_numpy(), atol=1e-5
+        )
 
 
 def test_a_loss_that_the_server_does_not_allow_is_a_user_error_that_names_it(
@@ -459,6 +461,6 @@ def test_a_loss_of_another_session_is_unknown(nano_service: tinker.ServiceClient
         with pytest.raises(tinker.RequestFailedError, match="takes one text, 'loss_id'"):
             model.forward_backward(data, "custom").result()
         with pytest.raises(tinker.RequestFailedError, match="weights'\\] is missing"):
-            own = other.create_custom_loss(fn, ranks).result()  # type: ignore[arg-type]
+            own_loss = other.create_custom_loss(fn, ranks).result()  # type: ignore[arg-type]
             bare = [tinker.Datum(data[0].model_input, {"target_tokens": data[0].loss_fn_inputs["target_tokens"]})]
-            model.forward_backward(bare, "custom", {"loss_id": str(own.loss_id)}).result()
+            model.forward_backward(bare, "custom", {"loss_id": str(own_loss.loss_id)}).result()

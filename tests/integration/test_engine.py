@@ -138,12 +138,12 @@ def test_samples_that_begin_together_look_their_session_up_once(bench: Bench, mo
     looked_up: list[str] = []
     find = SamplingSessions.find
 
-    def found(self: SamplingSessions, name: str) -> SamplingSession | None:
+    def find_and_record(self: SamplingSessions, name: str) -> SamplingSession | None:
         looked_up.append(name)
         return find(self, name)
 
-    monkeypatch.setattr(SamplingSessions, "find", found)
-    ids = [bench.sample(session, number) for number in range(5) for session in sessions]
+    monkeypatch.setattr(SamplingSessions, "find", find_and_record)
+    ids = [bench.sample(session, sample_index) for sample_index in range(5) for session in sessions]
     bench.run_until_idle()
     assert sorted(looked_up) == sorted(sessions)
     assert [outcome.error for request_id in ids if (outcome := bench.outcome(request_id))] == [None] * 10
@@ -218,16 +218,16 @@ def test_a_model_with_a_failed_pass_in_its_log_comes_back(bench: Bench) -> None:
 
 
 def test_a_model_that_cannot_be_read_back_fails_without_the_others(bench: Bench) -> None:
-    broken, whole = bench.model(), bench.model("t:train:0")
-    for model in (broken, whole):
+    broken, intact = bench.model(), bench.model("t:train:0")
+    for model in (broken, intact):
         bench.train(model, 1)
     bench.run_until_idle()
     with bench.db.write() as connection:
-        gone = {"snapshot_seq_id": 1, "snapshot_directory": "no-such"}
-        gone |= {f"previous_{name}": value for name, value in gone.items()}
-        connection.execute(MODELS.update().where(MODELS.c.model_id == broken).values(**gone))
+        missing_snapshot = {"snapshot_seq_id": 1, "snapshot_directory": "no-such"}
+        missing_snapshot |= {f"previous_{name}": value for name, value in missing_snapshot.items()}
+        connection.execute(MODELS.update().where(MODELS.c.model_id == broken).values(**missing_snapshot))
     bench.restart()
-    failed, fine = bench.step(broken, 2), bench.step(whole, 2)
+    failed, fine = bench.step(broken, 2), bench.step(intact, 2)
     bench.run_until_idle()
     assert "could not be restored" in bench.error(failed)
     assert bench.optimizer_step(fine) == 1
@@ -307,11 +307,11 @@ def test_two_snapshots_are_kept_and_the_bodies_that_the_older_one_does_not_cover
     for seq_id in range(1, 3 * SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
     bench.run_until_idle(200)
-    left = sa.select(sa.func.min(FUTURES.c.seq_id), sa.func.count()).join(
+    stored_bodies = sa.select(sa.func.min(FUTURES.c.seq_id), sa.func.count()).join(
         BODIES, BODIES.c.request_id == FUTURES.c.request_id
     )
     with bench.db.read() as connection:
-        assert tuple(connection.execute(left).one()) == (2 * SNAPSHOT_OPTIM_STEPS + 1, SNAPSHOT_OPTIM_STEPS)
+        assert tuple(connection.execute(stored_bodies).one()) == (2 * SNAPSHOT_OPTIM_STEPS + 1, SNAPSHOT_OPTIM_STEPS)
     assert len(list((bench.directory / "snapshots").iterdir())) == 2
 
 
@@ -410,8 +410,8 @@ def test_a_failed_overwrite_leaves_what_was_there(bench: Bench) -> None:
     bench.error(save_weights(bench, model, 2, overwrite=True))
     bench.backend.breaks.clear()
     assert directories(bench) == before
-    found = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
-    with bench.checkpoints.reading(found) as directory:
+    checkpoint = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
+    with bench.checkpoints.reading(checkpoint) as directory:
         assert directory.is_dir()
 
 
@@ -421,19 +421,19 @@ def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(
     model = bench.model()
     save_weights(bench, model, 1)
     (before,) = directories(bench)
-    seen: list[object] = []
+    directories_seen: list[object] = []
     discard = Directories.discard
 
     def watch(self: Directories, name: str | None) -> None:
         if name == before:
-            seen.append(bench.scalar(sa.select(CHECKPOINTS.c.directory)))
+            directories_seen.append(bench.scalar(sa.select(CHECKPOINTS.c.directory)))
         discard(self, name)
 
     monkeypatch.setattr(Directories, "discard", watch)
     bench.result(save_weights(bench, model, 2, overwrite=True))
     (after,) = directories(bench)
     assert after != before
-    assert seen == [after], "another connection sees the new row when the old directory goes"
+    assert directories_seen == [after], "another connection sees the new row when the old directory goes"
 
 
 def test_an_interrupted_save_has_failed_after_the_restart(bench: Bench) -> None:
@@ -457,10 +457,10 @@ def test_an_interrupted_save_has_failed_after_the_restart(bench: Bench) -> None:
 def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
     model = bench.model()
     seq_id, samplers = 1, []
-    for number in range(7):
+    for index in range(7):
         bench.train(model, seq_id)
-        bench.step(model, seq_id + 1, rate=0.01 * (number + 1))
-        samplers.append(bench.publish(model, seq_id + 2, number))
+        bench.step(model, seq_id + 1, rate=0.01 * (index + 1))
+        samplers.append(bench.publish(model, seq_id + 2, index))
         seq_id += 3
     bench.run_until_idle(100)
     bench.engine.run_once(2 * QUIET_S)  # idle for a moment: the oldest leave memory
@@ -507,7 +507,7 @@ def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
 ) -> None:
     monkeypatch.setattr("tinsmith.engine.versions.LOADED_VERSIONS", 2)
     model = bench.model()
-    samplers = [bench.publish(model, number + 1, number) for number in range(12)]
+    samplers = [bench.publish(model, index + 1, index) for index in range(12)]
     bench.run_until_idle(20)
     bench.engine.run_once(2 * QUIET_S)  # idle for a moment
     for seq_id in range(2):
@@ -554,14 +554,14 @@ def test_a_publish_under_a_name_in_use_is_refused_without_effect(bench: Bench) -
 
 def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) -> None:
     model = bench.model()
-    for number in range(VERSIONS_IN_MEMORY + 3):
-        bench.publish(model, number + 1, number)
+    for index in range(VERSIONS_IN_MEMORY + 3):
+        bench.publish(model, index + 1, index)
     bench.run_until_idle(20)
     assert not list((bench.directory / "versions").glob("*"))
     bench.engine.run_once(2 * QUIET_S)  # idle for a moment
     assert len(list((bench.directory / "versions").glob("*"))) == 3
-    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MAX_VERSIONS_IN_MEMORY + 3):
-        bench.publish(model, number + 1, number)
+    for index in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MAX_VERSIONS_IN_MEMORY + 3):
+        bench.publish(model, index + 1, index)
     bench.run_until_idle(200)
     assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY
 
@@ -602,17 +602,17 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
     unknown = custom_pass(bench, model, 2, "s:loss:1")
     bench.run_until_idle()
     assert "'s:loss:1' is not a custom loss of session 's'" in bench.error(unknown)
-    ended = {"session_id": "s", "tenant_id": "alice", "state": "expired", "tags": [], "created_at": 0.0}
+    session_row = {"session_id": "s", "tenant_id": "alice", "state": "expired", "tags": [], "created_at": 0.0}
     with bench.db.write() as connection:
-        connection.execute(SESSIONS.insert().values(**ended, last_heartbeat_at=0.0, closed_at=1.0))
+        connection.execute(SESSIONS.insert().values(**session_row, last_heartbeat_at=0.0, closed_at=1.0))
     assert losses.sweep(now()) == 0, "the model may still be replayed"
     bench.restart()
-    seen: list[Pass] = []
+    passes_run: list[Pass] = []
     run = bench.backend.run_passes
-    monkeypatch.setattr(bench.backend, "run_passes", lambda passes: seen.extend(passes) or run(passes))
+    monkeypatch.setattr(bench.backend, "run_passes", lambda passes: passes_run.extend(passes) or run(passes))
     bench.step(model, 3)
     bench.run_until_idle()
-    assert [(each.custom_loss is not None, each.replayed) for each in seen] == [(True, True)]
+    assert [(run_pass.custom_loss is not None, run_pass.replayed) for run_pass in passes_run] == [(True, True)]
     with bench.db.write() as connection:
         connection.execute(MODELS.update().values(state="unloaded"))
     assert losses.sweep(now()) == 1

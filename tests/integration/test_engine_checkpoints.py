@@ -25,7 +25,7 @@ def save(bench: Bench, seq_id: int, kind: str = "save_weights", *, model: str = 
     return request_id
 
 
-def saved(bench: Bench, request_id: str) -> Checkpoint:
+def saved_checkpoint(bench: Bench, request_id: str) -> Checkpoint:
     return bench.checkpoints.get("alice", parse_path(str(bench.result(request_id)["path"])))
 
 
@@ -34,12 +34,12 @@ def files_of(bench: Bench, checkpoint: Checkpoint) -> dict[str, bytes]:
         return {name: (directory / name).read_bytes() for name in bench.checkpoints.files.files(directory.name)}
 
 
-def sampler_of(bench: Bench, path: str, number: int = 0, tenant: str = "alice") -> str:
-    new = NewSamplingSession(f"s:sample:{number}", "s", tenant, BASE, model_path=path, version_id=path)
+def sampler_of(bench: Bench, path: str, sampler_seq_id: int = 0, tenant: str = "alice") -> str:
+    new = NewSamplingSession(f"s:sample:{sampler_seq_id}", "s", tenant, BASE, model_path=path, version_id=path)
     return bench.samplers.create(new)
 
 
-def trained(bench: Bench) -> str:
+def train_model(bench: Bench) -> str:
     model = bench.model()
     bench.train(model, 1)
     bench.step(model, 2)
@@ -51,10 +51,10 @@ def trained(bench: Bench) -> str:
 
 
 def test_an_export_holds_the_adapter_and_tells_its_size(bench: Bench) -> None:
-    trained(bench)
-    full = saved(bench, save(bench, 3))
+    train_model(bench)
+    full = saved_checkpoint(bench, save(bench, 3))
     request_id = save(bench, 4, "save_weights_external", ttl_seconds=3600)
-    export = saved(bench, request_id)
+    export = saved_checkpoint(bench, request_id)
     assert bench.result(request_id) == {
         "path": "tinker://s:train:0/external_weights/one",
         "size_bytes": export.size_bytes,
@@ -67,12 +67,12 @@ def test_an_export_holds_the_adapter_and_tells_its_size(bench: Bench) -> None:
 
 
 def test_an_encrypted_export_can_be_read_by_its_recipients_alone(bench: Bench) -> None:
-    trained(bench)
+    train_model(bench)
     identities = [pyrage.x25519.Identity.generate() for _ in range(3)]
     recipients = [str(identity.to_public()) for identity in identities[:2]]
-    plain = files_of(bench, saved(bench, save(bench, 3, "save_weights_external")))
+    plain = files_of(bench, saved_checkpoint(bench, save(bench, 3, "save_weights_external")))
     request_id = save(bench, 4, "save_weights_external", path="two", age_encryption_recipients=recipients)
-    files = files_of(bench, saved(bench, request_id))
+    files = files_of(bench, saved_checkpoint(bench, request_id))
     assert files.keys() == {f"{name}.age" for name in plain}
     for identity in identities[:2]:
         assert pyrage.decrypt(files[f"{STATE}.age"], [identity]) == plain[STATE]
@@ -81,11 +81,11 @@ def test_an_encrypted_export_can_be_read_by_its_recipients_alone(bench: Bench) -
 
 
 def test_a_key_that_cannot_be_read_leaves_nothing_behind(bench: Bench) -> None:
-    trained(bench)
+    train_model(bench)
     request_id = save(bench, 3, "save_weights_external", age_encryption_recipients=["age1nothing"])
     assert "age_encryption_recipients[0] cannot be read" in bench.error(request_id)
     assert list(bench.checkpoints.files.path("").iterdir()) == []
-    saved(bench, save(bench, 4, "save_weights_external"))
+    saved_checkpoint(bench, save(bench, 4, "save_weights_external"))
 
 
 # Between the files and the row.
@@ -95,9 +95,9 @@ def test_a_key_that_cannot_be_read_leaves_nothing_behind(bench: Bench) -> None:
 def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
     bench: Bench, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(bench)
+    train_model(bench)
     if overwrite:
-        old = saved(bench, save(bench, 3, user_metadata={"step": "1"}, ttl_seconds=3600))
+        old = saved_checkpoint(bench, save(bench, 3, user_metadata={"step": "1"}, ttl_seconds=3600))
     bench.train("s:train:0", 4 if overwrite else 3)
     bench.step("s:train:0", 5 if overwrite else 4)
     bench.run_until_idle()
@@ -123,7 +123,7 @@ def test_a_crash_before_the_row_leaves_the_old_checkpoint_or_none(
             bench.checkpoints.get("alice", ref)
     bench.restart()
     bench.run_until_idle()
-    new = saved(bench, request_id)
+    new = saved_checkpoint(bench, request_id)
     assert (new.user_metadata, new.expires_at) == ({"step": "2"}, None)
     assert b'"step": 2' in files_of(bench, new)[STATE]
     assert len(bench.checkpoints.sweep_directories(-1)) == 1  # files of the first attempt
@@ -139,8 +139,8 @@ def damage(bench: Bench, checkpoint: Checkpoint) -> None:
 
 
 def test_damaged_weights_are_not_loaded(bench: Bench) -> None:
-    trained(bench)
-    checkpoint = saved(bench, save(bench, 3))
+    train_model(bench)
+    checkpoint = saved_checkpoint(bench, save(bench, 3))
     damage(bench, checkpoint)
     path = checkpoint.ref.path
     bench.models.create(NewModel("s:train:1", "s", "alice", BASE, LoraSpec(4)))
@@ -170,8 +170,8 @@ def disappear(bench: Bench, checkpoint: Checkpoint, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["unpublished", "deleted", "expired"])
 def test_loaded_weights_go_on_being_sampled_and_new_loads_are_refused(bench: Bench, how: str) -> None:
-    trained(bench)
-    checkpoint = saved(bench, save(bench, 3, "save_weights_for_sampler"))
+    train_model(bench)
+    checkpoint = saved_checkpoint(bench, save(bench, 3, "save_weights_for_sampler"))
     bench.checkpoints.set_public("alice", checkpoint.ref, True)
     sampler = sampler_of(bench, checkpoint.ref.path, tenant="bob")
 
@@ -191,15 +191,15 @@ def test_loaded_weights_go_on_being_sampled_and_new_loads_are_refused(bench: Ben
 
 
 def test_an_evicted_version_is_reloaded_only_while_permitted(bench: Bench) -> None:
-    trained(bench)
-    checkpoint = saved(bench, save(bench, 3, "save_weights_for_sampler", path="first"))
+    train_model(bench)
+    checkpoint = saved_checkpoint(bench, save(bench, 3, "save_weights_for_sampler", path="first"))
     sampler = sampler_of(bench, checkpoint.ref.path)
     bench.sample(sampler, 0)
     bench.run_until_idle()
     bench.checkpoints.delete("alice", checkpoint.ref)
-    for number in range(1, LOADED_VERSIONS + 1):
-        path = saved(bench, save(bench, 3 + number, "save_weights_for_sampler", path=f"n{number}")).ref.path
-        bench.sample(sampler_of(bench, path, number), 0)
+    for index in range(1, LOADED_VERSIONS + 1):
+        path = saved_checkpoint(bench, save(bench, 3 + index, "save_weights_for_sampler", path=f"n{index}")).ref.path
+        bench.sample(sampler_of(bench, path, index), 0)
         bench.run_until_idle()
     request_id = bench.sample(sampler, 1)
     bench.run_until_idle()
@@ -207,8 +207,8 @@ def test_an_evicted_version_is_reloaded_only_while_permitted(bench: Bench) -> No
 
 
 def test_an_overwritten_sampler_checkpoint_is_sampled_with_its_new_weights(bench: Bench) -> None:
-    model = trained(bench)
-    path = saved(bench, save(bench, 3, "save_weights_for_sampler")).ref.path
+    model = train_model(bench)
+    path = saved_checkpoint(bench, save(bench, 3, "save_weights_for_sampler")).ref.path
     first, second = sampler_of(bench, path), sampler_of(bench, path, 1)
     bench.sample(first, 0)
     bench.run_until_idle()
@@ -225,10 +225,10 @@ def test_an_overwritten_sampler_checkpoint_is_sampled_with_its_new_weights(bench
 
 
 def test_the_engine_reads_a_granted_checkpoint_as_the_tenant_who_granted_it(bench: Bench) -> None:
-    trained(bench)
-    path = saved(bench, save(bench, 3)).ref.path
-    for number, granted_by in ((1, None), (2, "carol"), (3, "alice")):
-        model_id = f"b:train:{number}"
+    train_model(bench)
+    path = saved_checkpoint(bench, save(bench, 3)).ref.path
+    for index, granted_by in ((1, None), (2, "carol"), (3, "alice")):
+        model_id = f"b:train:{index}"
         bench.models.create(NewModel(model_id, "b", "bob", BASE, LoraSpec(4)))
         body = {"path": path, "optimizer": True, "granted_by": granted_by}
         request_id = bench.submit(model_id, 0, "load_model", body, tenant="bob")
@@ -240,12 +240,12 @@ def test_the_engine_reads_a_granted_checkpoint_as_the_tenant_who_granted_it(benc
 
 
 def test_a_checkpoint_is_loaded_under_another_name_of_its_base_only_if_that_was_asked_for(bench: Bench) -> None:
-    trained(bench)
-    checkpoint = saved(bench, save(bench, 3))
+    train_model(bench)
+    checkpoint = saved_checkpoint(bench, save(bench, 3))
     with bench.db.write() as connection:
         connection.execute(CHECKPOINTS.update().values(base_model="local/same"))
-    for number, base_model in ((1, None), (2, "local/same"), (3, BASE)):
-        model_id = f"s:train:{number}"
+    for index, base_model in ((1, None), (2, "local/same"), (3, BASE)):
+        model_id = f"s:train:{index}"
         bench.models.create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4)))
         body = {"path": checkpoint.ref.path, "optimizer": True, "base_model": base_model}
         request_id = bench.submit(model_id, 0, "load_model", body)
@@ -257,27 +257,27 @@ def test_a_checkpoint_is_loaded_under_another_name_of_its_base_only_if_that_was_
 
 def test_a_run_keeps_its_newest_checkpoints_of_a_kind(bench: Bench) -> None:
     """Published checkpoints remain, and other kinds and runs are not affected."""
-    trained(bench)
+    train_model(bench)
     seq_id = 2
 
-    def saves(kind: str, *names: str, **more: object) -> None:
+    def saves(kind: str, *names: str, **options: object) -> None:
         nonlocal seq_id
         for name in names:
             seq_id += 1
-            saved(bench, save(bench, seq_id, kind, path=name, **more))
+            saved_checkpoint(bench, save(bench, seq_id, kind, path=name, **options))
 
-    def left(kind: str) -> set[str]:
-        return {each.name for each in checkpoints.of_run("alice", "s:train:0") if each.kind == kind}
+    def names_of_kind(kind: str) -> set[str]:
+        return {checkpoint.name for checkpoint in checkpoints.of_run("alice", "s:train:0") if checkpoint.kind == kind}
 
     checkpoints = bench.checkpoints
     saves("save_weights", "a", "b", "c")
     saves("save_weights_for_sampler", "a", "b")
     checkpoints.set_public("alice", parse_path("tinker://s:train:0/weights/a"), True)
     saves("save_weights", "d", keep_last=2)
-    assert left("weights") == {"a", "c", "d"} and left("sampler_weights") == {"a", "b"}
-    assert [each.name for each in checkpoints.sweep_expired()] == ["b"]
+    assert names_of_kind("weights") == {"a", "c", "d"} and names_of_kind("sampler_weights") == {"a", "b"}
+    assert [checkpoint.name for checkpoint in checkpoints.sweep_expired()] == ["b"]
     checkpoints.keep_last = 1
     saves("save_weights_for_sampler", "c")
-    assert left("sampler_weights") == {"c"}
+    assert names_of_kind("sampler_weights") == {"c"}
     saves("save_weights_for_sampler", "d", keep_last=5)
-    assert left("sampler_weights") == {"c", "d"}
+    assert names_of_kind("sampler_weights") == {"c", "d"}

@@ -155,9 +155,9 @@ def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
 
 def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
     request_id = settle_result(harness, LARGE_BYTES)
-    sent: list[dict[str, object]] = []
+    messages: list[dict[str, object]] = []
 
-    async def asked() -> None:
+    async def poll() -> None:
         body = json_bytes({"request_id": request_id})
         headers = [(b"host", b"127.0.0.1"), (b"x-api-key", ALICE.encode()), (b"content-type", b"application/json")]
         scope = {
@@ -170,15 +170,15 @@ def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: dict[str, object]) -> None:
-            sent.append(message)
+            messages.append(message)
 
         await harness.app(scope, receive, send)  # type: ignore[arg-type]
 
-    asyncio.run(asked())
-    pieces = [message["body"] for message in sent[1:]]
-    assert all(isinstance(piece, bytes) and len(piece) <= PIECE_BYTES for piece in pieces)
-    assert sum(map(len, pieces)) == LARGE_BYTES  # type: ignore[arg-type]
-    assert dict(sent[0]["headers"])[b"content-length"] == str(LARGE_BYTES).encode()  # type: ignore[call-overload]
+    asyncio.run(poll())
+    chunks = [message["body"] for message in messages[1:]]
+    assert all(isinstance(chunk, bytes) and len(chunk) <= PIECE_BYTES for chunk in chunks)
+    assert sum(map(len, chunks)) == LARGE_BYTES  # type: ignore[arg-type]
+    assert dict(messages[0]["headers"])[b"content-length"] == str(LARGE_BYTES).encode()  # type: ignore[call-overload]
 
 
 def test_whether_there_are_keys_is_asked_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,13 @@ MAX_BYTES = 50_000
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, max_upload_bytes=MAX_BYTES)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, max_upload_bytes=MAX_BYTES)
+    yield new_harness
+    close(new_harness)
 
 
-def start(harness: Harness, **more: object) -> dict[str, Any]:
-    return harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": LORA, **more})
+def start(harness: Harness, **fields: object) -> dict[str, Any]:
+    return harness.ok("external_weights_upload_start", {"base_model": BASE, "lora_config": LORA, **fields})
 
 
 def put(harness: Harness, url: str, content: bytes) -> Response:
@@ -61,7 +61,7 @@ def finish(harness: Harness, started: dict[str, Any], key: str = ALICE) -> Respo
     return harness.post("external_weights_upload_finish", {"upload_id": started["upload_id"]}, key)
 
 
-def kept(harness: Harness) -> list[Path]:
+def unfinished_files(harness: Harness) -> list[Path]:
     """The bytes of uploads that are not finished."""
     root = harness.services.files.path("x")
     assert root is not None
@@ -73,15 +73,15 @@ def test_uploaded_files_become_a_checkpoint_of_the_project(harness: Harness) -> 
     assert set(started["urls"]) == set(FILES) and started["expires"].endswith("Z")
     put_all(harness, started)
     path = finish(harness, started).json()["tinker_path"]
-    (found,) = harness.get("checkpoints?project_id=p").json()["checkpoints"]
-    assert found["tinker_path"] == path and found["base_model"] == BASE and found["checkpoint_type"] == "training"
+    (listed,) = harness.get("checkpoints?project_id=p").json()["checkpoints"]
+    assert listed["tinker_path"] == path and listed["base_model"] == BASE and listed["checkpoint_type"] == "training"
     info = harness.ok("weights_info", {"tinker_path": path})
     assert (info["lora_rank"], info["train_attn"], info["train_mlp"]) == (2, True, False)
     (checkpoint,) = harness.services.checkpoints.of_run("alice", path.split("/")[2])
     with harness.services.checkpoints.reading(checkpoint) as directory:
         assert {name: (directory / name).read_bytes() for name in FILES} == FILES
     assert finish(harness, started).json() == {"tinker_path": path}, "a repeated finish finds the first one's"
-    assert not kept(harness) and len(harness.get("checkpoints").json()["checkpoints"]) == 1
+    assert not unfinished_files(harness) and len(harness.get("checkpoints").json()["checkpoints"]) == 1
 
 
 LYING = WEIGHTS[:8] + WEIGHTS[8:].replace(b"[2,3]", b"[9,3]")
@@ -147,7 +147,7 @@ def test_a_link_is_for_its_file_and_its_hour(harness: Harness, monkeypatch: pyte
     url = started["urls"]["adapter_config.json"]
     assert put(harness, url.replace("adapter_config.json", "other.json"), b"x").status_code == 403
     assert put(harness, url, bytes(MAX_BYTES + 1)).status_code == 413
-    assert not kept(harness)
+    assert not unfinished_files(harness)
     put_all(harness, started)
     later = time.time() + links.LINK_S + 1
     monkeypatch.setattr(links.time, "time", lambda: later)
@@ -158,7 +158,7 @@ def test_a_link_is_for_its_file_and_its_hour(harness: Harness, monkeypatch: pyte
 
 def test_abandoned_uploads_are_swept(harness: Harness) -> None:
     put_all(harness, start(harness))
-    waiting = kept(harness)
+    waiting = unfinished_files(harness)
     assert len(waiting) == 2
     os.utime(waiting[0], (0, 0))
     files = harness.services.files
@@ -166,10 +166,10 @@ def test_abandoned_uploads_are_swept(harness: Harness) -> None:
     with harness.services.models._db.write() as connection:
         connection.execute(UPLOADS.update().values(expires_at=0.0))
     assert sorted(files.sweep_expired()) == [path.name for path in waiting]
-    assert kept(harness) == []
+    assert unfinished_files(harness) == []
 
 
-def listed_files(harness: Harness) -> list[object]:
+def list_files(harness: Harness) -> list[object]:
     return harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
 
 
@@ -187,10 +187,10 @@ def test_uploads_count_against_the_quota_of_checkpoints_from_their_first_byte(tm
             assert refused.status_code == 429 and "quota checkpoint_bytes" in refused.json()["detail"]
         refused = harness.post("external_weights_upload_start", {"base_model": BASE, "lora_config": LORA})
         assert refused.status_code == 429 and "quota checkpoint_bytes" in refused.json()["detail"]
-        assert len(kept(harness)) == 4 and listed_files(harness) == []
+        assert len(unfinished_files(harness)) == 4 and list_files(harness) == []
         assert harness.services.quotas.file_bytes("alice") == 0, "they are no files"
         assert finish(harness, first).status_code == 200, "its bytes are counted already"
-        assert len(kept(harness)) == 2
+        assert len(unfinished_files(harness)) == 2
     finally:
         close(harness)
 
@@ -199,15 +199,15 @@ def test_a_put_that_does_not_say_its_length_is_stopped_at_the_quota(tmp_path: Pa
     harness = make_harness(tmp_path, max_upload_bytes=MAX_BYTES, limits=QuotaLimits(checkpoint_bytes=10_000))
     try:
         url = urlsplit(start(harness)["urls"]["adapter_model.safetensors"])
-        sent: list[int] = []
+        chunks_sent: list[int] = []
 
         def chunks() -> Iterator[bytes]:
-            for number in range(40):
-                sent.append(number)
+            for index in range(40):
+                chunks_sent.append(index)
                 yield bytes(1000)
 
         refused = harness.client.put(f"{url.path}?{url.query}", content=chunks())
-        assert refused.status_code == 429 and kept(harness) == []
+        assert refused.status_code == 429 and unfinished_files(harness) == []
         assert harness.services.quotas._reserved.totals == {}
     finally:
         close(harness)
@@ -219,4 +219,4 @@ def test_a_finished_or_expired_upload_takes_no_more_bytes(harness: Harness) -> N
     assert finish(harness, started).status_code == 200
     for name, url in started["urls"].items():
         assert put(harness, url, FILES[name]).status_code == 410
-    assert kept(harness) == []
+    assert unfinished_files(harness) == []

@@ -62,9 +62,9 @@ class FarBench(Bench):
 
     def directories(self, kind: str) -> Directories:
         location = f"{self.bucket.url}/{self.directory.name}/{kind}"
-        made = GatedDirectories(location, Cache(self.directory / "cache", 1 << 30))
-        made.gate = self.gate
-        return made
+        gated = GatedDirectories(location, Cache(self.directory / "cache", 1 << 30))
+        gated.gate = self.gate
+        return gated
 
     def lose_the_disk(self) -> None:
         shutil.rmtree(self.directory / "cache")
@@ -78,18 +78,18 @@ class FarBench(Bench):
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    with buckets.bucket() as found:
-        yield found
+    with buckets.bucket() as new_bucket:
+        yield new_bucket
 
 
 @pytest.fixture
 def bench(tmp_path: Path, bucket: Bucket) -> Iterator[FarBench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = FarBench(tmp_path, Path(sockets), bucket)
-        yield made
-        made.gate.open.set()
-        made.engine.flush()
-        made.close()
+        new_bench = FarBench(tmp_path, Path(sockets), bucket)
+        yield new_bench
+        new_bench.gate.open.set()
+        new_bench.engine.flush()
+        new_bench.close()
 
 
 def test_a_save_on_its_way_holds_up_its_own_model_only(bench: FarBench) -> None:
@@ -97,8 +97,8 @@ def test_a_save_on_its_way_holds_up_its_own_model_only(bench: FarBench) -> None:
     bench.model(TWO)
     bench.gate.open.clear()
     saved = bench.submit(ONE, 1, "save_weights", {"path": "one"})
-    behind, beside = bench.step(ONE, 2), bench.step(TWO, 1)
-    bench.until(lambda: bench.outcome(beside))
+    behind, other_step = bench.step(ONE, 2), bench.step(TWO, 1)
+    bench.until(lambda: bench.outcome(other_step))
     for _ in range(3):
         bench.engine.run_once(0.0)
     assert bench.outcome(saved) is None and bench.outcome(behind) is None
@@ -199,7 +199,7 @@ def test_a_load_whose_snapshot_cannot_be_sent_is_replayed(bench: FarBench) -> No
     assert bench.optimizer_step(after) == 2
 
 
-def trained_past_a_snapshot(bench: FarBench) -> int:
+def train_past_a_snapshot(bench: FarBench) -> int:
     """Train past a snapshot; return the last seq_id."""
     bench.model(ONE)
     for seq_id in range(1, 2 * snapshots.SNAPSHOT_OPTIM_STEPS + 4, 2):
@@ -212,7 +212,7 @@ def trained_past_a_snapshot(bench: FarBench) -> int:
 
 
 def test_an_engine_with_an_empty_disk_goes_on_from_the_snapshot(bench: FarBench) -> None:
-    last_seq_id = trained_past_a_snapshot(bench)
+    last_seq_id = train_past_a_snapshot(bench)
     weight = bench.weight(ONE)
     bench.restart()
     bench.lose_the_disk()
@@ -223,7 +223,7 @@ def test_an_engine_with_an_empty_disk_goes_on_from_the_snapshot(bench: FarBench)
 
 def test_a_model_waits_for_a_bucket_that_does_not_answer(bench: FarBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.model(TWO)
-    last_seq_id = trained_past_a_snapshot(bench)
+    last_seq_id = train_past_a_snapshot(bench)
     weight = bench.weight(ONE)
     bench.restart()
     bench.lose_the_disk()
@@ -232,8 +232,8 @@ def test_a_model_waits_for_a_bucket_that_does_not_answer(bench: FarBench, monkey
     waits = bench.train(ONE, last_seq_id + 1)
     bench.step(ONE, last_seq_id + 2)
     saves = bench.submit(ONE, last_seq_id + 3, "save_weights", {"path": "one"})
-    beside = bench.step(TWO, 1)
-    bench.until(lambda: bench.outcome(beside))
+    other_step = bench.step(TWO, 1)
+    bench.until(lambda: bench.outcome(other_step))
     for _ in range(5):
         bench.engine.run_once(0.1)
     assert bench.outcome(waits) is None, "an outage is no reason to fail"
@@ -248,9 +248,9 @@ def test_publishing_waits_for_no_network(bench: FarBench) -> None:
     bench.model(ONE)
     bench.gate.open.clear()
     samples, seq_id = [], 1
-    for number in range(VERSIONS_IN_MEMORY + 4):
+    for index in range(VERSIONS_IN_MEMORY + 4):
         bench.step(ONE, seq_id)
-        samples.append(bench.sample(bench.publish(ONE, seq_id + 1, number)))
+        samples.append(bench.sample(bench.publish(ONE, seq_id + 1, index)))
         seq_id += 2
         bench.until(lambda: bench.outcome(samples[-1]))
     while bench.engine._tidy():

@@ -56,11 +56,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 def datum(rng: np.random.Generator, length: int, loss_fn: str = "cross_entropy") -> Datum:
     targets = rng.integers(0, tiny_models.VOCAB, length)
     tokens = rng.integers(0, tiny_models.VOCAB, length).astype(np.int32)
-    numbers = rng.normal(size=length).astype(np.float32) * (rng.random(length) < 0.8)
+    noise = rng.normal(size=length).astype(np.float32) * (rng.random(length) < 0.8)
     if loss_fn == "cross_entropy":
-        return Datum(tokens, {"target_tokens": targets, "weights": numbers.astype(np.float32)})
+        return Datum(tokens, {"target_tokens": targets, "weights": noise.astype(np.float32)})
     old = (rng.normal(size=length) * 0.4 - 5.7).astype(np.float32)
-    return Datum(tokens, {"target_tokens": targets, "logprobs": old, "advantages": numbers.astype(np.float32)})
+    return Datum(tokens, {"target_tokens": targets, "logprobs": old, "advantages": noise.astype(np.float32)})
 
 
 def fb(model_id: str, data: list[Datum], loss_fn: str = "cross_entropy") -> Pass:
@@ -76,9 +76,9 @@ def run(backend: TorchBackend, *passes: Pass) -> list[PassResult]:
 def reference_loss(reference: Reference, data: list[Datum], loss_fn: str) -> Tensor:
     """The loss; differentiating it gives the parameters their gradients."""
     total = torch.zeros((), dtype=torch.float64)
-    for each in data:
-        inputs = {name: dense(array) for name, array in each.inputs.items()}
-        logits = reference.model(torch.from_numpy(each.tokens_N.astype(np.int64))[None], use_cache=False).logits[0]
+    for datum_ in data:
+        inputs = {name: dense(array) for name, array in datum_.inputs.items()}
+        logits = reference.model(torch.from_numpy(datum_.tokens_N.astype(np.int64))[None], use_cache=False).logits[0]
         lp = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(inputs["target_tokens"])[:, None])[:, 0]
         total = total + loss(loss_fn, lp, inputs, {**LOSSES[loss_fn].config, **CONFIGS.get(loss_fn, {})})
     return total
@@ -94,8 +94,8 @@ def weights(backend: FullBackend, model_id: str) -> Tensor:
     return backend._models[model_id].adapter.flat_P
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-12))
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
 @pytest.mark.parametrize("loss_fn", [name for name in LOSSES if name != "custom"])
@@ -114,11 +114,11 @@ def test_every_gradient_is_the_models_own(shape: ModelShape, loss_fn: str) -> No
         summed = sum(float(array.sum(dtype=np.float64)) for array in result.elementwise_loss)
         assert summed == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
         assert [array.shape for array in result.elementwise_loss] == [(5,), (19,), (1,), (12,)]
-    found = gradients(backend, "m")
+    actual = gradients(backend, "m")
     expected = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(float(grad.norm()) for grad in expected.values())
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         # Key biases do not change attention, so their gradient is only rounding.
         error = float((gradient.double() - expected[name]).norm())
         assert error < 1e-4 * max(float(expected[name].norm()), 1e-3 * largest), name
@@ -142,26 +142,26 @@ def test_steps_are_those_of_adamw(qwen: ModelShape) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert isinstance(outcome, dict) and outcome["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    found = backend._base.layout.views(weights(backend, "m"))
+    actual = backend._base.layout.views(weights(backend, "m"))
     before = backend._base.original.weights
     for name, parameter in reference.model.named_parameters():
         moved = parameter.detach() - before[name].double()
-        assert relative(found[name] - before[name], moved) < 2e-3, name
+        assert relative_error(actual[name] - before[name], moved) < 2e-3, name
 
 
 def test_two_models_in_one_call_stay_apart(qwen: ModelShape) -> None:
     rng = np.random.default_rng(4)
     first, second = [datum(rng, 9), datum(rng, 4)], [datum(rng, 13)]
-    together, alone = FullBackend(qwen), FullBackend(qwen)
-    for backend in (together, alone):
+    together, separate = FullBackend(qwen), FullBackend(qwen)
+    for backend in (together, separate):
         for model_id in ("a", "b"):
             backend.create_model(model_id, FULL)
     run(together, fb("a", first), fb("b", second))
-    run(alone, fb("a", first))
-    run(alone, fb("b", second))
+    run(separate, fb("a", first))
+    run(separate, fb("b", second))
     for model_id in ("a", "b"):
         for name, gradient in gradients(together, model_id).items():
-            assert torch.equal(gradient, gradients(alone, model_id)[name])
+            assert torch.equal(gradient, gradients(separate, model_id)[name])
     together.optim_step([OptimStep("s", "a", AdamParams(1e-2))])
     assert torch.equal(weights(together, "b"), together._base.original.flat_P)
     assert not torch.equal(weights(together, "a"), together._base.original.flat_P)
@@ -170,11 +170,11 @@ def test_two_models_in_one_call_stay_apart(qwen: ModelShape) -> None:
 def finish(backend: FullBackend, *samples: Sample) -> dict[str, SampleResult]:
     for sample in samples:
         backend.sampler.submit(sample)
-    done = {}
+    results = {}
     while backend.sampler.has_work:
-        done |= dict(backend.sampler.step())
-    assert all(isinstance(result, SampleResult) for result in done.values()), done
-    return done
+        results |= dict(backend.sampler.step())
+    assert all(isinstance(result, SampleResult) for result in results.values()), results
+    return results
 
 
 def test_each_sample_comes_from_its_own_version(qwen: ModelShape, tmp_path: Path) -> None:
@@ -195,26 +195,26 @@ def test_each_sample_comes_from_its_own_version(qwen: ModelShape, tmp_path: Path
         models[f"v{step}"] = AutoModelForCausalLM.from_pretrained(tmp_path / f"v{step}")
     prompts = [rng.integers(0, tiny_models.VOCAB, 11).astype(np.int32) for _ in range(2)]
     params = SamplingParams(max_tokens=6, temperature=0.0, stop_eos=False)
-    wanted = [
+    samples = [
         Sample(f"{version}-{index}", version, prompt, 1, params, prompt_logprobs=True)
         for index, prompt in enumerate([*prompts, prompts[0]])
         for version in versions
     ]
-    done = finish(backend, *wanted)
+    results = finish(backend, *samples)
     answers = set()
-    for sample in wanted:
-        result = done[sample.request_id]
+    for sample in samples:
+        result = results[sample.request_id]
         tokens = np.concatenate([sample.prompt_T, result.sequences[0].tokens_T])
         with torch.no_grad():
             logits = models[sample.version_id](torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
         lp = torch.log_softmax(logits, -1)
         assert result.sequences[0].tokens_T.tolist() == lp[len(sample.prompt_T) - 1 : -1].argmax(-1).tolist()
-        own = lp[:-1].gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0].numpy()
+        token_logprobs = lp[:-1].gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0].numpy()
         assert result.prompt_logprobs_T is not None
-        assert np.abs(result.prompt_logprobs_T[1:] - own[: len(sample.prompt_T) - 1]).max() < 1e-4
-        assert np.abs(result.sequences[0].logprobs_T - own[len(sample.prompt_T) - 1 :]).max() < 1e-4
+        assert np.abs(result.prompt_logprobs_T[1:] - token_logprobs[: len(sample.prompt_T) - 1]).max() < 1e-4
+        assert np.abs(result.sequences[0].logprobs_T - token_logprobs[len(sample.prompt_T) - 1 :]).max() < 1e-4
         answers.add((sample.request_id[-1], tuple(result.sequences[0].tokens_T.tolist())))
-    assert len(answers) == len(wanted), "or the versions are too much alike for this test"
+    assert len(answers) == len(samples), "or the versions are too much alike for this test"
 
 
 def test_training_goes_on_where_a_save_was_made(qwen: ModelShape, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_training_goes_on_where_a_save_was_made(qwen: ModelShape, tmp_path: Path
     other.load("n", FULL, saved, optimizer=False)
     assert torch.equal(weights(other, "n"), weights(backend, "m"))
     assert other._models["n"].moments is None
-    for each in (backend, other):
-        each.optim_step([OptimStep("s", "m", AdamParams(1e-2))])
+    for trained_backend in (backend, other):
+        trained_backend.optim_step([OptimStep("s", "m", AdamParams(1e-2))])
     assert torch.equal(weights(other, "m"), weights(backend, "m"))
     assert AutoTokenizer.from_pretrained(saved)("hi")["input_ids"]
     os.truncate(saved / "model.safetensors", 1000)
@@ -310,8 +310,10 @@ def test_the_sdk_trains_all_weights_and_goes_on_after_a_crash(server: LiveServer
         sampled = sampler.compute_logprobs(tinker.ModelInput.from_ints([5, 6, 7, 8, 9, 10, 11])).result()
         scored = client.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
         assert np.abs(np.array(sampled[1:], np.float32) - scored).max() < 1e-4
-        found = tinker.RestClient(base_url=server.url, api_key=API_KEY).get_weights_info_by_tinker_path(path).result()
-        assert (found.is_lora, found.lora_rank) == (False, None)
+        weights_info = (
+            tinker.RestClient(base_url=server.url, api_key=API_KEY).get_weights_info_by_tinker_path(path).result()
+        )
+        assert (weights_info.is_lora, weights_info.lora_rank) == (False, None)
 
 
 def test_a_part_of_the_weights_is_refused(server: LiveServer) -> None:

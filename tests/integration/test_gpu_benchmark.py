@@ -29,10 +29,10 @@ def benchmark(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_measures_without_a_gpu(tmp_path: Path) -> None:
-    found = benchmark(
+    completed = benchmark(
         "--device", "cpu", "--sizes", "tiny", "--quick", "--runs", "1", "--json", str(tmp_path / "found.json")
     )
-    assert found.returncode == 0, found.stderr
+    assert completed.returncode == 0, completed.stderr
     figures = json.loads((tmp_path / "found.json").read_text())["tiny"]
     for row in ("training, 2 x 64, rank 16, 1 adapter", "training, 8 x 32, rank 32, 8 adapters"):
         assert all(0 < figures[row][name]["mfu"] < 1.5 for name in ("Tinsmith", "PEFT")), figures[row]
@@ -41,18 +41,18 @@ def test_it_measures_without_a_gpu(tmp_path: Path) -> None:
     assert figures["sampling, 2 at once, 8 adapters"].keys() == {"Tinsmith"}
     assert figures["publish and first token, ms"] > 0
     assert figures["sampled logprobs from trained ones, mean"] < 0.05
-    assert "| training, 8 x 32, rank 32, 8 adapters | PEFT |" in found.stdout
+    assert "| training, 8 x 32, rank 32, 8 adapters | PEFT |" in completed.stdout
     assert re.fullmatch(
         r"passed: tiny: logprobs 0\.0\d+ apart, at least \d+\.\d\d x PEFT, at least \d+\.\d\d x generate",
-        found.stdout.splitlines()[-1],
+        completed.stdout.splitlines()[-1],
     )
 
 
 def test_a_run_without_time_names_what_it_did_not_do() -> None:
-    found = benchmark("--device", "cpu", "--sizes", "tiny", "--quick", "--runs", "1", "--seconds", "0")
-    assert found.returncode == 1
-    assert "- all of tiny" in found.stdout.splitlines()
-    assert found.stdout.splitlines()[-1] == "FAILED: no model was measured; 1 rows not run"
+    completed = benchmark("--device", "cpu", "--sizes", "tiny", "--quick", "--runs", "1", "--seconds", "0")
+    assert completed.returncode == 1
+    assert "- all of tiny" in completed.stdout.splitlines()
+    assert completed.stdout.splitlines()[-1] == "FAILED: no model was measured; 1 rows not run"
 
 
 def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,14 +64,14 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
     peft = gpu.Peft(model, gpu.Device("cpu"))
     peft._tokens = 4 * shape[1]
     tried: list[tuple[bool, int]] = []
-    own = peft._run
+    original_run = peft._run
 
     def run(batches: object, rows: int, optimizer: object) -> None:
         recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
         tried.append((recomputes, rows))
         if not recomputes or rows > limit:
             raise torch.OutOfMemoryError("16 GiB")
-        own(batches, rows, optimizer)
+        original_run(batches, rows, optimizer)
 
     monkeypatch.setattr(peft, "_run", run)
     limit = 2
@@ -86,6 +86,6 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
 
 
 def test_a_page_is_of_a_gpu_only(tmp_path: Path) -> None:
-    found = benchmark("--device", "cpu", "--write", str(tmp_path / "gpu.md"))
-    assert found.returncode == 1 and "figures of a GPU" in found.stderr
+    completed = benchmark("--device", "cpu", "--write", str(tmp_path / "gpu.md"))
+    assert completed.returncode == 1 and "figures of a GPU" in completed.stderr
     assert not (tmp_path / "gpu.md").exists()

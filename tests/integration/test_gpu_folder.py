@@ -18,14 +18,16 @@ FOLDER = Path(__file__).parents[1] / "gpu"
 def test_all_are_collected_when_a_device_is_named_and_some_run_here() -> None:
     chosen = ["-k", "files_of_a_version or kernels"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER), *chosen]
-    there = {**os.environ, "TEST_DEVICE": "cpu"}
-    found = subprocess.run(command, capture_output=True, text=True, env=there, cwd=FOLDER.parents[1], check=False)
-    assert found.returncode == 0, found.stdout
-    told = re.search(r"(\d+) passed, (\d+) skipped, (\d+) deselected", found.stdout)
-    assert told and int(told[1]) > 1 and int(told[3]) > 100, found.stdout
-    last = found.stdout.splitlines()[-1]
+    environment = {**os.environ, "TEST_DEVICE": "cpu"}
+    completed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=FOLDER.parents[1], check=False
+    )
+    assert completed.returncode == 0, completed.stdout
+    counts = re.search(r"(\d+) passed, (\d+) skipped, (\d+) deselected", completed.stdout)
+    assert counts and int(counts[1]) > 1 and int(counts[3]) > 100, completed.stdout
+    last = completed.stdout.splitlines()[-1]
     assert last.startswith(
-        f"passed: {told[1]} passed, 0 failed, {told[2]} skipped, 0 not run on a CPU, which shows nothing about"
+        f"passed: {counts[1]} passed, 0 failed, {counts[2]} skipped, 0 not run on a CPU, which shows nothing about"
     )
 
 

@@ -52,14 +52,14 @@ def tools_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    services = replace(made.services, bases=Bases((SHAPE,)))
-    made.app.state.services = services
-    yield replace(made, services=services)
-    close(made)
+    new_harness = make_harness(tmp_path)
+    services = replace(new_harness.services, bases=Bases((SHAPE,)))
+    new_harness.app.state.services = services
+    yield replace(new_harness, services=services)
+    close(new_harness)
 
 
-def planned(kind: type[Any], body: dict[str, Any], text: Text = TEXT) -> tuple[GenerationPlan, list[str]]:
+def plan_request(kind: type[Any], body: dict[str, Any], text: Text = TEXT) -> tuple[GenerationPlan, list[str]]:
     """The plan of a request, and the names of its ignored fields."""
     ignored = IgnoredFields()
     plan = validate(kind, body, ignored).plan(text)
@@ -101,13 +101,13 @@ OWN = {"store", "metadata"}  # fields that responses implement
 def test_a_field_without_effect_is_ignored_by_name(
     kind: type[Body], body: dict[str, Any], name: str, value: object
 ) -> None:
-    plan, names = planned(kind, body | {name: value})
-    assert plan == planned(kind, body)[0]
+    plan, names = plan_request(kind, body | {name: value})
+    assert plan == plan_request(kind, body)[0]
     assert names == ([] if kind is ResponseRequest and name in OWN else [name])
 
 
 @pytest.mark.parametrize(
-    ("more", "names"),
+    ("fields", "names"),
     [
         ({"best_of": 1, "use_beam_search": None}, []),
         ({"verbosity": "medium"}, ["verbosity"]),
@@ -125,13 +125,13 @@ def test_a_field_without_effect_is_ignored_by_name(
         ({"tools": [{"type": "a,\nb"}]}, ["tools['a \\nb']"]),
     ],
 )  # fmt: skip
-def test_neutral_values_and_hints_of_a_chat_are_ignored_by_name(more: dict[str, Any], names: list[str]) -> None:
-    plan, found = planned(ChatRequest, CHAT_BODY | more)
-    assert sorted(found) == sorted(names) and plan.params == planned(ChatRequest, CHAT_BODY)[0].params
+def test_neutral_values_and_hints_of_a_chat_are_ignored_by_name(fields: dict[str, Any], names: list[str]) -> None:
+    plan, ignored_names = plan_request(ChatRequest, CHAT_BODY | fields)
+    assert sorted(ignored_names) == sorted(names) and plan.params == plan_request(ChatRequest, CHAT_BODY)[0].params
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "more", "param"),
+    ("kind", "body", "fields", "param"),
     [
         (ChatRequest, CHAT_BODY, {"use_beam_search": True}, "use_beam_search"),
         (ChatRequest, CHAT_BODY, {"length_penalty": 2}, "length_penalty"),
@@ -158,10 +158,10 @@ def test_neutral_values_and_hints_of_a_chat_are_ignored_by_name(more: dict[str, 
     ],
 )  # fmt: skip
 def test_a_field_that_would_change_the_answer_is_refused(
-    kind: type[Body], body: dict[str, Any], more: dict[str, Any], param: str
+    kind: type[Body], body: dict[str, Any], fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(RequestError) as refused:
-        planned(kind, body | more)
+        plan_request(kind, body | fields)
     assert f"{param} is not supported by this server: " in str(refused.value) and refused.value.param == param
 
 
@@ -264,19 +264,19 @@ LITELLM = CHAT_BODY | {
 def test_the_bodies_of_agents_and_libraries_are_answered(
     kind: type[Body], body: dict[str, Any], names: list[str], tools_text: Text
 ) -> None:
-    plan, found = planned(kind, body, tools_text)
-    assert sorted(found) == names and plan.prompts[0]
+    plan, ignored_names = plan_request(kind, body, tools_text)
+    assert sorted(ignored_names) == names and plan.prompts[0]
 
 
 def test_a_system_message_between_turns_is_in_the_prompt_whatever_the_template_drops(tools_text: Text) -> None:
     """The template of the model writes no second system message if there are tools."""
-    plan, _ = planned(MessageRequest, CLAUDE_CODE, tools_text)
+    plan, _ = plan_request(MessageRequest, CLAUDE_CODE, tools_text)
     written = tools_text.decode(plan.prompts[0], special=True)
     assert "<|im_start|>user\nAgents: general-purpose<|im_end|>" in written
-    plan, _ = planned(ResponseRequest, CODEX, tools_text)
+    plan, _ = plan_request(ResponseRequest, CODEX, tools_text)
     written = tools_text.decode(plan.prompts[0], special=True)
     assert "<|im_start|>system\nYou code.\n\n<permissions>" in written and '"name": "agents.close"' in written
-    assert planned(MessageRequest, CLAUDE_CODE | {"tools": None})[0].prompts[0] == TEXT.chat(
+    assert plan_request(MessageRequest, CLAUDE_CODE | {"tools": None})[0].prompts[0] == TEXT.chat(
         [
             {"role": "system", "content": "You are an agent.\nBe brief."},
             {"role": "user", "content": "hi"},
@@ -295,7 +295,7 @@ def test_a_template_that_wants_alternating_turns_gets_them(tmp_path: Path) -> No
     text = Text(read_shape("local/x", directory))
     roles = ("system", "developer", "user", "system", "user", "assistant", "system")
     messages = [{"role": role, "content": str(index)} for index, role in enumerate(roles)]
-    plan, _ = planned(ChatRequest, {"model": "m", "messages": messages}, text)
+    plan, _ = plan_request(ChatRequest, {"model": "m", "messages": messages}, text)
     assert text.decode(plan.prompts[0]) == "[system:0\n\n1][user:2\n\n3\n\n4][assistant:5][user:6]"
 
 
@@ -303,21 +303,21 @@ def test_reasoning_goes_to_a_template_that_reads_it(tools_text: Text) -> None:
     turns = [*SAY, {"role": "assistant", "content": "b", "reasoning": "because"}, {"role": "user", "content": "so"}]
     called = [{"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}]
     last = [*turns[:1], {**turns[1], "tool_calls": called}]
-    plan, names = planned(ChatRequest, {"model": "m", "messages": last, "add_generation_prompt": False})
+    plan, names = plan_request(ChatRequest, {"model": "m", "messages": last, "add_generation_prompt": False})
     assert "because" in TEXT.decode(plan.prompts[0]) and not names
-    assert planned(ChatRequest, {"model": "m", "messages": turns}, tools_text)[1] == ["messages[].reasoning"]
+    assert plan_request(ChatRequest, {"model": "m", "messages": turns}, tools_text)[1] == ["messages[].reasoning"]
 
 
 def test_allowed_tools_are_the_only_tools(tools_text: Text) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "weather"}}]}
     body = CHAT_BODY | {"tools": [TOOL, other], "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
-    plan, names = planned(ChatRequest, body, tools_text)
+    plan, names = plan_request(ChatRequest, body, tools_text)
     assert plan.tools and [tool.name for tool in plan.tools.tools] == ["weather"] and plan.tools.choice == "required"
     assert not names
     allowed["tools"] = [{"type": "function", "function": {"name": "absent"}}]
     with pytest.raises(RequestError, match="tool_choice allows 'absent', which is not one of the tools"):
-        planned(ChatRequest, body, tools_text)
+        plan_request(ChatRequest, body, tools_text)
 
 
 def test_a_call_of_a_namespace_has_both_names(tools_text: Text) -> None:
@@ -333,7 +333,7 @@ def test_a_call_of_a_namespace_has_both_names(tools_text: Text) -> None:
 
 
 def test_a_strict_server_refuses_what_it_would_ignore_but_not_neutral_values() -> None:
-    for kind, body, more, words in (
+    for kind, body, fields, words in (
         (ChatRequest, CHAT_BODY, {"never_heard_of_it": 1}, "never_heard_of_it is not supported by this server: leave"),
         (ChatRequest, CHAT_BODY, {"tools": [{"type": "web_search"}]}, "tools[0] is not supported"),
         (ChatRequest, CHAT_BODY, {"reasoning_effort": "low"}, "reasoning_effort is not supported"),
@@ -341,7 +341,7 @@ def test_a_strict_server_refuses_what_it_would_ignore_but_not_neutral_values() -
     ):
         ignored = IgnoredFields(strict=True)
         with pytest.raises(RequestError) as refused:
-            ignored.advise(validate(kind, {**body, **more}, ignored).plan(TEXT).ignored)
+            ignored.advise(validate(kind, {**body, **fields}, ignored).plan(TEXT).ignored)
         assert words in str(refused.value)
     ignored = IgnoredFields(strict=True)
     validate(ChatRequest, CHAT_BODY | {"use_beam_search": False, "unknown": None, "empty": ""}, ignored)
@@ -358,9 +358,9 @@ def test_names_headers_and_clients_are_bounded() -> None:
     with structlog.testing.capture_logs() as logs:
         for name in ("a", "a", "b"):
             reports.report(counted.append, "alice", "agent/1", [name])
-        for number in range(MAX_CLIENTS + 5):
-            reports.report(counted.append, "alice", f"agent/{number}", ["a"])
-    assert [each["fields"] for each in logs[:2]] == [["a"], ["b"]] and counted[:3] == ["a", "a", "b"]
+        for index in range(MAX_CLIENTS + 5):
+            reports.report(counted.append, "alice", f"agent/{index}", ["a"])
+    assert [line["fields"] for line in logs[:2]] == [["a"], ["b"]] and counted[:3] == ["a", "a", "b"]
     assert len(logs) == 2 + MAX_CLIENTS + 4 and len(reports._clients) == MAX_CLIENTS
 
 
@@ -408,10 +408,10 @@ def test_the_response_names_the_ignored_fields_and_a_metric_counts_them(
 ) -> None:
     with structlog.testing.capture_logs() as logs:
         for _ in range(2):
-            found = post(harness, path, body | {"zzz": 1, "yyy": "a"})
-            assert found.status_code == 200, found.text
-            assert set(found.headers[HEADER].split(", ")) == {"zzz", "yyy"}
-    (line,) = [each for each in logs if each["event"] == "fields ignored"]
+            response = post(harness, path, body | {"zzz": 1, "yyy": "a"})
+            assert response.status_code == 200, response.text
+            assert set(response.headers[HEADER].split(", ")) == {"zzz", "yyy"}
+    (line,) = [line_ for line_ in logs if line_["event"] == "fields ignored"]
     assert line["tenant_id"] == "alice" and "agent/1" in line["user_agent"]
     assert b'tinsmith_ignored_fields_total{field="zzz"} 2.0' in harness.services.meters.text()
     assert HEADER not in post(harness, path, body).headers
@@ -421,21 +421,21 @@ def test_a_setting_refuses_unknown_fields(harness: Harness) -> None:
     settings = harness.services.settings.model_copy(update={"strict_fields": True})
     harness.app.state.services = replace(harness.services, settings=settings)
     for path, body in (("/v1/chat/completions", CHAT_BODY), ("/v1/messages", MESSAGE_BODY), ("/tokenize", PROMPT_BODY)):
-        found = post(harness, path, body | {"zzz": 1})
-        assert found.status_code == 400 and "zzz is not supported" in found.text
+        response = post(harness, path, body | {"zzz": 1})
+        assert response.status_code == 400 and "zzz is not supported" in response.text
 
 
 def test_the_label_of_rare_names_is_shared(harness: Harness) -> None:
-    for number in range(250):
-        harness.services.meters.count_ignored_field(f"field{number}")
+    for index in range(250):
+        harness.services.meters.count_ignored_field(f"field{index}")
     assert b'tinsmith_ignored_fields_total{field="other"} 50.0' in harness.services.meters.text()
 
 
 def test_a_line_of_a_batch_ignores_as_its_route_does(harness: Harness) -> None:
     async def scenario() -> None:
         body = {"model": nano.MODEL_NAME, "messages": SAY, "max_tokens": 10**6, "zzz": 1}
-        status, told = await answer(harness.services, "alice", CHAT, body)
-        assert status == 400 and "maximum context length" in json.dumps(told)
+        status, body_of_answer = await answer(harness.services, "alice", CHAT, body)
+        assert status == 400 and "maximum context length" in json.dumps(body_of_answer)
 
     asyncio.run(scenario())
     assert b'tinsmith_ignored_fields_total{field="zzz"} 1.0' in harness.services.meters.text()

@@ -23,13 +23,13 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    with made.client:  # one event loop for all
-        yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    with new_harness.client:  # one event loop for all
+        yield new_harness
+    close(new_harness)
 
 
-class Held:
+class BlockedCall:
     """Wraps a function so that its calls block until they are released."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Held:
 
 
 @contextlib.contextmanager
-def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
+def all_at_once(harness: Harness, path: str, blocker: BlockedCall) -> Iterator[list[int]]:
     """Start the maximum number of uploads to `path`. They end with the block, which then has their statuses."""
     statuses: list[int] = []
 
@@ -69,10 +69,10 @@ def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
         try:
             for index in range(MANY):
                 pool.submit(upload, index)
-            held.wait_for(TRANSFERS)
+            blocker.wait_for(TRANSFERS)
             yield statuses
         finally:
-            held.end()
+            blocker.end()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
 ) -> None:
     session_id = harness.session()
     model_id = harness.model(session_id)
-    held = Held()
-    monkeypatch.setattr(module, name, held)
-    with all_at_once(harness, path, held) as statuses:
+    blocker = BlockedCall()
+    monkeypatch.setattr(module, name, blocker)
+    with all_at_once(harness, path, blocker) as statuses:
         for seq_id in range(1, 6):
             harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
             assert harness.get("get_server_capabilities").status_code == 200
@@ -96,40 +96,40 @@ def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
                 {"model_id": model_id, "adam_params": {}, "seq_id": 10 + seq_id, "type": "x" * SHORT_BYTES},
             )
             assert harness.post("retrieve_future", {"request_id": f"{model_id}:{seq_id}"}).status_code == 408
-        assert held.running == TRANSFERS and not statuses
+        assert blocker.running == TRANSFERS and not statuses
     assert statuses == [200] * MANY
 
 
 def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     session_id = harness.session()
-    held = Held()
+    blocker = BlockedCall()
     harness.services.tenants._cache.clear()
-    monkeypatch.setattr(harness.services.batch_jobs.__class__, "page", lambda *_args: held() and ([], 0))
+    monkeypatch.setattr(harness.services.batch_jobs.__class__, "page", lambda *_args: blocker() and ([], 0))
     with ThreadPoolExecutor(MANY) as pool:
         try:
             slow = [pool.submit(harness.get, "batch/jobs") for _ in range(MANY)]
-            held.wait_for(6)  # the former number of threads of two processors
+            blocker.wait_for(6)  # the former number of threads of two processors
             for _ in range(5):
                 harness.services.tenants._cache.clear()  # so that the database is asked who calls
                 harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
                 assert harness.get("get_server_capabilities").status_code == 200
         finally:
-            held.end()
+            blocker.end()
         assert [answer.result().status_code for answer in slow] == [200] * MANY
 
 
 @contextlib.contextmanager
 def full(*pools: ThreadPoolExecutor) -> Iterator[None]:
     """Keep every thread of these pools busy, with more work queued, until the end of the block."""
-    held = Held()
+    blocker = BlockedCall()
     try:
         for pool in pools:
             for _ in range(2 * pool._max_workers):
-                pool.submit(held)
-        held.wait_for(sum(pool._max_workers for pool in pools))
+                pool.submit(blocker)
+        blocker.wait_for(sum(pool._max_workers for pool in pools))
         yield
     finally:
-        held.end()
+        blocker.end()
 
 
 def test_authentication_and_heartbeats_need_no_thread_of_other_work(
@@ -163,24 +163,24 @@ def test_downloads_are_opened_beside_other_requests(harness: Harness, monkeypatc
     model_id = harness.model()
     path = harness.save_checkpoint(model_id)
     run_id, kind, name = path.removeprefix("tinker://").split("/")
-    found = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link")
-    assert found.status_code == 200, found.text
-    link = next(value for value in found.json().values() if isinstance(value, str) and value.startswith("http"))
-    held = Held()
+    link_answer = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link")
+    assert link_answer.status_code == 200, link_answer.text
+    link = next(value for value in link_answer.json().values() if isinstance(value, str) and value.startswith("http"))
+    blocker = BlockedCall()
     opened = downloads._opened
 
     def slowly(request: object) -> object:
-        held()
+        blocker()
         return opened(request)  # type: ignore[arg-type]
 
     monkeypatch.setattr(downloads, "_opened", slowly)
     with ThreadPoolExecutor(MANY) as pool:
         try:
             fetched = [pool.submit(harness.client.get, link) for _ in range(MANY)]
-            held.wait_for(TRANSFERS)
+            blocker.wait_for(TRANSFERS)
             assert harness.get("get_server_capabilities").status_code == 200
             assert harness.get("sessions").status_code == 200
-            assert held.running == TRANSFERS
+            assert blocker.running == TRANSFERS
         finally:
-            held.end()
+            blocker.end()
         assert [answer.result().status_code for answer in fetched] == [200] * MANY

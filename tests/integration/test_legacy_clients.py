@@ -107,22 +107,22 @@ def test_a_client_of_the_dialect_trains_samples_saves_and_resumes(nano_server: L
     sampler = client.run("save_weights_for_sampler", {"model_id": model_id, "path": "dialect-sampler"})["path"]
     sampling_client = client.ok("create_sampling_client", {"model_path": sampler})
     assert sampling_client["status"] == "ready"
-    asked = {
+    request = {
         "sampling_client_id": sampling_client["sampling_client_id"],
         "prompts": [TOKENS, [4, 5]],
         "num_samples": 2,
         "prompt_logprobs": True,
         "sampling_params": {"temperature": 0.7, "max_tokens": 4, "stop_token_ids": [9]},
     }
-    sampled = client.run("sample", asked)
+    sampled = client.run("sample", request)
     assert len(sampled["sequences"]) == 4
     assert [len(result["prompt_logprobs"]) for result in sampled["results"]] == [3, 2]
     assert sampled["results"][0]["prompt_logprobs"][0] is None
     for sequence in sampled["sequences"]:
         assert len(sequence["tokens"]) == len(sequence["logprobs"]) in range(1, 5)
         assert sequence["stop_reason"] in ("stop", "length")
-    one = client.run("sample", {"prompts": [TOKENS], "base_model": base, "sampling_params": {"max_tokens": 2}})
-    assert len(one["sequences"]) == 1
+    base_answer = client.run("sample", {"prompts": [TOKENS], "base_model": base, "sampling_params": {"max_tokens": 2}})
+    assert len(base_answer["sequences"]) == 1
 
     deleted = client.ok("delete_model", {"model_id": model_id})
     assert (deleted["model_id"], deleted["status"]) == (model_id, "deleted")
@@ -154,14 +154,18 @@ def test_a_json_pass_is_stored_as_the_message_that_the_sdk_sends(
     inner = {"data": [datum()], "loss_fn": "cross_entropy", "loss_fn_config": {}}
     future = harness.ok(path, {"model_id": model_id} | ({nested: inner} if nested else inner))
     stored = read_pass(harness.read_request_body(future["request_id"]), "r")
-    sent = read_pass(pass_body(model_id, 1, forward_only=path == "forward"), "r")
-    assert (stored.model_id, stored.loss_fn, stored.forward_only) == (sent.model_id, sent.loss_fn, sent.forward_only)
-    for mine, theirs in zip(stored.data, sent.data, strict=True):
-        np.testing.assert_array_equal(mine.tokens_N, theirs.tokens_N)
-        assert set(mine.inputs) == set(theirs.inputs)
-        for name in mine.inputs:
-            np.testing.assert_array_equal(np.asarray(mine.inputs[name]), np.asarray(theirs.inputs[name]))
-            assert mine.inputs[name].dtype == theirs.inputs[name].dtype  # type: ignore[union-attr]
+    expected_pass = read_pass(pass_body(model_id, 1, forward_only=path == "forward"), "r")
+    assert (stored.model_id, stored.loss_fn, stored.forward_only) == (
+        expected_pass.model_id,
+        expected_pass.loss_fn,
+        expected_pass.forward_only,
+    )
+    for stored_datum, sent_datum in zip(stored.data, expected_pass.data, strict=True):
+        np.testing.assert_array_equal(stored_datum.tokens_N, sent_datum.tokens_N)
+        assert set(stored_datum.inputs) == set(sent_datum.inputs)
+        for name in stored_datum.inputs:
+            np.testing.assert_array_equal(np.asarray(stored_datum.inputs[name]), np.asarray(sent_datum.inputs[name]))
+            assert stored_datum.inputs[name].dtype == sent_datum.inputs[name].dtype  # type: ignore[union-attr]
 
 
 def test_operations_without_numbers_take_the_next_ones(harness: Harness) -> None:
@@ -206,8 +210,8 @@ def test_a_result_is_fetched_by_path(harness: Harness) -> None:
     path = f"retrieve_future/{request_id}"
     assert harness.get(path).json() == {"request_id": request_id, "status": "pending"}
     harness.settle(request_id, b'{"metrics":{"step":1.0}}')
-    done = {"request_id": request_id, "status": "completed", "result": {"metrics": {"step": 1.0}}}
-    assert harness.get(path).json() == harness.post(path, {}).json() == done
+    expected_answer = {"request_id": request_id, "status": "completed", "result": {"metrics": {"step": 1.0}}}
+    assert harness.get(path).json() == harness.post(path, {}).json() == expected_answer
     assert harness.get(path, BOB).status_code == 404
     assert harness.get("retrieve_future/nobody").status_code == 404
     failed = harness.ok("optim_step", {"model_id": model_id, "adam_params": {}})["request_id"]
@@ -226,22 +230,22 @@ def test_an_id_that_names_no_requests_is_404(harness: Harness, request_id: str) 
 
 
 def test_samples_of_several_prompts_are_one_result(harness: Harness) -> None:
-    made = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
-    asked = {"sampling_client_id": made["sampling_client_id"], "prompts": [[1], {"input_ids": [2, 3]}]}
-    asked["sampling_params"] = {"max_tokens": 3, "stop": "x"}
-    future = harness.ok("sample", asked)
+    created = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
+    request = {"sampling_client_id": created["sampling_client_id"], "prompts": [[1], {"input_ids": [2, 3]}]}
+    request["sampling_params"] = {"max_tokens": 3, "stop": "x"}
+    future = harness.ok("sample", request)
     path = f"retrieve_future/{future['request_id']}"
     assert list(harness.kinds()) == future["request_ids"]
-    for number, request_id in enumerate(future["request_ids"]):
+    for index, request_id in enumerate(future["request_ids"]):
         assert harness.get(path).json()["status"] == "pending"
         sequence = pb.SampledSequence(
-            tokens=np.array([number], "<i4").tobytes(), logprobs=np.array([-1], "<f4").tobytes()
+            tokens=np.array([index], "<i4").tobytes(), logprobs=np.array([-1], "<f4").tobytes()
         )
         body = pb.SampleResponse(sequences=[sequence]).SerializeToString()
         harness.services.futures.settle([Settlement(request_id, body, "proto")], {})
     result = harness.get(path).json()["result"]
     assert [sequence["tokens"] for sequence in result["sequences"]] == [[0], [1]]
-    assert [len(one["sequences"]) for one in result["results"]] == [1, 1]
+    assert [len(sample_answer["sequences"]) for sample_answer in result["results"]] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +268,8 @@ def test_a_sampling_client_over_nothing_opens_no_session(harness: Harness, body:
     ],
 )
 def test_a_wrong_sample_makes_nothing(harness: Harness, changes: dict, words: str) -> None:
-    made = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
-    body = {"sampling_client_id": made["sampling_client_id"], "prompts": [[1]], "sampling_params": {"max_tokens": 1}}
+    created = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
+    body = {"sampling_client_id": created["sampling_client_id"], "prompts": [[1]], "sampling_params": {"max_tokens": 1}}
     answer = harness.post("sample", body | changes)
     assert answer.status_code in (400, 404)
     assert words in answer.json()["detail"]
@@ -273,11 +277,11 @@ def test_a_wrong_sample_makes_nothing(harness: Harness, changes: dict, words: st
 
 
 def test_sampling_keeps_the_session_of_its_client_alive(harness: Harness) -> None:
-    made = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
-    before = harness.services.sessions.get("alice", made["session_id"]).last_heartbeat_at
-    body = {"sampling_client_id": made["sampling_client_id"], "prompts": [[1]], "sampling_params": {"max_tokens": 1}}
+    created = harness.ok("create_sampling_client", {"base_model": "local/tiny"})
+    before = harness.services.sessions.get("alice", created["session_id"]).last_heartbeat_at
+    body = {"sampling_client_id": created["sampling_client_id"], "prompts": [[1]], "sampling_params": {"max_tokens": 1}}
     harness.ok("sample", body)
-    assert harness.services.sessions.get("alice", made["session_id"]).last_heartbeat_at > before
+    assert harness.services.sessions.get("alice", created["session_id"]).last_heartbeat_at > before
     assert harness.post("sample", body, BOB).status_code == 404
 
 
@@ -301,8 +305,8 @@ def test_only_results_of_closed_sessions_are_cleaned_up(harness: Harness) -> Non
         harness.services.sessions.close(session_id, "gone")
     assert harness.ok("cleanup_futures", {"max_age_hours": 24})["futures_cleaned"] == 0
     assert harness.ok("cleanup_futures", {"max_age_hours": 0})["futures_cleaned"] == 1
-    left = {f"{session_id}:train:0:0" for session_id in (open_session, fresh)}
-    assert all(harness.services.futures.outcome("alice", request_id) for request_id in left)
+    kept_ids = {f"{session_id}:train:0:0" for session_id in (open_session, fresh)}
+    assert all(harness.services.futures.outcome("alice", request_id) for request_id in kept_ids)
     assert harness.services.futures.outcome("bob", f"{foreign}:train:0:0")
     assert harness.post("cleanup_futures", {"max_age_hours": -1}).status_code == 400
 
@@ -350,9 +354,9 @@ def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
 def test_a_plain_list_is_parsed_as_by_the_sdk(name: str) -> None:
     inputs = {"target_tokens": [1, 2, 3], name: [1, 0, 2]}
     message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
-    found = read_pass(message.SerializeToString(), "r").data[0].inputs
-    np.testing.assert_array_equal(found["target_tokens"], np.array([1, 2, 3], np.int64), strict=True)  # type: ignore[arg-type]
-    np.testing.assert_array_equal(found[name], np.array([1, 0, 2], np.float32), strict=True)  # type: ignore[arg-type]
+    pass_inputs = read_pass(message.SerializeToString(), "r").data[0].inputs
+    np.testing.assert_array_equal(pass_inputs["target_tokens"], np.array([1, 2, 3], np.int64), strict=True)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(pass_inputs[name], np.array([1, 0, 2], np.float32), strict=True)  # type: ignore[arg-type]
 
 
 def test_sparse_and_nested_arrays_keep_their_shape() -> None:
@@ -360,10 +364,10 @@ def test_sparse_and_nested_arrays_keep_their_shape() -> None:
     sparse |= {"sparse_crow_indices": [0, 1, 2, 2], "sparse_col_indices": [3, 0]}
     inputs = {"target_tokens": sparse, "weights": [[1, 0.5], [0, 0], [1, 1]]}
     message = pass_message(training("m", data=[datum(loss_fn_inputs=inputs)]), forward_only=False)
-    found = read_pass(message.SerializeToString(), "r").data[0].inputs
-    assert found["target_tokens"].shape == (3, 4)
-    np.testing.assert_array_equal(found["target_tokens"].col_indices, [3, 0])  # type: ignore[union-attr]
-    np.testing.assert_array_equal(np.asarray(found["weights"]), np.array([[1, 0.5], [0, 0], [1, 1]], np.float32))
+    pass_inputs = read_pass(message.SerializeToString(), "r").data[0].inputs
+    assert pass_inputs["target_tokens"].shape == (3, 4)
+    np.testing.assert_array_equal(pass_inputs["target_tokens"].col_indices, [3, 0])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(np.asarray(pass_inputs["weights"]), np.array([[1, 0.5], [0, 0], [1, 1]], np.float32))
 
 
 def test_a_number_too_large_for_float32_is_refused_by_the_loss(harness: Harness) -> None:

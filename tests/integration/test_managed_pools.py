@@ -34,12 +34,12 @@ SECRET = "0123456789abcdef0123456789abcdef"
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 
 
-class Place:
+class PoolSetup:
     """A server's coordinator, the jobs, and the stand-in."""
 
-    def __init__(self, tmp_path: Path, held: Bucket, sky: Any) -> None:  # noqa: ANN401
+    def __init__(self, tmp_path: Path, bucket_: Bucket, sky: Any) -> None:  # noqa: ANN401
         (tmp_path / "gpu.yaml").write_text(POOL)
-        self.held, self.sky, self._path = held, sky, tmp_path
+        self.bucket, self.sky, self._path = bucket_, sky, tmp_path
         url = fresh_url(tmp_path, POSTGRES)
         self.database = Database(url)
         self.jobs = BatchJobs(self.database)
@@ -47,14 +47,14 @@ class Place:
             {
                 "data_dir": tmp_path / "server",
                 "database_url": url,
-                "storage_dir": f"{held.url}/tinsmith",
+                "storage_dir": f"{bucket_.url}/tinsmith",
                 "signing_secret": SECRET,
                 "batch_pools": (f"gpu={tmp_path / 'gpu.yaml'}",),
             }
         )
 
     def submit(self, function: Callable[..., object], rows: int = 20) -> int:
-        output = {"format": "json", "path": f"{self.held.url}/out.jsonl"}
+        output = {"format": "json", "path": f"{self.bucket.url}/out.jsonl"}
         options: dict[str, Any] = {"rows": rows, "batch_output_formats": [output]}
         return submit(self.jobs, self._path, function, batch_pool_name="gpu", **options)
 
@@ -82,17 +82,17 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def pool_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolSetup]:
     sky = skypilot.module(tmp_path / "machines")
     monkeypatch.setitem(sys.modules, "sky", sky)
     monkeypatch.setattr(managed, "LOOK_S", 0.1)
-    with bucket() as held:
-        made = Place(tmp_path, held, sky)
+    with bucket() as new_bucket:
+        setup = PoolSetup(tmp_path, new_bucket, sky)
         try:
-            yield made
+            yield setup
         finally:
             sky.jobs.close()
-            made.database.close()
+            setup.database.close()
 
 
 @batch.remote_function
@@ -106,103 +106,107 @@ def shout() -> None:
         batch.save_results([{"loud": row["text"].upper()} for row in rows])
 
 
-def test_a_job_has_a_machine_that_ends_with_it(place: Place) -> None:
+def test_a_job_has_a_machine_that_ends_with_it(pool_setup: PoolSetup) -> None:
     async def steps() -> None:
-        job_id = place.submit(shout, rows=4)
-        await place.until(lambda: place.job(job_id).status == "SUCCEEDED")
-        await place.until(lambda: place.sky.jobs.records[0].status.is_terminal())
+        job_id = pool_setup.submit(shout, rows=4)
+        await pool_setup.until(lambda: pool_setup.job(job_id).status == "SUCCEEDED")
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records[0].status.is_terminal())
 
-    place.run(steps)
-    (record,) = place.sky.jobs.records
+    pool_setup.run(steps)
+    (record,) = pool_setup.sky.jobs.records
     assert record.status.value == "SUCCEEDED" and len(record.machines) == 1
     assert record.task.config["workdir"] == "/src" and record.task.config["resources"] == {
         "infra": "aws/us-east-1",
         "use_spot": True,
     }
     assert SECRET not in json.dumps(record.task.config)
-    assert len(place.held.get("out.jsonl").splitlines()) == 4
+    assert len(pool_setup.bucket.get("out.jsonl").splitlines()) == 4
 
 
-def test_a_lost_machine_is_replaced_and_no_row_fails(place: Place) -> None:
+def test_a_lost_machine_is_replaced_and_no_row_fails(pool_setup: PoolSetup) -> None:
     async def steps() -> None:
-        job_id = place.submit(shout)
-        await place.until(lambda: place.job(job_id).completed_batches >= 2)
-        place.sky.jobs.records[0].lose()
-        await place.until(lambda: place.job(job_id).status == "SUCCEEDED")
-        found = place.job(job_id)
-        assert (found.rows_ok, found.rows_failed) == (20, 0)
-        await place.until(lambda: place.sky.jobs.records[0].status.is_terminal())
+        job_id = pool_setup.submit(shout)
+        await pool_setup.until(lambda: pool_setup.job(job_id).completed_batches >= 2)
+        pool_setup.sky.jobs.records[0].lose()
+        await pool_setup.until(lambda: pool_setup.job(job_id).status == "SUCCEEDED")
+        job_row = pool_setup.job(job_id)
+        assert (job_row.rows_ok, job_row.rows_failed) == (20, 0)
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records[0].status.is_terminal())
 
-    place.run(steps)
-    (record,) = place.sky.jobs.records
+    pool_setup.run(steps)
+    (record,) = pool_setup.sky.jobs.records
     assert record.status.value == "SUCCEEDED" and len(record.machines) == 2
-    found = [json.loads(line)["loud"] for line in place.held.get("out.jsonl").splitlines()]
-    assert found == [f"T{index}" for index in range(20)]
+    job_row = [json.loads(line)["loud"] for line in pool_setup.bucket.get("out.jsonl").splitlines()]
+    assert job_row == [f"T{index}" for index in range(20)]
 
 
-def test_a_cancelled_job_ends_its_managed_job(place: Place) -> None:
+def test_a_cancelled_job_ends_its_managed_job(pool_setup: PoolSetup) -> None:
     """One that waits for its machine, and one that runs."""
 
     async def steps() -> None:
-        place.sky.jobs.capacity = False
-        waiting = place.submit(shout)
-        await place.until(lambda: place.sky.jobs.records)
-        place.jobs.cancel("local", waiting)
-        await place.until(lambda: place.sky.jobs.records[0].status.value == "CANCELLED")
-        assert place.job(waiting).status == "CANCELLED"
-        place.sky.jobs.capacity = True
-        running = place.submit(shout, rows=2000)
-        await place.until(lambda: place.job(running).completed_batches)
-        place.jobs.cancel("local", running)
-        await place.until(lambda: place.job(running).status == "CANCELLED")
-        await place.until(lambda: place.sky.jobs.records[1].status.is_terminal())
+        pool_setup.sky.jobs.capacity = False
+        waiting = pool_setup.submit(shout)
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records)
+        pool_setup.jobs.cancel("local", waiting)
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records[0].status.value == "CANCELLED")
+        assert pool_setup.job(waiting).status == "CANCELLED"
+        pool_setup.sky.jobs.capacity = True
+        running = pool_setup.submit(shout, rows=2000)
+        await pool_setup.until(lambda: pool_setup.job(running).completed_batches)
+        pool_setup.jobs.cancel("local", running)
+        await pool_setup.until(lambda: pool_setup.job(running).status == "CANCELLED")
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records[1].status.is_terminal())
 
-    place.run(steps)
-    assert len(place.sky.jobs.records) == 2
+    pool_setup.run(steps)
+    assert len(pool_setup.sky.jobs.records) == 2
 
 
-def test_what_ends_a_managed_job_ends_its_job(place: Place) -> None:
+def test_what_ends_a_managed_job_ends_its_job(pool_setup: PoolSetup) -> None:
     async def steps() -> None:
-        place.sky.jobs.capacity = False
-        cancelled = place.submit(shout)
-        await place.until(lambda: place.sky.jobs.records)
-        place.sky.jobs.cancel([1])
-        await place.until(lambda: place.job(cancelled).status == "CANCELLED")
-        failed = place.submit(shout)
-        await place.until(lambda: len(place.sky.jobs.records) == 2)
-        record = place.sky.jobs.records[1]
+        pool_setup.sky.jobs.capacity = False
+        cancelled = pool_setup.submit(shout)
+        await pool_setup.until(lambda: pool_setup.sky.jobs.records)
+        pool_setup.sky.jobs.cancel([1])
+        await pool_setup.until(lambda: pool_setup.job(cancelled).status == "CANCELLED")
+        failed = pool_setup.submit(shout)
+        await pool_setup.until(lambda: len(pool_setup.sky.jobs.records) == 2)
+        record = pool_setup.sky.jobs.records[1]
         record.failure_reason = "no H100 in aws/us-east-1"
         record.status = skypilot.ManagedJobStatus.FAILED_NO_RESOURCE
-        await place.until(lambda: place.job(failed).status == "FAILED")
-        assert place.job(failed).error == (
+        await pool_setup.until(lambda: pool_setup.job(failed).status == "FAILED")
+        assert pool_setup.job(failed).error == (
             "SkyPilot's managed job 2 ended FAILED_NO_RESOURCE: no H100 in aws/us-east-1; see `sky jobs logs 2`"
         )
 
-    place.run(steps)
+    pool_setup.run(steps)
 
 
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "setting_name"),
     [
         ({"database_url": ""}, "TINSMITH_DATABASE_URL"),
         ({"storage_dir": ""}, "TINSMITH_STORAGE_DIR"),
         ({"signing_secret": ""}, "TINSMITH_SIGNING_SECRET"),
     ],
 )
-def test_a_server_that_machines_cannot_reach_is_refused(place: Place, changed: dict[str, str], named: str) -> None:
-    settings = Settings.model_validate({**place.settings.model_dump(), "signing_secret": SECRET, **changed})
-    with pytest.raises(SettingsError, match=named):
-        Coordinator(settings, place.jobs, "server")
+def test_a_server_that_machines_cannot_reach_is_refused(
+    pool_setup: PoolSetup, changed: dict[str, str], setting_name: str
+) -> None:
+    settings = Settings.model_validate({**pool_setup.settings.model_dump(), "signing_secret": SECRET, **changed})
+    with pytest.raises(SettingsError, match=setting_name):
+        Coordinator(settings, pool_setup.jobs, "server")
 
 
-def test_a_managed_pool_needs_skypilots_infra_and_a_source(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {"pool": {"workers": 1, "managed": True}}
+def test_a_managed_pool_needs_skypilots_infra_and_a_source(
+    pool_setup: PoolSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool_config: dict[str, Any] = {"pool": {"workers": 1, "managed": True}}
     with pytest.raises(UserError, match="true only with an infra of SkyPilot's"):
-        pool_from("p", given)
+        pool_from("p", pool_config)
     with pytest.raises(UserError, match="needs workdir"):
-        pool_from("p", given | {"resources": {"infra": "aws"}})
+        pool_from("p", pool_config | {"resources": {"infra": "aws"}})
     with pytest.raises(UserError, match="use_spot is True"):
         pool_from("p", {"pool": {"workers": 1}, "resources": {"use_spot": True}})
     monkeypatch.setitem(sys.modules, "sky", None)
     with pytest.raises(SettingsError, match="pip install skypilot"):
-        Coordinator(place.settings, place.jobs, "server")
+        Coordinator(pool_setup.settings, pool_setup.jobs, "server")

@@ -41,7 +41,7 @@ def new(seq_id: int, sampler: str = SAMPLER) -> NewFuture:
 
 def test_a_lost_wake_up_is_repaired_for_settled_requests_only(db: Database) -> None:
     futures, samplers, waiters = Futures(db), SamplingSessions(db), Waiters()
-    names = [f"s:sample:{number}" for number in range(3)]
+    names = [f"s:sample:{index}" for index in range(3)]
     for name in names:
         samplers.create(NewSamplingSession(name, "s", "alice", "base"))
         futures.submit(new(0, name))
@@ -50,16 +50,16 @@ def test_a_lost_wake_up_is_repaired_for_settled_requests_only(db: Database) -> N
     async def run() -> None:
         with contextlib.ExitStack() as polls:
             single = {name: polls.enter_context(waiters.watch(f"{name}:0")) for name in names}
-            whole = {name: polls.enter_context(waiters.watch_session(name)) for name in names}
+            session_events = {name: polls.enter_context(waiters.watch_session(name)) for name in names}
 
             async def woken() -> list[str]:
                 nonlocal orders
                 orders = await wake_missed(waiters, futures, samplers, orders)
-                found = [name for name in names if single[name].is_set()]
-                found += [f"all of {name}" for name in names if whole[name].is_set()]
-                for one in (*single.values(), *whole.values()):
-                    one.clear()
-                return found
+                woken_names = [name for name in names if single[name].is_set()]
+                woken_names += [f"all of {name}" for name in names if session_events[name].is_set()]
+                for event in (*single.values(), *session_events.values()):
+                    event.clear()
+                return woken_names
 
             orders: dict[str, int | None] = {}
             assert await woken() == []
@@ -80,14 +80,14 @@ def test_ten_thousand_held_polls_are_looked_after_with_a_few_questions(tmp_path:
 
     async def run() -> float:
         with contextlib.ExitStack() as polls:
-            for number in range(10_000):
-                polls.enter_context(waiters.watch(f"{SAMPLER}:{number}"))
+            for index in range(10_000):
+                polls.enter_context(waiters.watch(f"{SAMPLER}:{index}"))
             started = time.process_time()
             await wake_missed(waiters, futures, samplers, {})
             return time.process_time() - started
 
     spent_s = asyncio.run(run())
-    assert len([one for one in statements if one.startswith("SELECT")]) <= 20
+    assert len([statement for statement in statements if statement.startswith("SELECT")]) <= 20
     assert spent_s < 0.5
     database.close()
 
@@ -97,9 +97,9 @@ def test_ten_thousand_held_polls_are_looked_after_with_a_few_questions(tmp_path:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, hold_s=20)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, hold_s=20)
+    yield new_harness
+    close(new_harness)
 
 
 @pytest.mark.parametrize("path", ["retrieve_future", "retrieve_futures"])
@@ -144,9 +144,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[RawClient]:
-    made = connect(server)
-    yield made
-    made.http.close()
+    raw_client = connect(server)
+    yield raw_client
+    raw_client.http.close()
 
 
 def hold(server: LiveServer, path: str, body: object) -> socket.socket:
@@ -199,16 +199,16 @@ def test_a_server_that_may_open_few_files_says_so() -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "
     code += "from tinsmith.server.process import raise_file_limit; raise_file_limit(); "
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
-    for hard, told in ((FEW_FILES - 1, True), (FEW_FILES, False)):
-        done = subprocess.run(
+    for hard, is_warned in ((FEW_FILES - 1, True), (FEW_FILES, False)):
+        completed = subprocess.run(
             [sys.executable, "-c", code.format(limits=(100, min(hard, limits[1])))],
             capture_output=True,
             text=True,
             timeout=60,
             check=True,
         )
-        assert ("raise the limit of open files" in done.stdout + done.stderr) is told
-        assert f"({hard}, {hard})" in done.stdout
+        assert ("raise the limit of open files" in completed.stdout + completed.stderr) is is_warned
+        assert f"({hard}, {hard})" in completed.stdout
 
 
 def test_every_poll_for_one_future_is_answered_when_it_settles(server: LiveServer, client: RawClient) -> None:

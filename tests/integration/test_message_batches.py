@@ -132,7 +132,7 @@ def test_a_batch_whose_requests_are_gone_has_ended_with_the_reason(harness: Harn
     batch = harness.services.openai_batches.find("alice", batch_id, messages=True)
     harness.services.files.delete("alice", batch.input_file_id)
     harness.services.batch_reconciler.look()
-    found = send(harness, "GET", f"/{batch_id}").json()
-    assert found["processing_status"] == "ended" and found["request_counts"]["errored"] == 1
+    ended_batch = send(harness, "GET", f"/{batch_id}").json()
+    assert ended_batch["processing_status"] == "ended" and ended_batch["request_counts"]["errored"] == 1
     results_answer = send(harness, "GET", f"/{batch_id}/results")
     assert results_answer.status_code == 404 and "no results" in results_answer.json()["error"]["message"]

@@ -41,12 +41,12 @@ def samples_of(text: str) -> Samples:
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, metrics_token=TOKEN)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, metrics_token=TOKEN)
+    yield new_harness
+    close(new_harness)
 
 
-def scraped(harness: Harness) -> Samples:
+def scrape(harness: Harness) -> Samples:
     answer = harness.client.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -58,15 +58,15 @@ def test_the_server_counts_what_passes_through_it(harness: Harness) -> None:
     assert send_pass(harness, pass_bytes(model_id, 1)).status_code == 200
     assert send_pass(harness, pass_bytes(model_id, 2, tokens=(99_999,))).status_code == 200
     assert harness.get("no/such/path").status_code == 404
-    found = scraped(harness)
-    assert found["tinsmith_futures_submitted_total", ("forward_backward", "accepted")] == 1
-    assert found["tinsmith_futures_submitted_total", ("forward_backward", "refused")] == 1
-    assert found["tinsmith_http_responses_total", ("404",)] == 1
-    assert found["tinsmith_http_responses_total", ("200",)] >= 4
-    assert found["tinsmith_tenant_requests_total", ("alice",)] == 3
-    assert found["tinsmith_sessions_open", ()] == 1
-    assert found["tinsmith_models", (BASE, "ready")] == 1
-    assert found["process_resident_memory_bytes", ()] > 1e6
+    samples = scrape(harness)
+    assert samples["tinsmith_futures_submitted_total", ("forward_backward", "accepted")] == 1
+    assert samples["tinsmith_futures_submitted_total", ("forward_backward", "refused")] == 1
+    assert samples["tinsmith_http_responses_total", ("404",)] == 1
+    assert samples["tinsmith_http_responses_total", ("200",)] >= 4
+    assert samples["tinsmith_tenant_requests_total", ("alice",)] == 3
+    assert samples["tinsmith_sessions_open", ()] == 1
+    assert samples["tinsmith_models", (BASE, "ready")] == 1
+    assert samples["process_resident_memory_bytes", ()] > 1e6
 
 
 def test_the_rows_say_what_waits_and_for_how_long(harness: Harness) -> None:
@@ -81,12 +81,12 @@ def test_the_rows_say_what_waits_and_for_how_long(harness: Harness) -> None:
     with harness.services.models._db.write() as connection:
         older = FUTURES.update().where(FUTURES.c.request_id == first)
         connection.execute(older.values(created_at=time.time() - 100))
-    found = scraped(harness)
-    assert found["tinsmith_queue_requests", (BASE, "forward_backward")] == 2
-    assert 100 <= found["tinsmith_queue_oldest_seconds", (BASE, "forward_backward")] < 1000
-    assert found["tinsmith_engine_ready", (BASE, "e")] == 0  # its lease has expired
+    samples = scrape(harness)
+    assert samples["tinsmith_queue_requests", (BASE, "forward_backward")] == 2
+    assert 100 <= samples["tinsmith_queue_oldest_seconds", (BASE, "forward_backward")] < 1000
+    assert samples["tinsmith_engine_ready", (BASE, "e")] == 0  # its lease has expired
     harness.settle(first)
-    assert scraped(harness)["tinsmith_queue_requests", (BASE, "forward_backward")] == 1
+    assert scrape(harness)["tinsmith_queue_requests", (BASE, "forward_backward")] == 1
 
 
 def test_figures_of_all_tenants_are_for_operators(harness: Harness, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_only_so_many_tenants_have_names_of_their_own(harness: Harness) -> None:
     assert TenantLabels(0)("a") == OTHER
     for index in range(20):
         harness.services.meters.submitted("sample", f"tenant-{index}", refused=False)
-    tenants = [labels for name, labels in scraped(harness) if name == "tinsmith_tenant_requests_total"]
+    tenants = [labels for name, labels in scrape(harness) if name == "tinsmith_tenant_requests_total"]
     assert tenants == [("tenant-0",), ("tenant-1",), (OTHER,)]
 
 
@@ -144,14 +144,14 @@ def train_and_sample(server: LiveServer) -> None:
         sampler.sample(types.ModelInput.from_ints([1, 2, 3]), num_samples=2, sampling_params=params).result()
 
 
-def scraped_with(server: LiveServer, *wanted: tuple[str, tuple[str, ...]]) -> str:
+def scrape_until(server: LiveServer, *expected_samples: tuple[str, tuple[str, ...]]) -> str:
     """Scrape until the text has all of these."""
     deadline = time.monotonic() + 60
     while True:
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
-        if set(wanted) <= set(samples_of(text)):
+        if set(expected_samples) <= set(samples_of(text)):
             return text
-        assert time.monotonic() < deadline, f"{wanted} are not all there"
+        assert time.monotonic() < deadline, f"{expected_samples} are not all there"
         time.sleep(0.1)
 
 
@@ -172,32 +172,34 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
         (engine,) = (row.engine_id for row in server_engines(server))
         train_and_sample(server)
         # An engine writes its gauges once a second, and a sample is counted right after its result was sent.
-        text = scraped_with(
+        text = scrape_until(
             server,
             ("tinsmith_engine_samples_running", (nano, engine)),
             ("tinsmith_engine_tokens_total", (nano, "sampled")),
         )
-        found = samples_of(text)
-        assert found["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 8
-        assert found["tinsmith_engine_tokens_total", (nano, "prompt")] == 3
-        assert found["tinsmith_engine_tenant_tokens_total", (nano, "training", "local")] == 8
-        assert found["tinsmith_engine_futures_settled_total", (nano, "sample", "done")] == 1
-        assert found["tinsmith_engine_step_seconds_count", (nano, "passes")] == 1
-        assert found["tinsmith_engine_wait_seconds_count", (nano, "optim_step")] == 1
-        assert found["tinsmith_engine_samples_running", (nano, engine)] == 0
-        assert found["tinsmith_engine_ready", (nano, engine)] == 1
-        assert found["tinsmith_engine_resident_bytes", (nano, engine)] > 1e6
-        assert found["tinsmith_engine_database_seconds_count", (nano,)] > 5
-        assert found["tinsmith_server_database_seconds_count", ()] > 5
-        shown = {re.sub(r"_(total|bucket)$", "", name) for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}
-        absent = {name.removesuffix("_total") for name in METERS} - shown
+        samples = samples_of(text)
+        assert samples["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 8
+        assert samples["tinsmith_engine_tokens_total", (nano, "prompt")] == 3
+        assert samples["tinsmith_engine_tenant_tokens_total", (nano, "training", "local")] == 8
+        assert samples["tinsmith_engine_futures_settled_total", (nano, "sample", "done")] == 1
+        assert samples["tinsmith_engine_step_seconds_count", (nano, "passes")] == 1
+        assert samples["tinsmith_engine_wait_seconds_count", (nano, "optim_step")] == 1
+        assert samples["tinsmith_engine_samples_running", (nano, engine)] == 0
+        assert samples["tinsmith_engine_ready", (nano, engine)] == 1
+        assert samples["tinsmith_engine_resident_bytes", (nano, engine)] > 1e6
+        assert samples["tinsmith_engine_database_seconds_count", (nano,)] > 5
+        assert samples["tinsmith_server_database_seconds_count", ()] > 5
+        shown_names = {
+            re.sub(r"_(total|bucket)$", "", name) for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+        }
+        absent = {name.removesuffix("_total") for name in METERS} - shown_names
         # These appear only while requests wait, behind a step or in a bulk job.
         assert absent <= {"tinsmith_queue_requests", "tinsmith_queue_oldest_seconds", "tinsmith_batch_jobs"}
         (pid,) = server.engine_pids()
         os.kill(pid, signal.SIGKILL)
         train_and_sample(server)
-        found = samples_of(httpx.get(f"{server.url}/metrics", timeout=60).text)
-        assert found["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 16
+        samples = samples_of(httpx.get(f"{server.url}/metrics", timeout=60).text)
+        assert samples["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 16
         alive = list((server.data_dir / "metrics").glob("gauge_live*.db"))
         assert all(f"_{pid}.db" not in path.name for path in alive)
 
@@ -212,20 +214,20 @@ def test_every_meter_is_documented_with_its_own_words() -> None:
 
 def test_the_dashboard_asks_for_meters_that_there_are() -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana" / "tinsmith.json").read_text())
-    asked: dict[str, set[str]] = {}
+    labels_by_meter: dict[str, set[str]] = {}
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
             for name, labels in re.findall(r"(tinsmith_\w+|process_\w+)(?:\{([^}]*)\})?", target["expr"]):
-                asked.setdefault(name, set()).update(re.findall(r"(\w+)\s*[=!]", labels))
+                labels_by_meter.setdefault(name, set()).update(re.findall(r"(\w+)\s*[=!]", labels))
             grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
             names = {word.strip() for group in grouped for word in group.split(",")} - {"le"}
             meters = [METERS[base_name(name)] for name in re.findall(r"tinsmith_\w+", target["expr"])]
             assert all(names <= set(meter.labels) for meter in meters), target["expr"]
-    for name, labels in asked.items():
+    for name, labels in labels_by_meter.items():
         if name.startswith("process_"):
             continue
         assert labels <= set(METERS[base_name(name)].labels), name
-    assert {base_name(name) for name in asked if name.startswith("tinsmith")} == set(METERS)
+    assert {base_name(name) for name in labels_by_meter if name.startswith("tinsmith")} == set(METERS)
 
 
 def base_name(series: str) -> str:

@@ -59,20 +59,20 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
     answers = harness.services.model_gateway
 
     async def work() -> None:
-        same = [asyncio.create_task(answers.answer(question())) for _ in range(3)]
+        same_tasks = [asyncio.create_task(answers.answer(question())) for _ in range(3)]
         await pending(harness, 1)
-        others = [question(1), question(key="0.1"), question(request={"num_samples": 2}), question(job_id=6)]
-        more = [asyncio.create_task(answers.answer(each)) for each in others]
+        other_questions = [question(1), question(key="0.1"), question(request={"num_samples": 2}), question(job_id=6)]
+        other_tasks = [asyncio.create_task(answers.answer(waited)) for waited in other_questions]
         for request_id in await pending(harness, 5):
             settle(harness, answers, request_id, request_id.encode())
-        told = {(await each)["result"] for each in same}
-        assert len(told) == 1
-        assert len(told | {(await each)["result"] for each in more}) == 5
+        results = {(await waited)["result"] for waited in same_tasks}
+        assert len(results) == 1
+        assert len(results | {(await waited)["result"] for waited in other_tasks}) == 5
         again = ModelGateway(
             answers.bases, answers.sessions, answers.samplers, answers.checkpoints, answers.futures,
             answers.waiters, answers.admission,
         )  # fmt: skip
-        assert {(await again.answer(question()))["result"]} == told, "a server that was started anew knows it"
+        assert {(await again.answer(question()))["result"]} == results, "a server that was started anew knows it"
         assert await pending(harness, 0) == []
 
     asyncio.run(work())
@@ -86,8 +86,8 @@ def test_questions_are_the_tenants_own(harness: Harness) -> None:
         for verb in ("sample", "model"):
             with pytest.raises(NotFoundError):
                 await answers.answer(question(verb=verb, model=path, tenant_id="bob"))
-        found = await answers.answer(question(verb="model", model=path))
-        assert found["shape"]["name"] == BASE
+        model_answer = await answers.answer(question(verb="model", model=path))
+        assert model_answer["shape"]["name"] == BASE
         task = asyncio.create_task(answers.answer(question(model=path)))
         (request_id,) = await pending(harness, 1)
         settle(harness, answers, request_id, b"x")
@@ -190,26 +190,26 @@ def test_a_quota_is_waited_for(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> None:
     """Otherwise its rows would wait for the batch's whole time limit."""
 
-    async def lost(_answers: list[dict[str, Any]]) -> None:
+    async def fail_to_send(_answers: list[dict[str, Any]]) -> None:
         raise ConnectionError("the worker has gone")
 
-    async def work() -> None:
+    async def ask_once() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
         with pytest.raises(ConnectionError):
-            async with router.answering(lost) as take:
+            async with router.answering(fail_to_send) as take:
                 take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
                 for _ in range(100):
                     await asyncio.sleep(0.01)
                     take(())  # as a heartbeat does
 
-    asyncio.run(work())
+    asyncio.run(ask_once())
 
 
 def test_a_router_answers_every_question(harness: Harness) -> None:
-    told: list[dict[str, Any]] = []
+    collected: list[dict[str, Any]] = []
 
     async def send(answers: list[dict[str, Any]]) -> None:
-        told.extend(answers)
+        collected.extend(answers)
 
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
@@ -217,11 +217,11 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
             good = {"verb": "model", "payload": {"model": BASE}}
             take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
             take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])
-            while len(told) < 4:
+            while len(collected) < 4:
                 await asyncio.sleep(0.01)
 
     asyncio.run(work())
-    answers = {each["number"]: each for each in told}
+    answers = {one_answer["number"]: one_answer for one_answer in collected}
     assert answers[1]["answer"]["shape"]["name"] == BASE
     assert "'no' is not served here" in answers[2]["refused"]
     assert "not valid" in answers[3]["refused"]
@@ -229,18 +229,18 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
 
 
 def test_closing_a_channel_cancels_open_requests() -> None:
-    sent: list[dict[str, Any]] = []
-    channel = Channel(sent.append)
+    lines_sent: list[dict[str, Any]] = []
+    channel = Channel(lines_sent.append)
     assignment = Assignment(0, 0, 1, 1, ())
 
     async def work() -> None:
-        asked = [asyncio.create_task(channel.ask(assignment, {"verb": "x"})) for _ in range(3)]
+        tasks = [asyncio.create_task(channel.ask(assignment, {"verb": "x"})) for _ in range(3)]
         await asyncio.sleep(0.01)
-        assert [len(each["asks"]) for each in sent] == [3], "questions of one moment share a line"
+        assert [len(line["asks"]) for line in lines_sent] == [3], "questions of one moment share a line"
         channel.answered([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
-        assert await asked[1] == {"a": 1}
+        assert await tasks[1] == {"a": 1}
         channel.close()
-        for task in (asked[0], asked[2]):
+        for task in (tasks[0], tasks[2]):
             with pytest.raises(ClosedError):
                 await task
         with pytest.raises(ClosedError):

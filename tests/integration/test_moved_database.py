@@ -18,15 +18,15 @@ from tinsmith.db.database import Database, DatabaseMovedError
 TABLE = sa.table("notes", sa.column("text"))
 
 
-def renamed(path: Path) -> None:
+def rename(path: Path) -> None:
     path.rename(path.with_suffix(".moved"))
 
 
-def deleted(path: Path) -> None:
+def delete(path: Path) -> None:
     path.unlink()
 
 
-def replaced(path: Path) -> None:
+def replace_by_copy(path: Path) -> None:
     path.rename(path.with_suffix(".moved"))
     shutil.copy(path.with_suffix(".moved"), path)
 
@@ -44,10 +44,10 @@ def index_deleted(path: Path) -> None:
     Path(f"{path}-shm").unlink()
 
 
-WAYS = [renamed, deleted, replaced, directory_replaced, log_deleted, index_deleted]
+WAYS = [rename, delete, replace_by_copy, directory_replaced, log_deleted, index_deleted]
 
 
-def written(database: Database, text: str) -> None:
+def write_row(database: Database, text: str) -> None:
     with database.write() as connection:
         connection.execute(TABLE.insert().values(text=text))
 
@@ -55,12 +55,12 @@ def written(database: Database, text: str) -> None:
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     (tmp_path / "data").mkdir()
-    made = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}")
-    with made.write() as connection:
+    new_database = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}")
+    with new_database.write() as connection:
         connection.execute(sa.text("CREATE TABLE notes (text TEXT)"))
-    written(made, "one")
-    yield made
-    made.close()
+    write_row(new_database, "one")
+    yield new_database
+    new_database.close()
 
 
 @pytest.mark.parametrize("change", WAYS)
@@ -68,13 +68,13 @@ def test_nothing_is_written_to_files_that_have_lost_their_names(
     database: Database, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     database.check_files()
-    written(database, "two")
+    write_row(database, "two")
     change(tmp_path / "data" / "tinsmith.db")
     for _ in range(2):
         with pytest.raises(
             DatabaseMovedError, match=r"tinsmith\.db.* was moved, deleted or replaced.*put the file back"
         ):
-            written(database, "three")
+            write_row(database, "three")
     with pytest.raises(DatabaseMovedError):
         database.check_files()
 
@@ -82,9 +82,9 @@ def test_nothing_is_written_to_files_that_have_lost_their_names(
 def test_files_that_are_not_replaced_cause_no_stop(database: Database, tmp_path: Path) -> None:
     """Other processes start and end, checkpoints truncate the log, and backups run."""
     for index in range(20):
-        written(database, f"{index}")
+        write_row(database, f"{index}")
         other = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}", exists=True)
-        written(other, "theirs")
+        write_row(other, "theirs")
         other.checkpoint()
         other.close()
         database.checkpoint()
@@ -101,12 +101,12 @@ def test_who_does_not_make_the_database_makes_no_empty_one(tmp_path: Path) -> No
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    if not made.services.models._db.is_sqlite:
-        close(made)
+    new_harness = make_harness(tmp_path)
+    if not new_harness.services.models._db.is_sqlite:
+        close(new_harness)
         pytest.skip("of files")
-    yield made
-    close(made)
+    yield new_harness
+    close(new_harness)
 
 
 def test_a_request_is_not_acknowledged_once_the_file_is_gone(harness: Harness, tmp_path: Path) -> None:

@@ -58,11 +58,13 @@ LOCAL: list[tuple[dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "why"), LOCAL, ids=[next(iter(given)) for given, _ in LOCAL])
-def test_the_engine_samples_itself_where_vllm_would_not_do(given: dict[str, object], why: str, one_gpu: str) -> None:
-    settings = Settings.model_validate({"sampler_python": one_gpu, **given})
+@pytest.mark.parametrize(("changes", "expected_reason"), LOCAL, ids=[next(iter(changes)) for changes, _ in LOCAL])
+def test_the_engine_samples_itself_where_vllm_would_not_do(
+    changes: dict[str, object], expected_reason: str, one_gpu: str
+) -> None:
+    settings = Settings.model_validate({"sampler_python": one_gpu, **changes})
     name, reason = choose_sampler(settings, "Any", images=False)
-    assert name == "local" and why in reason
+    assert name == "local" and expected_reason in reason
 
 
 def test_images_unknown_models_and_missing_engines_are_reasons(one_gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,23 +74,23 @@ def test_images_unknown_models_and_missing_engines_are_reasons(one_gpu: str, mon
     name, reason = choose_sampler(Settings(), "Any", images=False)
     assert name == "local" and f"{sys.executable} has no vLLM; install tinsmith[vllm]" in reason
     assert choose_sampler(Settings(sampler_python="/no/such"), "Any", images=False)[0] == "local"
-    for count, why in ((0, "no GPU"), (2, "2 GPUs")):
+    for count, expected_reason in ((0, "no GPU"), (2, "2 GPUs")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert why in choose_sampler(settings, "Any", images=False)[1]
+        assert expected_reason in choose_sampler(settings, "Any", images=False)[1]
 
 
 def test_doctor_says_what_samples_and_why(one_gpu: str, tmp_path: Path) -> None:
-    def told(**given: object) -> str:
-        settings = Settings.model_validate({"data_dir": tmp_path, "port": 0, **given})
+    def sampler_detail(**changes: object) -> str:
+        settings = Settings.model_validate({"data_dir": tmp_path, "port": 0, **changes})
         return next(finding.detail for finding in examine(settings) if finding.what == "sampler")
 
-    assert told(sampler_python=one_gpu).startswith(f"vllm for {nano.MODEL_NAME}: vLLM 0.32.0 of {one_gpu}")
-    assert told(device="cpu") == f"local for {nano.MODEL_NAME}: device is 'cpu'"
-    assert told(sampler="local") == f"local for {nano.MODEL_NAME}: the settings say so"
+    assert sampler_detail(sampler_python=one_gpu).startswith(f"vllm for {nano.MODEL_NAME}: vLLM 0.32.0 of {one_gpu}")
+    assert sampler_detail(device="cpu") == f"local for {nano.MODEL_NAME}: device is 'cpu'"
+    assert sampler_detail(sampler="local") == f"local for {nano.MODEL_NAME}: the settings say so"
 
 
 @pytest.fixture
-def opened(
+def open_engine_backend(
     one_gpu: str, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RemotelySampledBackend, FakeBackend]]:
     """As an engine opens its backend, with a trainer and a vLLM that compute nothing."""
@@ -104,26 +106,26 @@ def opened(
     backend.sampler.close()
 
 
-def answered(backend: RemotelySampledBackend, *samples: Sample) -> list[SampleResult]:
-    place = ExternalSetup.__new__(ExternalSetup)
-    place.sampler = backend.sampler
-    return [place.answer(each) for each in samples]
+def answer_all(backend: RemotelySampledBackend, *samples: Sample) -> list[SampleResult]:
+    setup = ExternalSetup.__new__(ExternalSetup)
+    setup.sampler = backend.sampler
+    return [setup.answer(sample_) for sample_ in samples]
 
 
 def test_training_and_vllm_take_turns_over_adapters_in_memory(
-    opened: tuple[RemotelySampledBackend, FakeBackend], memory: Path, tmp_path: Path
+    open_engine_backend: tuple[RemotelySampledBackend, FakeBackend], memory: Path, tmp_path: Path
 ) -> None:
-    backend, trainer = opened
+    backend, trainer = open_engine_backend
     (private,) = memory.iterdir()
     assert private.stat().st_mode & 0o777 == 0o700
     assert trainer.is_asleep, "vLLM measures the free memory when it starts"
     trainer.create_model("m", LoraSpec(rank=8))
     backend.publish("m", "v")
-    (first,) = answered(backend, sample("a", "v"))
+    (first,) = answer_all(backend, sample("a", "v"))
     assert len(list((private / "here").glob("v-*/*"))) > 0 and not list((tmp_path / "sampler/here").iterdir())
     backend.optim_step([])
     assert not trainer.is_asleep and backend.sampler._asleep
-    (again,) = answered(backend, sample("b", "v"))
+    (again,) = answer_all(backend, sample("b", "v"))
     assert trainer.is_asleep and not backend.sampler._asleep
     assert again.sequences[0].tokens_T.tolist() == first.sequences[0].tokens_T.tolist()
 
@@ -134,27 +136,27 @@ def test_a_dedicated_sampler_keeps_its_setting(one_gpu: str) -> None:
 
 
 def test_a_full_memory_sends_adapters_through_the_disk(
-    opened: tuple[RemotelySampledBackend, FakeBackend], memory: Path, tmp_path: Path
+    open_engine_backend: tuple[RemotelySampledBackend, FakeBackend], memory: Path, tmp_path: Path
 ) -> None:
-    backend, trainer = opened
+    backend, trainer = open_engine_backend
     trainer.create_model("m", LoraSpec(rank=8))
     backend.publish("m", "v")
-    place = next(memory.iterdir()) / "here"
-    place.rmdir()
-    place.write_text("")  # a directory cannot be made in it, as if nothing were free
+    blocked_path = next(memory.iterdir()) / "here"
+    blocked_path.rmdir()
+    blocked_path.write_text("")  # a directory cannot be made in it, as if nothing were free
     with capture_logs() as lines:
-        answered(backend, sample("a", "v"))
+        answer_all(backend, sample("a", "v"))
     assert [line["event"] for line in lines].count("no space for an adapter in memory; its files go to the disk") == 1
     assert list((tmp_path / "sampler/here").glob("v-*/*"))
 
 
 def test_a_directory_in_memory_that_others_can_read_is_not_used(memory: Path, tmp_path: Path) -> None:
-    found = memory_directory(tmp_path, "here")
-    assert found is not None and found.parent.parent == memory
-    found.parent.chmod(0o755)
+    directory = memory_directory(tmp_path, "here")
+    assert directory is not None and directory.parent.parent == memory
+    directory.parent.chmod(0o755)
     assert memory_directory(tmp_path, "here") is None
-    found.parent.rmdir()
-    os.symlink(tmp_path, found.parent)
+    directory.parent.rmdir()
+    os.symlink(tmp_path, directory.parent)
     assert memory_directory(tmp_path, "here") is None
     memory.chmod(0o500)
     assert os.getuid() == 0 or memory_directory(tmp_path / "other", "here") is None

@@ -43,8 +43,8 @@ def test_a_tenant_that_is_alone_has_long_steps_and_decodes_for_as_long_as_one(
     token_s: float, trained_s: float, decoded_s: float
 ) -> None:
     pace = Pace(1.0)
-    for moment in range(3):
-        pace.record_tenants(["alice"], float(moment))
+    for time_s in range(3):
+        pace.record_tenants(["alice"], float(time_s))
     assert not pace.is_shared
     tokens = pace.step_tokens(BUDGET, token_s, samples=True)
     assert tokens == BUDGET or tokens == 1 or (tokens + 1) * token_s >= SINGLE_TENANT_FACTOR * (1 - 1e-9)
@@ -90,9 +90,9 @@ def test_the_price_of_a_token_is_one_that_was_seen(steps: list[tuple[int, float]
     prices = CostModel()
     for tokens, seconds in steps:
         prices.record_passes(tokens, seconds)
-    seen = [seconds / tokens for tokens, seconds in steps[-9:]]
+    token_prices = [seconds / tokens for tokens, seconds in steps[-9:]]
     token_s = prices.token_s()
-    assert token_s is not None and min(seen) * (1 - 1e-9) <= token_s <= max(seen) * (1 + 1e-9)
+    assert token_s is not None and min(token_prices) * (1 - 1e-9) <= token_s <= max(token_prices) * (1 + 1e-9)
 
 
 def test_short_steps_which_are_mostly_overhead_do_not_make_tokens_expensive() -> None:
@@ -119,9 +119,9 @@ def test_work_that_becomes_more_expensive_shows_after_one_step() -> None:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 def price(bench: Bench, token_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,19 +132,19 @@ def tokens_of_steps(bench: Bench) -> list[int]:
     return [60 * len(step) for step in bench.backend.steps]
 
 
-@pytest.mark.parametrize(("others", "most"), [(0, SINGLE_TENANT_FACTOR * 600), (1, 600)])
+@pytest.mark.parametrize(("num_others", "max_tokens"), [(0, SINGLE_TENANT_FACTOR * 600), (1, 600)])
 def test_a_flood_has_steps_of_the_predicted_bound_only_where_another_tenant_is(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, others: int, most: int
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_others: int, max_tokens: int
 ) -> None:
     flooding = bench.model()
-    for number in range(others):
-        bench.model(f"t{number}:train:0", "bob")
+    for index in range(num_others):
+        bench.model(f"t{index}:train:0", "bob")
     price(bench, 1 / 600, monkeypatch)
     for seq_id in range(1, 61):
         bench.forward(flooding, seq_id, [1] * 60)
     bench.backend.steps.clear()
     bench.run_until_idle()
-    assert max(tokens_of_steps(bench)) == most
+    assert max(tokens_of_steps(bench)) == max_tokens
     assert sum(tokens_of_steps(bench)) == 60 * 60
 
 
@@ -181,18 +181,18 @@ def test_a_sample_that_arrives_during_a_long_step_is_drawn_before_its_end(
 ) -> None:
     model = bench.model()
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "bob", BASE))
-    found: list[bool] = []
+    was_drawn: list[bool] = []
 
     def meanwhile(part: int) -> None:
         if part == 1:
             bench.sample("t:sample:0", 0, tenant="bob")
-        found.append(part > 1 and bench.outcome("t:sample:0:0", "bob") is not None)
+        was_drawn.append(part > 1 and bench.outcome("t:sample:0:0", "bob") is not None)
 
     monkeypatch.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
     passed = bench.forward(model, 1)
     bench.engine.run_once(0.0)
     bench.engine.run_once(0.0)
-    assert found == [False, False, True, True]
+    assert was_drawn == [False, False, True, True]
     assert bench.outcome(passed) is not None
 
 
@@ -205,17 +205,17 @@ def test_a_sample_whose_weights_are_not_in_memory_waits_for_the_end_of_the_step(
     bench.engine._versions.write_all()
     (version,) = bench.backend._versions
     bench.backend.drop_version(version)
-    found: list[bool] = []
+    was_drawn: list[bool] = []
 
     def meanwhile(part: int) -> None:
         if part == 0:
             bench.sample(sampler)
-        found.append(bench.outcome(f"{sampler}:0") is not None)
+        was_drawn.append(bench.outcome(f"{sampler}:0") is not None)
 
     monkeypatch.setattr(bench.backend, "run_passes", _Long(bench, meanwhile))
     bench.forward(model, 2)
     bench.run_until_idle()
-    assert found == [False] * 4
+    assert was_drawn == [False] * 4
     assert bench.outcome(f"{sampler}:0") is not None
 
 
@@ -225,7 +225,7 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
     model = bench.model()
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "bob", BASE))
 
-    def fail(_named: object) -> None:
+    def fail(_handles: object) -> None:
         raise OperationalError("SELECT", {}, Exception("the database is away"))
 
     def meanwhile(part: int) -> None:
@@ -269,9 +269,9 @@ class _SlowSampler:
         return []
 
 
-@pytest.mark.parametrize(("flood", "few"), [(40, True), (5, False)])
+@pytest.mark.parametrize(("flood", "is_small"), [(40, True), (5, False)])
 def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_all_takes_long(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, flood: int, few: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, flood: int, is_small: bool
 ) -> None:
     sampler = _SlowSampler()
     monkeypatch.setattr(bench.backend, "_sampler", sampler)
@@ -286,29 +286,29 @@ def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_al
     sampling._admit(bench.engine._queues)
     for _ in range(60):
         sampling.decode_step()
-    own = [scopes for scopes in sampler.steps if scopes is not None]
-    assert bool(own) == few
-    assert all(set(scopes) == {"bob"} for scopes in own)
-    whole = len(sampler.steps) - len(own)
-    assert 0.012 * len(own) <= 0.2 * whole / 2 + 0.2
-    assert whole >= 5
-    if few:
-        assert 0.012 * len(own) >= 0.2 * (whole - 2) / 2 - 0.2
+    own_steps = [scopes for scopes in sampler.steps if scopes is not None]
+    assert bool(own_steps) == is_small
+    assert all(set(scopes) == {"bob"} for scopes in own_steps)
+    num_shared_steps = len(sampler.steps) - len(own_steps)
+    assert 0.012 * len(own_steps) <= 0.2 * num_shared_steps / 2 + 0.2
+    assert num_shared_steps >= 5
+    if is_small:
+        assert 0.012 * len(own_steps) >= 0.2 * (num_shared_steps - 2) / 2 - 0.2
 
 
 def test_passes_of_one_tenant_do_not_wait_for_those_of_another(bench: Bench) -> None:
-    mine, another = bench.model(), bench.model("t:train:0", "bob")
-    for model, tenant in ((mine, "alice"), (another, "bob")):
+    alice_model, bob_model = bench.model(), bench.model("t:train:0", "bob")
+    for model, tenant in ((alice_model, "alice"), (bob_model, "bob")):
         bench.forward(model, 1, tenant=tenant)
     queues = bench.engine._queues
     bench.engine._arrivals.fetch()
-    first = queues.lanes[mine].waiting[1]
-    second = queues.lanes[another].waiting[1]
-    rhythm = queues.lanes[another].rhythm
+    first = queues.lanes[alice_model].waiting[1]
+    second = queues.lanes[bob_model].waiting[1]
+    rhythm = queues.lanes[bob_model].rhythm
     for _ in range(2):
         rhythm.answered(0.0)
         rhythm.came(0.01)
-    queues.lanes[another].waiting.clear()
+    queues.lanes[bob_model].waiting.clear()
     rhythm.answered(first.created_at)
     assert queues.passes_due([first]) == ([], [])
     assert queues.passes_due([first, second]) == ([], [])

@@ -45,14 +45,14 @@ def pending(request_id: str) -> Pending:
 
 def test_suspects_run_in_batches_of_an_eighth(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    names = [f"r{number}" for number in range(64)]
+    names = [f"r{index}" for index in range(64)]
     with pytest.raises(DeathError), Quarantine(path).running(names):
         raise DeathError
-    found = Quarantine(path)
-    assert {found.batch_size(name) for name in names} == {64 // SMALLER} and not found.batch_size("other")
-    found.keep({*names[:20], "other"})
-    assert [len(group) for group in found.groups([pending(name) for name in names[:20]])] == [8, 8, 4]
-    with pytest.raises(DeathError), found.running(names[:8]):
+    quarantine = Quarantine(path)
+    assert {quarantine.batch_size(name) for name in names} == {64 // SMALLER} and not quarantine.batch_size("other")
+    quarantine.keep({*names[:20], "other"})
+    assert [len(group) for group in quarantine.groups([pending(name) for name in names[:20]])] == [8, 8, 4]
+    with pytest.raises(DeathError), quarantine.running(names[:8]):
         raise DeathError
     third = Quarantine(path)
     assert [third.batch_size(name) for name in (names[0], names[8], names[20])] == [1, 8, 0]
@@ -82,7 +82,7 @@ def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
 
 
 def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
-    names = [f"r{number}" for number in range(64)]
+    names = [f"r{index}" for index in range(64)]
     with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
     notes = [read_journal(tmp_path / "0") or ""]
@@ -94,8 +94,8 @@ def test_a_dead_engines_suspects_move_with_its_requests(tmp_path: Path) -> None:
 
 def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_is(tmp_path: Path) -> None:
     notes: list[str] = []
-    for number in range(MAX_DEATHS):
-        path = tmp_path / str(number)
+    for index in range(MAX_DEATHS):
+        path = tmp_path / str(index)
         quarantine = Quarantine(path)
         quarantine.adopt(notes, {"poison", "innocent"})
         assert quarantine.verdict("poison") is None
@@ -172,15 +172,17 @@ def test_a_gracefully_stopped_engine_leaves_no_suspects(tmp_path: Path) -> None:
 
 def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) -> None:
     model = bench.model()
-    there = Engines(bench.db, "there")
-    lease = there.take(Seat(BASE), 60)
+    other_engines = Engines(bench.db, "there")
+    lease = other_engines.take(Seat(BASE), 60)
     with bench.db.write() as connection:
         connection.execute(MODELS.update().values(engine_id=lease.engine_id))
     bench.engine._queues.forget_lane(model)
     request_id = bench.step(model, 1)
     bench.run_until_idle()
     assert bench.outcome(request_id) is None, "it is another's"
-    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode())
+    other_engines.release(
+        Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MAX_DEATHS)}).text().decode()
+    )
     bench.engine._slow_poll()
     bench.run_until_idle()
     outcome = bench.outcome(request_id)
@@ -222,14 +224,14 @@ def test_an_unwritable_note_stops_no_request(tmp_path: Path) -> None:
 def test_groups_keep_the_order_and_never_mix(sizes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "note"
-        names = [f"r{number}" for number in range(len(sizes))]
+        names = [f"r{index}" for index in range(len(sizes))]
         suspects = {name: (size, 0) for name, size in zip(names, sizes, strict=True) if size}
         path.write_text(json.dumps({"running": [], "suspects": suspects}) + "\n")
-        found = Quarantine(path)
-        groups = found.groups([pending(name) for name in names])
+        quarantine = Quarantine(path)
+        groups = quarantine.groups([pending(name) for name in names])
     assert [request.request_id for group in groups for request in group] == names
     for group in groups:
-        (size,) = {found.batch_size(request.request_id) for request in group}
+        (size,) = {quarantine.batch_size(request.request_id) for request in group}
         assert size == 0 or len(group) <= size
 
 
@@ -279,9 +281,9 @@ class DeadlySampler:
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr("support.engine_bench.FlakyBackend", DeadlyBackend)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 def work(bench: Bench) -> int:
@@ -297,7 +299,7 @@ def work(bench: Bench) -> int:
 
 
 def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -> None:
-    models = [bench.model(f"s{number}:train:0") for number in range(4)]
+    models = [bench.model(f"s{index}:train:0") for index in range(4)]
     ids = [bench.train(model, 1, (1, POISON) if model == models[2] else (1, 2)) for model in models]
     after = [bench.step(model, 2) for model in models]
     assert work(bench) == 1 + MAX_DEATHS
@@ -420,10 +422,10 @@ class FaultyBackend(FlakyBackend):
             raise self.error
         super().publish(model_id, version_id)
 
-    def load(self, model_id: str, spec: LoraSpec, directory: Path, **more: object) -> None:
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, **options: object) -> None:
         if "load" in self.broken and model_id.startswith("s:"):
             raise self.error
-        super().load(model_id, spec, directory, **more)  # type: ignore[arg-type]
+        super().load(model_id, spec, directory, **options)  # type: ignore[arg-type]
 
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         if "create" in self.broken and model_id.startswith("s:"):

@@ -36,13 +36,13 @@ def prompt(length: int, offset: int = 0, sequence_id: str = ONE) -> Span:
     return Span(False, sequence_id, offset, length)
 
 
-def sampled(length: int, offset: int = 0, sequence_id: str = ONE) -> Span:
+def output(length: int, offset: int = 0, sequence_id: str = ONE) -> Span:
     return Span(True, sequence_id, offset, length)
 
 
 # The input has four prompt tokens and two of the three sampled ones; the targets are three prompt tokens and three
 # sampled.
-SPANS = DatumSpans((prompt(4), sampled(2)), (prompt(3, 1), sampled(3)))
+SPANS = DatumSpans((prompt(4), output(2)), (prompt(3, 1), output(3)))
 ADVANTAGES = (0.0, 0.0, 0.0, 1.0, -1.0, 1.0)
 
 
@@ -74,8 +74,14 @@ def age(db: Database, seconds: float) -> None:
 
 def test_true_spans_are_admitted_in_any_pieces(db: Database) -> None:
     admit(db, SPANS)
-    admit(db, DatumSpans((prompt(1), prompt(3, 1), sampled(0), sampled(2)), (prompt(3, 1), sampled(1), sampled(2, 1))))
-    admit(db, DatumSpans((prompt(4), sampled(2, 0, TWO)), SPANS.loss_fn_inputs))
+    admit(
+        db,
+        DatumSpans(
+            (prompt(1), prompt(3, 1), output(0), output(2)),
+            (prompt(3, 1), output(1), output(2, 1)),
+        ),
+    )
+    admit(db, DatumSpans((prompt(4), output(2, 0, TWO)), SPANS.loss_fn_inputs))
 
 
 @pytest.mark.parametrize(
@@ -84,17 +90,17 @@ def test_true_spans_are_admitted_in_any_pieces(db: Database) -> None:
         (DatumSpans((), ()), "data[1].model_input_spans is empty"),
         (DatumSpans(SPANS.model_input, ()), "data[1].loss_fn_input_spans is empty"),
         (DatumSpans((prompt(4),), SPANS.loss_fn_inputs), "model_input_spans cover 4 positions, and model_input"),
-        (DatumSpans(SPANS.model_input, (sampled(3),)), "loss_fn_input_spans cover 3 positions, and target"),
-        (DatumSpans((prompt(7), sampled(-1)), SPANS.loss_fn_inputs), "model_input_spans[1] has offset 0 and length -1"),
-        (DatumSpans((prompt(4, -1), sampled(2)), SPANS.loss_fn_inputs), "model_input_spans[0] has offset -1"),
-        (DatumSpans((prompt(4, 1), sampled(2)), SPANS.loss_fn_inputs),
+        (DatumSpans(SPANS.model_input, (output(3),)), "loss_fn_input_spans cover 3 positions, and target"),
+        (DatumSpans((prompt(7), output(-1)), SPANS.loss_fn_inputs), "model_input_spans[1] has offset 0 and length -1"),
+        (DatumSpans((prompt(4, -1), output(2)), SPANS.loss_fn_inputs), "model_input_spans[0] has offset -1"),
+        (DatumSpans((prompt(4, 1), output(2)), SPANS.loss_fn_inputs),
          "data[1].model_input_spans[0] claims prompt tokens 1 to 5 of sequence 's:sample:0:0:0', which has 4 of them"),
-        (DatumSpans(SPANS.model_input, (prompt(3), sampled(3, 0, TWO))),
+        (DatumSpans(SPANS.model_input, (prompt(3), output(3, 0, TWO))),
          "data[1].loss_fn_input_spans[1] claims sampled tokens 0 to 3 of sequence 's:sample:0:0:1', which has 2"),
-        (DatumSpans((prompt(4, 0, "nobody's"), sampled(2)), SPANS.loss_fn_inputs),
+        (DatumSpans((prompt(4, 0, "nobody's"), output(2)), SPANS.loss_fn_inputs),
          "data[1].model_input_spans[0] names sequence \"nobody's\", which is not recorded in session 's'"),
-        (DatumSpans((prompt(4, 0, "other:sample:0:0:0"), sampled(2)), SPANS.loss_fn_inputs), "not recorded in session"),
-        (DatumSpans(SPANS.model_input, (prompt(4), sampled(2))),
+        (DatumSpans((prompt(4, 0, "other:sample:0:0:0"), output(2)), SPANS.loss_fn_inputs), "not recorded in session"),
+        (DatumSpans(SPANS.model_input, (prompt(4), output(2))),
          "data[1].loss_fn_inputs['advantages'] is 1.0 at position 3, which loss_fn_input_spans says was not sampled"),
     ],
 )  # fmt: skip

@@ -53,9 +53,9 @@ class TorchBench(Bench):
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[TorchBench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = TorchBench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = TorchBench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -214,7 +214,7 @@ def test_a_cancelled_response_stays_cancelled(harness: Harness) -> None:
     settle(harness, request_id, "late")
     assert fetch(harness, cancelled["id"])["status"] == "cancelled"
     completed = in_background(harness)
-    settle(harness, next(each for each in pending(harness) if "cancel" not in each), "in time")
+    settle(harness, next(name for name in pending(harness) if "cancel" not in name), "in time")
     assert fetch(harness, completed["id"], "POST", "/cancel")["status"] == "completed"
 
 

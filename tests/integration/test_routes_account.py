@@ -22,11 +22,11 @@ from tinsmith.db.schema import AUDIT, FUTURES, SESSIONS
 from tinsmith.store.futures import SampleCost, Settlement
 
 
-def opened(harness: Harness, key: str = ALICE, **fields: object) -> str:
+def open_session(harness: Harness, key: str = ALICE, **fields: object) -> str:
     return harness.ok("create_session", {"tags": [], "sdk_version": "x", **fields}, key)["session_id"]
 
 
-def found(harness: Harness, key: str = ALICE, **query: object) -> list[str]:
+def search_sessions(harness: Harness, key: str = ALICE, **query: object) -> list[str]:
     answer = SessionSearchResponse.model_validate(harness.ok("sessions/search", query, key))
     return [session.session_id for session in answer.sessions]
 
@@ -43,7 +43,7 @@ def end(harness: Harness, session_id: str, reason: str, detail: str | None = Non
 
 
 def test_a_farewell_is_kept_as_the_client_said_it(harness: Harness) -> None:
-    session_id = opened(harness)
+    session_id = open_session(harness)
     end(harness, session_id, "errored", "out of memory: all of it")
     end(harness, session_id, "success")
     (session,) = harness.ok("sessions/search", {})["sessions"]
@@ -61,7 +61,7 @@ def test_a_farewell_is_kept_as_the_client_said_it(harness: Harness) -> None:
     ],
 )
 def test_a_farewell_of_another_form_ends_nothing(harness: Harness, body: object, words: str) -> None:
-    session_id = opened(harness)
+    session_id = open_session(harness)
     answer = harness.post(f"sessions/{session_id}/finish", body)
     assert answer.status_code == 400
     assert words in answer.json()["detail"]
@@ -69,7 +69,7 @@ def test_a_farewell_of_another_form_ends_nothing(harness: Harness, body: object,
 
 
 def test_a_farewell_after_the_expiry_changes_nothing(harness: Harness) -> None:
-    session_id = opened(harness)
+    session_id = open_session(harness)
     harness.services.sessions.close(session_id, "no heartbeat for 300 s")
     end(harness, session_id, "success")
     (session,) = harness.ok("sessions/search", {})["sessions"]
@@ -77,20 +77,20 @@ def test_a_farewell_after_the_expiry_changes_nothing(harness: Harness) -> None:
 
 
 def test_a_session_moves_between_projects_and_its_runs_with_it(harness: Harness) -> None:
-    first, second = opened(harness, project_id="p"), opened(harness)
+    first, second = open_session(harness, project_id="p"), open_session(harness)
     models = [harness.model(first), harness.model(second)]
     for model_id in models:
         harness.checkpoint(model_id)
 
     def of_project(project_id: str) -> tuple[list[str], list[str], list[str]]:
         runs = TrainingRunsResponse.model_validate(harness.get(f"training_runs?project_id={project_id}").json())
-        kept = CheckpointsListResponse.model_validate(harness.get(f"checkpoints?project_id={project_id}").json())
+        listing = CheckpointsListResponse.model_validate(harness.get(f"checkpoints?project_id={project_id}").json())
         assert runs.cursor.total_count == len(runs.training_runs)
-        assert kept.cursor is not None and kept.cursor.total_count == len(kept.checkpoints)
+        assert listing.cursor is not None and listing.cursor.total_count == len(listing.checkpoints)
         return (
             harness.get(f"sessions?project_id={project_id}").json()["sessions"],
             [run.training_run_id for run in runs.training_runs],
-            [checkpoint.tinker_path for checkpoint in kept.checkpoints],
+            [checkpoint.tinker_path for checkpoint in listing.checkpoints],
         )
 
     assert of_project("p") == ([first], [models[0]], [f"tinker://{models[0]}/weights/one"])
@@ -116,51 +116,57 @@ def test_the_scope_is_owned_or_accessible_which_is_the_same(harness: Harness, pa
 
 
 def test_sessions_are_found_by_every_filter(harness: Harness) -> None:
-    red = opened(harness, project_id="p", display_name="Red Fox of June", user_metadata={"lr": "1", "n": 3})
-    blue = opened(harness, project_id="q", display_name="Blue fox", user_metadata={"lr": "1"})
-    bare = opened(harness)
-    opened(harness, BOB, display_name="Red fox", project_id="p")
-    assert found(harness) == [bare, blue, red]
-    assert found(harness, session_id=red) == [red]
-    assert found(harness, session_id="nobody") == []
-    assert found(harness, display_name="FOX") == [blue, red]
-    assert found(harness, display_name="june RED") == [red]
-    assert found(harness, display_name="blue", session_id=bare) == [bare, blue], "either one matches"
-    assert found(harness, project_ids=["p"]) == [red]
-    assert found(harness, project_ids=["p", "q"]) == [blue, red]
-    assert found(harness, project_ids=[]) == []
-    assert found(harness, user_metadata={"lr": "1"}) == [blue, red]
-    assert found(harness, user_metadata={"lr": "1", "n": "3"}) == [red]
-    assert found(harness, user_metadata={"lr": "2"}) == []
-    assert found(harness, project_ids=["p"], display_name="blue") == []
-    assert found(harness, owner={"type": "accessible"}) == [bare, blue, red]
-    assert found(harness, owner={"type": "user", "owner_urns": [urn("alice"), urn("bob")]}) == [bare, blue, red]
-    assert found(harness, owner={"type": "user", "owner_urns": [urn("bob")]}) == []
+    red = open_session(harness, project_id="p", display_name="Red Fox of June", user_metadata={"lr": "1", "n": 3})
+    blue = open_session(harness, project_id="q", display_name="Blue fox", user_metadata={"lr": "1"})
+    bare = open_session(harness)
+    open_session(harness, BOB, display_name="Red fox", project_id="p")
+    assert search_sessions(harness) == [bare, blue, red]
+    assert search_sessions(harness, session_id=red) == [red]
+    assert search_sessions(harness, session_id="nobody") == []
+    assert search_sessions(harness, display_name="FOX") == [blue, red]
+    assert search_sessions(harness, display_name="june RED") == [red]
+    assert search_sessions(harness, display_name="blue", session_id=bare) == [bare, blue], "either one matches"
+    assert search_sessions(harness, project_ids=["p"]) == [red]
+    assert search_sessions(harness, project_ids=["p", "q"]) == [blue, red]
+    assert search_sessions(harness, project_ids=[]) == []
+    assert search_sessions(harness, user_metadata={"lr": "1"}) == [blue, red]
+    assert search_sessions(harness, user_metadata={"lr": "1", "n": "3"}) == [red]
+    assert search_sessions(harness, user_metadata={"lr": "2"}) == []
+    assert search_sessions(harness, project_ids=["p"], display_name="blue") == []
+    assert search_sessions(harness, owner={"type": "accessible"}) == [bare, blue, red]
+    assert search_sessions(harness, owner={"type": "user", "owner_urns": [urn("alice"), urn("bob")]}) == [
+        bare,
+        blue,
+        red,
+    ]
+    assert search_sessions(harness, owner={"type": "user", "owner_urns": [urn("bob")]}) == []
 
 
 def test_sessions_are_found_by_how_they_ended(harness: Harness) -> None:
-    active, good, bad, silent = (opened(harness) for _ in range(4))
+    active, good, bad, silent = (open_session(harness) for _ in range(4))
     end(harness, good, "success")
     end(harness, bad, "errored")
     harness.services.sessions.close(silent, "no heartbeat for 300 s")
-    assert found(harness, statuses=[{"type": "active"}]) == [active]
-    assert found(harness, statuses=[{"type": "client_finished"}]) == [bad, good]
-    assert found(harness, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [bad]
-    assert found(harness, statuses=[{"type": "client_finished", "reasons": ["success"]}, {"type": "active"}]) == [
+    assert search_sessions(harness, statuses=[{"type": "active"}]) == [active]
+    assert search_sessions(harness, statuses=[{"type": "client_finished"}]) == [bad, good]
+    assert search_sessions(harness, statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == [bad]
+    assert search_sessions(
+        harness, statuses=[{"type": "client_finished", "reasons": ["success"]}, {"type": "active"}]
+    ) == [
         good,
         active,
     ]
-    assert found(harness, statuses=[{"type": "failed"}, {"type": "cancelled"}]) == []
+    assert search_sessions(harness, statuses=[{"type": "failed"}, {"type": "cancelled"}]) == []
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_pages_by_cursor_show_every_session_once(harness: Harness, limit: int, filtered: bool) -> None:
-    sessions = [opened(harness, display_name="even" if number % 2 else "odd") for number in range(7)]
+    sessions = [open_session(harness, display_name="even" if index % 2 else "odd") for index in range(7)]
     with harness.services.models._db.write() as connection:  # four at the same moment, none at a full microsecond
         at = SESSIONS.update().where(SESSIONS.c.session_id.in_(sessions[2:6]))
         connection.execute(at.values(created_at=SESSIONS.c.created_at * 0 + 1_790_000_000.1234567))
-    seen: list[str] = []
+    session_ids: list[str] = []
     query: dict[str, object] = {"limit": limit}
     if filtered:
         query["display_name"] = "even"
@@ -168,27 +174,27 @@ def test_pages_by_cursor_show_every_session_once(harness: Harness, limit: int, f
         answer = harness.ok("sessions/search", query)
         page = SessionSearchResponse.model_validate(answer)
         assert len(page.sessions) <= limit
-        seen += [session.session_id for session in page.sessions]
-        assert len(seen) <= len(sessions), "a session is shown twice"
+        session_ids += [session.session_id for session in page.sessions]
+        assert len(session_ids) <= len(sessions), "a session is shown twice"
         if page.next_cursor is None:
             break
         assert len(page.sessions) == limit
         query["cursor"] = page.next_cursor.model_dump(mode="json")
-    assert sorted(seen) == sorted(sessions[1::2] if filtered else sessions)
+    assert sorted(session_ids) == sorted(sessions[1::2] if filtered else sessions)
 
 
 def test_a_search_reads_on_until_its_page_is_full(harness: Harness) -> None:
-    wanted = opened(harness, display_name="wanted")
-    row = harness.services.sessions.get("alice", wanted)
+    searched_id = open_session(harness, display_name="wanted")
+    row = harness.services.sessions.get("alice", searched_id)
     with harness.services.models._db.write() as connection:
         values = {"tenant_id": "alice", "state": "active", "tags": [], "last_heartbeat_at": 0.0}
         rows = [values | {"session_id": f"s{n}", "created_at": row.created_at + 1 + n} for n in range(1201)]
         connection.execute(SESSIONS.insert(), rows)
-    assert found(harness, display_name="wanted") == [wanted]
+    assert search_sessions(harness, display_name="wanted") == [searched_id]
 
 
 def test_a_search_result_says_what_the_session_stores(harness: Harness) -> None:
-    session_id = opened(harness, project_id="p", display_name="mine", user_metadata={"n": 3})
+    session_id = open_session(harness, project_id="p", display_name="mine", user_metadata={"n": 3})
     model_id = harness.model(session_id)
     for name in ("one", "two"):
         harness.checkpoint(model_id, name=name)
@@ -238,7 +244,7 @@ def window(hours: int = 2) -> str:
 
 
 def test_usage_is_attributed_to_its_session(harness: Harness) -> None:
-    session_id = opened(harness, project_id="p", user_metadata={"team": "x"})
+    session_id = open_session(harness, project_id="p", user_metadata={"team": "x"})
     model_id = harness.model(session_id)
     passed = send_pass(harness, pass_bytes(model_id, 1)).json()["request_id"]
     harness.settle(passed)
@@ -265,7 +271,7 @@ def test_usage_is_attributed_to_its_session(harness: Harness) -> None:
 
 def test_stored_checkpoints_are_listed_by_project(harness: Harness) -> None:
     for project in ("p", "p", None):
-        harness.checkpoint(harness.model(opened(harness, project_id=project)))
+        harness.checkpoint(harness.model(open_session(harness, project_id=project)))
     answer = CurrentCheckpointStorageUsageResponse.model_validate(
         harness.get("billing/usage/checkpoints/current").json()
     )
@@ -314,7 +320,7 @@ def events(harness: Harness, query: str = "", key: str = ALICE) -> list[str]:
 
 
 def test_what_happened_to_a_session_is_in_the_log_once(harness: Harness) -> None:
-    session_id = opened(harness)
+    session_id = open_session(harness)
     harness.send("PUT", f"sessions/{session_id}/project", {"project_id": "p"})
     for _ in range(2):
         end(harness, session_id, "success")
@@ -327,11 +333,11 @@ def test_what_happened_to_a_session_is_in_the_log_once(harness: Harness) -> None
 
 
 def test_the_log_is_asked_for_by_day(harness: Harness) -> None:
-    opened(harness)
+    open_session(harness)
     with harness.services.models._db.write() as connection:
         day = datetime(2026, 1, 15, tzinfo=UTC).timestamp()
-        for moment in (day - 0.001, day, day + 86399.9, day + 86400):
-            values = {"tenant_id": "alice", "event": f"e{moment - day}", "details": {}, "created_at": moment}
+        for created_at in (day - 0.001, day, day + 86399.9, day + 86400):
+            values = {"tenant_id": "alice", "event": f"e{created_at - day}", "details": {}, "created_at": created_at}
             connection.execute(AUDIT.insert().values(**values))
     assert events(harness, "?day=2026-01-15") == ["e0.0", "e86399.90000009537"]
     assert events(harness) == ["session_opened"]
@@ -346,10 +352,10 @@ def test_a_wrong_question_to_the_log_is_a_400(harness: Harness, query: str) -> N
 
 
 def test_old_entries_are_swept(harness: Harness) -> None:
-    opened(harness)
-    moment = harness.services.audit.entries("alice", "all", 0, 1e11)[0].created_at
-    assert harness.services.audit.sweep(moment) == 0
-    assert harness.services.audit.sweep(moment + 1) == 1
+    open_session(harness)
+    created_at = harness.services.audit.entries("alice", "all", 0, 1e11)[0].created_at
+    assert harness.services.audit.sweep(created_at) == 0
+    assert harness.services.audit.sweep(created_at + 1) == 1
     with harness.services.models._db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(AUDIT)) == 0
 
@@ -360,8 +366,8 @@ def test_old_entries_are_swept(harness: Harness) -> None:
 def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness: Harness) -> None:
     session_id = harness.session()
     model_id, sampler = harness.model(session_id), harness.sampler(session_id)
-    done = send_pass(harness, pass_bytes(model_id, 1)).json()["request_id"]
-    harness.settle(done)
+    settled_id = send_pass(harness, pass_bytes(model_id, 1)).json()["request_id"]
+    harness.settle(settled_id)
     pending = harness.ok("asample", sample_request(sampler))["request_id"]
     answer = harness.get(f"sessions/{session_id}/trace_export").json()
     assert answer["status"] == "ready"
@@ -373,10 +379,10 @@ def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness
     for event in trace["traceEvents"]:
         if event["ph"] != "M":
             slices.setdefault(event["id"], []).append(event)
-    named = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
-    lanes = {event["pid"]: event["args"]["name"] for event in named}
-    assert set(slices) == {f"{model_id}:0", done, pending}
-    start, stop = slices[done]
+    process_names = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    lanes = {event["pid"]: event["args"]["name"] for event in process_names}
+    assert set(slices) == {f"{model_id}:0", settled_id, pending}
+    start, stop = slices[settled_id]
     assert (start["ph"], stop["ph"], start["name"]) == ("b", "e", "forward_backward")
     assert start["ts"] <= stop["ts"]
     assert start["args"]["num_tokens"] == 3 and start["args"]["seq_id"] == 1
@@ -386,12 +392,12 @@ def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness
 
 
 def test_a_trace_needs_its_link(harness: Harness) -> None:
-    mine, other = harness.session(), harness.session(BOB)
-    url = urlsplit(harness.get(f"sessions/{mine}/trace_export").json()["url"])
-    assert harness.get(f"sessions/{mine}/trace_export", BOB).status_code == 404
+    session_id, other = harness.session(), harness.session(BOB)
+    url = urlsplit(harness.get(f"sessions/{session_id}/trace_export").json()["url"])
+    assert harness.get(f"sessions/{session_id}/trace_export", BOB).status_code == 404
     empty = harness.client.get(f"{url.path}?{url.query}")
     assert empty.json()["traceEvents"] == []
-    assert harness.client.get(f"{url.path.replace(mine, other)}?{url.query}").status_code == 403
+    assert harness.client.get(f"{url.path.replace(session_id, other)}?{url.query}").status_code == 403
     assert harness.client.get(url.path).status_code == 403
 
 
@@ -410,8 +416,8 @@ def test_a_long_trace_is_read_in_parts(harness: Harness) -> None:
 def test_a_report_is_bounded_and_its_words_go_nowhere(
     harness: Harness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[dict] = []
-    monkeypatch.setattr("tinsmith.api.routes.service.log.debug", lambda event, **words: seen.append(words))
+    logged: list[dict] = []
+    monkeypatch.setattr("tinsmith.api.routes.service.log.debug", lambda event, **words: logged.append(words))
     events = [
         {"event": "GENERIC_EVENT", "severity": "ERROR", "event_name": "tml-alice", "event_data": {"x": "tml-alice"}},
         {"event": "tml-alice", "severity": "tml-alice"},
@@ -419,7 +425,7 @@ def test_a_report_is_bounded_and_its_words_go_nowhere(
         "tml-alice",
     ]
     assert harness.ok("telemetry", {"events": events}) == {"status": "accepted"}
-    assert seen == [{"kinds": {"GENERIC_EVENT": 1, "other": 2}, "severities": {"ERROR": 1, "other": 2}}]
+    assert logged == [{"kinds": {"GENERIC_EVENT": 1, "other": 2}, "severities": {"ERROR": 1, "other": 2}}]
     for body in ({}, {"events": None}, {"events": {}}):
         assert harness.ok("telemetry", body) == {"status": "accepted"}
     assert "tml-alice" not in capsys.readouterr().out

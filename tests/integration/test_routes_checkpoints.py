@@ -36,7 +36,7 @@ def test_a_run_shows_its_metadata_and_newest_checkpoints(harness: Harness) -> No
 
 def test_runs_are_listed_newest_first_in_pages(harness: Harness) -> None:
     session_id = harness.session()
-    models = [harness.model(session_id, number) for number in range(3)]
+    models = [harness.model(session_id, model_seq_id) for model_seq_id in range(3)]
     harness.model(key=BOB)
     page = TrainingRunsResponse.model_validate(harness.get("training_runs?limit=2&offset=1").json())
     assert [run.training_run_id for run in page.training_runs] == [models[1], models[0]]
@@ -46,15 +46,15 @@ def test_runs_are_listed_newest_first_in_pages(harness: Harness) -> None:
 def test_checkpoints_are_listed_of_one_run_and_of_all(harness: Harness) -> None:
     session_id = harness.session()
     first, second = harness.model(session_id, 0), harness.model(session_id, 1)
-    one = harness.checkpoint(first)
-    two = harness.checkpoint(second, "sampler_weights", "two")
+    first_path = harness.checkpoint(first)
+    second_path = harness.checkpoint(second, "sampler_weights", "two")
     harness.checkpoint(harness.model(key=BOB))
     of_run = CheckpointsListResponse.model_validate(harness.get(f"training_runs/{first}/checkpoints").json())
-    (found,) = of_run.checkpoints
-    assert (found.tinker_path, found.checkpoint_id, found.checkpoint_type) == (one, "weights/one", "training")
-    assert (found.size_bytes, found.public, found.expires_at) == (7, False, None)
+    (listed,) = of_run.checkpoints
+    assert (listed.tinker_path, listed.checkpoint_id, listed.checkpoint_type) == (first_path, "weights/one", "training")
+    assert (listed.size_bytes, listed.public, listed.expires_at) == (7, False, None)
     of_all = CheckpointsListResponse.model_validate(harness.get("checkpoints?limit=100&offset=0").json())
-    assert [checkpoint.tinker_path for checkpoint in of_all.checkpoints] == [two, one]
+    assert [checkpoint.tinker_path for checkpoint in of_all.checkpoints] == [second_path, first_path]
     assert of_all.checkpoints[0].checkpoint_type == "sampler"
     assert of_all.cursor is not None and of_all.cursor.total_count == 2
 

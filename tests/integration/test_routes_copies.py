@@ -25,11 +25,11 @@ def copy(harness: Harness, source: str, key: str = ALICE, headers: dict[str, str
     """Copy into a project, unless the body names another destination."""
     if "session_id" not in body:
         body = {"destination_project_id": "archive"} | body
-    sent = {"X-API-Key": key, "X-Idempotency-Key": str(uuid.uuid4()), **(headers or {})}
-    return harness.client.post("/api/v1/copy_weights", json={"source_path": source} | body, headers=sent)  # type: ignore[return-value]
+    all_headers = {"X-API-Key": key, "X-Idempotency-Key": str(uuid.uuid4()), **(headers or {})}
+    return harness.client.post("/api/v1/copy_weights", json={"source_path": source} | body, headers=all_headers)  # type: ignore[return-value]
 
 
-def copied(answer: Response) -> str:
+def copied_path(answer: Response) -> str:
     assert answer.status_code == 200, answer.text
     return answer.json()["tinker_path"]
 
@@ -44,8 +44,8 @@ def run_of(harness: Harness, path: str, key: str = ALICE) -> TrainingRun:
 
 
 def checkpoint_of(harness: Harness, path: str, key: str = ALICE) -> Checkpoint:
-    (found,) = harness.get(f"training_runs/{path.split('/')[2]}/checkpoints", key).json()["checkpoints"]
-    return Checkpoint.model_validate(found)
+    (row,) = harness.get(f"training_runs/{path.split('/')[2]}/checkpoints", key).json()["checkpoints"]
+    return Checkpoint.model_validate(row)
 
 
 def directories(harness: Harness) -> list[Path]:
@@ -54,7 +54,7 @@ def directories(harness: Harness) -> list[Path]:
 
 def test_a_copy_is_a_checkpoint_of_a_new_run_that_lists_like_any_other(harness: Harness, source: str) -> None:
     harness.services.checkpoints.set_ttl("alice", harness.services.checkpoints.page("alice", 1, 0)[0][0].ref, 7200)
-    path = copied(copy(harness, source))
+    path = copied_path(copy(harness, source))
     run_id = path.split("/")[2]
     assert run_id not in source
     assert path == f"tinker://{run_id}/weights/one"
@@ -72,7 +72,7 @@ def test_a_copy_is_a_checkpoint_of_a_new_run_that_lists_like_any_other(harness: 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
 def test_a_copy_keeps_its_kind_and_survives_its_source(harness: Harness, kind: str) -> None:
     source = harness.save_checkpoint(harness.model(), kind)
-    path = copied(copy(harness, source, ttl_seconds=3600))
+    path = copied_path(copy(harness, source, ttl_seconds=3600))
     assert path.split("/")[3] == kind
     assert checkpoint_of(harness, path).expires_at is not None
     run_id, kind, name = source.split("/")[2:]
@@ -90,12 +90,12 @@ def test_a_copy_keeps_its_kind_and_survives_its_source(harness: Harness, kind: s
 def test_another_tenants_checkpoint_is_copied_if_published_or_opened_by_token(harness: Harness, source: str) -> None:
     assert "does not exist" in detail(copy(harness, source, BOB), 404)
     token = {"X-Tinker-Weights-Access-Token": ALICE}
-    with_token = copied(copy(harness, source, BOB, token))
+    with_token = copied_path(copy(harness, source, BOB, token))
     assert run_of(harness, with_token, BOB).user_metadata == METADATA  # the token opens the run, too
     assert harness.get(f"training_runs/{with_token.split('/')[2]}").status_code == 404  # alice does not own it
     run_id = source.split("/")[2]
     harness.send("POST", f"training_runs/{run_id}/checkpoints/weights/one/publish")
-    of_published = copied(copy(harness, source, BOB))
+    of_published = copied_path(copy(harness, source, BOB))
     assert run_of(harness, of_published, BOB).user_metadata is None  # the checkpoint is public, the run is not
     assert not checkpoint_of(harness, of_published, BOB).public
 
@@ -109,13 +109,13 @@ def test_a_wrong_token_is_the_users_error_and_not_a_401(harness: Harness, source
 
 def test_a_token_may_be_one_that_a_key_was_exchanged_for(harness: Harness, source: str) -> None:
     jwt = harness.ok("auth/token", {})["jwt"]
-    copied(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": jwt}))
+    copied_path(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": jwt}))
 
 
 def test_a_token_opens_its_owners_checkpoints_only(harness: Harness, source: str) -> None:
     assert "does not exist" in detail(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": BOB}), 404)
     # A tenant's own checkpoints stay readable with another tenant's token.
-    copied(copy(harness, source, ALICE, {"X-Tinker-Weights-Access-Token": BOB}))
+    copied_path(copy(harness, source, ALICE, {"X-Tinker-Weights-Access-Token": BOB}))
 
 
 # Idempotency.
@@ -123,33 +123,33 @@ def test_a_token_opens_its_owners_checkpoints_only(harness: Harness, source: str
 
 def test_a_retry_finds_the_copy_that_it_made_before(harness: Harness, source: str) -> None:
     key = {"X-Idempotency-Key": str(uuid.uuid4())}
-    first = copied(copy(harness, source, headers=key))
-    assert copied(copy(harness, source, headers=key)) == first
+    first = copied_path(copy(harness, source, headers=key))
+    assert copied_path(copy(harness, source, headers=key)) == first
     assert len(directories(harness)) == 2
-    assert copied(copy(harness, source)) != first
+    assert copied_path(copy(harness, source)) != first
     assert "exists already and was not copied from" in detail(
         copy(harness, harness.save_checkpoint(harness.model()), headers=key)
     )
     harness.send("POST", f"training_runs/{source.split('/')[2]}/checkpoints/weights/one/publish")
-    assert copied(copy(harness, source, BOB, headers=key)) != first  # another tenant's key is another key
+    assert copied_path(copy(harness, source, BOB, headers=key)) != first  # another tenant's key is another key
 
 
 def test_a_retry_finds_its_copy_when_the_source_is_gone(harness: Harness, source: str) -> None:
     key = {"X-Idempotency-Key": str(uuid.uuid4())}
-    first = copied(copy(harness, source, headers=key))
+    first = copied_path(copy(harness, source, headers=key))
     harness.send("DELETE", f"training_runs/{source.split('/')[2]}/checkpoints/weights/one")
-    assert copied(copy(harness, source, headers=key)) == first
+    assert copied_path(copy(harness, source, headers=key)) == first
 
 
 def test_into_a_session_the_slot_is_the_key(harness: Harness, source: str) -> None:
     session_id = harness.session()
     slot = {"session_id": session_id, "model_seq_id": 3}
-    path = copied(copy(harness, source, **slot))
+    path = copied_path(copy(harness, source, **slot))
     assert path == f"tinker://{session_id}:train:3/weights/one"
-    assert copied(copy(harness, source, **slot)) == path
+    assert copied_path(copy(harness, source, **slot)) == path
     assert "was not copied from" in detail(copy(harness, harness.save_checkpoint(harness.model()), **slot))
-    taken = harness.model(session_id, 4)
-    assert taken in detail(copy(harness, source, session_id=session_id, model_seq_id=4))
+    existing_model = harness.model(session_id, 4)
+    assert existing_model in detail(copy(harness, source, session_id=session_id, model_seq_id=4))
     assert f"{session_id}:train:3" in harness.get(f"sessions/{session_id}").json()["training_run_ids"]
     harness.session(BOB)
     assert copy(harness, source, session_id=harness.session(BOB), model_seq_id=0).status_code == 404
@@ -177,16 +177,16 @@ def test_a_wrong_request_is_refused_by_name(harness: Harness, source: str, body:
 @pytest.mark.parametrize("taker", ["create_model", "load_weights"])
 def test_a_copied_run_cannot_be_trained(harness: Harness, source: str, taker: str) -> None:
     session_id = harness.session()
-    path = copied(copy(harness, source, session_id=session_id, model_seq_id=3))
+    path = copied_path(copy(harness, source, session_id=session_id, model_seq_id=3))
     run_id = path.split("/")[2]
     body = {"model_id": run_id, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
-    for route, more in (("optim_step", {}), ("save_weights", {"path": "x"}), ("unload_model", {})):
-        answer = harness.post(route, body | more)
+    for route, fields in (("optim_step", {}), ("save_weights", {"path": "x"}), ("unload_model", {})):
+        answer = harness.post(route, body | fields)
         assert "holds a copied checkpoint (copied from tinker://" in detail(answer)
-    project_run = copied(copy(harness, source)).split("/")[2]
+    project_run = copied_path(copy(harness, source)).split("/")[2]
     assert "cannot be trained" in detail(harness.post("optim_step", body | {"model_id": project_run}))
-    more = {"base_model": BASE} if taker == "create_model" else {"path": source, "optimizer": False}
-    future = harness.ok(taker, {"session_id": session_id, "model_seq_id": 3, **more})
+    fields = {"base_model": BASE} if taker == "create_model" else {"path": source, "optimizer": False}
+    future = harness.ok(taker, {"session_id": session_id, "model_seq_id": 3, **fields})
     outcome = harness.result(future["request_id"])
     assert outcome["category"] == "user"
     assert "taken by a copied checkpoint" in outcome["error"]
@@ -235,9 +235,9 @@ def test_a_wrong_token_uses_up_the_number_and_is_not_repeated(
 
 
 def test_a_client_cannot_grant_itself_anything(harness: Harness, source: str) -> None:
-    for more in ({}, {"weights_access_token": BOB}):
+    for fields in ({}, {"weights_access_token": BOB}):
         body = {"session_id": harness.session(BOB), "model_seq_id": 0, "path": source, "optimizer": False}
         outcome = harness.result(
-            harness.ok("load_weights", body | {"granted_by": "alice"} | more, BOB)["request_id"], BOB
+            harness.ok("load_weights", body | {"granted_by": "alice"} | fields, BOB)["request_id"], BOB
         )
         assert "does not exist" in outcome["error"]

@@ -35,8 +35,8 @@ def address(path: str) -> str:
 
 
 def urls(harness: Harness, path: str, key: str = ALICE, **headers: str) -> dict[str, str]:
-    sent = {"X-API-Key": key, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    answer = harness.client.get(f"/api/v1/{address(path)}/external_weights_urls", headers=sent)
+    all_headers = {"X-API-Key": key, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    answer = harness.client.get(f"/api/v1/{address(path)}/external_weights_urls", headers=all_headers)
     assert answer.status_code == 200, answer.text
     return answer.json()["urls"]
 
@@ -55,27 +55,29 @@ def archive(harness: Harness, path: str, key: str = ALICE) -> Response:
 
 def test_every_file_has_a_link_that_needs_no_key(harness: Harness, export: str) -> None:
     answer = harness.get(f"{address(export)}/external_weights_urls")
-    found = ExternalWeightsUrlsResponse.model_validate(answer.json())
-    assert found.expires.tzinfo is not None
-    assert abs(found.expires - datetime.now(UTC) - timedelta(seconds=LINK_S)) < timedelta(seconds=60)
-    assert {name: fetch(harness, url).content for name, url in found.urls.items()} == FILES
-    for url in found.urls.values():
+    links = ExternalWeightsUrlsResponse.model_validate(answer.json())
+    assert links.expires.tzinfo is not None
+    assert abs(links.expires - datetime.now(UTC) - timedelta(seconds=LINK_S)) < timedelta(seconds=60)
+    assert {name: fetch(harness, url).content for name, url in links.urls.items()} == FILES
+    for url in links.urls.values():
         assert url.startswith("http://127.0.0.1/api/v1/downloads/")
 
 
 def test_a_file_comes_in_ranges(harness: Harness, export: str) -> None:
     url = urls(harness, export)[WEIGHTS]
-    whole = fetch(harness, url)
-    assert whole.headers["content-length"] == str(len(FILES[WEIGHTS]))
-    assert whole.headers["content-type"] == "application/octet-stream"
+    full_answer = fetch(harness, url)
+    assert full_answer.headers["content-length"] == str(len(FILES[WEIGHTS]))
+    assert full_answer.headers["content-type"] == "application/octet-stream"
     part = fetch(harness, url, Range="bytes=10-19")
     assert (part.status_code, part.content) == (206, FILES[WEIGHTS][10:20])
     assert fetch(harness, url, Range="bytes=99999-").status_code == 416
 
 
-@pytest.mark.parametrize("given", ["bytes=5-2", "bytes=-", "bytes=", "bytes", "rows=1-2", "bytes=1-2,9-3", "bytes=x-y"])
-def test_a_range_that_means_nothing_is_ignored(harness: Harness, export: str, given: str) -> None:
-    answer = fetch(harness, urls(harness, export)[WEIGHTS], Range=given)
+@pytest.mark.parametrize(
+    "range_header", ["bytes=5-2", "bytes=-", "bytes=", "bytes", "rows=1-2", "bytes=1-2,9-3", "bytes=x-y"]
+)
+def test_a_range_that_means_nothing_is_ignored(harness: Harness, export: str, range_header: str) -> None:
+    answer = fetch(harness, urls(harness, export)[WEIGHTS], Range=range_header)
     assert (answer.status_code, answer.content) == (200, FILES[WEIGHTS])
 
 
@@ -174,8 +176,8 @@ def test_an_archive_holds_all_files_of_any_checkpoint(harness: Harness, kind: st
     path = harness.save_checkpoint(harness.model(), kind)
     redirect = archive(harness, path)
     assert redirect.status_code == 302
-    left = parsedate_to_datetime(redirect.headers["expires"]) - datetime.now(UTC)
-    assert timedelta(seconds=LINK_S - 60) < left <= timedelta(seconds=LINK_S)
+    remaining = parsedate_to_datetime(redirect.headers["expires"]) - datetime.now(UTC)
+    assert timedelta(seconds=LINK_S - 60) < remaining <= timedelta(seconds=LINK_S)
     answer = fetch(harness, redirect.headers["location"])
     assert answer.headers["content-length"] == str(len(answer.content))
     assert answer.headers["content-disposition"].endswith(f'_{kind}_one.tar"')
@@ -190,9 +192,9 @@ def test_the_length_of_an_archive_is_known_before_it_is_made(harness: Harness) -
     ).headers["location"]
     parts = urlsplit(url)
     head = harness.client.head(f"{parts.path}?{parts.query}")
-    whole = fetch(harness, url)
-    assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
-    with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
+    full_answer = fetch(harness, url)
+    assert (head.headers["content-length"], head.content) == (str(len(full_answer.content)), b"")
+    with tarfile.open(fileobj=io.BytesIO(full_answer.content)) as tar:
         assert [(member.name, member.size) for member in tar] == [("a", 0), ("b", 512), ("c", 513)]
 
 

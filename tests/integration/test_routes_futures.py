@@ -18,7 +18,7 @@ from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import FutureOutcome, Settlement
 
 
-def submitted(harness: Harness) -> str:
+def submit_step(harness: Harness) -> str:
     body = {"model_id": harness.model(), "seq_id": 1, "adam_params": {}}
     return harness.ok("optim_step", body)["request_id"]
 
@@ -26,7 +26,7 @@ def submitted(harness: Harness) -> str:
 def test_a_pending_future_is_408_after_the_hold(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, hold_s=0.2)
     try:
-        request_id = submitted(harness)
+        request_id = submit_step(harness)
         started = time.monotonic()
         answer = harness.post("retrieve_future", {"request_id": request_id})
         assert time.monotonic() - started >= 0.2
@@ -38,7 +38,7 @@ def test_a_pending_future_is_408_after_the_hold(tmp_path: Path) -> None:
 
 
 def test_a_paused_queue_says_why(harness: Harness) -> None:
-    request_id = submitted(harness)
+    request_id = submit_step(harness)
     harness.queue[BASE] = ("paused_capacity", "the engine is loading")
     answer = TryAgainResponse.model_validate(harness.post("retrieve_future", {"request_id": request_id}).json())
     assert answer.queue_state == "paused_capacity"
@@ -51,7 +51,7 @@ def test_a_paused_queue_says_why(harness: Harness) -> None:
     ("result_type", "media_type"), [("proto", "application/x-protobuf"), ("json", "application/json")]
 )
 def test_a_result_comes_byte_for_byte_and_again(harness: Harness, result_type: str, media_type: str) -> None:
-    request_id = submitted(harness)
+    request_id = submit_step(harness)
     body = bytes(range(256)) if result_type == "proto" else b'{"metrics": {"a": 1.0}}'
     harness.settle(request_id, body, result_type)
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_a_result_comes_byte_for_byte_and_again(harness: Harness, result_type: s
 
 @pytest.mark.parametrize(("error", "category"), [(UserError("too wide"), "user"), (EngineFailedError("oh"), "server")])
 def test_a_failure_is_a_200_with_its_category(harness: Harness, error: Exception, category: str) -> None:
-    request_id = submitted(harness)
+    request_id = submit_step(harness)
     harness.fail(request_id, error)  # type: ignore[arg-type]
     failed = RequestFailedResponse.model_validate(harness.result(request_id))
     assert (failed.error, failed.category.value) == (str(error), category)
@@ -71,7 +71,7 @@ def test_a_failure_is_a_200_with_its_category(harness: Harness, error: Exception
 def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, hold_s=20)
     try:
-        request_id = submitted(harness)
+        request_id = submit_step(harness)
         looks = count_looks(harness)
 
         async def poll_and_settle() -> tuple[httpx.Response, float]:
@@ -123,7 +123,7 @@ def test_an_unknown_request_is_404(harness: Harness, request_id: str) -> None:
 
 
 def test_another_tenants_request_is_unknown(harness: Harness) -> None:
-    request_id = submitted(harness)
+    request_id = submit_step(harness)
     harness.settle(request_id)
     assert harness.post("retrieve_future", {"request_id": request_id}, BOB).status_code == 404
 
@@ -141,8 +141,8 @@ def test_a_poll_may_be_compressed_and_is_bounded(harness: Harness, path: str) ->
     body = {"request_id": f"{model_id}:0", "model_id": model_id, "target": {"sampling_session_id": harness.sampler()}}
 
     def send(content: bytes, **headers: str) -> httpx.Response:
-        sent = {"X-API-Key": ALICE, "Content-Type": "application/json"} | headers
-        return harness.client.post(f"/api/v1/{path}", content=content, headers=sent)  # type: ignore[return-value]
+        all_headers = {"X-API-Key": ALICE, "Content-Type": "application/json"} | headers
+        return harness.client.post(f"/api/v1/{path}", content=content, headers=all_headers)  # type: ignore[return-value]
 
     packed = zstandard.ZstdCompressor().compress(json_bytes(body))
     assert send(packed, **{"Content-Encoding": "zstd"}).status_code == 200

@@ -19,8 +19,8 @@ def test_a_session_over_a_base_model_names_no_version(harness: Harness) -> None:
     opened = CreateSamplingSessionResponse.model_validate(harness.ok("create_sampling_session", body))
     assert opened.sampling_session_id == f"{session_id}:sample:0"
     assert harness.ok("create_sampling_session", body)["sampling_session_id"] == opened.sampling_session_id
-    found = GetSamplerResponse.model_validate(harness.get(f"samplers/{opened.sampling_session_id}").json())
-    assert (found.sampler_id, found.base_model, found.model_path) == (opened.sampling_session_id, BASE, None)
+    sampler = GetSamplerResponse.model_validate(harness.get(f"samplers/{opened.sampling_session_id}").json())
+    assert (sampler.sampler_id, sampler.base_model, sampler.model_path) == (opened.sampling_session_id, BASE, None)
     assert harness.services.sampling_sessions.get("alice", opened.sampling_session_id).version_id is None
 
 
@@ -29,8 +29,8 @@ def test_a_session_over_a_checkpoint_names_it_as_its_version(harness: Harness, k
     session_id = harness.session()
     path = harness.checkpoint(harness.model(session_id), kind)
     opened = harness.ok("create_sampling_session", opening(session_id, model_path=path))
-    found = harness.services.sampling_sessions.get("alice", opened["sampling_session_id"])
-    assert (found.model_path, found.version_id, found.base_model) == (path, path, BASE)
+    session = harness.services.sampling_sessions.get("alice", opened["sampling_session_id"])
+    assert (session.model_path, session.version_id, session.base_model) == (path, path, BASE)
     assert harness.get(f"samplers/{opened['sampling_session_id']}").json()["model_path"] == path
 
 

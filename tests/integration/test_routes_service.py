@@ -68,10 +68,10 @@ def test_remote_clients_are_configured_to_compress(
 
 
 def test_capabilities_list_every_served_model(harness: Harness) -> None:
-    found = GetServerCapabilitiesResponse.model_validate(harness.get("get_server_capabilities").json())
-    assert [model.model_name for model in found.supported_models] == [BASE, "local/other"]
-    assert found.supported_models[0].max_context_length == 16
-    assert found.supported_models[0].trainable and found.supported_models[0].sampleable
+    capabilities = GetServerCapabilitiesResponse.model_validate(harness.get("get_server_capabilities").json())
+    assert [model.model_name for model in capabilities.supported_models] == [BASE, "local/other"]
+    assert capabilities.supported_models[0].max_context_length == 16
+    assert capabilities.supported_models[0].trainable and capabilities.supported_models[0].sampleable
 
 
 def test_health_needs_no_key(harness: Harness) -> None:
@@ -89,7 +89,9 @@ def test_health_says_what_is_wrong(harness: Harness, path: str) -> None:
 
 def test_a_process_without_clients_is_ready_once_its_engines_are(harness: Harness) -> None:
     for loading, failing, status in (("", "", 200), ("engine-0 is loading", "", 503), ("", "engine-0 died", 503)):
-        services = replace(harness.services, loading=lambda why=loading: why, failing=lambda why=failing: why)
+        services = replace(
+            harness.services, loading=lambda reason=loading: reason, failing=lambda reason=failing: reason
+        )
         answer = TestClient(create_probe_app(services)).get("/readyz")
         assert (answer.status_code, answer.json().get("reason", "")) == (status, loading or failing)
 
@@ -110,10 +112,10 @@ def test_every_other_path_refuses_a_stranger(harness: Harness, headers: dict[str
             continue
         path = re.sub(r"\{\w+\}", "x", route.path)
         for method in (route.methods or set()) - {"HEAD"}:
-            sent = headers
+            request_headers = headers
             if path.startswith(ELSEWHERE) and "Authorization" in headers:
-                sent = {"Authorization": "Bearer tml-carol"}  # these paths take a key there
-            answer = harness.client.request(method, path, json={}, headers=sent)
+                request_headers = {"Authorization": "Bearer tml-carol"}  # these paths take a key there
+            answer = harness.client.request(method, path, json={}, headers=request_headers)
             assert answer.status_code == (403 if route.path in SIGNED else 401), (method, path)
             body = answer.json()
             assert body["error"]["message"] if "error" in body else body["detail"]
@@ -149,14 +151,14 @@ def test_a_server_without_keys_does_not_answer_to_a_foreign_name(tmp_path: Path)
 def test_a_server_without_keys_refuses_web_pages_of_other_origins(tmp_path: Path, local: bool) -> None:
     """With keys, requests without a key are refused, and a page with a key may use it."""
     harness = make_harness(tmp_path, local=local)
-    mine = {"Host": "localhost:8000", "X-API-Key": ALICE}
+    local_headers = {"Host": "localhost:8000", "X-API-Key": ALICE}
     foreign = ("https://evil.example", "null", "", "http://localhost:3000", "http://localhost", "file://")
     try:
         for origin in ("http://localhost:8000", "HTTP://LocalHost:8000"):
-            assert harness.client.get("/api/v1/sessions", headers=mine | {"Origin": origin}).status_code == 200
+            assert harness.client.get("/api/v1/sessions", headers=local_headers | {"Origin": origin}).status_code == 200
         for origin in foreign:
             for method, path in (("GET", "healthz"), ("POST", "batch/jobs"), ("OPTIONS", "create_session")):
-                answer = harness.client.request(method, f"/api/v1/{path}", headers=mine | {"Origin": origin})
+                answer = harness.client.request(method, f"/api/v1/{path}", headers=local_headers | {"Origin": origin})
                 assert (answer.status_code == 403) == local, (origin, method, path)
                 assert not local or "Origin" in answer.json()["detail"]
                 assert not [name for name in answer.headers if name.startswith("access-control-")]
@@ -175,11 +177,11 @@ def test_a_session_keeps_what_it_was_opened_with(harness: Harness) -> None:
     session_id = CreateSessionResponse.model_validate(harness.ok("create_session", body)).session_id
     model_id = harness.model(session_id)
     sampler_id = harness.sampler(session_id)
-    found = GetSessionResponse.model_validate(harness.get(f"sessions/{session_id}").json())
-    assert found.training_run_ids == [model_id]
-    assert found.sampler_ids == [sampler_id]
-    assert found.user_metadata == {"team": "x", "size": "3"}
-    assert found.display_name == "mine"
+    session = GetSessionResponse.model_validate(harness.get(f"sessions/{session_id}").json())
+    assert session.training_run_ids == [model_id]
+    assert session.sampler_ids == [sampler_id]
+    assert session.user_metadata == {"team": "x", "size": "3"}
+    assert session.display_name == "mine"
     stored = harness.services.sessions.get("alice", session_id)
     assert (list(stored.tags), stored.sdk_version) == (["a"], "0.38.0")
 
@@ -295,7 +297,7 @@ def test_a_body_over_the_limit_is_413(harness: Harness, chunked: bool) -> None:
 @pytest.mark.parametrize(("length", "most_reads"), [(str(MAX_BODY_BYTES + 1), 0), (None, MAX_BODY_BYTES // 1000 + 1)])
 def test_no_more_of_a_body_is_read_than_allowed(harness: Harness, length: str | None, most_reads: int) -> None:
     reads = 0
-    sent: list[dict] = []
+    messages: list[dict] = []
 
     async def receive() -> dict:
         nonlocal reads
@@ -304,7 +306,7 @@ def test_no_more_of_a_body_is_read_than_allowed(harness: Harness, length: str | 
         return {"type": "http.request", "body": b" " * 1000, "more_body": True}
 
     async def send(message: dict) -> None:
-        sent.append(message)
+        messages.append(message)
 
     headers = {"host": "x", "x-api-key": ALICE, "content-type": "application/json"}
     headers |= {"content-length": length} if length else {}
@@ -316,7 +318,7 @@ def test_no_more_of_a_body_is_read_than_allowed(harness: Harness, length: str | 
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
     asyncio.run(harness.app(scope, receive, send))  # type: ignore[arg-type]
-    assert sent[0]["status"] == 413
+    assert messages[0]["status"] == 413
     assert reads <= most_reads
 
 

@@ -28,15 +28,20 @@ from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.training import read_pass
 
 
-def creation(session_id: str, number: int = 0, **changes: object) -> dict[str, object]:
-    return {"session_id": session_id, "model_seq_id": number, "base_model": BASE, "type": "create_model"} | changes
+def creation(session_id: str, model_seq_id: int = 0, **changes: object) -> dict[str, object]:
+    return {
+        "session_id": session_id,
+        "model_seq_id": model_seq_id,
+        "base_model": BASE,
+        "type": "create_model",
+    } | changes
 
 
 def adam_step(model_id: str, seq_id: int, **adam: object) -> dict[str, object]:
     return {"model_id": model_id, "seq_id": seq_id, "adam_params": adam, "type": "optim_step"}
 
 
-def refused(harness: Harness, future: dict) -> str:
+def refusal_reason(harness: Harness, future: dict) -> str:
     """The reason of a stored future that was refused at its submission."""
     UntypedAPIFuture.model_validate(future)
     result = harness.result(future["request_id"])
@@ -56,12 +61,14 @@ def test_a_models_id_and_first_future_follow_from_its_session(harness: Harness) 
     assert harness.woken == [BASE]
 
 
-@pytest.mark.parametrize(("given", "alpha"), [({}, 32.0), ({"alpha": None}, 32.0), ({"alpha": 64}, 64.0)])
+@pytest.mark.parametrize(("lora_changes", "alpha"), [({}, 32.0), ({"alpha": None}, 32.0), ({"alpha": 64}, 64.0)])
 def test_alpha_is_that_of_the_request_or_the_usual_one(
-    harness: Harness, given: dict[str, object], alpha: float
+    harness: Harness, lora_changes: dict[str, object], alpha: float
 ) -> None:
     session_id = harness.session()
-    model_id = harness.ok("create_model", creation(session_id, lora_config={"rank": 4, "seed": 9, **given}))["model_id"]
+    model_id = harness.ok("create_model", creation(session_id, lora_config={"rank": 4, "seed": 9, **lora_changes}))[
+        "model_id"
+    ]
     assert harness.services.models.get("alice", model_id).lora == LoraSpec(4, 9, alpha=alpha)
     assert harness.ok("get_info", {"model_id": model_id})["lora_alpha"] == alpha
     path = harness.checkpoint(model_id)
@@ -79,7 +86,7 @@ def test_a_model_of_the_usual_alpha_takes_that_of_what_it_loads_first(harness: H
     loading = harness.ok("load_weights", {"model_id": usual, "path": path, "seq_id": 1})
     assert {row.request_id: row.state for row in harness.pending()}[loading["request_id"]] == "pending"
     other = harness.ok("create_model", creation(session_id, 2, lora_config={"rank": 4, "alpha": 8}))["model_id"]
-    words = refused(harness, harness.ok("load_weights", {"model_id": other, "path": path, "seq_id": 1}))
+    words = refusal_reason(harness, harness.ok("load_weights", {"model_id": other, "path": path, "seq_id": 1}))
     assert "alpha=64.0" in words and "alpha=8.0" in words
 
 
@@ -118,7 +125,7 @@ def test_creating_a_model_twice_makes_one(harness: Harness) -> None:
 def test_an_invalid_creation_is_a_refused_future(harness: Harness, changes: dict[str, object], words: str) -> None:
     session_id = harness.session()
     body = creation(session_id, **changes)
-    assert words in refused(harness, harness.ok("create_model", body))
+    assert words in refusal_reason(harness, harness.ok("create_model", body))
     assert harness.services.models.find(f"{session_id}:train:0") is None
 
 
@@ -202,10 +209,10 @@ def test_an_invalid_pass_is_a_refused_future_that_uses_its_number(harness: Harne
     model_id = harness.model()
     answer = send_pass(harness, body(model_id))
     assert answer.status_code == 200
-    assert words in refused(harness, answer.json())
+    assert words in refusal_reason(harness, answer.json())
     assert [(row.seq_id, row.state) for row in harness.pending()] == [(1, "refused")]
     corrected = send_pass(harness, pass_bytes(model_id, 1))
-    assert words in refused(harness, corrected.json())  # the seq_id is used and cannot get another body
+    assert words in refusal_reason(harness, corrected.json())  # the seq_id is used and cannot get another body
 
 
 def image_pass(model_id: str) -> bytes:
@@ -223,12 +230,12 @@ def image_pass(model_id: str) -> bytes:
     ],
 )
 def test_an_invalid_step_is_a_refused_future(harness: Harness, adam: dict[str, object], words: str) -> None:
-    assert words in refused(harness, harness.ok("optim_step", adam_step(harness.model(), 1, **adam)))
+    assert words in refusal_reason(harness, harness.ok("optim_step", adam_step(harness.model(), 1, **adam)))
 
 
 def test_another_optimizer_is_a_refused_future(harness: Harness) -> None:
     body = {"model_id": harness.model(), "seq_id": 1, "optimizer_params": {"type": "dimuon", "learning_rate": 1}}
-    assert "'dimuon'" in refused(harness, harness.ok("optim_step", body))
+    assert "'dimuon'" in refusal_reason(harness, harness.ok("optim_step", body))
 
 
 @pytest.mark.parametrize("seq_id", [0, -1])
@@ -309,7 +316,7 @@ def test_an_operation_on_a_lost_model_is_refused_with_the_reason(harness: Harnes
     model_id = harness.model()
     with harness.services.models._db.write() as connection:
         connection.execute(set_state(model_id, state, "the cat sat on it"))
-    assert "the cat sat on it" in refused(harness, harness.ok("optim_step", adam_step(model_id, 1)))
+    assert "the cat sat on it" in refusal_reason(harness, harness.ok("optim_step", adam_step(model_id, 1)))
 
 
 @pytest.mark.parametrize(
@@ -385,11 +392,11 @@ def test_an_invalid_save_is_a_refused_future(
     harness: Harness, path: str, changes: dict[str, object], words: str
 ) -> None:
     body = {"model_id": harness.model(), "seq_id": 1, **changes}
-    assert words in refused(harness, harness.ok(path, body))
+    assert words in refusal_reason(harness, harness.ok(path, body))
 
 
-def load(session_id: str, path: str, number: int = 1, **changes: object) -> dict[str, object]:
-    return {"session_id": session_id, "model_seq_id": number, "path": path, "optimizer": True, **changes}
+def load(session_id: str, path: str, model_seq_id: int = 1, **changes: object) -> dict[str, object]:
+    return {"session_id": session_id, "model_seq_id": model_seq_id, "path": path, "optimizer": True, **changes}
 
 
 def test_a_model_made_from_a_checkpoint_takes_its_adapter(harness: Harness) -> None:
@@ -418,7 +425,7 @@ def test_a_model_made_from_a_checkpoint_takes_its_adapter(harness: Harness) -> N
 def test_an_invalid_load_is_a_refused_future(harness: Harness, make_path, changes: dict, words: str) -> None:
     session_id = harness.session()
     path = make_path(harness, harness.model(session_id))
-    assert words in refused(harness, harness.ok("load_weights", load(session_id, path, **changes)))
+    assert words in refusal_reason(harness, harness.ok("load_weights", load(session_id, path, **changes)))
     assert harness.services.models.find(f"{session_id}:train:1") is None
 
 
@@ -444,16 +451,16 @@ def test_a_published_checkpoint_can_be_loaded_by_anyone(harness: Harness) -> Non
 def test_a_load_into_a_model_needs_the_same_adapter(harness: Harness) -> None:
     session_id = harness.session()
     first, second, third = (
-        harness.model(session_id, number, lora_config={"rank": 8, "seed": 3}) for number in range(3)
+        harness.model(session_id, model_seq_id, lora_config={"rank": 8, "seed": 3}) for model_seq_id in range(3)
     )
     fits, wrong = harness.checkpoint(first), harness.checkpoint(first, name="wide", lora=LoraSpec(16))
     body = {"model_id": first, "seq_id": 1, "path": fits, "optimizer": False}
     assert harness.kinds() == {} and harness.ok("load_weights", body)["request_id"] == f"{first}:1"
     assert harness.kinds() == {f"{first}:1": "load_weights"}
-    reason = refused(harness, harness.ok("load_weights", body | {"model_id": second, "path": wrong}))
+    reason = refusal_reason(harness, harness.ok("load_weights", body | {"model_id": second, "path": wrong}))
     assert "rank=16" in reason and "rank=8" in reason
     foreign = harness.checkpoint(first, name="foreign", base_model="local/other")
-    reason = refused(harness, harness.ok("load_weights", body | {"model_id": third, "path": foreign}))
+    reason = refusal_reason(harness, harness.ok("load_weights", body | {"model_id": third, "path": foreign}))
     assert "'local/other'" in reason and f"{BASE!r}" in reason
 
 
@@ -474,17 +481,17 @@ def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool)
         assert answer.json()["detail"].startswith("LoadWeights is not permitted with seq_id ")
     assert "load_weights" not in harness.kinds().values(), "nothing waits to be loaded"
     if numbered:
-        assert "LoadWeights is not permitted with seq_id 2" in refused(harness, {"request_id": f"{model_id}:2"})
+        assert "LoadWeights is not permitted with seq_id 2" in refusal_reason(harness, {"request_id": f"{model_id}:2"})
         assert harness.ok("optim_step", adam_step(model_id, 3))["request_id"] == f"{model_id}:3"
 
 
 def test_ids_of_one_tenant_never_reach_anothers_queue(harness: Harness) -> None:
-    mine, theirs = harness.model(), harness.model(key=BOB)
-    harness.ok("optim_step", adam_step(mine, 1), ALICE)
-    harness.ok("optim_step", adam_step(theirs, 1), BOB)
+    alice_model, bob_model = harness.model(), harness.model(key=BOB)
+    harness.ok("optim_step", adam_step(alice_model, 1), ALICE)
+    harness.ok("optim_step", adam_step(bob_model, 1), BOB)
     assert {row.request_id: row.tenant_id for row in harness.pending()} == {
-        f"{mine}:1": "alice",
-        f"{theirs}:1": "bob",
+        f"{alice_model}:1": "alice",
+        f"{bob_model}:1": "bob",
     }
 
 
@@ -493,10 +500,10 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
     shapes = (*harness.services.bases.shapes, twin)
     services = dataclasses.replace(harness.services, bases=Bases(shapes))
     client = TestClient(create_app(services), base_url="http://127.0.0.1")
-    both = dataclasses.replace(harness, services=services, client=client)
-    session_id = both.session()
-    path = both.checkpoint(both.model(session_id))
-    future = both.ok("load_weights", load(session_id, path, base_model=twin.name))
+    twin_harness = dataclasses.replace(harness, services=services, client=client)
+    session_id = twin_harness.session()
+    path = twin_harness.checkpoint(twin_harness.model(session_id))
+    future = twin_harness.ok("load_weights", load(session_id, path, base_model=twin.name))
     model = services.models.get("alice", future["model_id"])
     assert (model.base_model, model.state) == (twin.name, "creating")
     assert [row.request_id for row in incoming(services.futures._db, twin.name)] == [future["request_id"]]
@@ -515,7 +522,7 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
 )
 def test_unsupported_options_are_refused_by_name(harness: Harness, path: str, body: dict) -> None:
     whose = {"session_id": harness.session()} if "model_seq_id" in body else {"model_id": harness.model()}
-    sent = harness.ok(path, body | whose | {"placement_config": {"data": 8}, "empty": None})
-    refusal = harness.result(sent["request_id"])
+    future = harness.ok(path, body | whose | {"placement_config": {"data": 8}, "empty": None})
+    refusal = harness.result(future["request_id"])
     assert refusal["category"] == "user"
     assert "placement_config is not supported" in refusal["error"]

@@ -20,9 +20,9 @@ from tinsmith.exchange.metrics import MAX_NAMES, MAX_WAITING, RunMetrics, parts_
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    yield new_harness
+    close(new_harness)
 
 
 class Wire(httpx.BaseTransport):
@@ -42,20 +42,20 @@ class Wire(httpx.BaseTransport):
         return httpx.Response(answer.status_code, content=answer.content)
 
 
-def connected(harness: Harness, model_id: str) -> tuple[RunMetrics, Wire]:
+def connect(harness: Harness, model_id: str) -> tuple[RunMetrics, Wire]:
     run, wire = RunMetrics(model_id, "http://there", ALICE), Wire(harness)
     run._http = httpx.Client(base_url="http://there/api/v1/", headers={"X-API-Key": ALICE}, transport=wire)
     return run, wire
 
 
 def points(harness: Harness, model_id: str) -> list[tuple[int, dict[str, float]]]:
-    found = harness.get(f"training_runs/{model_id}/metrics").json()["points"]
-    return [(point["step"], point["metrics"]) for point in found]
+    rows = harness.get(f"training_runs/{model_id}/metrics").json()["points"]
+    return [(point["step"], point["metrics"]) for point in rows]
 
 
 def test_points_are_sent_together_and_at_the_end(harness: Harness) -> None:
     model_id = harness.model()
-    run, wire = connected(harness, model_id)
+    run, wire = connect(harness, model_id)
     with run:
         for step in range(300):
             run.log({"reward": np.float32(step)}, step)
@@ -65,7 +65,7 @@ def test_points_are_sent_together_and_at_the_end(harness: Harness) -> None:
 
 def test_a_server_that_is_away_costs_no_point(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     model_id = harness.model()
-    run, wire = connected(harness, model_id)
+    run, wire = connect(harness, model_id)
     wire.cut = True
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
@@ -79,7 +79,7 @@ def test_a_server_that_is_away_costs_no_point(harness: Harness, caplog: pytest.L
 
 def test_refusals_are_raised_and_not_retried(harness: Harness) -> None:
     model_id = harness.model()
-    run, _ = connected(harness, model_id)
+    run, _ = connect(harness, model_id)
     with pytest.raises(TinsmithError, match="printable"):
         run.log({"": 1.0}, None)
     run.log({"reward": 1.0}, None)
@@ -91,26 +91,26 @@ def test_it_serves_as_a_logger_of_the_cookbook(harness: Harness, tmp_path: Path)
     ml_log = pytest.importorskip("tinker_cookbook.utils.ml_log", reason="a test of the cookbook's loggers")
     logger = ml_log.setup_logging(str(tmp_path / "logs"), config={"rate": 1}, do_configure_logging_module=False)
     model_id = harness.model()
-    run, _ = connected(harness, model_id)
+    run, _ = connect(harness, model_id)
     logger.loggers.append(run)
     logger.log_hparams({"rate": 1})
     metrics = {"env/all/reward/total": 0.5, "name": "text", "bad": float("nan"), "x" * 80: 1.0}
-    logger.log_metrics(metrics | {f"time/{number}": 1.0 for number in range(200)}, step=2)
+    logger.log_metrics(metrics | {f"time/{index}": 1.0 for index in range(200)}, step=2)
     logger.log_metrics_event({"late": 1}, step=1, step_metric="version")
     logger.log_summary({"total": 1})
     logger.sync()
     logger.close()
-    found = dict(points(harness, model_id))
-    assert found[1] == {"late": 1.0}
-    assert found[2]["env/all/reward/total"] == 0.5 and len(found[2]) == 2 * MAX_NAMES
-    assert not {"name", "bad", "x" * 80} & set(found[2])
+    metrics_by_step = dict(points(harness, model_id))
+    assert metrics_by_step[1] == {"late": 1.0}
+    assert metrics_by_step[2]["env/all/reward/total"] == 0.5 and len(metrics_by_step[2]) == 2 * MAX_NAMES
+    assert not {"name", "bad", "x" * 80} & set(metrics_by_step[2])
 
 
 def test_timings_are_left_out_first() -> None:
-    many = {f"time/{number}": 1.0 for number in range(120)} | {f"m{number}": 1.0 for number in range(100)}
-    numbers, reasons = select_numbers(many)
+    metrics = {f"time/{index}": 1.0 for index in range(120)} | {f"m{index}": 1.0 for index in range(100)}
+    selected, reasons = select_numbers(metrics)
     assert len(reasons) == 220 - 2 * MAX_NAMES and all(name.startswith("time/") for name in reasons)
-    first, second = parts_of(numbers)
+    first, second = parts_of(selected)
     assert len(first) == len(second) == MAX_NAMES
     assert sum(name.startswith("m") for name in {**first, **second}) == 100
 
@@ -118,9 +118,9 @@ def test_timings_are_left_out_first() -> None:
 def log_file(
     harness: Harness, model_id: str, file: Path, monkeypatch: pytest.MonkeyPatch, *words: str
 ) -> tuple[int, str]:
-    monkeypatch.setattr("tinsmith.exchange.metrics.RunMetrics", lambda run_id: connected(harness, run_id)[0])
-    done = CliRunner().invoke(app, ["runs", "log", model_id, str(file), *words])
-    return done.exit_code, done.output
+    monkeypatch.setattr("tinsmith.exchange.metrics.RunMetrics", lambda run_id: connect(harness, run_id)[0])
+    outcome = CliRunner().invoke(app, ["runs", "log", model_id, str(file), *words])
+    return outcome.exit_code, outcome.output
 
 
 def test_a_file_of_metrics_is_logged_by_a_command(
@@ -161,8 +161,8 @@ def test_whatever_of_a_file_is_not_logged_is_told_by_line_and_reason(
     file.write_text("".join(line + "\n" for line in lines))
     status, printed = log_file(harness, model_id, file, monkeypatch)
     assert status == 1
-    for number, reason in enumerate(lines.values(), 1):
-        assert (f"line {number}: {reason}" in printed) if reason else (f"line {number}:" not in printed)
+    for line_number, reason in enumerate(lines.values(), 1):
+        assert (f"line {line_number}: {reason}" in printed) if reason else (f"line {line_number}:" not in printed)
     assert "line 13: 'kl' is -inf" in printed
     assert "logged 3 points" in printed and "12 of its lines" in printed
     assert points(harness, model_id) == [(1, {"loss": 1.0}), (3, {"reward": 0.5}), (4, {"loss": 0.5})]
@@ -171,13 +171,13 @@ def test_whatever_of_a_file_is_not_logged_is_told_by_line_and_reason(
 def test_a_file_longer_than_what_may_wait_is_logged_whole(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, sent = tmp_path / "metrics.jsonl", []
+    file, points_sent = tmp_path / "metrics.jsonl", []
     monkeypatch.setattr(
-        RunMetrics, "_post", lambda _run, _path, body: sent.extend(body["points"]) or {"step": len(sent)}
+        RunMetrics, "_post", lambda _run, _path, body: points_sent.extend(body["points"]) or {"step": len(points_sent)}
     )
     file.write_text("".join(f'{{"step": {step}.0, "m": 1}}\n' for step in range(MAX_WAITING + 500)))
     assert log_file(harness, harness.model(), file, monkeypatch)[0] == 0
-    assert [point["step"] for point in sent] == list(range(MAX_WAITING + 500))
+    assert [point["step"] for point in points_sent] == list(range(MAX_WAITING + 500))
 
 
 def test_points_that_the_server_did_not_take_are_not_called_logged(
@@ -193,7 +193,7 @@ def test_points_that_the_server_did_not_take_are_not_called_logged(
 
 def test_a_step_is_a_whole_number_of_any_type_at_every_door(harness: Harness) -> None:
     model_id = harness.model()
-    run, _ = connected(harness, model_id)
+    run, _ = connect(harness, model_id)
     for step in (1, 2.0, np.int64(3), np.float32(4)):
         run.log({"m": np.float64(step)}, step)  # type: ignore[arg-type]
         assert step_of(step) == step
@@ -211,7 +211,7 @@ def test_a_step_is_a_whole_number_of_any_type_at_every_door(harness: Harness) ->
 
 def test_a_number_that_is_not_finite_loses_no_other_point(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
     model_id = harness.model()
-    run, _ = connected(harness, model_id)
+    run, _ = connect(harness, model_id)
     run.log({"m": 1.0}, 1)
     for wrong in (float("nan"), [1.0, float("inf")]):
         with pytest.raises(UserError, match="finite"):

@@ -75,9 +75,9 @@ class Shortage:
 
     def _short(self, call: Callable[..., object]) -> Callable[..., object]:
         def short(*args: object, **kwargs: object) -> object:
-            number, self.calls = self.calls, self.calls + 1
-            fails = self.first <= number < self.first + self.num
-            if fails and number % 2:
+            call_index, self.calls = self.calls, self.calls + 1
+            fails = self.first <= call_index < self.first + self.num
+            if fails and call_index % 2:
                 raise self._error()
             result = call(*args, **kwargs)
             if fails:  # in the middle of the step, after unrecorded work
@@ -118,9 +118,9 @@ def test_results_are_those_of_an_undisturbed_run_wherever_memory_runs_out(
             sampler = make(base, versions)
             shortage = Shortage(sampler, patch, ERRORS[index % len(ERRORS)])
             shortage.first, shortage.num = first, num
-            found = outcomes(sampler)
-        assert found.keys() == expected.keys()
-        for name, result in found.items():
+            results = outcomes(sampler)
+        assert results.keys() == expected.keys()
+        for name, result in results.items():
             assert isinstance(result, SampleResult), (first, name, result)
             assert_same(result, expected[name], atol=0.0 if deterministic else 2e-5)
             if deterministic:
@@ -132,8 +132,8 @@ def test_the_youngest_half_waits_and_the_others_go_on(
     base: BaseModel, versions: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = small()(base, versions)
-    for number in range(8):
-        sampler.submit(make_sample(str(number), make_prompt(4, number), replace(HOT, max_tokens=40)))
+    for index in range(8):
+        sampler.submit(make_sample(str(index), make_prompt(4, index), replace(HOT, max_tokens=40)))
     while len(sampler._batcher.running) < 8:
         sampler.step()
     shortage = Shortage(sampler, monkeypatch, MemoryError)
@@ -143,7 +143,7 @@ def test_the_youngest_half_waits_and_the_others_go_on(
     for _ in range(RELAXED_AFTER + 1):
         sampler.step()
     assert len(sampler._batcher.running) == 8, "they come back once memory has been enough for a while"
-    assert finish(sampler).keys() == {str(number) for number in range(8)}
+    assert finish(sampler).keys() == {str(index) for index in range(8)}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -159,12 +159,12 @@ def test_only_the_request_that_does_not_fit_alone_fails(
     if lacking == "cache":
         resize = sampler._cache.resize
 
-        def limited(num_blocks: int) -> None:
+        def refuse_large_cache(num_blocks: int) -> None:
             if num_blocks > 20:
                 raise MemoryError("no more blocks")
             resize(num_blocks)
 
-        monkeypatch.setattr(sampler._cache, "resize", limited)
+        monkeypatch.setattr(sampler._cache, "resize", refuse_large_cache)
     else:
         prepare = sampler._cache.prepare
 
@@ -176,20 +176,20 @@ def test_only_the_request_that_does_not_fit_alone_fails(
         monkeypatch.setattr(sampler._cache, "prepare", narrow)
     expected = {name: alone_on(base, versions, name, deterministic=deterministic) for name in ("short", "plain")}
     large = make_sample("large", make_prompt(250), replace(HOT, max_tokens=4))
-    sampler.submit(next(one for one in samples() if one.request_id == "short"))
+    sampler.submit(next(sample for sample in samples() if sample.request_id == "short"))
     sampler.submit(large)
-    sampler.submit(next(one for one in samples() if one.request_id == "plain"))
-    found = finish(sampler)
-    error = found.pop("large")
+    sampler.submit(next(sample for sample in samples() if sample.request_id == "plain"))
+    results = finish(sampler)
+    error = results.pop("large")
     assert isinstance(error, UserError)
     assert "a prompt of 250 tokens and up to 4 new ones" in str(error) and "shorten the prompt" in str(error)
-    for name, result in found.items():
+    for name, result in results.items():
         assert_same(result, expected[name])
 
 
 def alone_on(base: BaseModel, versions: Mapping[str, Adapter], name: str, *, deterministic: bool) -> SampleResult:
     sampler = small(deterministic=deterministic)(base, versions)
-    sampler.submit(next(one for one in samples() if one.request_id == name))
+    sampler.submit(next(sample for sample in samples() if sample.request_id == name))
     return finish(sampler)[name]
 
 
@@ -199,35 +199,35 @@ def alone_on(base: BaseModel, versions: Mapping[str, Adapter], name: str, *, det
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(tmp_path, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
 def test_an_engine_hands_fewer_samples_to_a_sampler_that_has_no_memory(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [bench.sample(one_session(bench, f"t{number}"), 0, tenant=f"t{number}") for number in range(6)]
+    names = [bench.sample(one_session(bench, f"t{index}"), 0, tenant=f"t{index}") for index in range(6)]
     sampler = bench.backend.sampler
-    step, most = sampler.step, []
+    step, waiting_counts = sampler.step, []
 
     def short() -> object:
-        most.append(len(sampler._waiting))
+        waiting_counts.append(len(sampler._waiting))
         if len(sampler._waiting) > 2 or any(sample.request_id == names[3] for sample, _ in sampler._waiting):
             raise MemoryError("cpu has 0.1 GiB free")
         return step()
 
     monkeypatch.setattr(sampler, "step", short)
     bench.run_until_idle()
-    for number, name in enumerate(names):
-        outcome = bench.outcome(name, tenant=f"t{number}")
+    for index, name in enumerate(names):
+        outcome = bench.outcome(name, tenant=f"t{index}")
         assert outcome is not None, name
-        if number == 3:
+        if index == 3:
             assert outcome.category == "user"
             assert "a prompt of 2 tokens, does not fit into the engine's memory, even alone" in str(outcome.error)
         else:
             assert outcome.error is None
-    assert most[:2] == [6, 3]
+    assert waiting_counts[:2] == [6, 3]
 
 
 def one_session(bench: Bench, tenant: str) -> str:

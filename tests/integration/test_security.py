@@ -44,7 +44,7 @@ class Keyed:
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     """A server whose data directory was created by `tinsmith migrate`, before the first key."""
     data_dir = tmp_path_factory.mktemp("secure") / "new" / "data"
 
@@ -55,8 +55,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         )
 
     run("migrate")
-    made = run("keys", "create", "alice")
-    key = made.stdout.strip()
+    completed = run("keys", "create", "alice")
+    key = completed.stdout.strip()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (ELSEWHERE | HARMLESS).items():
             patch.setenv(name, value)
@@ -115,43 +115,43 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("case", AMBIGUOUS)
-def test_an_ambiguous_request_is_refused(keyed: Keyed, case: str) -> None:
+def test_an_ambiguous_request_is_refused(keyed_server: Keyed, case: str) -> None:
     """A proxy may parse it in the other way, so the connection is closed."""
     head = request(b"GET /api/v1/healthz")
-    answer = exchange(keyed.server, AMBIGUOUS[case].replace(b"Connection: close\r\n", b"") + head)
+    answer = exchange(keyed_server.server, AMBIGUOUS[case].replace(b"Connection: close\r\n", b"") + head)
     assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
     assert len(re.findall(rb"HTTP/1\.1 \d", answer)) == 1
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
-    assert keyed.client.http.get("healthz").status_code == 200
+    assert keyed_server.client.http.get("healthz").status_code == 200
 
 
-def test_a_key_behind_the_body_opens_nothing(keyed: Keyed) -> None:
-    late = b"2\r\n{}\r\n0\r\nX-API-Key: " + keyed.key.encode() + b"\r\n\r\n"
-    assert exchange(keyed.server, request(POST, JSON, CHUNKED, body=late)).startswith(b"HTTP/1.1 401 ")
+def test_a_key_behind_the_body_opens_nothing(keyed_server: Keyed) -> None:
+    late = b"2\r\n{}\r\n0\r\nX-API-Key: " + keyed_server.key.encode() + b"\r\n\r\n"
+    assert exchange(keyed_server.server, request(POST, JSON, CHUNKED, body=late)).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
-def test_protocol_upgrades_are_ignored(keyed: Keyed, protocol: bytes) -> None:
+def test_protocol_upgrades_are_ignored(keyed_server: Keyed, protocol: bytes) -> None:
     fields = b"Upgrade: " + protocol, b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13"
-    asked = request(b"GET /api/v1/healthz", *fields).replace(b"Connection: close", b"Connection: Upgrade, close")
-    answer = exchange(keyed.server, asked)
+    raw_request = request(b"GET /api/v1/healthz", *fields).replace(b"Connection: close", b"Connection: Upgrade, close")
+    answer = exchange(keyed_server.server, raw_request)
     assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
 
 
 @pytest.mark.parametrize(
     "path", [b"/api/v1/healthz/", b"//example.org/%2e%2e", b"/api/v1//healthz", b"/api/v1/asample/"]
 )
-def test_no_path_redirects_to_another_host(keyed: Keyed, path: bytes) -> None:
-    answer = exchange(keyed.server, request(b"GET " + path, host=b"example.org"))
+def test_no_path_redirects_to_another_host(keyed_server: Keyed, path: bytes) -> None:
+    answer = exchange(keyed_server.server, request(b"GET " + path, host=b"example.org"))
     assert answer.startswith(b"HTTP/1.1 404 "), answer[:200]
     assert b"location" not in answer.lower() and b"example.org/" not in answer.partition(b"\r\n\r\n")[0]
 
 
 @pytest.mark.parametrize("host", [b"[", b"a b", b"a@b", b"a\tb", b"", b"\xff", b"x" * 5000, b"a/b?c#d", b"[::1"])
-def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed: Keyed, host: bytes) -> None:
-    own = b"X-API-Key: " + keyed.key.encode()
+def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed_server: Keyed, host: bytes) -> None:
+    key_header = b"X-API-Key: " + keyed_server.key.encode()
     for line in (b"GET /nowhere", b"GET /api/v1/sessions", b"PUT /api/v1/healthz"):
-        answer = exchange(keyed.server, request(line, own, host=host))
+        answer = exchange(keyed_server.server, request(line, key_header, host=host))
         assert answer[9:12] in (b"200", b"404", b"405", b"400"), answer[:200]
         assert not host or host not in answer.partition(b"\r\n\r\n")[0].replace(b"HTTP/1.1", b"")
 
@@ -159,18 +159,18 @@ def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed: Keyed, host:
 # Web pages of other origins in a browser that can reach the server.
 
 
-def test_web_pages_of_other_origins_cannot_send_or_read(keyed: Keyed) -> None:
+def test_web_pages_of_other_origins_cannot_send_or_read(keyed_server: Keyed) -> None:
     """Keys are sent in a custom header, which needs a CORS preflight; preflights are never approved."""
     origin = {"Origin": "https://example.org"}
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key, content-type"}
     for path in ("create_session", "telemetry", "healthz", "retrieve_future"):
-        first = httpx.options(f"{keyed.server.url}/api/v1/{path}", headers=origin | wish)
+        first = httpx.options(f"{keyed_server.server.url}/api/v1/{path}", headers=origin | wish)
         assert first.status_code == 405
         simple = httpx.post(
-            f"{keyed.server.url}/api/v1/{path}", content="{}", headers={**origin, "Content-Type": "text/plain"}
+            f"{keyed_server.server.url}/api/v1/{path}", content="{}", headers={**origin, "Content-Type": "text/plain"}
         )
         assert simple.status_code in (401, 405), "what needs no asking first has no key"
-        read = httpx.get(f"{keyed.server.url}/api/v1/{path}", headers=origin)
+        read = httpx.get(f"{keyed_server.server.url}/api/v1/{path}", headers=origin)
         for answer in (first, simple, read):
             assert not [name for name in answer.headers if name.startswith("access-control-")]
             assert "set-cookie" not in answer.headers, "a cookie would go with every request of every page"
@@ -199,9 +199,9 @@ def listener() -> Iterator[tuple[str, list[bytes]]]:
         thread.join()
 
 
-def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[str, list[bytes]]) -> None:
+def test_an_address_in_a_request_is_not_followed(keyed_server: Keyed, listener: tuple[str, list[bytes]]) -> None:
     url, came = listener
-    client = keyed.client
+    client = keyed_server.client
     model_id = client.model()
     sampler = client.sampler()
     pointer = {"type": "image_asset_pointer", "location": url, "format": "png", "expected_tokens": 1}
@@ -211,15 +211,15 @@ def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[s
     message.data.add().model_input.add().image.data = url.encode()
     assert "image" in client.error(client.send_pass(message.SerializeToString()).json()["request_id"])
     session_id = client.session()
-    for number, (path, body) in enumerate(
+    for model_seq_id, (path, body) in enumerate(
         [
             ("create_model", {"base_model": url}),
-            ("create_model", {"base_model": f"../../../..{keyed.server.data_dir}"}),
+            ("create_model", {"base_model": f"../../../..{keyed_server.server.data_dir}"}),
             ("load_weights", {"path": url, "optimizer": False}),
             ("load_weights", {"path": "tinker://x/weights/a", "base_model": url, "optimizer": False}),
         ]
     ):
-        body = body | {"session_id": session_id, "model_seq_id": number}
+        body = body | {"session_id": session_id, "model_seq_id": model_seq_id}
         assert client.error(client.ok(path, body)["request_id"])
     for body in ({"base_model": url}, {"model_path": url}):
         body = body | {"session_id": session_id, "sampling_session_seq_id": 0}
@@ -232,15 +232,15 @@ def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[s
 # Files on the disk, and the engine's environment.
 
 
-def test_a_servers_files_are_readable_by_its_user_only(keyed: Keyed) -> None:
-    data_dir = keyed.server.data_dir
+def test_a_servers_files_are_readable_by_its_user_only(keyed_server: Keyed) -> None:
+    data_dir = keyed_server.server.data_dir
     if databases.chosen == databases.SQLITE:  # otherwise the command does not use it, and the test has created it
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
     for name in ("checkpoints", "logs"):
         assert stat.S_IMODE((data_dir / name).stat().st_mode) == 0o700, name
-    found = list(data_dir.glob("tinsmith.db*"))
-    assert found or databases.chosen == databases.POSTGRES
-    for path in [*found, *data_dir.glob("*.key"), *data_dir.glob("*.running")]:
+    database_files = list(data_dir.glob("tinsmith.db*"))
+    assert database_files or databases.chosen == databases.POSTGRES
+    for path in [*database_files, *data_dir.glob("*.key"), *data_dir.glob("*.running")]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
@@ -248,27 +248,27 @@ def process_facts(pid: int) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_an_engine_has_no_secrets_that_it_does_not_need(keyed: Keyed) -> None:
-    facts = process_facts(engine_of(keyed.server))
-    assert facts
-    for secret in (SIGNING_SECRET, keyed.key, *ELSEWHERE.values()):
-        assert secret.encode() not in facts
+def test_an_engine_has_no_secrets_that_it_does_not_need(keyed_server: Keyed) -> None:
+    process_data = process_facts(engine_of(keyed_server.server))
+    assert process_data
+    for secret in (SIGNING_SECRET, keyed_server.key, *ELSEWHERE.values()):
+        assert secret.encode() not in process_data
     for name, value in HARMLESS.items():
-        assert f"{name}={value}".encode() in facts
+        assert f"{name}={value}".encode() in process_data
 
 
-def test_the_signing_secret_is_written_nowhere(keyed: Keyed) -> None:
-    for path in keyed.server.data_dir.rglob("*"):
+def test_the_signing_secret_is_written_nowhere(keyed_server: Keyed) -> None:
+    for path in keyed_server.server.data_dir.rglob("*"):
         assert not path.is_file() or SIGNING_SECRET.encode() not in path.read_bytes(), path
 
 
-def test_nonsense_from_strangers_fills_no_log(keyed: Keyed) -> None:
-    log = keyed.server.data_dir / "server.log"
+def test_nonsense_from_strangers_fills_no_log(keyed_server: Keyed) -> None:
+    log = keyed_server.server.data_dir / "server.log"
     before = log.stat().st_size
     for _ in range(20):
-        exchange(keyed.server, b"nonsense\r\n\r\n")
-        exchange(keyed.server, request(b"GET /api/v1/sessions", b"X-API-Key: tml-wrong"))
-        exchange(keyed.server, request(b"GET /nowhere%0a2026-01-01 level=error", b"Upgrade: x"))
+        exchange(keyed_server.server, b"nonsense\r\n\r\n")
+        exchange(keyed_server.server, request(b"GET /api/v1/sessions", b"X-API-Key: tml-wrong"))
+        exchange(keyed_server.server, request(b"GET /nowhere%0a2026-01-01 level=error", b"Upgrade: x"))
     assert log.stat().st_size == before
 
 
@@ -329,20 +329,20 @@ def sources() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
-def imported(tree: ast.AST) -> set[str]:
-    found: set[str] = set()
+def imports_of(tree: ast.AST) -> set[str]:
+    modules: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_source_has_no_unpickling_eval_or_outgoing_requests(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    names = imported(tree)
+    names = imports_of(tree)
     roots = {name.split(".")[0] for name in names}
     file = str(path.relative_to(SOURCE))
     assert file in MAY_ASK or not (names | roots) & HTTP_CLIENTS
@@ -351,18 +351,18 @@ def test_the_source_has_no_unpickling_eval_or_outgoing_requests(path: Path) -> N
     assert (roots & NEVER_IMPORTED) | (called & NEVER_CALLED) == EXCEPTIONS.get(file, set()), "an exception is exact"
     assert not called & {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
     for call in calls:
-        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert given.get("shell", "False") == "False"
-        assert given.get("trust_remote_code", "False") == "False"
-        assert given.get("allow_pickle", "False") == "False"
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert arguments.get("shell", "False") == "False"
+        assert arguments.get("trust_remote_code", "False") == "False"
+        assert arguments.get("allow_pickle", "False") == "False"
 
 
 def test_every_test_that_the_threat_model_names_is_there() -> None:
     tests = Path(__file__).parents[1]
     file = ""
-    found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", (tests.parent / "docs" / "security.md").read_text())
-    named = [(file := name or file, test) for name, test in found if name or test]
-    assert len(named) > 50
-    for file, test in named:
+    matches = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", (tests.parent / "docs" / "security.md").read_text())
+    tests_named = [(file := name or file, test) for name, test in matches if name or test]
+    assert len(tests_named) > 50
+    for file, test in tests_named:
         (path,) = tests.rglob(file)
         assert not test or f"\ndef {test}(" in path.read_text(), (file, test)

@@ -18,22 +18,22 @@ from tinsmith.wire import tinker_public_pb2 as pb
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    if not made.services.models._db.is_sqlite:
-        close(made)
+    new_harness = make_harness(tmp_path)
+    if not new_harness.services.models._db.is_sqlite:
+        close(new_harness)
         pytest.skip("of a database across a network, nothing is asked on the event loop")
-    yield made
-    close(made)
+    yield new_harness
+    close(new_harness)
 
 
 def step(model_id: str, seq_id: int | None = 1) -> dict[str, object]:
-    asked: dict[str, object] = {"model_id": model_id, "adam_params": {"learning_rate": 0.1}}
-    return asked if seq_id is None else asked | {"seq_id": seq_id}
+    request: dict[str, object] = {"model_id": model_id, "adam_params": {"learning_rate": 0.1}}
+    return request if seq_id is None else request | {"seq_id": seq_id}
 
 
 def send(harness: Harness, body: bytes, **headers: str) -> dict:
-    given = {"X-API-Key": ALICE, "content-type": "application/x-protobuf", **headers}
-    answer = harness.client.post("/api/v1/forward_backward", content=body, headers=given)
+    all_headers = {"X-API-Key": ALICE, "content-type": "application/x-protobuf", **headers}
+    answer = harness.client.post("/api/v1/forward_backward", content=body, headers=all_headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -60,9 +60,9 @@ def test_requests_are_stored_by_threads_and_the_loop_does_not_wait_for_another_w
     send(harness, pass_bytes(model_id, seq_id=2))
     packed = zstandard.ZstdCompressor().compress(pass_bytes(model_id, seq_id=3))
     send(harness, packed, **{"content-encoding": "zstd"})
-    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
-    refused = harness.ok("asample", asked)
-    assert refused["request_id"] == f"{sampler}:0"
+    request = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    future = harness.ok("asample", request)
+    assert future["request_id"] == f"{sampler}:0"
     assert harness.read_request_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
     assert harness.woken == ["local/tiny"] * 5  # the last was refused; an engine must skip it
     streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not declare its length
@@ -91,12 +91,12 @@ def test_a_sequence_that_cannot_be_admitted_is_the_answer(harness: Harness, monk
 
 @pytest.fixture
 def any_harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path)
+    yield new_harness
+    close(new_harness)
 
 
-def refused(harness: Harness, path: str, body: object) -> str:
+def refuse_detail(harness: Harness, path: str, body: object) -> str:
     answer = harness.post(path, body)
     assert answer.status_code == 400, answer.text
     return answer.json()["detail"]
@@ -104,9 +104,9 @@ def refused(harness: Harness, path: str, body: object) -> str:
 
 def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_harness: Harness) -> None:
     model_id = any_harness.model()
-    taken = any_harness.ok("optim_step", step(model_id, None))["request_id"]
-    assert taken.startswith(f"{model_id}:1:")
-    detail = refused(any_harness, "optim_step", step(model_id, 1))
+    request_id = any_harness.ok("optim_step", step(model_id, None))["request_id"]
+    assert request_id.startswith(f"{model_id}:1:")
+    detail = refuse_detail(any_harness, "optim_step", step(model_id, 1))
     assert "seq_id 1 of model" in detail and "without a seq_id" in detail
     assert any_harness.post("retrieve_future", {"request_id": f"{model_id}:1"}).status_code == 404
     # The next seq_ids are free for clients of both kinds.
@@ -118,11 +118,11 @@ def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_
 def test_a_request_that_is_sent_again_has_the_id_it_had(any_harness: Harness) -> None:
     model_id = any_harness.model()
     sampler = any_harness.sampler()
-    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    request = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
     for _ in range(3):
         assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
         assert send(any_harness, pass_bytes(model_id, seq_id=2))["request_id"] == f"{model_id}:2"
-        assert any_harness.ok("asample", asked)["request_id"] == f"{sampler}:0"  # which is refused
+        assert any_harness.ok("asample", request)["request_id"] == f"{sampler}:0"  # which is refused
     any_harness.settle(f"{model_id}:1")  # and its body freed
     assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
 
@@ -131,38 +131,40 @@ def test_another_request_under_the_same_number_is_refused(any_harness: Harness) 
     model_id = any_harness.model()
     any_harness.ok("optim_step", step(model_id, 1))
     other = step(model_id, 1) | {"adam_params": {"learning_rate": 0.2}}  # of the same length
-    assert "(optim_step) with another body" in refused(any_harness, "optim_step", other)
-    assert "(optim_step)" in refused(any_harness, "save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
-    sent = any_harness.client.post(
+    assert "(optim_step) with another body" in refuse_detail(any_harness, "optim_step", other)
+    assert "(optim_step)" in refuse_detail(
+        any_harness, "save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"}
+    )
+    answer = any_harness.client.post(
         "/api/v1/forward_backward",
         content=pass_bytes(model_id, seq_id=1),
         headers={"X-API-Key": ALICE, "content-type": "application/x-protobuf"},
     )
-    assert sent.status_code == 400, sent.text
+    assert answer.status_code == 400, answer.text
     any_harness.settle(f"{model_id}:1")  # and its body freed: its length is still known
     longer = step(model_id, 1) | {"adam_params": {"learning_rate": 0.25}}
-    assert "with another body" in refused(any_harness, "optim_step", longer)
+    assert "with another body" in refuse_detail(any_harness, "optim_step", longer)
 
 
 def test_samplers_models_and_losses_have_numbers_of_the_same_kind(any_harness: Harness) -> None:
     session_id = any_harness.session()
     sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
     model = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
-    made = any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)
-    assert (any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)) == made
+    created = any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)
+    assert (any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)) == created
     other = sampler | {"base_model": "local/other"}
-    assert "use another sampling_session_seq_id" in refused(any_harness, "create_sampling_session", other)
-    assert "with another body" in refused(any_harness, "create_model", model | {"base_model": "local/other"})
-    sampler_id = made[0]["sampling_session_id"]
+    assert "use another sampling_session_seq_id" in refuse_detail(any_harness, "create_sampling_session", other)
+    assert "with another body" in refuse_detail(any_harness, "create_model", model | {"base_model": "local/other"})
+    sampler_id = created[0]["sampling_session_id"]
     sample = sample_request(sampler_id, 7)
     assert any_harness.ok("asample", sample) == any_harness.ok("asample", sample)
-    assert "seq_id 7 of sampling session" in refused(any_harness, "asample", sample | {"num_samples": 3})
+    assert "seq_id 7 of sampling session" in refuse_detail(any_harness, "asample", sample | {"num_samples": 3})
 
 
 def test_a_seq_id_keeps_its_custom_loss(any_harness: Harness) -> None:
     from support import traced_losses
 
-    def asked(loss: traced_losses.Loss) -> dict[str, object]:
+    def build_request(loss: traced_losses.Loss) -> dict[str, object]:
         handle = traced_losses.trace(loss, {"logprobs": 1, "weights": 1})
         return traced_losses.request(handle, session_id=session_id, custom_loss_seq_id=0)
 
@@ -171,6 +173,6 @@ def test_a_seq_id_keeps_its_custom_loss(any_harness: Harness) -> None:
         return loss, {"custom/loss:sum": loss}
 
     session_id = any_harness.session()
-    made = any_harness.ok("create_custom_loss", asked(traced_losses.weighted))
-    assert any_harness.ok("create_custom_loss", asked(traced_losses.weighted)) == made
-    assert "use the next one" in refused(any_harness, "create_custom_loss", asked(other))
+    created = any_harness.ok("create_custom_loss", build_request(traced_losses.weighted))
+    assert any_harness.ok("create_custom_loss", build_request(traced_losses.weighted)) == created
+    assert "use the next one" in refuse_detail(any_harness, "create_custom_loss", build_request(other))

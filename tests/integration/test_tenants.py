@@ -236,7 +236,7 @@ def test_a_token_dies_of_age(tenants: StoredTenants, keys: Keys, clock: Clock) -
 def test_a_token_dies_with_its_key(tenants: StoredTenants, keys: Keys, clock: Clock) -> None:
     key, secret = keys.create("alice")
     _, other = keys.create("alice")
-    token, spared = (tenants.issue_token(tenants.authenticate(one)) for one in (secret, other))
+    token, spared = (tenants.issue_token(tenants.authenticate(key_secret)) for key_secret in (secret, other))
     tenants.authenticate(token)
     keys.revoke(key.key_id)
     clock.now += CACHE_S

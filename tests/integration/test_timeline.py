@@ -30,7 +30,7 @@ REQUIRED = {
 }
 
 
-def checked(trace: dict[str, Any]) -> list[Event]:
+def check_events(trace: dict[str, Any]) -> list[Event]:
     """Check that a viewer accepts the events: known phases, whole microseconds, nested slices. Return them."""
     assert set(trace) == {"displayTimeUnit", "otherData", "traceEvents"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
@@ -60,9 +60,9 @@ def checked(trace: dict[str, Any]) -> list[Event]:
 
 def spans(events: list[Event], request_id: str) -> dict[str, tuple[int, int]]:
     """Name -> (start, end) of the slices of one request that have an end."""
-    begun = {event["name"]: event["ts"] for event in events if event["ph"] == "b" and event["id"] == request_id}
-    ended = {event["name"]: event["ts"] for event in events if event["ph"] == "e" and event["id"] == request_id}
-    return {name: (begun[name], ended[name]) for name in ended}
+    starts = {event["name"]: event["ts"] for event in events if event["ph"] == "b" and event["id"] == request_id}
+    ends = {event["name"]: event["ts"] for event in events if event["ph"] == "e" and event["id"] == request_id}
+    return {name: (starts[name], ends[name]) for name in ends}
 
 
 @pytest.fixture
@@ -72,16 +72,16 @@ def db(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-def stored(db: Database, **changes: object) -> list[Event]:
+def trace_of_row(db: Database, **changes: object) -> list[Event]:
     row = {"request_id": "m:1", "tenant_id": "t", "session_id": "s", "base_model": "b", "kind": "forward_backward"}
     row |= {"state": "done", "model_id": "m", "seq_id": 1, "num_tokens": 1, "created_at": 100.0, **changes}
     with db.write() as connection:
         connection.execute(FUTURES.insert(), row)
-    return checked(json.loads(b"".join(Traces(db).write("s"))))
+    return check_events(json.loads(b"".join(Traces(db).write("s"))))
 
 
 def test_a_request_is_queued_runs_and_is_settled(db: Database) -> None:
-    events = stored(db, started_at=101.5, ran_at=103.0, settled_at=103.25, step=7)
+    events = trace_of_row(db, started_at=101.5, ran_at=103.0, settled_at=103.25, step=7)
     second = 10**6
     assert spans(events, "m:1") == {
         "forward_backward": (100 * second, 103_250_000),
@@ -89,21 +89,21 @@ def test_a_request_is_queued_runs_and_is_settled(db: Database) -> None:
         "run": (101_500_000, 103 * second),
         "settle": (103 * second, 103_250_000),
     }
-    (work,) = [event for event in events if event["ph"] == "X"]
-    assert (work["ts"], work["dur"], work["args"]["step"]) == (101_500_000, 1_500_000, 7)
+    (work_slice,) = [event for event in events if event["ph"] == "X"]
+    assert (work_slice["ts"], work_slice["dur"], work_slice["args"]["step"]) == (101_500_000, 1_500_000, 7)
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"m", "requests", "work"}
 
 
 def test_clocks_that_disagree_make_no_negative_slice(db: Database) -> None:
-    events = stored(db, started_at=99.0, ran_at=98.0, settled_at=97.0)
+    events = trace_of_row(db, started_at=99.0, ran_at=98.0, settled_at=97.0)
     assert set(spans(events, "m:1").values()) == {(100 * 10**6, 100 * 10**6)}
 
 
 def test_unknown_times_are_not_drawn(db: Database) -> None:
-    pending = stored(db, state="pending")
+    pending = trace_of_row(db, state="pending")
     assert [event["ph"] for event in pending if event["ph"] != "M"] == ["b"]
-    old = stored(db, request_id="m:2", seq_id=2, settled_at=105.0)
+    old = trace_of_row(db, request_id="m:2", seq_id=2, settled_at=105.0)
     assert spans(old, "m:2") == {"forward_backward": (100 * 10**6, 105 * 10**6)}
     assert not [event for event in old if event["ph"] == "X"]
 
@@ -122,11 +122,11 @@ def test_a_live_session_has_its_parts_and_its_steps(nano_server: LiveServer) -> 
         sampler.sample(prompt, num_samples=1, sampling_params=params).result()
         session_id = service.holder.get_session_id()
     link = nano_server.get(f"sessions/{session_id}/trace_export").json()["url"]
-    events = checked(httpx.get(link).json())
-    work = [event for event in events if event["ph"] == "X"]
-    kinds = [event["name"] for event in work]
+    events = check_events(httpx.get(link).json())
+    work_slices = [event for event in events if event["ph"] == "X"]
+    kinds = [event["name"] for event in work_slices]
     assert kinds.count("forward_backward") == 2 and kinds.count("optim_step") == 2 and "sample" not in kinds
-    steps = [event["args"]["step"] for event in sorted(work, key=lambda event: event["ts"])]
+    steps = [event["args"]["step"] for event in sorted(work_slices, key=lambda event: event["ts"])]
     assert steps == sorted(steps) and steps[0] >= 1
     (sample,) = [event["id"] for event in events if event["ph"] == "b" and event["name"] == "sample"]
     parts = spans(events, sample)

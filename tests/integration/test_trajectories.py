@@ -190,7 +190,7 @@ def test_a_session_that_is_too_large_is_refused_and_the_list_continues_behind_it
     refused = harness.get("trajectories")
     assert refused.status_code == 400 and "'b' has more than 10 tokens" in refused.json()["detail"]
     assert "after" in refused.json()["detail"]
-    assert [each["session"] for each in harness.get("trajectories?after=b").json()["trajectories"]] == ["c"]
+    assert [trajectory["session"] for trajectory in harness.get("trajectories?after=b").json()["trajectories"]] == ["c"]
     monkeypatch.setattr(exchanges_module, "MAX_TOKENS", 100)
     monkeypatch.setattr(exchanges_module, "MAX_EXCHANGES", 1)
     assert "'b' has more than 1 exchanges" in harness.get("trajectories?session=b").json()["detail"]

@@ -40,9 +40,11 @@ def server(tmp_path: Path) -> Iterator[TransferServer]:
     server.close()
 
 
-def taken(server: TransferServer, version_id: str, into: Path, key: bytes = KEY, most: int = MOST) -> dict[str, str]:
+def take_files(
+    server: TransferServer, version_id: str, into: Path, key: bytes = KEY, max_bytes: int = MOST
+) -> dict[str, str]:
     into.mkdir(parents=True)
-    num_bytes = fetch(server.address, version_id, key, into, most)
+    num_bytes = fetch(server.address, version_id, key, into, max_bytes)
     files = {path.name: path.read_text() for path in into.iterdir()}
     assert num_bytes == sum(map(len, files.values()))
     return files
@@ -51,7 +53,7 @@ def taken(server: TransferServer, version_id: str, into: Path, key: bytes = KEY,
 def test_a_version_arrives_as_it_was_offered(server: TransferServer, tmp_path: Path) -> None:
     version_id = "session:1:sample:7/with a slash"
     server.offer(version_id, capture("first"))
-    assert taken(server, version_id, tmp_path / "a") == {
+    assert take_files(server, version_id, tmp_path / "a") == {
         "adapter.safetensors": "first" * 1000,
         "adapter_config.json": "{}",
     }
@@ -60,20 +62,20 @@ def test_a_version_arrives_as_it_was_offered(server: TransferServer, tmp_path: P
 def test_it_is_written_once_for_all_samplers_and_again_once_replaced(server: TransferServer, tmp_path: Path) -> None:
     written: list[str] = []
     server.offer("v", capture("old", written))
-    taken(server, "v", tmp_path / "a")
-    taken(server, "v", tmp_path / "b")
+    take_files(server, "v", tmp_path / "a")
+    take_files(server, "v", tmp_path / "b")
     assert written == ["old"]
     server.offer("v", capture("new", written))
-    assert taken(server, "v", tmp_path / "c")["adapter.safetensors"].startswith("new")
+    assert take_files(server, "v", tmp_path / "c")["adapter.safetensors"].startswith("new")
     assert written == ["old", "new"]
 
 
 def test_the_files_of_only_a_few_versions_are_kept(server: TransferServer, tmp_path: Path) -> None:
-    for number in range(KEPT_FILES + 3):
-        server.offer(f"v{number}", capture("x"))
-        taken(server, f"v{number}", tmp_path / f"{number}")
+    for index in range(KEPT_FILES + 3):
+        server.offer(f"v{index}", capture("x"))
+        take_files(server, f"v{index}", tmp_path / f"{index}")
     assert len(list((tmp_path / "outbox").iterdir())) == KEPT_FILES
-    assert taken(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
+    assert take_files(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
 
 
 def test_withdrawn_and_unknown_versions_are_not_found(server: TransferServer, tmp_path: Path) -> None:
@@ -81,13 +83,13 @@ def test_withdrawn_and_unknown_versions_are_not_found(server: TransferServer, tm
     server.withdraw("v")
     for version_id in ("v", "never", "../../etc"):
         with pytest.raises(NotHereError, match="404"):
-            taken(server, version_id, tmp_path / version_id.replace("/", "-"))
+            take_files(server, version_id, tmp_path / version_id.replace("/", "-"))
 
 
 def test_a_transfer_needs_the_key(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x"))
     with pytest.raises(NotHereError, match="403"):
-        taken(server, "v", tmp_path / "a", key=b"other" * 8)
+        take_files(server, "v", tmp_path / "a", key=b"other" * 8)
     host, _, port = server.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=10)
     connection.request("GET", "/versions/v")
@@ -101,20 +103,20 @@ def test_a_signature_is_good_for_one_version_and_for_a_while(server: TransferSer
     def allows(path: str, expires: str, signature: str) -> bool:
         return server.allows(path, nonce, expires, signature)
 
-    def signed(expires: int) -> tuple[str, str]:
+    def sign(expires: int) -> tuple[str, str]:
         return str(expires), transfer._request_signature(KEY, path, nonce, str(expires))
 
-    moment = int(time.time())
-    assert allows(path, *signed(moment + 60))
-    assert not allows("/versions/w", *signed(moment + 60))
-    assert not allows(path, *signed(moment - 1))
-    assert not allows(path, *signed(moment + 10**6))
+    now_s = int(time.time())
+    assert allows(path, *sign(now_s + 60))
+    assert not allows("/versions/w", *sign(now_s + 60))
+    assert not allows(path, *sign(now_s - 1))
+    assert not allows(path, *sign(now_s + 10**6))
 
 
 def test_more_than_is_allowed_is_refused(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x" * 10))
     with pytest.raises(CorruptFilesError, match="more than the 100 allowed"):
-        taken(server, "v", tmp_path / "a", most=100)
+        take_files(server, "v", tmp_path / "a", most=100)
 
 
 def test_a_missing_peer_is_reported(tmp_path: Path) -> None:
@@ -132,8 +134,8 @@ def test_a_version_that_cannot_be_written_fails_this_transfer_only(server: Trans
     server.offer("bad", Capture(1, full))
     server.offer("good", capture("x"))
     with pytest.raises(NotHereError):
-        taken(server, "bad", tmp_path / "a")
-    assert taken(server, "good", tmp_path / "b")
+        take_files(server, "bad", tmp_path / "a")
+    assert take_files(server, "good", tmp_path / "b")
 
 
 class _Impostor(BaseHTTPRequestHandler):
@@ -161,24 +163,24 @@ FILE = {"name": "weights", "size_bytes": 1, "sha256": DIGEST}
 
 
 @pytest.mark.parametrize(
-    ("key", "manifest", "body", "told"),
+    ("key", "manifest", "body", "message"),
     [
         (b"other" * 8, [FILE], b"x", "not signed with our key"),
         (KEY, [FILE], b"y", "truncated or changed"),
         (KEY, [FILE], b"", "truncated or changed"),
         (KEY, [FILE | {"name": "../weights"}], b"x", "not a valid file name"),
         (KEY, [FILE | {"name": ""}], b"x", "not a valid file name"),
-        (KEY, [FILE | {"name": f"{number}"} for number in range(100)], b"x" * 100, "more than"),
+        (KEY, [FILE | {"name": f"{index}"} for index in range(100)], b"x" * 100, "more than"),
     ],
 )
-def test_an_impostors_answer_is_rejected(key, manifest, body, told, tmp_path: Path) -> None:
+def test_an_impostors_answer_is_rejected(key, manifest, body, message, tmp_path: Path) -> None:
     server = HTTPServer(("127.0.0.1", 0), partial(_Impostor, key, manifest, body))
     thread = threading.Thread(target=server.handle_request)
     thread.start()
     into = tmp_path / "into"
     into.mkdir()
     try:
-        with pytest.raises(CorruptFilesError, match=told):
+        with pytest.raises(CorruptFilesError, match=message):
             fetch(f"127.0.0.1:{server.server_port}", "v", KEY, into, MOST)
     finally:
         thread.join()

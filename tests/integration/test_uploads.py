@@ -31,14 +31,14 @@ def matrices(rank: int = 2, inputs: int = 3, outputs: int = 4, name: str = NAME)
 
 
 def optimizer(*moments: str) -> bytes:
-    return save({"step": np.ones(1, np.float32)} | {f"{NAME}.lora_A.{each}": np.ones((2, 3)) for each in moments})
+    return save({"step": np.ones(1, np.float32)} | {f"{NAME}.lora_A.{name}": np.ones((2, 3)) for name in moments})
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path, max_upload_bytes=MAX_BYTES)
-    yield made
-    close(made)
+    new_harness = make_harness(tmp_path, max_upload_bytes=MAX_BYTES)
+    yield new_harness
+    close(new_harness)
 
 
 def upload(
@@ -62,8 +62,8 @@ def upload(
     )
 
 
-def stored(harness: Harness, key: str = ALICE) -> list[str]:
-    return [each["tinker_path"] for each in harness.get("checkpoints", key).json()["checkpoints"]]
+def stored_paths(harness: Harness, key: str = ALICE) -> list[str]:
+    return [row["tinker_path"] for row in harness.get("checkpoints", key).json()["checkpoints"]]
 
 
 def directories(harness: Harness) -> list[str]:
@@ -77,7 +77,7 @@ def test_an_adapter_becomes_a_training_checkpoint_of_its_tenant(harness: Harness
     path = answer.json()["tinker_path"]
     run_id, kind, name = path.removeprefix("tinker://").split("/")
     assert (kind, name, answer.json()["lora_rank"], answer.json()["base_model"]) == ("weights", "first", 2, BASE)
-    assert stored(harness) == [path] and stored(harness, BOB) == []
+    assert stored_paths(harness) == [path] and stored_paths(harness, BOB) == []
     (checkpoint,) = harness.get("checkpoints?project_id=p").json()["checkpoints"]
     assert checkpoint["user_metadata"] == {"from": "elsewhere"} and checkpoint["expires_at"]
     assert checkpoint["size_bytes"] == answer.json()["size_bytes"]
@@ -90,7 +90,9 @@ def test_an_adapter_becomes_a_training_checkpoint_of_its_tenant(harness: Harness
     assert harness.kinds()[future["request_id"]] == "load_model"
     assert harness.post("weights_info", {"tinker_path": path}, BOB).status_code == 404
     audit = harness.services.audit.entries("alice", "checkpoints", 0, 1e12)
-    assert ("checkpoint_uploaded", path) in [(each.event, each.details["tinker_path"]) for each in audit]
+    assert ("checkpoint_uploaded", path) in [
+        (audit_entry.event, audit_entry.details["tinker_path"]) for audit_entry in audit
+    ]
 
 
 def test_the_stored_bytes_are_the_sent_ones(harness: Harness) -> None:
@@ -108,7 +110,7 @@ def test_the_stored_bytes_are_the_sent_ones(harness: Harness) -> None:
 
 def test_a_request_that_is_sent_again_finds_what_it_made(harness: Harness) -> None:
     first, second = (upload(harness, idempotency_key="k").json() for _ in range(2))
-    assert first == second and stored(harness) == [first["tinker_path"]]
+    assert first == second and stored_paths(harness) == [first["tinker_path"]]
     assert len(directories(harness)) == 1
     other = upload(harness, idempotency_key="k", name="other")
     assert other.status_code == 400 and "exists already and was not uploaded as other" in other.json()["detail"]
@@ -140,13 +142,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_refusal_has_a_reason_and_leaves_nothing(harness: Harness, what: str) -> None:
-    changes, status, words = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_has_a_reason_and_leaves_nothing(harness: Harness, case: str) -> None:
+    changes, status, words = REFUSED[case]
     answer = upload(harness, **changes)  # type: ignore[arg-type]
     assert answer.status_code == status, answer.text
     assert words in answer.json()["detail"]
-    assert stored(harness) == [] and directories(harness) == []
+    assert stored_paths(harness) == [] and directories(harness) == []
     assert harness.services.audit.entries("alice", "checkpoints", 0, 1e12) == []
 
 
@@ -183,8 +185,8 @@ def test_an_adapter_of_another_base_is_refused(harness: Harness, tmp_path: Path)
 def test_a_tenant_whose_space_is_full_uploads_no_more(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, limits=QuotaLimits(checkpoint_bytes=1000))
     try:
-        stored = upload(harness)
-        assert stored.status_code == 200 and 500 < stored.json()["size_bytes"] < 1000, "two do not fit"
+        answer = upload(harness)
+        assert answer.status_code == 200 and 500 < answer.json()["size_bytes"] < 1000, "two do not fit"
         assert upload(harness).status_code == 429
         assert len(directories(harness)) == 1
     finally:
