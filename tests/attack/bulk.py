@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault.crash.kept import KeptServer
+from fault.crash.kept import RestartedServer
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.errors import TinsmithError
@@ -20,7 +20,7 @@ MODEL = "tinsmith/nano"
 
 
 @batch.remote_function
-def doubled(pause_s: float) -> None:
+def double_slowly(pause_s: float) -> None:
     import time
 
     from tinsmith import batch
@@ -36,16 +36,16 @@ SAMPLED = batch.Sample(MODEL, prompt="text", max_tokens=6, temperature=1.0, seed
 class BulkJobs:
     """Starts a job when the last one has ended; `outputs` are the files of those that succeeded, by kind."""
 
-    def __init__(self, server: KeptServer, directory: Path) -> None:
+    def __init__(self, server: RestartedServer, directory: Path) -> None:
         self.outputs: dict[str, list[bytes]] = {"doubled": [], "sampled": []}
         self._client = Client(server.url, server.keys[TENANT], patience_s=GIVE_UP_S)
         self._directory = directory
         self._directory.mkdir()
         self._input = directory / "in.jsonl"
-        self._input.write_text("".join(f'{{"text":"row {number}"}}\n' for number in range(ROWS)))
+        self._input.write_text("".join(f'{{"text":"row {index}"}}\n' for index in range(ROWS)))
         self._stopping = threading.Event()
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._guarded, daemon=True)
+        self._thread = threading.Thread(target=self._run_and_keep_error, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -56,24 +56,24 @@ class BulkJobs:
         if self._failure is not None:
             raise self._failure
 
-    def _guarded(self) -> None:
+    def _run_and_keep_error(self) -> None:
         try:
             self._run()
         except Exception as error:  # noqa: BLE001 - raised by stop
             self._failure = error
 
     def _run(self) -> None:
-        number = 0
+        run_index = 0
         while not self._stopping.is_set():
             for kind, start in (("doubled", self._double), ("sampled", self._sample)):
-                target = self._directory / f"{kind}-{number}.jsonl"
+                target = self._directory / f"{kind}-{run_index}.jsonl"
                 _persistently(lambda start=start, target=target: start(target)).wait()
                 self.outputs[kind].append(target.read_bytes())
-            number += 1
+            run_index += 1
 
     def _double(self, target: Path) -> batch.Job:
         return batch.read_json(str(self._input)).map(
-            doubled, fn_kwargs={"pause_s": PAUSE_S}, batch_size=2, **self._to(target)
+            double_slowly, fn_kwargs={"pause_s": PAUSE_S}, batch_size=2, **self._to(target)
         )
 
     def _sample(self, target: Path) -> batch.Job:

@@ -35,28 +35,28 @@ class Judge:
     def look(self, broken: Broken, answer: Answer) -> None:
         for fault in self._faults(broken, answer):
             body = answer.body[:300].decode(errors="replace")
-            sent = broken.request.body[:300]
+            body_start = broken.request.body[:300]
             self.faults.append(
                 f"{fault}: {broken.request.label} ({broken.kind}, field {broken.field}): "
-                f"{answer.status} in {answer.seconds:.1f} s: {body}\n    {broken.request.target[:200]} {sent!r}"
+                f"{answer.status} in {answer.seconds:.1f} s: {body}\n    {broken.request.target[:200]} {body_start!r}"
             )
 
     def _faults(self, broken: Broken, answer: Answer) -> list[str]:
-        label, found = broken.request.label, []
+        label, faults = broken.request.label, []
         if answer.seconds > AT_MOST_S:
-            found.append("slow")
+            faults.append("slow")
         if not answer.status and not broken.request.halts:
-            found.append("no answer")
+            faults.append("no answer")
         if answer.status >= 500 and not (answer.status in ALLOWED_FAILURES and answer.status in self.declared[label]):
-            found.append("a failure of the server")
+            faults.append("a failure of the server")
         text = answer.body.decode(errors="replace")
-        shown = " ".join([text, *(f"{name}: {value}" for name, value in answer.headers)])
-        if leak := LEAKS.search(shown):
-            found.append(f"tells {leak[0]!r}")
-        found += ["tells a secret" for secret in self.secrets if secret in shown]
+        visible_text = " ".join([text, *(f"{name}: {value}" for name, value in answer.headers)])
+        if leak := LEAKS.search(visible_text):
+            faults.append(f"tells {leak[0]!r}")
+        faults += ["tells a secret" for secret in self.secrets if secret in visible_text]
         if 400 <= answer.status < 500 and broken.request.method != "HEAD":
-            found += self._faults_of_words(broken, answer)
-        return found
+            faults += self._faults_of_words(broken, answer)
+        return faults
 
     def _faults_of_words(self, broken: Broken, answer: Answer) -> list[str]:
         try:
@@ -69,8 +69,13 @@ class Judge:
         if len(words) > MAX_WORDS:
             return ["too many words"]
         if answer.status == 400 and broken.kind in FIELD_KINDS and broken.request.label not in NEVER_200:
-            known = {*self.fields[broken.request.label], "body", "JSON", *([broken.field] if broken.field else [])}
-            if not any(name in words for name in known):
+            field_names = {
+                *self.fields[broken.request.label],
+                "body",
+                "JSON",
+                *([broken.field] if broken.field else []),
+            }
+            if not any(name in words for name in field_names):
                 return ["does not name the field"]
         return []
 
@@ -78,13 +83,13 @@ class Judge:
 def names_in(schema: object, document: Mapping[str, object]) -> set[str]:
     """Return the names of all fields of a schema, at any depth."""
     if isinstance(schema, list):
-        return set().union(*(names_in(each, document) for each in schema))
+        return set().union(*(names_in(subschema, document) for subschema in schema))
     if not isinstance(schema, dict):
         return set()
     if isinstance(reference := schema.get("$ref"), str):
-        found: object = document
+        definition: object = document
         for part in reference.removeprefix("#/").split("/"):
-            found = found[part]  # type: ignore[index]
-        return names_in(found, document)
-    own = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
-    return own.union(*(names_in(each, document) for each in schema.values()))
+            definition = definition[part]  # type: ignore[index]
+        return names_in(definition, document)
+    property_names = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
+    return property_names.union(*(names_in(subschema, document) for subschema in schema.values()))

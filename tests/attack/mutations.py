@@ -49,35 +49,35 @@ class Twice:
     second: object
 
 
-def written(value: object) -> str:
+def write_json(value: object) -> str:
     """JSON of values that may be Raw, with fields that may be repeated (Twice)."""
     if isinstance(value, Raw):
         return str(value)
     if isinstance(value, dict):
         pairs: list[tuple[str, object]] = []
-        for name, each in value.items():
-            pairs += [(name, each.first), (name, each.second)] if isinstance(each, Twice) else [(name, each)]
-        return "{" + ",".join(f"{json.dumps(name)}:{written(each)}" for name, each in pairs) + "}"
+        for name, member in value.items():
+            pairs += [(name, member.first), (name, member.second)] if isinstance(member, Twice) else [(name, member)]
+        return "{" + ",".join(f"{json.dumps(name)}:{write_json(member)}" for name, member in pairs) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(written, value)) + "]"
+        return "[" + ",".join(map(write_json, value)) + "]"
     return json.dumps(value)
 
 
-def paths_of(value: object, here: Path = ()) -> Iterator[Path]:
+def paths_of(value: object, prefix: Path = ()) -> Iterator[Path]:
     """The place of every value inside a JSON value."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, child in children:
-        yield (*here, name)
-        yield from paths_of(child, (*here, name))
+        yield (*prefix, name)
+        yield from paths_of(child, (*prefix, name))
 
 
-def changed_field(request: Request, rng: random.Random, kind: str) -> Broken:
+def change_field(request: Request, rng: random.Random, kind: str) -> Broken:
     """A JSON body with one wrong or missing field."""
     body = json.loads(request.body)
-    whole: dict[str, object] = {"": body}
-    places = [("", *path) for path in paths_of(body)] or [("",)]
-    *above, last = rng.choice(places)
-    parent: object = whole
+    root: dict[str, object] = {"": body}
+    paths = [("", *path) for path in paths_of(body)] or [("",)]
+    *above, last = rng.choice(paths)
+    parent: object = root
     for name in above:
         parent = parent[name]  # type: ignore[index]
     assert isinstance(parent, dict | list)
@@ -92,8 +92,8 @@ def changed_field(request: Request, rng: random.Random, kind: str) -> Broken:
         parent[last] = Twice(value, rng.choice([value, *OTHERS]))
     else:
         parent[last] = _other(value, rng, kind)  # type: ignore[index]
-    names = [each for each in (*above, last) if isinstance(each, str) and each]
-    text = written(whole[""]).encode("utf-8", "surrogatepass")
+    names = [step for step in (*above, last) if isinstance(step, str) and step]
+    text = write_json(root[""]).encode("utf-8", "surrogatepass")
     return Broken(replace(request, body=text), kind, names[-1] if names else None)
 
 
@@ -207,7 +207,7 @@ def broken_headers(request: Request, rng: random.Random) -> Broken:
     noise = bytes(rng.randrange(1, 256) for _ in range(rng.choice([3, 30, 3000])))
     clean = noise.replace(b"\r", b"").replace(b"\n", b"")
     kinds: dict[str, list[tuple[bytes, bytes]]] = {
-        "many headers": [(b"X-%d" % number, b"x") for number in range(500)],
+        "many headers": [(b"X-%d" % index, b"x") for index in range(500)],
         "a long header": [(b"X-Long", b"x" * 60_000)],
         "a head that is too long": [(b"X-Long", b"x" * 200_000)],
         "noise in a header": [(b"X-Noise", clean)],
@@ -229,7 +229,9 @@ def broken_headers(request: Request, rng: random.Random) -> Broken:
     if kind == "another key":
         return Broken(replace(request, headers=request.with_header(b"X-API-Key", rng.choice(keys))), kind)
     name = b"x-api-key" if kind == "no key" else b"host"
-    return Broken(replace(request, headers=tuple(each for each in request.headers if each[0].lower() != name)), kind)
+    return Broken(
+        replace(request, headers=tuple(header for header in request.headers if header[0].lower() != name)), kind
+    )
 
 
 def broken_target(request: Request, rng: random.Random) -> Broken:
@@ -323,7 +325,7 @@ def broken(request: Request, rng: random.Random) -> Broken:
             (1, lambda: broken_framing(request, rng)),
         ]
     if content_type == JSON:
-        ways.append((14, lambda: changed_field(copy.copy(request), rng, rng.choice(FIELD_KINDS))))
+        ways.append((14, lambda: change_field(copy.copy(request), rng, rng.choice(FIELD_KINDS))))
     elif content_type == PROTO:
         ways.append((10, lambda: broken_protobuf(request, rng)))
     elif content_type:

@@ -29,7 +29,7 @@ class Request:
 
     def with_header(self, name: bytes, value: bytes) -> tuple[tuple[bytes, bytes], ...]:
         """The headers with one of them replaced, or added."""
-        return (*(each for each in self.headers if each[0].lower() != name.lower()), (name, value))
+        return (*(header for header in self.headers if header[0].lower() != name.lower()), (name, value))
 
     def head(self) -> bytes:
         lines = [f"{self.method} {self.target} HTTP/1.1".encode("latin-1", "replace")]
@@ -43,8 +43,8 @@ class Request:
     def wire(self) -> bytes:
         if self.framing != "chunked":
             return self.head() + self.body
-        pieces = [self.body[start : start + 1000] for start in range(0, len(self.body), 1000)]
-        chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+        parts = [self.body[start : start + 1000] for start in range(0, len(self.body), 1000)]
+        chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
         return self.head() + chunks + b"0\r\n\r\n"
 
 
@@ -83,17 +83,17 @@ def send(address: tuple[str, int], request: Request, timeout_s: float) -> Answer
         while size < MAX_BYTES:
             connection.settimeout(max(0.01, until - time.monotonic()))
             try:
-                piece = connection.recv(PIECE_BYTES)
+                chunk = connection.recv(PIECE_BYTES)
             except ConnectionResetError:
                 break
-            if not piece:
+            if not chunk:
                 break
-            received.append(piece)
-            size += len(piece)
-    return _parsed(b"".join(received), request.method, time.monotonic() - started)
+            received.append(chunk)
+            size += len(chunk)
+    return _parse_answer(b"".join(received), request.method, time.monotonic() - started)
 
 
-def _parsed(received: bytes, method: str, seconds: float) -> Answer:
+def _parse_answer(received: bytes, method: str, seconds: float) -> Answer:
     while received.startswith(b"HTTP/1.1 100"):
         received = received.partition(b"\r\n\r\n")[2]
     if not received:

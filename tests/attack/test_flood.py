@@ -15,6 +15,6 @@ FLAGS = ("--small", "2000", "--large", "40", "--seconds", "10")
 
 
 def test_a_flood_of_one_tenant_ends_and_is_measured() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), *FLAGS], capture_output=True, text=True, check=False)
-    print(f"\n{done.stdout}", flush=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed = subprocess.run([sys.executable, str(SCRIPT), *FLAGS], capture_output=True, text=True, check=False)
+    print(f"\n{completed.stdout}", flush=True)
+    assert completed.returncode == 0, completed.stderr[-4000:]

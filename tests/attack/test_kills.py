@@ -15,8 +15,8 @@ import pytest
 
 from attack.bulk import BulkJobs
 from attack.given import SECONDS, SEED
-from fault.crash.kept import KeptServer, kept
-from fault.crash.killing import Killer, adopting, any_kind, left_below, processes_below
+from fault.crash.kept import RestartedServer, keep_server_running
+from fault.crash.killing import Killer, adopting, any_kind, find_survivors, processes_below
 from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
@@ -38,24 +38,26 @@ def say(text: str) -> None:
 
 def test_killed_processes_lose_and_repeat_nothing(tmp_path: Path) -> None:
     say(f"\nseed {SEED}, {SECONDS:g} s")
-    with kept(tmp_path / "undisturbed", "--deterministic", **SETTINGS) as server:
+    with keep_server_running(tmp_path / "undisturbed", "--deterministic", **SETTINGS) as server:
         jobs = BulkJobs(server, tmp_path / "undisturbed-jobs")
-        told, expected = run_all(server, PLANS), books(server)
+        records, expected = run_all(server, PLANS), books(server)
         jobs.stop()
-        undisturbed = {kind: found[0] for kind, found in jobs.outputs.items()}
+        undisturbed = {kind: outputs[0] for kind, outputs in jobs.outputs.items()}
         assert server.deaths == 0
     with adopting():
-        with kept(tmp_path / "killed", "--deterministic", **SETTINGS) as server:
+        with keep_server_running(tmp_path / "killed", "--deterministic", **SETTINGS) as server:
             try:
-                runs = attacked(server, tmp_path, told, undisturbed)
+                runs = attack_and_count(server, tmp_path, records, undisturbed)
                 assert books(server) == expected.times(runs)
             except BaseException:
                 say(server.log()[-20_000:])
                 raise
-        assert not (left := left_below(os.getpid(), ENDS_WITHIN_S)), f"still there: {left}"
+        assert not (survivors := find_survivors(os.getpid(), ENDS_WITHIN_S)), f"still there: {survivors}"
 
 
-def attacked(server: KeptServer, directory: Path, told: dict[str, Record], rows: dict[str, bytes]) -> int:
+def attack_and_count(
+    server: RestartedServer, directory: Path, records: dict[str, Record], rows: dict[str, bytes]
+) -> int:
     """Return the number of runs. Each received the results of the undisturbed run."""
     me = os.getpid()
     jobs = BulkJobs(server, directory / "jobs")
@@ -65,7 +67,7 @@ def attacked(server: KeptServer, directory: Path, told: dict[str, Record], rows:
     try:
         while time.monotonic() < until:
             started = time.monotonic()
-            assert run_all(server, PLANS) == told, "a client was told something else than without a kill"
+            assert run_all(server, PLANS) == records, "a client was told something else than without a kill"
             runs += 1
             say(f"run {runs}: {time.monotonic() - started:.1f} s, bit-identical")
     finally:
@@ -74,6 +76,6 @@ def attacked(server: KeptServer, directory: Path, told: dict[str, Record], rows:
     jobs.stop()
     for kind, outputs in jobs.outputs.items():
         assert set(outputs) == {rows[kind]}, f"a bulk job of kind {kind} has other rows than without a kill"
-    done = Counter({kind: len(outputs) for kind, outputs in jobs.outputs.items()})
-    say(f"{runs} runs, bulk jobs {dict(done)}, {sum(killer.kills.values())} kills: {dict(killer.kills)}")
+    num_outputs = Counter({kind: len(outputs) for kind, outputs in jobs.outputs.items()})
+    say(f"{runs} runs, bulk jobs {dict(num_outputs)}, {sum(killer.kills.values())} kills: {dict(killer.kills)}")
     return runs

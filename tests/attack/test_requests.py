@@ -24,7 +24,7 @@ from attack.judging import LEAKS, Judge, names_in
 from attack.mutations import Broken, broken
 from attack.sending import Answer, Request, send
 from attack.valid import ENDS, NEVER_200, World, new_world, request_of
-from fault.crash.kept import KeptServer, kept
+from fault.crash.kept import RestartedServer, keep_server_running
 from fault.crash.killing import processes_below
 from fault.crash.runs import DEPRECATED, Plan, Record, run_all
 from support.raw_client import resident_bytes
@@ -51,10 +51,10 @@ def say(text: str) -> None:
 class Neighbour:
     """Train repeatedly and compare the results."""
 
-    def __init__(self, server: KeptServer, alone: dict[str, Record]) -> None:
+    def __init__(self, server: RestartedServer, undisturbed: dict[str, Record]) -> None:
         self.runs, self.different = 0, 0
         self.failure: Exception | None = None
-        self._server, self._alone = server, alone
+        self._server, self._undisturbed = server, undisturbed
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -66,20 +66,20 @@ class Neighbour:
     def _run(self) -> None:
         while not self._stopping.is_set() and self.failure is None:
             try:
-                self.different += run_all(self._server, NEIGHBOUR) != self._alone
+                self.different += run_all(self._server, NEIGHBOUR) != self._undisturbed
                 self.runs += 1
             except Exception as error:  # noqa: BLE001 - the test fails with it
                 self.failure = error
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeptServer]:
-    with kept(tmp_path_factory.mktemp("requests") / "data", "--deterministic", **SETTINGS) as made:
-        yield made
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartedServer]:
+    with keep_server_running(tmp_path_factory.mktemp("requests") / "data", "--deterministic", **SETTINGS) as new_server:
+        yield new_server
 
 
 @pytest.fixture(scope="module")
-def document(server: KeptServer) -> dict:
+def document(server: RestartedServer) -> dict:
     return httpx.get(f"{server.url}/openapi.json", timeout=30).json()
 
 
@@ -98,12 +98,12 @@ def judge_of(document: dict, secrets: list[str]) -> Judge:
         for path, of_path in document["paths"].items()
         for method, operation in of_path.items()
     }
-    declared = {label: {int(status) for status in each["responses"]} for label, each in operations.items()}
-    fields = {label: names_in(each.get("requestBody"), document) for label, each in operations.items()}
+    declared = {label: {int(status) for status in spec["responses"]} for label, spec in operations.items()}
+    fields = {label: names_in(spec.get("requestBody"), document) for label, spec in operations.items()}
     return Judge(declared, fields, secrets)
 
 
-def make_key(server: KeptServer) -> str:
+def make_key(server: RestartedServer) -> str:
     database = Database(server.database_url)
     try:
         return Keys(database).create(ATTACKER)[1]
@@ -111,11 +111,11 @@ def make_key(server: KeptServer) -> str:
         database.close()
 
 
-def world_of(server: KeptServer) -> World:
+def world_of(server: RestartedServer) -> World:
     return new_world(server.url, server.keys[ATTACKER], lambda: make_key(server), METRICS_TOKEN)
 
 
-def ask(server: KeptServer, request: Request) -> Answer:
+def ask(server: RestartedServer, request: Request) -> Answer:
     parts = urlsplit(server.url)
     return send((str(parts.hostname), int(parts.port or 0)), request, HANGS_S)
 
@@ -125,7 +125,7 @@ def in_order(labels: list[str]) -> list[str]:
     return sorted(labels, key=lambda label: bool(ENDS.search(label)))
 
 
-def test_a_valid_request_of_every_route_is_answered(server: KeptServer, document: dict) -> None:
+def test_a_valid_request_of_every_route_is_answered(server: RestartedServer, document: dict) -> None:
     """Every request is valid before its mutation."""
     world, routes = world_of(server), routes_of(document)
     wrong = []
@@ -137,28 +137,28 @@ def test_a_valid_request_of_every_route_is_answered(server: KeptServer, document
     assert not wrong, "\n".join(wrong)
 
 
-def attack(server: KeptServer, document: dict, judge: Judge) -> Counter[tuple[int, str]]:
+def attack(server: RestartedServer, document: dict, judge: Judge) -> Counter[tuple[int, str]]:
     """Count the answers by kind of request and status."""
     rng = random.Random(SEED)
     routes = routes_of(document)
     answers: Counter[tuple[int, str]] = Counter()
     waiting: list[str] = []
-    sent = shown = 0
-    while sent < REQUESTS:
+    num_sent = num_shown = 0
+    while num_sent < REQUESTS:
         world = world_of(server)
         while len(waiting) < ROUND:
             waiting += rng.sample(list(routes), len(routes))
         labels, waiting = waiting[:ROUND], waiting[ROUND:]
-        for label in in_order(labels)[: REQUESTS - sent]:
-            sent += 1
+        for label in in_order(labels)[: REQUESTS - num_sent]:
+            num_sent += 1
             tried = broken(request_of(label, routes[label], world), rng)
             answers[one(server, judge, tried).status, tried.kind] += 1
-        say("\n".join([f"  {sent} requests, {len(judge.faults)} faults", *judge.faults[shown:]]))
-        shown = len(judge.faults)
+        say("\n".join([f"  {num_sent} requests, {len(judge.faults)} faults", *judge.faults[num_shown:]]))
+        num_shown = len(judge.faults)
     return answers
 
 
-def one(server: KeptServer, judge: Judge, tried: Broken) -> Answer:
+def one(server: RestartedServer, judge: Judge, tried: Broken) -> Answer:
     try:
         answer = ask(server, tried.request)
     except TimeoutError:
@@ -167,13 +167,13 @@ def one(server: KeptServer, judge: Judge, tried: Broken) -> Answer:
     return answer
 
 
-def test_no_broken_request_breaks_a_server(server: KeptServer, document: dict) -> None:
+def test_no_broken_request_breaks_a_server(server: RestartedServer, document: dict) -> None:
     say(f"\nseed {SEED}, {REQUESTS} requests")
-    alone = run_all(server, NEIGHBOUR)
+    undisturbed = run_all(server, NEIGHBOUR)
     before = processes_below(os.getpid())
     main = [pid for pid, kind in before.items() if kind in ("server", "engine")]
     judge = judge_of(document, [*server.keys.values(), METRICS_TOKEN, str(server.data_dir)])
-    neighbour = Neighbour(server, alone)
+    neighbour = Neighbour(server, undisturbed)
     started, sizes = time.monotonic(), [resident_bytes(pid) for pid in main]
     try:
         answers = attack(server, document, judge)
@@ -194,7 +194,7 @@ def test_no_broken_request_breaks_a_server(server: KeptServer, document: dict) -
     assert "Traceback" not in server.log()
 
 
-def test_stored_broken_requests_failed_as_user_errors(server: KeptServer) -> None:
+def test_stored_broken_requests_failed_as_user_errors(server: RestartedServer) -> None:
     """After the last test: no accepted request made an engine fail."""
     failed = server.rows(
         f"SELECT request_id, category, error FROM futures WHERE tenant_id = '{ATTACKER}' "
@@ -204,7 +204,7 @@ def test_stored_broken_requests_failed_as_user_errors(server: KeptServer) -> Non
     assert not [row for row in failed if row[1] != "user" or LEAKS.search(row[2])]
 
 
-def test_no_log_holds_a_key(server: KeptServer) -> None:
+def test_no_log_holds_a_key(server: RestartedServer) -> None:
     for path in [server.data_dir / "server.log", *(server.data_dir / "logs").rglob("*")]:
         if Path(path).is_file():
             text = path.read_text(errors="replace")

@@ -77,7 +77,7 @@ MORE: Mapping[str, dict[str, object]] = {
 class World:
     """A tenant's objects, and the numbers of its next requests."""
 
-    things: RouteObjects
+    objects: RouteObjects
     other_file_id: str
     other_job_id: str  # only for purging, which prevents a resume
     key: str
@@ -86,7 +86,7 @@ class World:
     files: Mapping[str, bytes]  # an adapter's
     sample_id: str  # a sample recorded for the dashboard
     metrics_token: str
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(3))
+    seq_ids: Iterator[int] = field(default_factory=lambda: itertools.count(3))
 
 
 def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str) -> World:
@@ -97,18 +97,18 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         model_id = raw.model(session_id)
         sampler_id = raw.sampler(session_id)
         saved = [("save_weights", 1), ("save_weights_external", 2)]
-        made = [raw.ok(path, {"model_id": model_id, "seq_id": seq_id, "path": "one"}) for path, seq_id in saved]
+        saves = [raw.ok(path, {"model_id": model_id, "seq_id": seq_id, "path": "one"}) for path, seq_id in saved]
         sampled = raw.ok("asample", http_harness.sample_request(sampler_id, 0))
-        weights, export = (raw.result(each["request_id"]).json()["path"] for each in made)
+        weights, export = (raw.result(save["request_id"]).json()["path"] for save in saves)
         raw.result(sampled["request_id"])
         job_id, other_job_id = (raw.ok("batch/jobs", failing_job(f"{session_id}-{n}"))["job_id"] for n in range(2))
         form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
         file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
-        things = RouteObjects(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
-        links, files = links_of(http, things)
+        objects = RouteObjects(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
+        links, files = links_of(http, objects)
         sample_id = sampled["request_id"]
-        return World(things, file_ids[1], str(other_job_id), key, links, new_key, files, sample_id, metrics_token)
+        return World(objects, file_ids[1], str(other_job_id), key, links, new_key, files, sample_id, metrics_token)
 
 
 def failing_job(name: str) -> dict[str, object]:
@@ -119,30 +119,30 @@ def failing_job(name: str) -> dict[str, object]:
     return {**function, "batch_size": 1, "name": name}
 
 
-def links_of(http: httpx.Client, things: RouteObjects) -> tuple[dict[str, str], dict[str, bytes]]:
+def links_of(http: httpx.Client, objects: RouteObjects) -> tuple[dict[str, str], dict[str, bytes]]:
     """Signed links, and the paths of an adapter's files."""
 
-    def asked(path: str) -> str:
-        return things.fill(path)
+    def fill_path(path: str) -> str:
+        return objects.fill(path)
 
-    def stripped(url: str) -> str:
+    def strip_prefix(url: str) -> str:
         parts = urlsplit(url)
         return f"{parts.path}?{parts.query}"
 
     checkpoint = "training_runs/{run_id}/checkpoints/{kind}/{name}"
-    files = http.get(asked(f"{checkpoint}/external_weights_urls")).json()["urls"]
-    archive = http.get(asked(f"{checkpoint}/archive_link")).json()["url"]
-    trace = http.get(asked("sessions/{session_id}/trace_export")).json()["url"]
-    first = stripped(next(iter(files.values())))
-    links = {"/files/{file}": first, "/archive": stripped(archive), "/trace": stripped(trace)}
-    return links, {name: http.get(http.base_url.join(stripped(link))).content for name, link in files.items()}
+    files = http.get(fill_path(f"{checkpoint}/external_weights_urls")).json()["urls"]
+    archive = http.get(fill_path(f"{checkpoint}/archive_link")).json()["url"]
+    trace = http.get(fill_path("sessions/{session_id}/trace_export")).json()["url"]
+    first = strip_prefix(next(iter(files.values())))
+    links = {"/files/{file}": first, "/archive": strip_prefix(archive), "/trace": strip_prefix(trace)}
+    return links, {name: http.get(http.base_url.join(strip_prefix(link))).content for name, link in files.items()}
 
 
 def request_of(label: str, content_types: list[str], world: World) -> Request:
     """A request that the route answers without an error while the objects of the world exist."""
     method, _, path = label.partition(" ")
     short = path.removeprefix(PREFIX)
-    things = replace(world.things, job_id=world.other_job_id) if short.endswith("/purge") else world.things
+    objects = replace(world.objects, job_id=world.other_job_id) if short.endswith("/purge") else world.objects
     key = world.new_key() if label.startswith("DELETE /api/v1/auth") else world.key
     headers = ((b"Host", b"127.0.0.1"), (b"Connection", b"close"), (b"X-API-Key", key.encode()))
     if short.startswith("/downloads/") or short == "/sessions/{session_id}/trace":
@@ -150,9 +150,9 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
         parts = urlsplit(link)
         return Request(label, method, f"{parts.path}?{parts.query}", headers)
     if path.startswith(f"{OPENAI[1]}/"):
-        things = replace(things, file_id=world.other_file_id)
-    filled = quoted(path.replace("samples/{request_id}", f"samples/{world.sample_id}"), things)
-    request = Request(label, method, filled + things.fill(QUERIES.get(short, QUERY.get(short, ""))), headers)
+        objects = replace(objects, file_id=world.other_file_id)
+    filled = quote_path(path.replace("samples/{request_id}", f"samples/{world.sample_id}"), objects)
+    request = Request(label, method, filled + objects.fill(QUERIES.get(short, QUERY.get(short, ""))), headers)
     if short == "/metrics":
         token = f"Bearer {world.metrics_token}".encode()
         return replace(request, headers=request.with_header(b"Authorization", token))
@@ -161,17 +161,17 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
         return replace(request, headers=request.with_header(b"Content-Type", content_type), body=body)
     if not content_types:
         return request
-    if short in PASSES and PROTO.decode() in content_types and (seq_id := next(world.numbers)) % 2:
-        body = http_harness.pass_bytes(things.model_id, seq_id)
+    if short in PASSES and PROTO.decode() in content_types and (seq_id := next(world.seq_ids)) % 2:
+        body = http_harness.pass_bytes(objects.model_id, seq_id)
         return replace(request, headers=request.with_header(b"Content-Type", PROTO), body=body)
     body = json.dumps(json_of(short, world)).encode()
     return replace(request, headers=request.with_header(b"Content-Type", JSON), body=body)
 
 
-def quoted(path: str, things: RouteObjects) -> str:
+def quote_path(path: str, objects: RouteObjects) -> str:
     """A path with its parameters filled in; names of repositories and files may contain slashes."""
     filled = path.replace("{name}", "local") if path.startswith(f"{PREFIX}/batch/pools") else path
-    return quote(things.fill(filled), safe="/:" if path.startswith(HUB) else "/")
+    return quote(objects.fill(filled), safe="/:" if path.startswith(HUB) else "/")
 
 
 def json_of(path: str, world: World) -> object:
@@ -180,18 +180,18 @@ def json_of(path: str, world: World) -> object:
     if path in PASSES:
         return json_pass(world)
     if path == "/load_weights":  # into a fresh model: a load must be a model's first operation
-        things = world.things
-        number = next(world.numbers)
-        return {"session_id": things.session_id, "model_seq_id": number, "path": things.weights, "optimizer": False}
+        objects = world.objects
+        seq_id = next(world.seq_ids)
+        return {"session_id": objects.session_id, "model_seq_id": seq_id, "path": objects.weights, "optimizer": False}
     if path == "/batch/jobs":
-        return failing_job(f"job-{next(world.numbers)}")
-    body = BODIES[path](world.things)
+        return failing_job(f"job-{next(world.seq_ids)}")
+    body = BODIES[path](world.objects)
     assert isinstance(body, dict), path
     text = json.dumps({**body, **MORE.get(path, {})}).replace(http_harness.BASE, MODEL)
     numbered = json.loads(text)
     for name in ("seq_id", "model_seq_id", "sampling_session_seq_id", "custom_loss_seq_id"):
         if name in numbered:
-            numbered[name] = next(world.numbers)
+            numbered[name] = next(world.seq_ids)
     if path.startswith("/save_weights"):
         numbered["path"] = f"saved-{numbered['seq_id']}"
     return numbered
@@ -202,8 +202,8 @@ def json_pass(world: World) -> object:
     targets = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
     weights = {"data": [1.0, 1.0, 1.0], "dtype": "float32", "shape": [3]}
     datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}}
-    given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
-    return {"model_id": world.things.model_id, "seq_id": next(world.numbers), "forward_backward_input": given}
+    pass_input = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
+    return {"model_id": world.objects.model_id, "seq_id": next(world.seq_ids), "forward_backward_input": pass_input}
 
 
 def form_of(path: str, world: World) -> tuple[bytes, bytes]:
@@ -211,12 +211,14 @@ def form_of(path: str, world: World) -> tuple[bytes, bytes]:
         parts = {"base_model": MODEL.encode(), "name": b"uploaded", **world.files}
     else:
         parts = {"purpose": b"batch", "in.jsonl": b"{}\n"}
-    pieces = []
+    form_parts = []
     for name, content in parts.items():
         head = f'name="{name}"' if name != "in.jsonl" else 'name="file"'
         head += f'; filename="{name}"' if "." in name else ""
-        pieces.append(f"--{BOUNDARY}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + content + b"\r\n")
-    return f"{FORM}; boundary={BOUNDARY}".encode(), b"".join([*pieces, f"--{BOUNDARY}--\r\n".encode()])
+        form_parts.append(
+            f"--{BOUNDARY}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + content + b"\r\n"
+        )
+    return f"{FORM}; boundary={BOUNDARY}".encode(), b"".join([*form_parts, f"--{BOUNDARY}--\r\n".encode()])
 
 
 def with_query(target: str, name: str, value: str) -> str:

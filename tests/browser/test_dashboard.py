@@ -42,8 +42,8 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def alice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with site(tmp_path_factory.mktemp("dashboard") / "data") as found:
-        yield found
+    with site(tmp_path_factory.mktemp("dashboard") / "data") as dashboard_site:
+        yield dashboard_site
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     assert browser.text("#tenant") == "alice"
     browser.driver.refresh()
     browser.until(lambda: browser.text("h1") == "Runs", "the same without a question")
-    kept = browser.driver.execute_script("return [document.cookie, JSON.stringify(localStorage)]")
-    assert kept[0] == "" and alice.key not in kept[1]
+    stored_state = browser.driver.execute_script("return [document.cookie, JSON.stringify(localStorage)]")
+    assert stored_state[0] == "" and alice.key not in stored_state[1]
     browser.click("#forget")
     browser.until(lambda: browser.text("h1") == "Enter a key", "the question")
     assert browser.driver.execute_script("return sessionStorage.getItem('tinsmith.key')") is None
@@ -117,44 +117,46 @@ def test_a_page_is_usable_by_everybody_in_both_themes(alice: Site, browser: Brow
     browser.until(lambda: browser.all("main table, main form, main figure, main .tokens"), "content")
     for theme, options in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
         browser.driver.execute_script("tinsmithTheme.set(arguments[0])", theme)
-        found = Axe().run(browser.driver, options=options)["violations"]
-        assert not [(one["id"], [node["html"][:200] for node in one["nodes"]][:5]) for one in found], theme
+        violations = Axe().run(browser.driver, options=options)["violations"]
+        assert not [
+            (violation["id"], [node["html"][:200] for node in violation["nodes"]][:5]) for violation in violations
+        ], theme
     browser.driver.execute_script("tinsmithTheme.set('system')")
     assert len(browser.all("h1")) == 1 and browser.all("main")
     assert browser.driver.title.endswith("- Tinsmith")
 
 
 def test_the_theme_is_kept_and_follows_the_system_otherwise(browser: Browser) -> None:
-    def ground() -> str:
+    def background_color() -> str:
         return browser.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
 
     browser.open("overview", "Overview")
-    light = ground()
+    light = background_color()
     browser.click("#theme", "as the system")
     browser.click("#theme", "light")
-    dark = ground()
+    dark = background_color()
     assert dark != light
     browser.driver.refresh()
     browser.until(lambda: browser.text("#theme") == "Theme: dark", "the theme")
-    assert ground() == dark
+    assert background_color() == dark
     browser.click("#theme", "dark")
     emulated = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
-    assert ground() == dark
+    assert background_color() == dark
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert ground() == light
+    assert background_color() == light
 
 
 def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
     browser.open("overview", "Overview")
     browser.until(lambda: browser.all("main table"), "the tables")
     browser.driver.execute_script("document.activeElement.blur()")
-    seen: list[str] = []
+    focused_texts: list[str] = []
     for _ in range(12):
         browser.driver.switch_to.active_element.send_keys(Keys.TAB)
-        seen.append(browser.driver.switch_to.active_element.text)
-    assert seen[0] == "Skip to content"
-    assert seen[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
+        focused_texts.append(browser.driver.switch_to.active_element.text)
+    assert focused_texts[0] == "Skip to content"
+    assert focused_texts[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
     links = browser.all("nav#nav a")
     links[1].send_keys(Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
@@ -191,9 +193,12 @@ def test_a_key_that_ends_says_so(alice: Site, browser: Browser) -> None:
 
 
 def test_a_server_without_runs_shows_how_the_first_is_made(browser: Browser) -> None:
-    given = {"/me": {"name": "a", "key_id": 1}, "/overview": {"counts": {"runs": 0}, "engines": [], "seats": []}}
-    given |= {"/runs": {"runs": []}, "/events": {"data": []}, "/machine": {}}
-    script = {"source": GIVEN % json.dumps(given)}
+    canned_answers = {
+        "/me": {"name": "a", "key_id": 1},
+        "/overview": {"counts": {"runs": 0}, "engines": [], "seats": []},
+    }
+    canned_answers |= {"/runs": {"runs": []}, "/events": {"data": []}, "/machine": {}}
+    script = {"source": GIVEN % json.dumps(canned_answers)}
     added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
     try:
         browser.driver.get("about:blank")
@@ -290,7 +295,7 @@ def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, brows
     browser.driver.execute_script("sessionStorage.clear()")
     browser.driver.get("about:blank")
     browser.open("runs", "Enter a key")
-    assert [one.text for one in browser.all("main > *")][1].startswith("API key")
+    assert [element.text for element in browser.all("main > *")][1].startswith("API key")
     assert said_of_nothing(browser) == []
     assert all("401" in complaint for complaint in browser.complaints())
 
@@ -319,14 +324,25 @@ def numbers_of_all_kinds() -> list[list[float]]:
     """Values of curves, in the hundreds of thousands and near 1e-300, equal, nearly equal, missing, not finite."""
     rng = random.Random(0)
     noise = [1.0, 1.0000001, 0.9999999, 1.0000002]
-    found = [[], [0.0], [-0.0, 0.0], [3.0], [-3.0], [1.0] * 9, noise, [-one for one in noise], [math.nan], [math.inf]]
-    found += [[math.nan, 1.0, math.inf, -math.inf, 2.0], [1e308, -1e308], [1e308], [5e-324], [5e-324, 0.0], [0, 1e300]]
-    found += [[0.1 + 0.2, 0.3], [1e15, 1e15 + 1], [2e9, 2e9 + 7], [-5.0, -4.0], [0.0, 1.0], [0.001] * 3, [1e-4, 2e-4]]
+    series = [
+        [],
+        [0.0],
+        [-0.0, 0.0],
+        [3.0],
+        [-3.0],
+        [1.0] * 9,
+        noise,
+        [-number for number in noise],
+        [math.nan],
+        [math.inf],
+    ]
+    series += [[math.nan, 1.0, math.inf, -math.inf, 2.0], [1e308, -1e308], [1e308], [5e-324], [5e-324, 0.0], [0, 1e300]]
+    series += [[0.1 + 0.2, 0.3], [1e15, 1e15 + 1], [2e9, 2e9 + 7], [-5.0, -4.0], [0.0, 1.0], [0.001] * 3, [1e-4, 2e-4]]
     for _ in range(300):
         size, width = 10.0 ** rng.randint(-300, 300), 10.0 ** rng.randint(-18, 2)
         middle = rng.choice((0.0, -1.0, 1.0)) * size
-        found.append([middle + size * width * rng.uniform(-1, 1) for _ in range(rng.randint(1, 8))])
-    return found
+        series.append([middle + size * width * rng.uniform(-1, 1) for _ in range(rng.randint(1, 8))])
+    return series
 
 
 def modules(browser: Browser, names: str, body: str, *arguments: object) -> object:
@@ -349,21 +365,21 @@ def test_an_axis_has_a_range_and_round_numbers_for_any_values(browser: Browser) 
       const ticks = scale.ticksOf(...range, 5);
       return { exponent, values, range, ticks, labels: scale.labelsOf(ticks, exponent) };
     }))"""
-    axes = modules(browser, "scale", body, [[repr(one) for one in each] for each in _spelled(series)])
+    axes = modules(browser, "scale", body, [[repr(text) for text in row] for row in _spelled(series)])
     assert isinstance(axes, list), axes
-    for given, axis in zip(series, axes, strict=True):
+    for series_values, axis in zip(series, axes, strict=True):
         (low, high), ticks, labels = axis["range"], axis["ticks"], axis["labels"]
-        shown = [value for value in axis["values"] if value is not None]
-        assert len(shown) == sum(map(math.isfinite, given)), given
-        assert math.isfinite(low) and low < high, given
-        assert all(low <= value <= high for value in shown), given
-        assert 2 <= len(ticks) <= 6 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks), given
-        assert all(after > before for before, after in itertools.pairwise(ticks)), given
-        assert len(set(labels)) == len(labels), (given, labels)
+        finite = [value for value in axis["values"] if value is not None]
+        assert len(finite) == sum(map(math.isfinite, series_values)), series_values
+        assert math.isfinite(low) and low < high, series_values
+        assert all(low <= value <= high for value in finite), series_values
+        assert 2 <= len(ticks) <= 6 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks), series_values
+        assert all(after > before for before, after in itertools.pairwise(ticks)), series_values
+        assert len(set(labels)) == len(labels), (series_values, labels)
         step = Decimal(ticks[1]) - Decimal(ticks[0])
         for tick, label in zip(ticks, labels, strict=True):
             read = Decimal(label.replace(",", "")).scaleb(-axis["exponent"])
-            assert abs(read - Decimal(tick)) < step / 100, (given, labels)
+            assert abs(read - Decimal(tick)) < step / 100, (series_values, labels)
 
 
 def _spelled(series: list[list[float]]) -> list[list[object]]:
@@ -374,7 +390,7 @@ def _spelled(series: list[list[float]]) -> list[list[object]]:
             name = {math.inf: "Infinity", -math.inf: "-Infinity"}.get(float(self), float.__repr__(self))
             return "NaN" if math.isnan(self) else name
 
-    return [[Spelled(value) for value in each] for each in series]
+    return [[Spelled(value) for value in row] for row in series]
 
 
 def test_steps_have_whole_numbers_wherever_a_run_begins(browser: Browser) -> None:
@@ -409,9 +425,9 @@ def test_curves_of_any_values_are_drawn(browser: Browser) -> None:
       made.figure.remove();
       return drawn;
     }))"""
-    drawn = modules(browser, "charts", body, [[repr(one) for one in each] for each in _spelled(series)])
+    drawn = modules(browser, "charts", body, [[repr(text) for text in row] for row in _spelled(series)])
     assert isinstance(drawn, list), drawn
-    assert [(given, what) for given, what in zip(series, drawn, strict=True) if what is not True] == []
+    assert [(numbers, outcome) for numbers, outcome in zip(series, drawn, strict=True) if outcome is not True] == []
 
 
 def test_equal_values_have_a_curve_and_bars_of_strange_sizes_are_drawn(alice: Site, browser: Browser) -> None:
@@ -447,7 +463,7 @@ def test_a_chart_that_fails_fails_alone(alice: Site, browser: Browser) -> None:
     """)
     browser.driver.execute_script("location.hash = arguments[0]", f"#/runs/{alice.run}")
     browser.until(lambda: len(browser.all("figure.curve")) > 5, "the curves")
-    warnings = browser.until(lambda: [one.text for one in browser.all("figure.curve .warning")], "what failed")
+    warnings = browser.until(lambda: [element.text for element in browser.all("figure.curve .warning")], "what failed")
     reasons = ["This chart cannot be drawn: Invalid array length", "This chart cannot be drawn: no room"]
     assert warnings == reasons
     assert len(browser.all("figure.curve canvas")) == len(browser.all("figure.curve")) - 2
@@ -510,9 +526,9 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
     points = [{"step": step, "metrics": {"spread": [0.0, float(step), 9.0]}} for step in range(1, 21)]
     alice.http.post("log_metrics", json={"model_id": alice.strange_run, "points": points}).raise_for_status()
     browser.open(f"runs/{alice.strange_run}", "Run ")
-    named = "[...document.querySelectorAll('figure.curve .name')].map((one) => one.textContent)"
-    browser.until(lambda: "spread" in browser.driver.execute_script(f"return {named}"), "the curve")
-    assert not [name for name in browser.driver.execute_script(f"return {named}") if ":p" in name], "in its band"
+    names_script = "[...document.querySelectorAll('figure.curve .name')].map((one) => one.textContent)"
+    browser.until(lambda: "spread" in browser.driver.execute_script(f"return {names_script}"), "the curve")
+    assert not [name for name in browser.driver.execute_script(f"return {names_script}") if ":p" in name], "in its band"
     for selector in ("#log", "#time"):
         browser.one(selector).click()
         browser.until(lambda: browser.all("figure.curve canvas") and not browser.all("main .warning"), "the curves")
@@ -526,7 +542,7 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
       metrics.rewardless(names.map((name) => ({ name }))));
     done([charts.smoothed([1, 1, null, 1], 0.9), charts.smoothed([0, 1], 0.5), even, hints])"""
     flat, half, text, hints = modules(browser, "charts metrics", body)  # type: ignore[misc]
-    assert flat[2] is None and [one for one in flat if one] == pytest.approx([1, 1, 1])
+    assert flat[2] is None and [number for number in flat if number] == pytest.approx([1, 1, 1])
     assert half == pytest.approx([0, 2 / 3])
     assert hints == [True, False, False], "only a run that learns from advantages is asked for its reward"
     assert text == 'step,source,time,"a,b",c\n1,client,1970-01-01T00:00:00.000Z,1,\n'
@@ -556,7 +572,10 @@ def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) ->
 
 def test_a_tenants_strings_are_shown_as_text(alice: Site, browser: Browser) -> None:
     browser.open("runs", "Runs")
-    link = browser.until(lambda: [one for one in browser.all("tbody a") if one.text == STRANGE_NAME], "the name")
+    link = browser.until(
+        lambda: [link_element for link_element in browser.all("tbody a") if link_element.text == STRANGE_NAME],
+        "the name",
+    )
     link[0].click()
     browser.until(lambda: STRANGE_NAME in browser.text("main dl"), "the name")
     assert browser.all("main img") == []
@@ -568,11 +587,11 @@ def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Bro
     with database.write() as connection:
         row = dict(connection.execute(sa.select(MODELS).where(MODELS.c.model_id == alice.run)).one()._mapping)
         row |= {"state": "unloaded", "reason": "made for a test"}
-        many = [
-            row | {"model_id": f"many:train:{number}", "created_at": float(number), "lora_rank": 1 + number % 200}
-            for number in range(1, 1001)
+        run_rows = [
+            row | {"model_id": f"many:train:{index}", "created_at": float(index), "lora_rank": 1 + index % 200}
+            for index in range(1, 1001)
         ]
-        connection.execute(MODELS.insert(), many)
+        connection.execute(MODELS.insert(), run_rows)
     try:
         browser.open("runs", "Runs")
         browser.until(lambda: "1 to 50 of 1,002" in browser.text(".pager"), "the first page")
@@ -632,11 +651,11 @@ def test_the_queue_shows_packed_steps(browser: Browser) -> None:
 
 
 def test_the_timeline_shows_snapshots_and_other_tenants_without_names(alice: Site, browser: Browser) -> None:
-    data_dir, moment = alice.server.data_dir, time.time()
+    data_dir, now = alice.server.data_dir, time.time()
     database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     steps = RecentSteps(database)
-    steps.add(BASE, [RecentStep(moment - 9, 3.0, 0, 0, 0, 0, {"alice": {alice.run: 0}})])
-    steps.add(BASE, [RecentStep(moment - 3, 2.0, 1, 0, 0, 600, {"carol": {"secret:train:0": 600}})])
+    steps.add(BASE, [RecentStep(now - 9, 3.0, 0, 0, 0, 0, {"alice": {alice.run: 0}})])
+    steps.add(BASE, [RecentStep(now - 3, 2.0, 1, 0, 0, 600, {"carol": {"secret:train:0": 600}})])
     try:
         browser.open("queue", "Queue and packing")
         bars = "figure.timeline svg.lanes rect"
@@ -649,7 +668,7 @@ def test_the_timeline_shows_snapshots_and_other_tenants_without_names(alice: Sit
         assert "600 tokens of other tenants" in browser.text("figure.timeline")
     finally:
         with database.write() as connection:
-            theirs = RECENT_STEPS.c.ended_at.in_((moment - 9, moment - 3))
+            theirs = RECENT_STEPS.c.ended_at.in_((now - 9, now - 3))
             connection.execute(RECENT_STEPS.delete().where(theirs))
         database.close()
 
@@ -664,8 +683,8 @@ def test_the_machine_is_above_every_page_and_its_last_minutes_are_zoomed(alice: 
     everything = browser.text("figure.timeline .actions .quiet")
     browser.click("figure.timeline button", "Zoom in")
     browser.until(lambda: browser.text("figure.timeline .actions .quiet") != everything, "a part")
-    place = browser.one(".lanes-place")
-    place.send_keys(Keys.ARROW_LEFT, "+", "-", "0")
+    lanes = browser.one(".lanes-place")
+    lanes.send_keys(Keys.ARROW_LEFT, "+", "-", "0")
     browser.until(lambda: browser.text("figure.timeline .actions .quiet").endswith("now"), "all")
     browser.click("figure.timeline summary")
     browser.until(lambda: browser.all("figure.timeline tbody tr"), "the numbers")
@@ -679,9 +698,9 @@ def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, brow
     path = alice.model.save_state("doomed").result().path
     route = f"training_runs/{alice.run}/checkpoints"
 
-    def stored() -> dict[str, dict[str, object]]:
-        found = alice.http.get(route).json()["checkpoints"]
-        return {str(one["tinker_path"]): one for one in found}
+    def stored_checkpoints() -> dict[str, dict[str, object]]:
+        rows_found = alice.http.get(route).json()["checkpoints"]
+        return {str(listed["tinker_path"]): listed for listed in rows_found}
 
     def row() -> str:
         return next((row for row in rows(browser) if row.startswith("doomed")), "")
@@ -691,7 +710,7 @@ def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, brow
     browser.click("button", "Publish doomed")
     browser.click("dialog button", "Publish")
     browser.until(lambda: "public" in row(), "its being public")
-    assert stored()[path]["public"] is True
+    assert stored_checkpoints()[path]["public"] is True
     browser.click("button", "Unpublish doomed")
     browser.click("dialog button", "Unpublish")
     browser.until(lambda: "private" in row(), "its being private")
@@ -700,20 +719,20 @@ def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, brow
     browser.driver.execute_script("document.querySelector('dialog #days').value = 2")
     browser.click("dialog button", "Set")
     browser.until(lambda: "never" not in row(), "the time")
-    assert stored()[path]["expires_at"]
+    assert stored_checkpoints()[path]["expires_at"]
     browser.click("button", "Delete doomed")
     browser.click("dialog button", "Cancel")
     browser.until(lambda: not browser.all("dialog"), "the end of the question")
     assert browser.driver.switch_to.active_element.get_attribute("aria-label") == "Delete doomed"
-    assert path in stored()
+    assert path in stored_checkpoints()
     browser.click("button", "Delete doomed")
     browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     browser.until(lambda: not browser.all("dialog"), "the end of the question")
-    assert path in stored()
+    assert path in stored_checkpoints()
     browser.click("button", "Delete doomed")
     browser.click("dialog button.danger", "Delete")
     browser.until(lambda: rows(browser) and not row(), "its end")
-    assert path not in stored()
+    assert path not in stored_checkpoints()
 
 
 def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, browser: Browser) -> None:
@@ -766,7 +785,9 @@ def test_a_refused_sample_shows_the_reason(browser: Browser) -> None:
 def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browser: Browser) -> None:
     browser.open("samples", "Samples")
     prompts = "article.group .prompt"
-    browser.until(lambda: "user\nSay hello.\nassistant" in [one.text for one in browser.all(prompts)], "the prompt")
+    browser.until(
+        lambda: "user\nSay hello.\nassistant" in [element.text for element in browser.all(prompts)], "the prompt"
+    )
     assert [row for row in rows(browser) if row.startswith("hello")]
     browser.open(f"samples/{alice.sample}", "Sample ")
     browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
@@ -818,7 +839,7 @@ window.fetch = async (where) => {
 """
 
 
-def shown_job(browser: Browser, job: dict[str, object], errors: Sequence[object], batches: Sequence[object]) -> str:
+def job_page_text(browser: Browser, job: dict[str, object], errors: Sequence[object], batches: Sequence[object]) -> str:
     """Return the text of a job's page for these answers of the server."""
     me = {"name": "alice", "key_id": 1}
     answers = {"/me": me, "/jobs/9": job, "/9/errors": {"errors": errors}, "/9/partial": {"batches": batches}}
@@ -837,7 +858,7 @@ def shown_job(browser: Browser, job: dict[str, object], errors: Sequence[object]
 
 
 def test_a_job_that_failed_has_its_rows_as_they_are_numbered_and_no_worker(browser: Browser) -> None:
-    text = shown_job(browser, JOB, [], PARTS)
+    text = job_page_text(browser, JOB, [], PARTS)
     assert [row.split()[:3] for row in rows(browser)] == [["0", "to", "31"], ["32", "to", "63"]]
     assert "starting" not in text and "Workers" not in text, "it has ended"
     assert "Failed rows" not in text, "there is nothing to list"
@@ -848,13 +869,13 @@ def test_a_job_that_failed_has_its_rows_as_they_are_numbered_and_no_worker(brows
 def test_a_job_without_rows_has_no_sections_of_zeros(browser: Browser) -> None:
     counts = {"total_rows": 0, "rows_ok": 0, "rows_failed": 0, "batch_total_batches": 0, "batch_completed_batches": 0}
     outputs = [{"path": "none.jsonl", "rows": 0, "bytes": 0}]
-    text = shown_job(browser, JOB | counts | {"status": "SUCCEEDED", "error": None, "outputs": outputs}, [], [])
-    assert browser.all("h2") and [one.text for one in browser.all("h2")] == ["Outputs"]
+    text = job_page_text(browser, JOB | counts | {"status": "SUCCEEDED", "error": None, "outputs": outputs}, [], [])
+    assert browser.all("h2") and [element.text for element in browser.all("h2")] == ["Outputs"]
     assert "no batches" in text and "not counted" not in text and "0 done" not in text
 
 
 def test_a_job_that_runs_has_its_workers(browser: Browser) -> None:
-    text = shown_job(browser, JOB | {"status": "RUNNING", "error": None, "ended_at": None}, [], PARTS[:1])
+    text = job_page_text(browser, JOB | {"status": "RUNNING", "error": None, "ended_at": None}, [], PARTS[:1])
     assert "2-c1a0658c" in text and "starting" in text
     assert "The outputs are published when all batches are done." in text
 
@@ -869,12 +890,12 @@ def test_keys_and_quotas_are_shown(browser: Browser) -> None:
 def test_a_server_that_is_away_is_waited_for(browser: Browser) -> None:
     browser.open("overview", "Overview")
     browser.until(lambda: browser.all(".cards .card"), "the page")
-    gone = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    offline = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
     browser.driver.execute_cdp_cmd("Network.enable", {})
-    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", gone)
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
     browser.until(lambda: browser.all("body.offline"), "the notice")
     assert browser.all(".cards .card"), "what was there stays"
-    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**gone, "offline": False})
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**offline, "offline": False})
     browser.until(lambda: not browser.all("body.offline"), "the end of the notice")
     assert all("ERR_INTERNET_DISCONNECTED" in complaint for complaint in browser.complaints())
 

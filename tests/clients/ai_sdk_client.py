@@ -64,11 +64,11 @@ for (const [kind, model] of Object.entries(models)) {
 environment = {**os.environ, "NPM_ROOT": str(Path(NPM).parent.parent), "SERVER_KEY": KEY, "SERVER_URL": URL}
 environment["SERVER_TOOLS"] = TOOLS
 command = ["node", "--input-type=module", "--eval", SCRIPT]
-done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
 with check("the script"):
-    assert done.returncode == 0, done.stderr[-2000:]
-for line in done.stdout.splitlines():
+    assert completed.returncode == 0, completed.stderr[-2000:]
+for line in completed.stdout.splitlines():
     if line.startswith("{"):
-        told = json.loads(line)
-        with check(told["check"]):
-            assert told["error"] is None, told["error"]
+        report = json.loads(line)
+        with check(report["check"]):
+            assert report["error"] is None, report["error"]

@@ -19,10 +19,12 @@ with tempfile.TemporaryDirectory() as home, check("a prompt is answered"):
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     command = [str(Path(NPM) / "claude"), "-p", "hi", "--model", AGENT, "--output-format", "json"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=home, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S,
         check=False,
     )  # fmt: skip
-    told = json.loads(done.stdout)
-    assert done.returncode == 0 and told["is_error"] is False, done.stdout[-2000:] + done.stderr[-2000:]
-    assert told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"] > 1000
+    report = json.loads(completed.stdout)
+    assert completed.returncode == 0 and report["is_error"] is False, (
+        completed.stdout[-2000:] + completed.stderr[-2000:]
+    )
+    assert report["usage"]["input_tokens"] + report["usage"]["cache_read_input_tokens"] > 1000

@@ -22,11 +22,11 @@ with tempfile.TemporaryDirectory() as home, check("a prompt is answered"):
     (Path(home) / "config.toml").write_text(CONFIG)
     environment = {"PATH": os.environ["PATH"], "HOME": home, "CODEX_HOME": home, "TINSMITH_KEY": KEY}
     command = [str(Path(NPM) / "codex"), "exec", "--skip-git-repo-check", "--json", "hi"]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=home, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S,
         check=False,
     )  # fmt: skip
-    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    ended = [event for event in events if event["type"] == "turn.completed"]
-    assert done.returncode == 0 and ended, done.stdout[-2000:] + done.stderr[-2000:]
-    assert ended[0]["usage"]["input_tokens"] > 1000
+    events = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
+    completed_turns = [event for event in events if event["type"] == "turn.completed"]
+    assert completed.returncode == 0 and completed_turns, completed.stdout[-2000:] + completed.stderr[-2000:]
+    assert completed_turns[0]["usage"]["input_tokens"] > 1000

@@ -10,7 +10,7 @@ said = chat.invoke("Say hello.")
 with check("invoke"):
     assert said.content and said.usage_metadata["output_tokens"] > 0
 with check("stream"):
-    assert "".join(piece.content for piece in chat.stream("Say hello.")) == said.content
+    assert "".join(chunk.content for chunk in chat.stream("Say hello.")) == said.content
 with check("logprobs"):
     scored = chat.bind(logprobs=True).invoke("Say hello.")
     assert scored.response_metadata["logprobs"]["content"]

@@ -9,16 +9,16 @@ from checks import KEY, NANO, SAY, TOOL, TOOLS, URL, check
 
 OPENAI = {"api_base": f"{URL}/v1", "api_key": KEY, "max_tokens": 12, "temperature": 0, "num_retries": 0}
 
-whole = litellm.completion(model=f"openai/{NANO}", messages=SAY, logprobs=True, **OPENAI)
-said = whole.choices[0].message.content
+answer = litellm.completion(model=f"openai/{NANO}", messages=SAY, logprobs=True, **OPENAI)
+said = answer.choices[0].message.content
 with check("chat"):
-    assert said and whole.usage.completion_tokens > 0 and whole.choices[0].logprobs.content
+    assert said and answer.usage.completion_tokens > 0 and answer.choices[0].logprobs.content
 with check("stream"):
-    pieces = litellm.completion(model=f"openai/{NANO}", messages=SAY, stream=True, **OPENAI)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == said
+    chunks = litellm.completion(model=f"openai/{NANO}", messages=SAY, stream=True, **OPENAI)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
 with check("token ids"):
     ids = litellm.completion(model=f"openai/{NANO}", messages=SAY, extra_body={"return_token_ids": True}, **OPENAI)
-    assert len(ids.choices[0].message.content) > 0 and ids.usage.completion_tokens == whole.usage.completion_tokens
+    assert len(ids.choices[0].message.content) > 0 and ids.usage.completion_tokens == answer.usage.completion_tokens
 with check("tools"):
     called = litellm.completion(
         model=f"openai/{TOOLS}", messages=SAY, tools=[TOOL], tool_choice="required", **(OPENAI | {"max_tokens": 80})

@@ -10,25 +10,27 @@ client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 chats, responses = client.chat.completions, client.responses
 GIVEN = {"model": NANO, "messages": SAY, "max_tokens": 12, "temperature": 0}
 
-whole = chats.create(logprobs=True, top_logprobs=2, **GIVEN)
-said = whole.choices[0].message.content
+answer = chats.create(logprobs=True, top_logprobs=2, **GIVEN)
+said = answer.choices[0].message.content
 with check("chat"):
-    assert said and 0 < len(whole.choices[0].logprobs.content) <= whole.usage.completion_tokens <= 12
-    assert whole.usage.completion_tokens_details.reasoning_tokens >= 0
+    assert said and 0 < len(answer.choices[0].logprobs.content) <= answer.usage.completion_tokens <= 12
+    assert answer.usage.completion_tokens_details.reasoning_tokens >= 0
 with check("several answers"):
     assert len(chats.create(n=3, seed=1, **(GIVEN | {"temperature": 1})).choices) == 3
 with check("stream"):
     chunks = list(chats.create(stream=True, stream_options={"include_usage": True}, **GIVEN))
-    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == said
-    assert chunks[-1].usage == whole.usage
+    assert "".join(resource.choices[0].delta.content or "" for resource in chunks if resource.choices) == said
+    assert chunks[-1].usage == answer.usage
 with check("tools"):
-    asked = {"tools": [TOOL], "model": TOOLS, "messages": SAY, "max_tokens": 80, "temperature": 0}
-    (call,) = chats.create(tool_choice="required", parallel_tool_calls=False, **asked).choices[0].message.tool_calls
+    tool_request = {"tools": [TOOL], "model": TOOLS, "messages": SAY, "max_tokens": 80, "temperature": 0}
+    (call,) = (
+        chats.create(tool_choice="required", parallel_tool_calls=False, **tool_request).choices[0].message.tool_calls
+    )
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
 with check("tools in a stream"):
-    with chats.stream(tool_choice={"type": "function", "function": {"name": "weather"}}, **asked) as pieces:
-        pieces.until_done()
-        assert pieces.get_final_completion().choices[0].message.tool_calls[0].function.name == "weather"
+    with chats.stream(tool_choice={"type": "function", "function": {"name": "weather"}}, **tool_request) as stream:
+        stream.until_done()
+        assert stream.get_final_completion().choices[0].message.tool_calls[0].function.name == "weather"
 with check("structured output"):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -40,9 +42,13 @@ with check("token ids"):
     assert len(ids.choices[0].token_ids) == ids.usage.completion_tokens and ids.prompt_token_ids
 with check("completions"):
     text = client.completions.create(model=NANO, prompt=["a", "b"], max_tokens=4, echo=True, logprobs=1)
-    assert [each.text[0] for each in text.choices] == ["a", "b"] and text.choices[0].logprobs.token_logprobs[0] is None
+    assert [resource.text[0] for resource in text.choices] == ["a", "b"] and text.choices[0].logprobs.token_logprobs[
+        0
+    ] is None
 with check("completions in a stream"):
-    assert "".join(each.choices[0].text for each in client.completions.create(model=NANO, prompt="a", stream=True))
+    assert "".join(
+        resource.choices[0].text for resource in client.completions.create(model=NANO, prompt="a", stream=True)
+    )
 with check("a response, and the next one"):
     first = responses.create(model=NANO, input="Say hello.", max_output_tokens=40, temperature=0)
     assert responses.retrieve(first.id).output_text == first.output_text
@@ -63,25 +69,27 @@ with check("files and a batch"):
     rows = [{"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body} for n in range(3)]
     lines = "\n".join(json.dumps(row) for row in rows).encode()
     file = client.files.create(file=("in.jsonl", lines), purpose="batch")
-    assert client.files.content(file.id).read() == lines and file.id in {each.id for each in client.files.list()}
-    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    assert client.files.content(file.id).read() == lines and file.id in {
+        resource.id for resource in client.files.list()
+    }
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
     deadline = time.monotonic() + 120
-    while (made := client.batches.retrieve(made.id)).status not in ("completed", "failed"):
-        assert time.monotonic() < deadline, made.status
+    while (batch := client.batches.retrieve(batch.id)).status not in ("completed", "failed"):
+        assert time.monotonic() < deadline, batch.status
         time.sleep(0.2)
-    results = client.files.content(made.output_file_id).text.splitlines()
-    assert made.request_counts.completed == 3 == len(results)
+    results = client.files.content(batch.output_file_id).text.splitlines()
+    assert batch.request_counts.completed == 3 == len(results)
     client.files.delete(file.id)
 with check("models"):
-    assert NANO in {each.id for each in client.models.list()} and client.models.retrieve(NANO).id == NANO
+    assert NANO in {resource.id for resource in client.models.list()} and client.models.retrieve(NANO).id == NANO
 with check("errors have their classes"):
-    for kind, given in (
+    for kind, wrong_fields in (
         (openai.NotFoundError, GIVEN | {"model": "unknown"}),
         (openai.BadRequestError, GIVEN | {"temperature": 9}),
         (openai.BadRequestError, GIVEN | {"extra_body": {"use_beam_search": True}}),
     ):
         try:
-            chats.create(**given)
+            chats.create(**wrong_fields)
         except kind:
             continue
         raise AssertionError(kind)

@@ -22,7 +22,7 @@ WIDTH = 256
 """Targets for each position. 20 such data have a result of more than 256 KiB, which is announced by its size first."""
 
 warnings.simplefilter("ignore")  # the newest SDK deprecates methods that the old ones need
-numbers: dict[str, object] = {}
+figures: dict[str, object] = {}
 
 
 def datum(weight: float = 1.0, width: int = 0, targets: list[int] = TARGETS) -> types.Datum:
@@ -52,39 +52,39 @@ service = tinker.ServiceClient(base_url=URL, api_key=KEY)
 training = service.create_lora_training_client(base_model=NANO, rank=8, seed=7)
 
 with check("it trains"):
-    numbers["losses"] = [step(training), step(training)]
+    figures["losses"] = [step(training), step(training)]
 with check("it evaluates"):
     output = training.forward([datum(), datum(0.5)], "cross_entropy").result()
-    numbers["forward"] = output.metrics["loss:sum"]
-    numbers["logprobs"] = [float32(fields["logprobs"].tolist()) for fields in output.loss_fn_outputs]
+    figures["forward"] = output.metrics["loss:sum"]
+    figures["logprobs"] = [float32(fields["logprobs"].tolist()) for fields in output.loss_fn_outputs]
 with check("large results"):
     output = training.forward([datum(width=WIDTH)] * 20, "cross_entropy").result()
     rows = output.loss_fn_outputs[-1]["logprobs"].to_numpy()
     assert len(output.loss_fn_outputs) == 20 and rows.shape == (len(TARGETS), WIDTH)
-    numbers["large"] = float32(rows[:, -1].tolist())
+    figures["large"] = float32(rows[:, -1].tolist())
 with check("it samples, with logprobs of the prompt"):
     weights = training.save_weights_for_sampler("sampler").result().path
     sampling = service.create_sampling_client(model_path=weights)
     options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 2}
     sample = sampling.sample(prompt=PROMPT, num_samples=2, sampling_params=GREEDY, **options).result()
-    numbers["tokens"] = [list(sequence.tokens) for sequence in sample.sequences]
-    numbers["sampled"] = [float32(sequence.logprobs) for sequence in sample.sequences]
-    numbers["prompt"] = float32(sample.prompt_logprobs)
-    numbers["topk"] = [
+    figures["tokens"] = [list(sequence.tokens) for sequence in sample.sequences]
+    figures["sampled"] = [float32(sequence.logprobs) for sequence in sample.sequences]
+    figures["prompt"] = float32(sample.prompt_logprobs)
+    figures["topk"] = [
         row and [[token, *float32([value])] for token, value in row] for row in sample.topk_prompt_logprobs
     ]
-    numbers["scores"] = float32(sampling.compute_logprobs(PROMPT).result())
+    figures["scores"] = float32(sampling.compute_logprobs(PROMPT).result())
 with check("a base model is sampled"):
     base = service.create_sampling_client(base_model=NANO)
-    numbers["base"] = list(
+    figures["base"] = list(
         base.sample(prompt=PROMPT, num_samples=1, sampling_params=GREEDY).result().sequences[0].tokens
     )
 with check("a saved state continues alike"):
     state = training.save_state("state").result().path
     third = step(training)
     restored = service.create_training_client_from_state_with_optimizer(state)
-    numbers["resumed"] = [third, step(restored)]
-    assert third == numbers["resumed"][1]
+    figures["resumed"] = [third, step(restored)]
+    assert third == figures["resumed"][1]
 with check("the coroutines do the same"):
 
     async def run() -> float:
@@ -95,7 +95,7 @@ with check("the coroutines do the same"):
         await stepped.result_async()
         return result.metrics["loss:sum"]
 
-    numbers["async"] = asyncio.run(run())
+    figures["async"] = asyncio.run(run())
 with check("a refusal reaches the client"):
     try:
         training.forward_backward([datum(targets=[10**6] * len(TARGETS))], "cross_entropy").result()
@@ -103,15 +103,15 @@ with check("a refusal reaches the client"):
         assert "1000000" in str(error), error
     else:
         raise AssertionError("a token that does not exist was accepted")
-    numbers["after"] = step(training)
+    figures["after"] = step(training)
 with check("runs and checkpoints are listed"):
-    rest = service.create_rest_client()
+    rest_client = service.create_rest_client()
     run_id = training.get_info().model_id if hasattr(training.get_info(), "model_id") else training.model_id
-    names = [checkpoint.checkpoint_id for checkpoint in rest.list_checkpoints(run_id).result().checkpoints]
-    numbers["checkpoints"] = sorted(names)
-    assert rest.get_training_run(run_id).result().base_model == NANO
+    names = [checkpoint.checkpoint_id for checkpoint in rest_client.list_checkpoints(run_id).result().checkpoints]
+    figures["checkpoints"] = sorted(names)
+    assert rest_client.get_training_run(run_id).result().base_model == NANO
 with check("it reads what the server serves"):
     models = service.get_server_capabilities().supported_models
     assert NANO in [model.model_name for model in models]
 
-sys.stdout.write(json.dumps(numbers, sort_keys=True) + "\n")
+sys.stdout.write(json.dumps(figures, sort_keys=True) + "\n")

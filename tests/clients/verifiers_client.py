@@ -33,7 +33,7 @@ async def main() -> None:
         turn = await trains.get_response(ChatDialect(), chat, GREEDY)
         tokens = turn.tokens
         assert len(tokens.completion_ids) == len(tokens.completion_logprobs) == turn.usage.completion_tokens > 0
-        assert all(each <= 0 for each in tokens.completion_logprobs) and len(tokens.prompt_ids) > 0
+        assert all(logprob <= 0 for logprob in tokens.completion_logprobs) and len(tokens.prompt_ids) > 0
         assert said is not None and turn.usage.completion_tokens == said.usage.completion_tokens
     await evaluates.close()
     await trains.close()

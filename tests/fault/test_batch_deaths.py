@@ -93,9 +93,9 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     jobs: BatchJobs, tmp_path: Path, kind: str, batch_size: int
 ) -> None:
     kinds = {str(row): how for row, how in KINDS.items()}
-    given = double if kind == "row" else doubling
+    function = double if kind == "row" else doubling
     spec = JobSpec(
-        payloads.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
+        payloads.serialize_function(function, kwargs={"kinds": kinds}, kind=kind),
         {"format": "items", "path": "items", "items": text_rows(ROWS)},
         [{"format": "json", "path": str(tmp_path / "out.jsonl")}],
         batch_size,
@@ -108,15 +108,15 @@ def test_exactly_the_rows_that_end_the_process_are_recorded(
     errors = {error["row_idx"]: error for error in jobs.row_errors(job_id)}
     assert (job.status, sorted(errors), job.rows_ok) == ("SUCCEEDED", sorted(KINDS), ROWS - len(KINDS)), job
     for row, how in KINDS.items():
-        found = errors[row]
-        assert found["error_class"] == CLASSES[how] and WORDS[how] in found["message"], found
-        assert found["details"]["row"] == {"text": f"t{row}"} and found["details"]["attempts"] >= 2
+        error_row = errors[row]
+        assert error_row["error_class"] == CLASSES[how] and WORDS[how] in error_row["message"], error_row
+        assert error_row["details"]["row"] == {"text": f"t{row}"} and error_row["details"]["attempts"] >= 2
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert written == [{"text": f"t{row}", "output": f"t{row}" * 2} for row in range(ROWS) if row not in KINDS]
-    others = [state for state in jobs.get_batch_states(job_id) if state["status"] == "COMPLETED"]
+    other_batches = [state for state in jobs.get_batch_states(job_id) if state["status"] == "COMPLETED"]
     assert all(
         state["error_class"] is None and state["retry_count"] == 0
-        for state in others
+        for state in other_batches
         if not set(range(state["start_idx"], state["end_idx"] + 1)) & set(KINDS)
     ), "no other batch is blamed for anything"
 
@@ -146,10 +146,10 @@ def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: 
     assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
     parts = [(0, 2), (3, 3), (4, 7)]
     split = attempt(jobs, job_id, died(row=3))
-    assert split[0][2] == "SPLIT" and [each[:2] for each in split[1:]] == parts
-    assert {each[2:] for each in split[1:]} == {("PENDING", 0, 0)}
+    assert split[0][2] == "SPLIT" and [batch_state[:2] for batch_state in split[1:]] == parts
+    assert {batch_state[2:] for batch_state in split[1:]} == {("PENDING", 0, 0)}
     assert attempt(jobs, job_id, raised)[1] == (0, 2, "PENDING", 1, 0), "a retry of its own"
-    assert [each[:3] for each in attempt(jobs, job_id, raised)][1:4] == [
+    assert [batch_state[:3] for batch_state in attempt(jobs, job_id, raised)][1:4] == [
         (0, 2, "SPLIT"), (0, 1, "PENDING"), (2, 2, "PENDING")
     ]  # fmt: skip
 
@@ -193,70 +193,74 @@ class Running:
         base = str(self.directory / "parts")
         self.mapper.feed([
             Attempt(
-                {"batch_idx": each, "start_idx": 2 * each, "end_idx": 2 * each + 1, "attempt_id": 1,
-                 "part_bases": [f"{base}-{each}"]},
+                {"batch_idx": batch_idx, "start_idx": 2 * batch_idx, "end_idx": 2 * batch_idx + 1, "attempt_id": 1,
+                 "part_bases": [f"{base}-{batch_idx}"]},
                 self.events.put,
             )
-            for each in batches
+            for batch_idx in batches
         ])  # fmt: skip
 
     def kill(self) -> None:
         assert self.mapper._child is not None
         os.kill(self.mapper._child.process.pid, signal.SIGKILL)
 
-    def settled(self) -> tuple[int, dict[str, Any]]:
-        found = self.events.get(timeout=PATIENCE_S)
-        assert isinstance(found, Attempt)
-        return found.assignment["batch_idx"], found.result
+    def next_outcome(self) -> tuple[int, dict[str, Any]]:
+        attempt_event = self.events.get(timeout=PATIENCE_S)
+        assert isinstance(attempt_event, Attempt)
+        return attempt_event.assignment["batch_idx"], attempt_event.result
 
-    def until(self, there: bool) -> None:
+    def until(self, exists: bool) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self.marker.exists() != there:
+        while self.marker.exists() != exists:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    made = Running(tmp_path)
-    yield made
-    made.mapper.close(0)
+    new_running = Running(tmp_path)
+    yield new_running
+    new_running.mapper.close(0)
 
 
 def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Running) -> None:
     running.feed(0)
     running.until(True)
     running.marker.unlink()
-    assert "outcome" in running.settled()[1]
+    assert "outcome" in running.next_outcome()[1]
     running.kill()  # idle
     running.feed(1, 2)
     running.until(True)
     running.kill()  # at batch 1
-    batch_idx, result = running.settled()
+    batch_idx, result = running.next_outcome()
     lost = result["lost"]
     assert (batch_idx, lost["error_class"], lost["died"], lost["infra"]) == (1, "MapperKilled", True, False)
     assert "killed (signal 9; out of memory?) while it worked on this batch" in lost["error"]
     running.marker.unlink()
     running.until(True)
     running.marker.unlink()
-    assert running.settled()[0] == 2
+    assert running.next_outcome()[0] == 2
 
 
 def test_the_next_child_stores_parts_under_other_names() -> None:
-    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, print)
-    assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
+    attempt_of_batch = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, print)
+    assert [attempt_of_batch.to_send()["part_bases"] for _ in range(3)] == [
+        ["a/attempt-1"],
+        ["a/attempt-1-1"],
+        ["a/attempt-1-2"],
+    ]
 
 
 @pytest.mark.smoke
 def test_a_marker_is_shared_by_mappings_of_one_file() -> None:
     with marker_file() as file:
-        written, seen = Marker(file.fileno()), Marker(file.fileno())
-    assert seen.starting and seen.busy() == {}
+        written, reader = Marker(file.fileno()), Marker(file.fileno())
+    assert reader.starting and reader.busy() == {}
     written.begin(READ, Assignment(7, 0, 9, 2, ()))
-    assert seen.starting and seen.busy() == {(7, 2): -1}
+    assert reader.starting and reader.busy() == {(7, 2): -1}
     written.begin(MAP, Assignment(6, 0, 9, 3, ()))
     written.row(5)
-    assert not seen.starting and seen.busy() == {(7, 2): -1, (6, 3): 5}
+    assert not reader.starting and reader.busy() == {(7, 2): -1, (6, 3): 5}
     written.end(READ)
     written.end(MAP)
-    assert seen.busy() == {} and not seen.starting
+    assert reader.busy() == {} and not reader.starting

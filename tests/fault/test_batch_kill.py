@@ -68,7 +68,7 @@ def new_database(directory: Path, kind: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def opened(url: str) -> Iterator[BatchJobs]:
+def open_jobs(url: str) -> Iterator[BatchJobs]:
     with contextlib.closing(Database(url)) as database:
         yield BatchJobs(database)
 
@@ -98,12 +98,12 @@ def cost_of(jobs: BatchJobs, job_id: int, directory: Path, killed: bool) -> Cost
 
 
 def kill_server(directory: Path, url: str, step: str) -> Cost:
-    with opened(url) as jobs:
-        place = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
+    with open_jobs(url) as jobs:
+        setup = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
         for status in (-signal.SIGKILL, 0):
-            process = start_process(place, f"{step}:{STEPS[step]}")
+            process = start_process(setup, f"{step}:{STEPS[step]}")
             assert process.wait(PATIENCE_S) == status, (directory / "here.log").read_text()[-3000:]
-        return cost_of(jobs, place.job_id, directory, killed=True)
+        return cost_of(jobs, setup.job_id, directory, killed=True)
 
 
 # The case of each thread: every coordinator below has its own thread and database.
@@ -120,21 +120,21 @@ def hit_or_kill(point: str) -> None:
 
 
 def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
-    with opened(url) as jobs:
-        place = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
+    with open_jobs(url) as jobs:
+        setup = CoordinatorSetup(url, str(directory), submit(jobs, directory, double))
         killed: list[int] = []
 
         def kill() -> None:
-            for worker in jobs.workers(place.job_id):
+            for worker in jobs.workers(setup.job_id):
                 pid = int(worker["pid_or_actor"])
-                below = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+                below = [int(pid_text) for pid_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
                 killed.extend([pid] if victim == "worker" else below)
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
         _case.step, _case.reached, _case.kill = step, 0, kill
-        asyncio.run(coordinate(place, jobs))
-        return cost_of(jobs, place.job_id, directory, killed=bool(killed))
+        asyncio.run(coordinate(setup, jobs))
+        return cost_of(jobs, setup.job_id, directory, killed=bool(killed))
 
 
 def test_any_kill_at_any_step_leaves_the_output_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_a_server_that_lost_its_lease_changes_nothing(tmp_path: Path, database_k
     directory = tmp_path / "one"
     url = new_database(directory, database_kind)
     limits = replace(LIMITS, lease_s=1.0)
-    with opened(url) as jobs:
+    with open_jobs(url) as jobs:
         marker, gate = tmp_path / "marker", tmp_path / "gate"
         options = {"marker": str(marker), "gate": str(gate)}
         job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
@@ -224,8 +224,8 @@ def test_a_server_that_lost_its_lease_changes_nothing(tmp_path: Path, database_k
 def lease_s(jobs: BatchJobs, job_id: int) -> float:
     """Return the remaining time of the lease of the job's owner."""
     with jobs._db.read() as connection:
-        left = sa.select(BATCH_JOBS.c.owner_lease_at - jobs._db.clock()).where(BATCH_JOBS.c.job_id == job_id)
-        return float(connection.scalar(left) or 0)
+        remaining_s = sa.select(BATCH_JOBS.c.owner_lease_at - jobs._db.clock()).where(BATCH_JOBS.c.job_id == job_id)
+        return float(connection.scalar(remaining_s) or 0)
 
 
 def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, database_kind: str) -> None:
@@ -233,7 +233,7 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
     directory, elsewhere = tmp_path / "one", tmp_path / "two"
     url = new_database(directory, database_kind)
     elsewhere.mkdir()
-    with opened(url) as jobs:
+    with open_jobs(url) as jobs:
         limits = replace(LIMITS, lease_s=1.0)
         options = {"marker": str(tmp_path / "marker"), "gate": str(tmp_path / "gate")}
         job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
@@ -242,18 +242,20 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
         until(lambda: lease_s(jobs, job_id) < 2, first)
         first.kill()
         first.wait()
-        done = jobs.find("local", job_id).completed_batches
+        num_completed = jobs.find("local", job_id).completed_batches
         asyncio.run(coordinate(CoordinatorSetup(url, str(elsewhere), job_id, "second"), jobs))
         cost = cost_of(jobs, job_id, directory, killed=True)
         assert (cost.output, cost.status, cost.leftovers, cost.retries) == (EXPECTED, "SUCCEEDED", [], 0)
-        assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"
+        assert 0 < num_completed < 10 and 1 <= cost.attempts_more <= 10 - num_completed, (
+            "what was committed is not done again"
+        )
 
 
 def test_a_coordinator_stops_at_any_moment(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path, backend="fake", batch_workers=2)
     url = new_database(tmp_path / "database")
 
-    async def stopped_after(turns: int, jobs: BatchJobs) -> None:
+    async def stop_after(turns: int, jobs: BatchJobs) -> None:
         coordinator = Coordinator(settings, jobs, "here")
         coordinator.start()
         await asyncio.sleep(0.2)
@@ -265,6 +267,6 @@ def test_a_coordinator_stops_at_any_moment(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             await coordinator.stop()
 
-    with opened(url) as jobs:
+    with open_jobs(url) as jobs:
         for turns in range(5):
-            asyncio.run(stopped_after(turns, jobs))
+            asyncio.run(stop_after(turns, jobs))

@@ -71,9 +71,9 @@ async def coordinating(jobs: BatchJobs, directory: Path, **options: Any) -> Asyn
     settings = Settings(data_dir=directory, backend="fake", batch_workers=1, **options)
     coordinator = Coordinator(settings, jobs, "here")
 
-    async def until(done: Callable[[], bool]) -> None:
+    async def until(condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not done():
+        while not condition():
             assert time.monotonic() < deadline, jobs.page("local", 9, 0)
             await asyncio.sleep(0.02)
 
@@ -84,15 +84,15 @@ async def coordinating(jobs: BatchJobs, directory: Path, **options: Any) -> Asyn
         await coordinator.stop()
 
 
-def coordinate(jobs: BatchJobs, directory: Path, done: Callable[[], bool], **options: Any) -> None:  # noqa: ANN401
+def coordinate(jobs: BatchJobs, directory: Path, condition: Callable[[], bool], **options: Any) -> None:  # noqa: ANN401
     async def run() -> None:
         async with coordinating(jobs, directory, **options) as until:
-            await until(done)
+            await until(condition)
 
     asyncio.run(run())
 
 
-def submitted(jobs: BatchJobs, directory: Path, name: str) -> int:
+def submit_named(jobs: BatchJobs, directory: Path, name: str) -> int:
     output = {"format": "json", "path": str(directory / f"{name}.jsonl")}
     return submit(jobs, directory, keep, rows=4, name=name, batch_output_formats=[output])
 
@@ -102,32 +102,32 @@ def change(jobs: BatchJobs, job_id: int, **values: object) -> None:
         connection.execute(BATCH_JOBS.update().where(BATCH_JOBS.c.job_id == job_id).values(**values))
 
 
-def ended(jobs: BatchJobs, job_id: int) -> bool:
+def has_ended(jobs: BatchJobs, job_id: int) -> bool:
     return jobs.find("local", job_id).status in TERMINAL
 
 
 def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_path: Path) -> None:
     broken = sa.text("'{no json'") if jobs._db.is_sqlite else "{no json"  # which Postgres does not store
     specs = {"of another version": {"shuffled": True}, "no object": ["no"], "no JSON": broken}
-    bad = {name: submitted(jobs, tmp_path, name) for name in specs}
-    cancelled, old = submitted(jobs, tmp_path, "cancelled"), submitted(jobs, tmp_path, "old")
+    bad = {name: submit_named(jobs, tmp_path, name) for name in specs}
+    cancelled, old = submit_named(jobs, tmp_path, "cancelled"), submit_named(jobs, tmp_path, "old")
     jobs.cancel("local", cancelled)
     change(jobs, old, status="FAILED", ended_at=1.0)  # its parts are due to be deleted
-    good = submitted(jobs, tmp_path, "good")
+    good = submit_named(jobs, tmp_path, "good")
     specs["of another version"] = {**jobs.spec(good).to_dict(), "shuffled": True}
     for name, job_id in bad.items():
         change(jobs, job_id, spec=specs[name])
     for job_id in (cancelled, old):
         change(jobs, job_id, spec=specs["of another version"])
     ending = [*bad.values(), cancelled]
-    coordinate(jobs, tmp_path, lambda: is_over(jobs, good) and all(ended(jobs, job_id) for job_id in ending))
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, good) and all(has_ended(jobs, job_id) for job_id in ending))
     assert jobs.find("local", good).status == "SUCCEEDED"
     assert jobs.find("local", cancelled).status == "CANCELLED"
     for name, job_id in bad.items():
-        found = jobs.find("local", job_id)
-        assert found.status == "FAILED" and "specification cannot be read" in str(found.error), (name, found)
+        job_row = jobs.find("local", job_id)
+        assert job_row.status == "FAILED" and "specification cannot be read" in str(job_row.error), (name, job_row)
     assert "shuffled" in str(jobs.find("local", bad["of another version"]).error)
-    later = submitted(jobs, tmp_path, "later")  # after a restart, too
+    later = submit_named(jobs, tmp_path, "later")  # after a restart, too
     coordinate(jobs, tmp_path, lambda: is_over(jobs, later))
     assert jobs.find("local", later).status == "SUCCEEDED"
 
@@ -135,18 +135,18 @@ def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_pa
 class Failing:
     """Wraps functions so that their first calls fail, `times` in total; `failed` counts them."""
 
-    def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> None:
+    def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_arguments: True) -> None:
         self.times, self.error, self.only = times, error, only
         self.failed = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*given: Any, **named: Any) -> Any:  # noqa: ANN401
-            if self.failed < self.times and self.only(*given):
+        def call_or_fail(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            if self.failed < self.times and self.only(*arguments):
                 self.failed += 1
                 raise self.error
-            return function(*given, **named)
+            return function(*arguments, **options)
 
-        return called
+        return call_or_fail
 
 
 class Worker:
@@ -163,8 +163,8 @@ class Worker:
     async def call(self, path: str, **body: object) -> None: ...
 
     async def feed(self, assignments: list[dict[str, Any]]) -> AsyncIterator[list[Any]]:
-        for each in assignments:
-            key = each["batch_idx"], each["attempt_id"]
+        for assignment in assignments:
+            key = assignment["batch_idx"], assignment["attempt_id"]
             yield [(key, AttemptOutcome(*key, parts=(PartInfo("part", 2, 1, "digest"),), rows_ok=2))]
 
     async def operate(self, op: str) -> AsyncIterator[dict[str, Any]]:
@@ -214,7 +214,7 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     fails = {name: Failing(1, error) for name in phases}
     for name, wrap in fails.items():
         monkeypatch.setattr(jobs, name, wrap(getattr(jobs, name)))
-    job_id = submitted(jobs, tmp_path, "out")
+    job_id = submit_named(jobs, tmp_path, "out")
     coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id))
     assert jobs.find("local", job_id).status == "SUCCEEDED"
     seldom = {"next_retry_in", "row_errors"}
@@ -225,13 +225,13 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
 def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = submitted(jobs, tmp_path, "bad")
+    bad = submit_named(jobs, tmp_path, "bad")
     fails = Failing(float("inf"), ValueError("this list cannot be read"), lambda job_id, *_: job_id == bad)
     monkeypatch.setattr(jobs, "save_batch_states", fails(jobs.save_batch_states))
-    good = submitted(jobs, tmp_path, "good")
-    coordinate(jobs, tmp_path, lambda: ended(jobs, bad) and is_over(jobs, good))
-    found = jobs.find("local", bad)
-    assert found.status == "FAILED" and "this list cannot be read" in str(found.error), found
+    good = submit_named(jobs, tmp_path, "good")
+    coordinate(jobs, tmp_path, lambda: has_ended(jobs, bad) and is_over(jobs, good))
+    job_row = jobs.find("local", bad)
+    assert job_row.status == "FAILED" and "this list cannot be read" in str(job_row.error), job_row
     assert jobs.find("local", good).status == "SUCCEEDED"
 
 
@@ -242,22 +242,22 @@ def test_a_rate_limit_outlives_the_coordinator(
     """While the limit's clock stands still, one batch begins; another coordinator continues to wait."""
     clock = [1000.0]
     monkeypatch.setattr(runs, "now", lambda: clock[0])
-    asked: list[float] = []
+    waits_s: list[float] = []
 
     class Spied(runs.RateLimits):
         def wait_s(self) -> float:
-            asked.append(super().wait_s())
-            return asked[-1]
+            waits_s.append(super().wait_s())
+            return waits_s[-1]
 
     monkeypatch.setattr(runs, "RateLimits", Spied)
     output = {"format": "json", "path": str(tmp_path / "out.jsonl")}
     job_id = submit(jobs, tmp_path, keep, rows=4, batch_output_formats=[output], requests_per_minute=60)
 
     def waits() -> bool:
-        return len(asked) > 5 and all(wait_s == 1.0 for wait_s in asked[-5:])
+        return len(waits_s) > 5 and all(wait_s == 1.0 for wait_s in waits_s[-5:])
 
     for _ in range(2):
-        asked.clear()
+        waits_s.clear()
         coordinate(jobs, tmp_path, waits)
         assert jobs.find("local", job_id).completed_batches == 1
     clock[0] += 1.0
@@ -273,12 +273,12 @@ def test_a_new_job_without_a_worker_in_time_fails_and_one_with_results_waits(
     clock, start_now, room = [1000.0], LocalPool.start, [False]
     waits: list[float] = []
 
-    async def start(pool: LocalPool, worker_id: str, slot: int | None, *more: Any) -> Any:  # noqa: ANN401
+    async def start(pool: LocalPool, worker_id: str, slot: int | None, *arguments: Any) -> Any:  # noqa: ANN401
         if slot is not None:
             waits.append(time.monotonic())
             while not room[0]:
                 await asyncio.sleep(0.01)
-        return await start_now(pool, worker_id, slot, *more)
+        return await start_now(pool, worker_id, slot, *arguments)
 
     monkeypatch.setattr(LocalPool, "start", start)
     monkeypatch.setattr(PoolSpec, "exclusive", property(lambda _pool: True))  # no worker of operations takes batches
@@ -296,17 +296,17 @@ def test_a_new_job_without_a_worker_in_time_fails_and_one_with_results_waits(
     assert "within 0.3 s (limits.discovery_timeout_s)" in str(jobs.find("local", new).error)
 
     room[0] = True
-    begun = job("begun.jsonl", Limits())
-    coordinate(jobs, tmp_path, lambda: jobs.find("local", begun).completed_batches == 1)
-    change(jobs, begun, spec=replace(jobs.spec(begun), limits=impatient).to_dict())
+    begun_job = job("begun.jsonl", Limits())
+    coordinate(jobs, tmp_path, lambda: jobs.find("local", begun_job).completed_batches == 1)
+    change(jobs, begun_job, spec=replace(jobs.spec(begun_job), limits=impatient).to_dict())
     room[0] = False
     waits.clear()
     clock[0] += 60.0
     coordinate(jobs, tmp_path, lambda: bool(waits) and time.monotonic() > waits[0] + 1.0)
-    assert jobs.find("local", begun).status == "RUNNING" and len(waits) == 1
+    assert jobs.find("local", begun_job).status == "RUNNING" and len(waits) == 1
     room[0] = True
-    coordinate(jobs, tmp_path, lambda: is_over(jobs, begun))
-    assert jobs.find("local", begun).status == "SUCCEEDED"
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, begun_job))
+    assert jobs.find("local", begun_job).status == "SUCCEEDED"
 
 
 STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
@@ -322,9 +322,9 @@ STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
 """The steps of a worker's start, and the function of each."""
 
 
-def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
+def submit_planned(jobs: BatchJobs, directory: Path, name: str) -> int:
     """A job whose rows are counted, so that its first worker starts for a slot."""
-    job_id = submitted(jobs, directory, name)
+    job_id = submit_named(jobs, directory, name)
     assert jobs.acquire_batch_coordinator(job_id, "planner", "here", 60)
     jobs.save_batch_states(job_id, "planner", range(0, 4, 2), 4)
     jobs.release(job_id, "planner")
@@ -347,19 +347,24 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     async def run() -> None:
         async with coordinating(jobs, tmp_path) as until:
             for step in STARTING:
-                for make in (planned, submitted) if step == "making the worker's directory" else (planned,):
+                for make in (
+                    (submit_planned, submit_named) if step == "making the worker's directory" else (submit_planned,)
+                ):
                     with monkeypatch.context() as patched:
                         spoil(patched, step, float("inf"))
                         job_id = make(jobs, tmp_path, f"{step} {make.__name__}")
-                        await until(lambda job_id=job_id: ended(jobs, job_id) and not jobs.workers(job_id))
-                    found = jobs.find("local", job_id)
-                    assert found.status == "FAILED" and "no space left on device" in str(found.error), (step, found)
+                        await until(lambda job_id=job_id: has_ended(jobs, job_id) and not jobs.workers(job_id))
+                    job_row = jobs.find("local", job_id)
+                    assert job_row.status == "FAILED" and "no space left on device" in str(job_row.error), (
+                        step,
+                        job_row,
+                    )
                     assert not list(Path(temporary).glob("tinsmith-worker-*")), step
             monkeypatch.setattr(hosts, "MAX_SETUP_FAILURES", 99)
             with monkeypatch.context() as patched:
                 for step in STARTING:
                     spoil(patched, step, 1)
-                job_id = planned(jobs, tmp_path, "out")
+                job_id = submit_planned(jobs, tmp_path, "out")
                 await until(lambda: is_over(jobs, job_id))
             assert jobs.find("local", job_id).status == "SUCCEEDED"
 
@@ -397,7 +402,7 @@ def gpu_job(jobs: BatchJobs, directory: Path, bad: list[str]) -> int:
     )
     spec = JobSpec(
         batch_serialized_fn=packed(payload),
-        batch_input_format={"format": "items", "path": "items", "items": [{"n": number} for number in range(20)]},
+        batch_input_format={"format": "items", "path": "items", "items": [{"n": index} for index in range(20)]},
         batch_output_formats=[{"format": "json", "path": str(directory / "gpus.jsonl")}],
         batch_size=1,
         batch_pool_name="gpu",
@@ -410,20 +415,20 @@ def test_a_machine_that_cannot_set_up_is_set_aside_and_the_job_goes_on_without_i
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-good,GPU-bad")
-    job_id, seen = gpu_job(jobs, tmp_path, ["GPU-bad"]), []
+    job_id, set_aside = gpu_job(jobs, tmp_path, ["GPU-bad"]), []
 
     def is_done() -> bool:
-        seen.extend(jobs.find("local", job_id).machines_set_aside or [])
+        set_aside.extend(jobs.find("local", job_id).machines_set_aside or [])
         return is_over(jobs, job_id)
 
     coordinate(jobs, tmp_path, is_done, batch_pools=(f"gpu={tmp_path}/gpu.yaml",))
-    found = jobs.find("local", job_id)
-    assert (found.status, found.rows_ok) == ("SUCCEEDED", 20)
+    job_row = jobs.find("local", job_id)
+    assert (job_row.status, job_row.rows_ok) == ("SUCCEEDED", 20)
     rows = [json.loads(line) for line in (tmp_path / "gpus.jsonl").read_text().splitlines()]
-    assert [(row["n"], row["gpu"]) for row in rows] == [(number, "GPU-good") for number in range(20)]
-    assert {machine["machine"].rpartition(", ")[2] for machine in seen} == {"GPU GPU-bad"}
-    assert max(machine["failures"] for machine in seen) > 4, "more than end a job of one machine"
-    assert "CUDA error on GPU-bad" in seen[-1]["error"]
+    assert [(row["n"], row["gpu"]) for row in rows] == [(index, "GPU-good") for index in range(20)]
+    assert {machine["machine"].rpartition(", ")[2] for machine in set_aside} == {"GPU GPU-bad"}
+    assert max(machine["failures"] for machine in set_aside) > 4, "more than end a job of one machine"
+    assert "CUDA error on GPU-bad" in set_aside[-1]["error"]
 
 
 def test_a_job_that_no_machine_can_set_up_fails_with_the_workers_error(
@@ -432,7 +437,7 @@ def test_a_job_that_no_machine_can_set_up_fails_with_the_workers_error(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-x,GPU-y")
     job_id = gpu_job(jobs, tmp_path, ["GPU-x", "GPU-y"])
     coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id), batch_pools=(f"gpu={tmp_path}/gpu.yaml",))
-    found = jobs.find("local", job_id)
-    assert found.status == "FAILED" and found.completed_batches == 0
-    assert "setup_failed on all of 2 machines" in str(found.error) and "CUDA error on GPU-" in str(found.error)
+    job_row = jobs.find("local", job_id)
+    assert job_row.status == "FAILED" and job_row.completed_batches == 0
+    assert "setup_failed on all of 2 machines" in str(job_row.error) and "CUDA error on GPU-" in str(job_row.error)
     assert {batch["infra_retries"] for batch in jobs.get_batch_states(job_id)} == {0}

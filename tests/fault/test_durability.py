@@ -77,13 +77,13 @@ def test_a_client_that_accumulates_for_ever_has_a_bounded_log(bench: Bench, monk
 def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(bench: Bench) -> None:
     model = bench.model()
     bench.engine._snapshots._share = 0.0  # steps whose replay is cheaper than a snapshot
-    taken: list[object] = []
+    snapshot_marks: list[object] = []
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MAX_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
         bench.run_until_idle()
-        taken.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
+        snapshot_marks.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
     marks = [SNAPSHOT_OPTIM_STEPS + rounds * MAX_OPTIM_STEPS for rounds in range(3)]
-    assert list(dict.fromkeys(taken)) == [None, *marks], "the first costs nothing that was known before"
+    assert list(dict.fromkeys(snapshot_marks)) == [None, *marks], "the first costs nothing that was known before"
     bench.restart()
     bench.engine._snapshots._share = 0.0
     for seq_id in range(marks[-1] + 1, marks[-1] + SNAPSHOT_OPTIM_STEPS + 1):
@@ -143,15 +143,15 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
 
 def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.engine.snapshots.MAX_CAPTURED_BYTES", ADAPTER_BYTES)
-    one, other = bench.model(), bench.model("t:train:0")
+    first, other = bench.model(), bench.model("t:train:0")
     captured: list[str] = []
     capture = bench.backend.capture
-    bench.backend.capture = lambda model_id, **more: captured.append(model_id) or capture(model_id, **more)  # type: ignore[method-assign]
+    bench.backend.capture = lambda model_id, **options: captured.append(model_id) or capture(model_id, **options)  # type: ignore[method-assign]
     may_write = threading.Event()
     write = bench.engine._snapshots.directories.write
     monkeypatch.setattr(bench.engine._snapshots.directories, "write", lambda fill: (may_write.wait(10), write(fill))[1])
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
-        for model in (one, other):
+        for model in (first, other):
             bench.step(model, seq_id)
         bench.engine.run_once(0.0)
         bench.engine.run_once(0.0)
@@ -159,10 +159,10 @@ def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pyt
     may_write.set()
     bench.engine.flush()
     for seq_id in (1, 2):
-        bench.step(one, SNAPSHOT_OPTIM_STEPS + seq_id)
+        bench.step(first, SNAPSHOT_OPTIM_STEPS + seq_id)
         bench.step(other, SNAPSHOT_OPTIM_STEPS + seq_id)
         bench.run_until_idle()
-    assert sorted(captured) == [one, other]
+    assert sorted(captured) == [first, other]
 
 
 def damage_bits(path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_full_disk_is_not_tried_at_every_step(bench: Bench) -> None:
     bench.backend.breaks["save"] = FULL
     captured: list[str] = []
     capture = bench.backend.capture
-    bench.backend.capture = lambda model_id, **more: captured.append(model_id) or capture(model_id, **more)  # type: ignore[method-assign]
+    bench.backend.capture = lambda model_id, **options: captured.append(model_id) or capture(model_id, **options)  # type: ignore[method-assign]
     next_seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS + 8)
     assert len(captured) == 1
     assert bodies(bench) == next_seq_id - 1
@@ -288,16 +288,16 @@ def test_a_load_is_on_disk_before_its_client_knows(bench: Bench) -> None:
     train_for(bench, model, 1)
     save_weights(bench, model, 3)
     path = f"tinker://{model}/weights/one"
-    settle, seen = bench.futures.settle, []
+    settle, snapshot_counts = bench.futures.settle, []
 
     def watch(settlements: Sequence, applied: dict[str, int]) -> None:
-        seen.append(len(list((bench.directory / "snapshots").glob("*"))))
+        snapshot_counts.append(len(list((bench.directory / "snapshots").glob("*"))))
         settle(settlements, applied)
 
     bench.futures.settle = watch  # type: ignore[method-assign]
     bench.submit(model, 4, "load_weights", {"path": path, "optimizer": True})
     bench.run_until_idle()
-    assert seen == [1]
+    assert snapshot_counts == [1]
     bench.futures.settle = settle  # type: ignore[method-assign]
     bench.checkpoints.delete("alice", parse_path(path))
     weight = bench.weight()
@@ -313,10 +313,10 @@ def test_a_load_is_on_disk_before_its_client_knows(bench: Bench) -> None:
 def test_every_version_outlives_a_kill_whether_a_snapshot_covers_its_publish_or_not(bench: Bench) -> None:
     model = bench.model()
     seq_id, samplers = 1, []
-    for number in range(SNAPSHOT_OPTIM_STEPS + 5):
+    for index in range(SNAPSHOT_OPTIM_STEPS + 5):
         bench.train(model, seq_id)
-        bench.step(model, seq_id + 1, rate=0.01 * (number + 1))
-        samplers.append(bench.publish(model, seq_id + 2, number))
+        bench.step(model, seq_id + 1, rate=0.01 * (index + 1))
+        samplers.append(bench.publish(model, seq_id + 2, index))
         seq_id += 3
     bench.run_until_idle(200)
     for sampler in samplers:
@@ -354,11 +354,11 @@ def test_a_version_that_cannot_be_written_holds_its_snapshot_back(bench: Bench) 
 def test_an_inflight_sampler_comes_back_with_its_newest_publish(bench: Bench, covered: bool) -> None:
     model = bench.model()
     seq_id = 1
-    for number in range(3):
+    for index in range(3):
         bench.step(model, seq_id)
         bench.train(model, seq_id + 1)
-        bench.step(model, seq_id + 2, rate=0.01 * (number + 1))
-        sampler = bench.publish(model, seq_id + 3, number, kind="inflight")
+        bench.step(model, seq_id + 2, rate=0.01 * (index + 1))
+        sampler = bench.publish(model, seq_id + 3, index, kind="inflight")
         seq_id += 4
         bench.run_until_idle()
     if covered:
@@ -425,8 +425,8 @@ def test_a_sampler_of_before_models_were_recorded_is_refused_by_name(bench: Benc
 
 def test_versions_that_have_files_leave_memory_without_being_written_again(bench: Bench) -> None:
     model = bench.model()
-    for number in range(VERSIONS_IN_MEMORY + 2):
-        bench.publish(model, number + 1, number)
+    for index in range(VERSIONS_IN_MEMORY + 2):
+        bench.publish(model, index + 1, index)
     train_for(bench, model, SNAPSHOT_OPTIM_STEPS, VERSIONS_IN_MEMORY + 3)
     files = {path.name for path in (bench.directory / "versions").iterdir()}
     assert len(files) == VERSIONS_IN_MEMORY + 2
@@ -534,18 +534,20 @@ def test_a_model_that_cannot_fit_alone_is_a_user_error(bench: Bench, kind: str) 
     method = "run_passes" if kind == "forward_backward" else "optim_step"
     inner = getattr(bench.backend, method)
 
-    def fail(requests: Sequence, **more: object) -> object:
+    def fail(requests: Sequence, **options: object) -> object:
         if any(request.model_id == model for request in requests):
             raise MemoryError("cpu has 0.1 GiB free")
-        return inner(requests, **more)
+        return inner(requests, **options)
 
     setattr(bench.backend, method, fail)
-    both = [bench.train(name, 1) if kind == "forward_backward" else bench.step(name, 1) for name in (model, other)]
+    request_ids = [
+        bench.train(name, 1) if kind == "forward_backward" else bench.step(name, 1) for name in (model, other)
+    ]
     bench.run_until_idle()
-    assert "does not fit into the engine's memory, even alone: cpu has 0.1 GiB free" in bench.error(both[0])
-    outcome = bench.outcome(both[0])
+    assert "does not fit into the engine's memory, even alone: cpu has 0.1 GiB free" in bench.error(request_ids[0])
+    outcome = bench.outcome(request_ids[0])
     assert outcome is not None and outcome.category == "user"
-    fine = bench.outcome(both[1])
+    fine = bench.outcome(request_ids[1])
     assert fine is not None and fine.error is None
 
 
@@ -555,7 +557,7 @@ def test_the_server_is_woken_before_cleanup(bench: Bench, monkeypatch: pytest.Mo
     order: list[str] = []
     drop, wake = bench.backend.drop_version, bench.mailbox.wake
     bench.backend.drop_version = lambda version_id: order.append("tidied") or drop(version_id)  # type: ignore[method-assign]
-    monkeypatch.setattr(bench.mailbox, "wake", lambda *told: order.append("told") or wake(*told))
+    monkeypatch.setattr(bench.mailbox, "wake", lambda *arguments: order.append("told") or wake(*arguments))
     save_weights(bench, model, 2, overwrite=True)
     assert order == ["told", "tidied"]
 
@@ -599,5 +601,8 @@ def test_directories_in_use_are_not_swept(bench: Bench) -> None:
     model = bench.model()
     bench.publish(model, 1, 0)
     train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS, 2)
-    for named, root in ((bench.models.snapshot_directories(), "snapshots"), (bench.samplers.directories(), "versions")):
-        assert named and named == {path.name for path in (bench.directory / root).iterdir()}
+    for directory_names, root in (
+        (bench.models.snapshot_directories(), "snapshots"),
+        (bench.samplers.directories(), "versions"),
+    ):
+        assert directory_names and directory_names == {path.name for path in (bench.directory / root).iterdir()}

@@ -82,7 +82,7 @@ def run_neighbours(
 ) -> list[Results]:
     with ThreadPoolExecutor(len(NEIGHBOURS)) as pool:
         runs = [
-            pool.submit(run_neighbour, server, keys[name], number, is_over) for number, name in enumerate(NEIGHBOURS, 1)
+            pool.submit(run_neighbour, server, keys[name], index, is_over) for index, name in enumerate(NEIGHBOURS, 1)
         ]
         return [run.result() for run in runs]
 

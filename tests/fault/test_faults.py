@@ -41,7 +41,7 @@ only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, 
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def lock_database(path: Path) -> Iterator[None]:
     """Another process locks the database until the end of the block."""
     other = sqlite3.connect(path, isolation_level=None, timeout=10)
     other.execute("BEGIN EXCLUSIVE")
@@ -56,7 +56,7 @@ def held(path: Path) -> Iterator[None]:
 def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> None:
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=0.5)
-    with held(tmp_path / "tinsmith.db"):
+    with lock_database(tmp_path / "tinsmith.db"):
         started = time.monotonic()
         for _ in range(2):
             with pytest.raises(exc.OperationalError, match="locked"), database.write():
@@ -69,7 +69,7 @@ def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> 
     patient = Database(url, patience_s=60)
     patient._write_lock._stuck_until = time.monotonic() + 60  # as after a writer's timeout
     with contextlib.ExitStack() as waiting:
-        with held(tmp_path / "tinsmith.db"):
+        with lock_database(tmp_path / "tinsmith.db"):
             first = waiting.enter_context(ThreadedWriter(patient))
             while not patient._write_lock._lock.locked():
                 time.sleep(0.01)
@@ -114,7 +114,7 @@ def test_a_database_without_a_time_limit_waits_for_the_lock(tmp_path: Path, monk
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
     with contextlib.ExitStack() as waiting:
-        with held(tmp_path / "tinsmith.db"):
+        with lock_database(tmp_path / "tinsmith.db"):
             writer = waiting.enter_context(ThreadedWriter(database))
             time.sleep(0.6)
             assert writer.waits
@@ -133,7 +133,7 @@ def test_a_run_beside_a_database_that_is_held_is_a_delay(tmp_path: Path) -> None
             raw = connect(server)
             model = raw.model()
             passed = client.forward_backward(DATA, "cross_entropy")
-            with held(server.data_dir / "tinsmith.db"):
+            with lock_database(server.data_dir / "tinsmith.db"):
                 stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
                 started = time.monotonic()
                 answer = raw.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
@@ -241,36 +241,36 @@ def test_a_clock_set_forward_gives_up_no_gap(tmp_path: Path, monkeypatch: pytest
 @contextlib.contextmanager
 def bench_in(directory: Path) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="faults-") as sockets:
-        made = Bench(directory, Path(sockets))
-        yield made
-        made.close()
+        new_bench = Bench(directory, Path(sockets))
+        yield new_bench
+        new_bench.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("where", ["mkdir", "fsync", "rename"])
+@pytest.mark.parametrize("error_number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("failing_call", ["mkdir", "fsync", "rename"])
 def test_a_save_on_a_disk_that_fails_is_its_own_error_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int, failing_call: str
 ) -> None:
     with bench_in(tmp_path) as bench:
         model = bench.model()
-        taken = bench.step(model, 1)
+        first_step = bench.step(model, 1)
         bench.run_until_idle()
 
         def fail(*_: object, **__: object) -> None:
-            raise OSError(number, os.strerror(number))
+            raise OSError(error_number, os.strerror(error_number))
 
         with monkeypatch.context() as broken:
-            target = {"mkdir": "pathlib.Path.mkdir", "fsync": "os.fsync", "rename": "pathlib.Path.rename"}[where]
+            target = {"mkdir": "pathlib.Path.mkdir", "fsync": "os.fsync", "rename": "pathlib.Path.rename"}[failing_call]
             broken.setattr(target, fail)
             failed = bench.submit(model, 2, "save_weights", {"path": "one"})
             bench.run_until_idle()
-        assert os.strerror(number) in bench.error(failed)
-        left = [path for root in ("checkpoints", "snapshots") for path in (tmp_path / root).glob("*")]
-        assert left == [], "neither half a checkpoint nor half a snapshot"
+        assert os.strerror(error_number) in bench.error(failed)
+        leftovers = [path for root in ("checkpoints", "snapshots") for path in (tmp_path / root).glob("*")]
+        assert leftovers == [], "neither half a checkpoint nor half a snapshot"
         again = bench.submit(model, 3, "save_weights", {"path": "one"})
         step = bench.step(model, 4)
         bench.run_until_idle()
-        assert [bench.outcome(one).error for one in (taken, again, step)] == [None, None, None]
+        assert [bench.outcome(request_id).error for request_id in (first_step, again, step)] == [None, None, None]
 
 
 def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) -> None:
@@ -282,11 +282,11 @@ def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) 
 def refuse_writes(database: Database) -> Callable[[], None]:
     """Make the database read-only until the returned function is called."""
 
-    def refused(_connection: Connection) -> NoReturn:
+    def refuse(_connection: Connection) -> NoReturn:
         raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(database._write_lock, "begin", refused)
+    patch.setattr(database._write_lock, "begin", refuse)
     return patch.undo
 
 
@@ -336,11 +336,11 @@ def test_a_server_that_cannot_ask_whether_there_are_keys_asks_to_try_again(
         ("sessions/unknown", None) if verb == "GET" else ("create_session", {"tags": [], "sdk_version": "0.38.0"})
     )
 
-    def gone(_database: Database) -> NoReturn:
+    def raise_gone(_database: Database) -> NoReturn:
         raise exc.OperationalError("SELECT", None, Exception("the connection was lost"))
 
     with monkeypatch.context() as broken:
-        broken.setattr(Database, "read", gone)
+        broken.setattr(Database, "read", raise_gone)
         answer = harness.send(verb, path, body)
     assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
     assert "database does not answer" in answer.json()["detail"]

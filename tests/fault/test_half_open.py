@@ -41,8 +41,8 @@ def many_files() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(tmp_path_factory.mktemp("half") / "data", "--backend", "fake", before=IMPATIENT) as made:
-        yield made
+    with serving(tmp_path_factory.mktemp("half") / "data", "--backend", "fake", before=IMPATIENT) as new_server:
+        yield new_server
 
 
 def open_files(server: LiveServer) -> int:
@@ -75,22 +75,22 @@ def seconds_of_steps(client: RawClient, model: str, first_seq_id: int) -> list[f
 
 
 @contextlib.contextmanager
-def watched(server: LiveServer) -> Iterator[dict[str, float]]:
+def watch_peaks(server: LiveServer) -> Iterator[dict[str, float]]:
     """The peak of the server's open files and memory during the block."""
-    most = {"files": 0.0, "mib": 0.0}
-    ended = threading.Event()
+    peaks = {"files": 0.0, "mib": 0.0}
+    stop = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.05):
-            most["files"] = max(most["files"], open_files(server))
-            most["mib"] = max(most["mib"], resident_mib(server))
+        while not stop.wait(0.05):
+            peaks["files"] = max(peaks["files"], open_files(server))
+            peaks["mib"] = max(peaks["mib"], resident_mib(server))
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield most
+        yield peaks
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
@@ -99,16 +99,16 @@ def test_a_thousand_half_open_connections_cost_little_and_end(server: LiveServer
     model = client.model()
     seconds_of_steps(client, model, 1)
     files, memory_mib = open_files(server), resident_mib(server)
-    with watched(server) as most:
+    with watch_peaks(server) as peaks:
         connections = [half_open(server, start) for start in STARTS.values() for _ in range(OF_EACH_KIND)]
-        beside = seconds_of_steps(client, model, 16)
+        step_seconds = seconds_of_steps(client, model, 16)
         deadline = time.monotonic() + 10 * IMPATIENCE_S
         while open_files(server) > files + FEW and time.monotonic() < deadline:
             time.sleep(0.05)
         assert open_files(server) <= files + FEW, "each was closed by the server"
-    assert statistics.median(beside) < IMPATIENCE_S / 2, "nobody waits until they are closed"
-    assert most["files"] > files + 2 * OF_EACH_KIND, "they were there meanwhile"
-    assert most["mib"] < memory_mib + MAX_MIB
+    assert statistics.median(step_seconds) < IMPATIENCE_S / 2, "nobody waits until they are closed"
+    assert peaks["files"] > files + 2 * OF_EACH_KIND, "they were there meanwhile"
+    assert peaks["mib"] < memory_mib + MAX_MIB
     for connection in connections:
         connection.close()
     client.http.close()

@@ -27,8 +27,8 @@ def responses(server: LiveServer, method: str = "POST", path: str = "", **body: 
 
 
 def in_background(server: LiveServer) -> str:
-    asked = {"model": NANO, "input": "Say hello.", "max_output_tokens": 8, "temperature": 0}
-    return responses(server, **asked, background=True)["id"]
+    request = {"model": NANO, "input": "Say hello.", "max_output_tokens": 8, "temperature": 0}
+    return responses(server, **request, background=True)["id"]
 
 
 def await_end(server: LiveServer, response_id: str) -> dict[str, Any]:

@@ -32,8 +32,8 @@ SLACK_S = 4.0  # of a busy machine
 
 @pytest.fixture
 def hole() -> Iterator[BlackHole]:
-    with black_hole(postgres.shared_server()._directory) as made:
-        yield made
+    with black_hole(postgres.shared_server()._directory) as new_hole:
+        yield new_hole
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def url(hole: BlackHole, tmp_path: Path) -> str:
 
 @pytest.fixture
 def db(url: str) -> Iterator[Database]:
-    made = Database(url, timeouts=TIMEOUTS)
-    yield made
-    made.close()
+    new_database = Database(url, timeouts=TIMEOUTS)
+    yield new_database
+    new_database.close()
 
 
 def seconds(action: Callable[[], object]) -> tuple[float, BaseException | None]:
@@ -186,9 +186,9 @@ def test_a_lease_is_renewed_again_and_lost_only_if_it_was_taken(hole: BlackHole,
     ids=["libpq", "sqlalchemy", "lists"],
 )
 def test_a_url_of_several_hosts_reaches_the_one_that_answers(form: str, hole: BlackHole, url: str) -> None:
-    several = form.format(port=hole.port, name=url.rpartition("/")[2])
-    db = Database(several, timeouts=TIMEOUTS)
-    mailbox = PostgresMailbox(several, "server", timeouts=TIMEOUTS)
+    multi_host_url = form.format(port=hole.port, name=url.rpartition("/")[2])
+    db = Database(multi_host_url, timeouts=TIMEOUTS)
+    mailbox = PostgresMailbox(multi_host_url, "server", timeouts=TIMEOUTS)
     try:
         assert db.scalar(sa.text("SELECT count(*) FROM futures")) == 0
         assert mailbox.wait(10) and mailbox.drain() == {""}
@@ -200,8 +200,8 @@ def test_a_url_of_several_hosts_reaches_the_one_that_answers(form: str, hole: Bl
 def test_parameters_of_the_url_override_the_defaults() -> None:
     plain = connection_parameters("postgresql://u@host/name", PostgresTimeouts(connect_s=7, statement_s=9.5))
     assert (plain["connect_timeout"], plain["tcp_user_timeout"], plain["keepalives"]) == (7, 10_500, 1)
-    own = connection_parameters("postgresql://u@host/name?connect_timeout=33&keepalives_idle=60", TIMEOUTS)
-    assert (own["connect_timeout"], own["keepalives_idle"]) == ("33", "60")
+    parameters = connection_parameters("postgresql://u@host/name?connect_timeout=33&keepalives_idle=60", TIMEOUTS)
+    assert (parameters["connect_timeout"], parameters["keepalives_idle"]) == ("33", "60")
 
 
 def test_a_server_answers_503_while_the_primary_is_lost_and_resumes_when_it_is_back(
@@ -225,10 +225,10 @@ def test_a_server_answers_503_while_the_primary_is_lost_and_resumes_when_it_is_b
         with ThreadPoolExecutor(24) as threads:
             for _ in range(2):
                 began = time.monotonic()
-                found = list(threads.map(lambda _: client.post("create_session", {"tags": []}), range(48)))
+                answers = list(threads.map(lambda _: client.post("create_session", {"tags": []}), range(48)))
                 assert time.monotonic() - began < 2 * limit_s
-                assert {each.status_code for each in found} == {503}
-                assert {each.headers["retry-after"] for each in found} == {"1"}
+                assert {answer.status_code for answer in answers} == {503}
+                assert {answer.headers["retry-after"] for answer in answers} == {"1"}
         assert http.get("healthz").status_code == 200, "the process itself is healthy"
         hole.forward()
         eventually(lambda: client.post("create_session", {"tags": []}).status_code == 200)
@@ -257,16 +257,16 @@ def test_a_server_and_its_engine_use_no_more_connections_than_documented(tmp_pat
         client = RawClient(http)
         session_id = client.session()
 
-        def work(number: int) -> None:
-            client.model(session_id, number)
+        def work(model_seq_id: int) -> None:
+            client.model(session_id, model_seq_id)
             for path in ("sessions", "dashboard/overview", "dashboard/queue", "training_runs"):
                 assert http.get(path).status_code == 200
 
-        running = [threads.submit(work, number) for number in range(64)]
-        while not all(each.done() for each in running):
+        running = [threads.submit(work, model_seq_id) for model_seq_id in range(64)]
+        while not all(running_future.done() for running_future in running):
             counts.append(int(direct.scalar(count)))
             time.sleep(0.02)
-        for each in running:
-            each.result()
+        for running_future in running:
+            running_future.result()
     direct.close()
     assert 12 < max(counts) <= server_limit + engine_limit

@@ -43,29 +43,29 @@ class Losing:
 
 def journey(url: str, name: str) -> dict[str, object]:
     """Results of a training loop: losses, samples of both kinds of sampler weights, a reloaded checkpoint."""
-    service, rest = (kind(base_url=url, api_key=API_KEY) for kind in (tinker.ServiceClient, tinker.RestClient))
+    service, rest_client = (kind(base_url=url, api_key=API_KEY) for kind in (tinker.ServiceClient, tinker.RestClient))
     data = random_data(np.random.default_rng(3), [12] * 3)
     prompt, adam = data[0].model_input, types.AdamParams(learning_rate=1e-2)
     params = types.SamplingParams(max_tokens=6, seed=5)
     client = service.create_lora_training_client(NANO, rank=4, seed=1).result()
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     for step in range(2):
         passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(adam)
-        found[f"loss {step}"] = passed.result().metrics["loss:sum"]
+        results[f"loss {step}"] = passed.result().metrics["loss:sum"]
         stepped.result()
         sampler = client.save_weights_and_get_sampling_client().result()
-        found[f"tokens {step}"] = sampler.sample(prompt, 1, params).result().sequences[0].tokens
-        found[f"logprobs {step}"] = sampler.compute_logprobs(prompt).result()
+        results[f"tokens {step}"] = sampler.sample(prompt, 1, params).result().sequences[0].tokens
+        results[f"logprobs {step}"] = sampler.compute_logprobs(prompt).result()
     saved = client.save_weights_for_sampler(name).result().path
-    named = service.create_sampling_client(model_path=saved).result()
-    found["tokens of a checkpoint"] = named.sample(prompt, 1, params).result().sequences[0].tokens
+    checkpoint_sampler = service.create_sampling_client(model_path=saved).result()
+    results["tokens of a checkpoint"] = checkpoint_sampler.sample(prompt, 1, params).result().sequences[0].tokens
     state = client.save_state(name).result().path
     loaded = service.create_training_client_from_state_with_optimizer(state).result()
     loaded.forward_backward(data, "cross_entropy").result()
     loaded.optim_step(adam).result()
-    found["loss of the loaded"] = loaded.forward(data, "cross_entropy").result().metrics["loss:sum"]
-    found["checkpoints"] = len(rest.list_checkpoints(client.model_id).result().checkpoints)
-    return found
+    results["loss of the loaded"] = loaded.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    results["checkpoints"] = len(rest_client.list_checkpoints(client.model_id).result().checkpoints)
+    return results
 
 
 def test_every_lost_response_is_a_delay_and_nothing_else(
@@ -73,10 +73,10 @@ def test_every_lost_response_is_a_delay_and_nothing_else(
 ) -> None:
     losing = Losing()
     losing.install(monkeypatch)
-    found = []
+    journeys = []
     for losing.enabled in (False, True):
-        found.append(journey(nano_server.url, f"mine-{losing.enabled}"))
-    assert found[0] == found[1]
+        journeys.append(journey(nano_server.url, f"mine-{losing.enabled}"))
+    assert journeys[0] == journeys[1]
     submitted = {"forward_backward", "optim_step", "asample", "save_weights", "save_weights_for_sampler"}
     assert submitted | {"create_model", "create_sampling_session", "retrieve_future"} <= {
         route.rpartition("/")[2] for route in losing.lost

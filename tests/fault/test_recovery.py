@@ -142,14 +142,14 @@ def test_samplers_checkpoints_and_long_runs_outlive_the_engine(server: LiveServe
         for step in stepped:
             step.result()
         path = client.save_weights_for_sampler("named").result().path
-        named = service.create_sampling_client(model_path=path).result()
+        checkpoint_sampler = service.create_sampling_client(model_path=path).result()
         ephemeral = client.save_weights_and_get_sampling_client().result()
-        expected = named.compute_logprobs(prompt).result()
+        expected = checkpoint_sampler.compute_logprobs(prompt).result()
         assert ephemeral.compute_logprobs(prompt).result() == expected
         loss = client.forward(DATA, "cross_entropy").result().metrics["loss:sum"]
 
         kill_engine(server)
-        assert named.compute_logprobs(prompt).result() == expected
+        assert checkpoint_sampler.compute_logprobs(prompt).result() == expected
         assert ephemeral.compute_logprobs(prompt).result() == expected
         assert client.forward(DATA, "cross_entropy").result().metrics["loss:sum"] == loss
         again = client.save_weights_and_get_sampling_client().result()

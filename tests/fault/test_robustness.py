@@ -38,9 +38,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[RawClient]:
-    made = connect(server)
-    yield made
-    made.http.close()
+    raw_client = connect(server)
+    yield raw_client
+    raw_client.http.close()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def model(server: LiveServer) -> str:
 
 
 @pytest.fixture(scope="module")
-def numbers() -> itertools.count:
+def seq_counter() -> itertools.count:
     return itertools.count(1)
 
 
@@ -125,8 +125,8 @@ def test_a_request_sent_ten_times_runs_once(server: LiveServer, client: RawClien
     for path, body in bodies.items():
         (answer,) = send_again_and_again(server, path, orjson.dumps(body), "application/json")
         client.result(orjson.loads(answer)["request_id"])
-    found = client.http.get(f"sessions/{session}").json()
-    assert (len(found["training_run_ids"]), len(found["sampler_ids"])) == (1, 1)
+    session_row = client.http.get(f"sessions/{session}").json()
+    assert (len(session_row["training_run_ids"]), len(session_row["sampler_ids"])) == (1, 1)
     listed = client.http.get(f"training_runs/{session}:train:0/checkpoints").json()["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/one"]
 
@@ -170,8 +170,8 @@ def bad(*tokens: int, **changes: object) -> BadPass:
 
 
 def with_input(name: str, value: pb.Tensor, loss_fn: str = "cross_entropy") -> BadPass:
-    others = POLICY if loss_fn != "cross_entropy" else {}
-    return bad(inputs={**others, name: value}, loss_fn=loss_fn)
+    other_inputs = POLICY if loss_fn != "cross_entropy" else {}
+    return bad(inputs={**other_inputs, name: value}, loss_fn=loss_fn)
 
 
 def without_data(model_id: str, seq_id: int) -> bytes:
@@ -210,14 +210,14 @@ BAD_PASSES = {
 
 @pytest.mark.parametrize("case", BAD_PASSES)
 def test_a_wrong_pass_is_refused_at_once_and_the_next_request_works(
-    client: RawClient, model: str, numbers: itertools.count, case: str
+    client: RawClient, model: str, seq_counter: itertools.count, case: str
 ) -> None:
     make, words = BAD_PASSES[case]
     started = time.monotonic()
-    answer = client.send_pass(make(model, next(numbers)))
+    answer = client.send_pass(make(model, next(seq_counter)))
     assert answer.status_code == 200, answer.text
     assert words in client.error(answer.json()["request_id"])
-    client.result(client.forward(model, next(numbers)))
+    client.result(client.forward(model, next(seq_counter)))
     assert time.monotonic() - started < AT_ONCE_S
 
 
@@ -241,19 +241,19 @@ BAD_OPERATIONS = {
 
 @pytest.mark.parametrize("case", BAD_OPERATIONS)
 def test_a_wrong_operation_is_refused_at_once_and_the_next_request_works(
-    client: RawClient, model: str, numbers: itertools.count, case: str
+    client: RawClient, model: str, seq_counter: itertools.count, case: str
 ) -> None:
     path, body, words = BAD_OPERATIONS[case]
-    own = {"model_id": model, "seq_id": next(numbers)}
-    raw = orjson.dumps(own | body) if isinstance(body, dict) else body + orjson.dumps(own)[1:]
+    ids = {"model_id": model, "seq_id": next(seq_counter)}
+    raw = orjson.dumps(ids | body) if isinstance(body, dict) else body + orjson.dumps(ids)[1:]
     started = time.monotonic()
     answer = client.send(path, raw, Content_Type="application/json")
     if answer.status_code == 400:  # not even JSON: the number is not used
         assert words in answer.text or "not valid JSON" in answer.text
-        client.result(client.forward(model, own["seq_id"]))
+        client.result(client.forward(model, ids["seq_id"]))
     else:
         assert words in client.error(answer.json()["request_id"])
-    client.result(client.forward(model, next(numbers)))
+    client.result(client.forward(model, next(seq_counter)))
     assert time.monotonic() - started < AT_ONCE_S
 
 
@@ -313,9 +313,9 @@ def test_a_wrong_sample_is_refused_at_once_and_the_next_is_drawn(client: RawClie
     changes, words = BAD_SAMPLES[case]
     sampler = client.sampler()
 
-    def body(seq_id: int, prompt: object = (1,), **more: object) -> dict[str, object]:
+    def body(seq_id: int, prompt: object = (1,), **fields: object) -> dict[str, object]:
         chunks = [{"type": "encoded_text", "tokens": list(prompt)}]  # type: ignore[call-overload]
-        return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": {"chunks": chunks}} | more
+        return {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": {"chunks": chunks}} | fields
 
     started = time.monotonic()
     assert words in client.error(client.ok("asample", body(0, **changes))["request_id"])
@@ -323,7 +323,7 @@ def test_a_wrong_sample_is_refused_at_once_and_the_next_is_drawn(client: RawClie
     assert time.monotonic() - started < AT_ONCE_S
 
 
-def compressed(body: bytes, **options: bool) -> bytes:
+def compress(body: bytes, **options: bool) -> bytes:
     return zstandard.ZstdCompressor(**options).compress(body)
 
 
@@ -340,10 +340,10 @@ BAD_REQUESTS = {
     "protobuf as JSON": ("optim_step", b"{}", {"Content_Type": PROTO["Content-Type"]}, 415, "application/json"),
     "no content type": ("forward_backward", b"", {"Content_Type": ""}, 415, "application/x-protobuf"),
     "a body too large": ("optim_step", HUGE, JSON, 413, str(MAX_BODY_BYTES)),
-    "a zstd bomb": ("optim_step", compressed(HUGE), JSON | ZSTD, 413, str(MAX_BODY_BYTES)),
+    "a zstd bomb": ("optim_step", compress(HUGE), JSON | ZSTD, 413, str(MAX_BODY_BYTES)),
     "a zstd bomb of unknown size": (
         "optim_step",
-        compressed(HUGE, write_content_size=False),
+        compress(HUGE, write_content_size=False),
         JSON | ZSTD,
         413,
         str(MAX_BODY_BYTES),
@@ -428,10 +428,10 @@ def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: 
 @contextmanager
 def heartbeats(server: LiveServer, session: str) -> Iterator[None]:
     """Keep `session` alive within the block, with a separate client."""
-    client, ended = connect(server), threading.Event()
+    client, stop = connect(server), threading.Event()
 
     def beat() -> None:
-        while not ended.wait(0.2):
+        while not stop.wait(0.2):
             client.ok("session_heartbeat", {"session_id": session})
 
     thread = threading.Thread(target=beat)
@@ -439,7 +439,7 @@ def heartbeats(server: LiveServer, session: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join()
 
 
@@ -451,11 +451,11 @@ def test_a_silent_session_ends_with_its_models_and_later_its_results(tmp_path: P
         session = client.session()
         with heartbeats(server, session):
             model = client.model(session)
-            done = client.forward(model, 1)
-            expected = client.result(done).content
+            settled_id = client.forward(model, 1)
+            expected = client.result(settled_id).content
             waiting = client.step(model, 3)
         assert "no heartbeat for 3 s" in client.error(waiting)
-        assert client.result(done).content == expected, "what was settled stays for its grace"
+        assert client.result(settled_id).content == expected, "what was settled stays for its grace"
         for path, body in (
             ("session_heartbeat", {"session_id": session}),
             ("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}),
@@ -465,7 +465,7 @@ def test_a_silent_session_ends_with_its_models_and_later_its_results(tmp_path: P
             answer = client.post(path, body)
             assert (answer.status_code, "no heartbeat for 3 s" in answer.text) == (410, True), answer.text
         deadline = time.monotonic() + 40
-        while client.post("retrieve_future", {"request_id": done}).status_code != 404:
+        while client.post("retrieve_future", {"request_id": settled_id}).status_code != 404:
             assert time.monotonic() < deadline, "results go when their grace is over"
             time.sleep(0.1)
         with heartbeats(server, session := client.session()):
@@ -491,19 +491,19 @@ def test_a_tenant_with_infinite_weights_does_not_touch_another(nano_server: Live
 
     def losses(service: tinker.ServiceClient) -> list[float]:
         client = service.create_lora_training_client(BASE, rank=4, seed=1).result()
-        found = []
+        loss_sums = []
         for _ in range(6):
             passed = client.forward_backward(data, "cross_entropy")
             client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            found.append(passed.result().metrics["loss:sum"])
-        return found
+            loss_sums.append(passed.result().metrics["loss:sum"])
+        return loss_sums
 
     complaints: list[str] = []
-    done = threading.Event()
+    stop = threading.Event()
 
     def poison(service: tinker.ServiceClient) -> None:
         client = service.create_lora_training_client(BASE, rank=4, seed=2).result()
-        while not done.is_set():
+        while not stop.is_set():
             try:
                 client.forward_backward(data, "cross_entropy").result()
                 client.optim_step(types.AdamParams(learning_rate=1e30)).result()
@@ -511,7 +511,7 @@ def test_a_tenant_with_infinite_weights_does_not_touch_another(nano_server: Live
                 complaints.append(str(error))
 
     with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
-        alone = losses(service)
+        lone_losses = losses(service)
         with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as other, ThreadPoolExecutor(1) as pool:
             poisoning = pool.submit(poison, other)
             try:
@@ -519,7 +519,7 @@ def test_a_tenant_with_infinite_weights_does_not_touch_another(nano_server: Live
                     time.sleep(0.01)
                 together = losses(service)
             finally:
-                done.set()
+                stop.set()
             poisoning.result()
-    assert together == pytest.approx(alone, rel=1e-4)
+    assert together == pytest.approx(lone_losses, rel=1e-4)
     assert "gradient contains NaN or infinite numbers" in complaints[0]

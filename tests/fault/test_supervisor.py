@@ -41,9 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[RawClient]:
-    made = connect(server)
-    yield made
-    made.http.close()
+    raw_client = connect(server)
+    yield raw_client
+    raw_client.http.close()
 
 
 # Polls, and an engine that dies.
@@ -119,10 +119,10 @@ def test_an_engine_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> N
     with serving(tmp_path / "data", "--backend", "fake") as server:
         engine = engine_of(server)
         server.stop(signal.SIGKILL)
-        gone = wait_until_gone(engine)
-        if not gone:
+        has_ended = wait_until_gone(engine)
+        if not has_ended:
             os.kill(engine, signal.SIGKILL)
-        assert gone
+        assert has_ended
 
 
 def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_p
             created = client.ok("create_model", body)["request_id"]
             sample = {"sampling_session_id": sampler, "seq_id": 1, "num_samples": 1}
             sample |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {}}
-            asked = client.ok("asample", sample)["request_id"]
+            request_id = client.ok("asample", sample)["request_id"]
             answer = client.post("retrieve_future", {"request_id": created})
             deadline = time.monotonic() + 150  # five starts
             while answer.status_code == 408:
@@ -179,7 +179,7 @@ def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_p
             assert "hunter2" not in answer["error"] and "Traceback" not in answer["error"]
             target = {"type": "sampling_session", "sampling_session_id": sampler}
             polled = client.ok("retrieve_futures", {"target": target, "timeout": 0.2})["completions"]
-            assert polled == [{"state": "failed", "request_id": asked}]
+            assert polled == [{"state": "failed", "request_id": request_id}]
             chat = {"model": BASE, "messages": [{"role": "user", "content": "hi"}]}
             said = httpx.post(
                 f"{server.url}/v1/chat/completions", json=chat, headers={"X-API-Key": API_KEY}, timeout=90
@@ -195,7 +195,7 @@ def test_requests_of_an_engine_that_cannot_be_started_fail_with_the_reason(tmp_p
             while "model_id" not in (said := client.post("retrieve_future", {"request_id": created})).json():
                 assert time.monotonic() < deadline, said.text
                 time.sleep(0.5)
-            client.result(asked)
+            client.result(request_id)
 
 
 def test_the_error_that_is_shown_of_a_log_is_its_last_one(tmp_path: Path) -> None:
@@ -232,20 +232,20 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_server_that_cannot_start_says_why_in_one_line(
     server: LiveServer, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    taken = str(urlsplit(server.url).port)
+    busy_port = str(urlsplit(server.url).port)
     usual = {"--port": str(free_port()), "--data-dir": str(tmp_path / "data")}
-    given = {arguments[0]: arguments[1].replace("{taken}", taken)}
-    ended = _command(*itertools.chain(*(usual | given).items()))
-    assert ended.returncode == 2, ended.stderr
-    errors = [line for line in ended.stderr.splitlines() if not line.startswith("timestamp=")]
-    assert len(errors) == 1 and words in errors[0], ended.stderr
+    option_values = {arguments[0]: arguments[1].replace("{taken}", busy_port)}
+    completed = _command(*itertools.chain(*(usual | option_values).items()))
+    assert completed.returncode == 2, completed.stderr
+    errors = [line for line in completed.stderr.splitlines() if not line.startswith("timestamp=")]
+    assert len(errors) == 1 and words in errors[0], completed.stderr
 
 
 def test_a_second_server_on_the_same_directory_is_refused_and_the_first_is_as_fast(
     server: LiveServer, client: RawClient
 ) -> None:
-    ended = _command("--port", str(free_port()), "--data-dir", str(server.data_dir), "--backend", "fake")
-    assert (ended.returncode, "another server uses" in ended.stderr) == (2, True), ended.stderr
+    completed = _command("--port", str(free_port()), "--data-dir", str(server.data_dir), "--backend", "fake")
+    assert (completed.returncode, "another server uses" in completed.stderr) == (2, True), completed.stderr
     model = client.model()
     started = time.monotonic()
     for seq_id in range(1, 11):

@@ -26,7 +26,7 @@ def logs(key: str, steps: int) -> Check:
     """The metric has a finite value in exactly this many steps."""
 
     def check(outcome: Outcome) -> None:
-        assert len(outcome.logged(key)) == steps, f"{key}: {outcome.logged(key)}"
+        assert len(outcome.metric_values(key)) == steps, f"{key}: {outcome.metric_values(key)}"
 
     return check
 
@@ -35,7 +35,7 @@ def first(key: str, low: float, high: float) -> Check:
     """The metric's first value lies in a range."""
 
     def check(outcome: Outcome) -> None:
-        value = outcome.logged(key)[0]
+        value = outcome.metric_values(key)[0]
         assert low <= value <= high, f"{key} begins with {value}, not within {low} and {high}"
 
     return check
@@ -45,7 +45,7 @@ def always(key: str, low: float, high: float) -> Check:
     """All of the metric's values lie in a range."""
 
     def check(outcome: Outcome) -> None:
-        assert all(low <= value <= high for value in outcome.logged(key)), f"{key}: {outcome.logged(key)}"
+        assert all(low <= value <= high for value in outcome.metric_values(key)), f"{key}: {outcome.metric_values(key)}"
 
     return check
 
@@ -54,7 +54,7 @@ def above(key: str, low: float) -> Check:
     """All of the metric's values are greater than `low`."""
 
     def check(outcome: Outcome) -> None:
-        assert all(value > low for value in outcome.logged(key)), f"{key}: {outcome.logged(key)}"
+        assert all(value > low for value in outcome.metric_values(key)), f"{key}: {outcome.metric_values(key)}"
 
     return check
 
@@ -63,7 +63,7 @@ def falls(key: str) -> Check:
     """The metric ends below its beginning."""
 
     def check(outcome: Outcome) -> None:
-        values = outcome.logged(key)
+        values = outcome.metric_values(key)
         assert values[-1] < values[0], f"{key}: {values}"
 
     return check
@@ -73,21 +73,21 @@ def moves(key: str) -> Check:
     """The metric is not the same at every step."""
 
     def check(outcome: Outcome) -> None:
-        assert len(set(outcome.logged(key))) > 1, f"{key}: {outcome.logged(key)}"
+        assert len(set(outcome.metric_values(key))) > 1, f"{key}: {outcome.metric_values(key)}"
 
     return check
 
 
 def on_policy(outcome: Outcome) -> None:
     """The trainer's logprobs of the first batch of samples match the sampler's."""
-    assert abs(outcome.logged("optim/kl_sample_train_v1")[0]) < SAME_DISTRIBUTION_V1
-    assert 0 <= outcome.logged("optim/kl_sample_train_v2")[0] < SAME_DISTRIBUTION_V2
-    assert outcome.logged("optim/entropy")[0] > 0
+    assert abs(outcome.metric_values("optim/kl_sample_train_v1")[0]) < SAME_DISTRIBUTION_V1
+    assert 0 <= outcome.metric_values("optim/kl_sample_train_v2")[0] < SAME_DISTRIBUTION_V2
+    assert outcome.metric_values("optim/entropy")[0] > 0
 
 
 def learns_from_contrast(outcome: Outcome) -> None:
     """A step has a gradient exactly when a group of its samples has different rewards."""
-    mixed, norms = outcome.logged("env/all/by_group/frac_mixed"), outcome.logged("grad_norm")
+    mixed, norms = outcome.metric_values("env/all/by_group/frac_mixed"), outcome.metric_values("grad_norm")
     assert [share > 0 for share in mixed] == [norm > NO_GRADIENT for norm in norms], (mixed, norms)
     assert any(mixed), "no group was mixed: nothing could be learned"
 
@@ -105,12 +105,12 @@ def checkpoints(*names: str) -> Check:
     return check
 
 
-def gone(name: str) -> Check:
+def checkpoint_is_deleted(name: str) -> Check:
     """The run saved this checkpoint and deleted it: its row is logged, the server no longer lists it."""
 
     def check(outcome: Outcome) -> None:
         row = next(row for row in outcome.checkpoints() if row["name"] == name)
-        assert row["state_path"] not in _listed(outcome, row["state_path"])
+        assert row["state_path"] not in _list_checkpoints(outcome, row["state_path"])
 
     return check
 
@@ -128,14 +128,14 @@ def at(directory: str, *within: Check) -> Check:
     """The checks hold for another log directory of the same command."""
 
     def check(outcome: Outcome) -> None:
-        for one in within:
-            one(outcome.at(directory))
+        for inner_check in within:
+            inner_check(outcome.at(directory))
 
     return check
 
 
 def _use(outcome: Outcome, service: tinker.ServiceClient, row: dict[str, str]) -> None:
-    listed = _listed(outcome, row["state_path"])
+    listed = _list_checkpoints(outcome, row["state_path"])
     assert row["state_path"] in listed
     model = service.create_training_client_from_state_with_optimizer(row["state_path"]).result()
     assert model.get_info().is_lora
@@ -149,7 +149,7 @@ def _use(outcome: Outcome, service: tinker.ServiceClient, row: dict[str, str]) -
     assert all(logprob is not None and math.isfinite(logprob) and logprob < 0 for logprob in logprobs[1:])
 
 
-def _listed(outcome: Outcome, path: str) -> set[str]:
+def _list_checkpoints(outcome: Outcome, path: str) -> set[str]:
     """The server's checkpoints of the training run in `path`."""
     run_id = path.removeprefix("tinker://").split("/")[0]
     answer = outcome.server.get(f"training_runs/{run_id}/checkpoints")

@@ -15,13 +15,13 @@ from support.live import LiveServer, serving
 @pytest.fixture(scope="session")
 def recipe_models(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The models that the selected tests of this package need; each takes one process of the server."""
-    wanted: set[str] = {"local/tiny"}
+    needed_models: set[str] = {"local/tiny"}
     for item in request.session.items:
         parameters = (
             item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
         )
-        wanted.update(model for value in parameters if isinstance(value, Row) for model in value.models)
-    return tuple(name for name in MODELS if name in wanted)
+        needed_models.update(model for value in parameters if isinstance(value, Row) for model in value.models)
+    return tuple(name for name in MODELS if name in needed_models)
 
 
 @pytest.fixture(scope="session")

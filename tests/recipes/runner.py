@@ -29,10 +29,12 @@ class Outcome:
         """The same command with another log directory, relative to the working directory; a glob pattern if its name
         has a date.
         """
-        (found,) = self.log_path.parent.glob(directory) if "*" in directory else [self.log_path.parent / directory]
-        return Outcome(self.server, self.output, found)
+        (directory_path,) = (
+            self.log_path.parent.glob(directory) if "*" in directory else [self.log_path.parent / directory]
+        )
+        return Outcome(self.server, self.output, directory_path)
 
-    def logged(self, key: str) -> list[float]:
+    def metric_values(self, key: str) -> list[float]:
         """The values of a metric, step by step; none may be infinite or missing its number."""
         lines = [json.loads(line) for line in (self.log_path / "metrics.jsonl").read_text().splitlines()]
         values = [float(line[key]) for line in lines if key in line]
@@ -55,7 +57,7 @@ def run(server: LiveServer, workplace: Path, command: tuple[str, ...], log: str,
         "TINKER_COOKBOOK_RUNS_DIR": str(workplace / RUNS),
         "HF_HOME": str(workplace / "hugging_face"),
     }
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *command],
         cwd=workplace,
         env=environment,
@@ -66,5 +68,5 @@ def run(server: LiveServer, workplace: Path, command: tuple[str, ...], log: str,
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return Outcome(server, done.stdout, workplace / log)
+    assert completed.returncode == 0, completed.stdout[-6000:]
+    return Outcome(server, completed.stdout, workplace / log)

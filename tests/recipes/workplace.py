@@ -77,17 +77,17 @@ def make_random_model(directory: Path, model_type: str) -> None:
     """A random model with a vision tower, over the embedded model's tokens and those around images."""
     tokenizer = AutoTokenizer.from_pretrained(str(nano.path()))
     tokenizer.add_special_tokens({"additional_special_tokens": list(vision_models.NAMES.values())})
-    given = vision_models.configuration(model_type)
+    config = vision_models.configuration(model_type)
     names = {vision_models.IMAGE: "image", vision_models.VIDEO: "video"}
     names |= {vision_models.START: "vision_start", vision_models.END: "vision_end"}
-    given |= {
+    config |= {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(vision_models.NAMES[token_id])
         for token_id, name in names.items()
     }
-    own = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT_LENGTH}
-    given["text_config"] = given["text_config"] | own | {"eos_token_id": tokenizer.eos_token_id}
+    overrides = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT_LENGTH}
+    config["text_config"] = config["text_config"] | overrides | {"eos_token_id": tokenizer.eos_token_id}
     directory.mkdir(parents=True)
-    vision_models.write(directory, AutoConfig.for_model(model_type, **given), tokenizer)
+    vision_models.write(directory, AutoConfig.for_model(model_type, **config), tokenizer)
 
 
 def _write_pictures(directory: Path) -> None:
@@ -97,9 +97,9 @@ def _write_pictures(directory: Path) -> None:
         for label, color in (("red_panda", (200, 40, 30)), ("blue_whale", (20, 60, 210))):
             folder = directory / split / label
             folder.mkdir(parents=True)
-            for number in range(num_pictures):
+            for index in range(num_pictures):
                 pixels = np.clip(np.array(color) + rng.integers(-20, 20, (24, 40, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
+                Image.fromarray(pixels).save(folder / f"{index}.png")
 
 
 def cookbook_directory() -> Path:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fault.crash.kept import kept
+from fault.crash.kept import keep_server_running
 from fault.crash.runs import Books, Record, books, run_all
 
 
 @pytest.fixture(scope="session")
 def fake_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Record], Books]:
     """On the fake backend, everything in one process group."""
-    with kept(tmp_path_factory.mktemp("undisturbed") / "data", "--backend", "fake") as server:
-        seen = run_all(server), books(server)
+    with keep_server_running(tmp_path_factory.mktemp("undisturbed") / "data", "--backend", "fake") as server:
+        results = run_all(server), books(server)
         assert server.deaths == 0 and not server.markers
-    return seen
+    return results

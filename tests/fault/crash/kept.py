@@ -29,7 +29,7 @@ def markers_in(data_dir: Path) -> set[str]:
     return {path.name.removeprefix("crashed.") for path in data_dir.glob("crashed.*")}
 
 
-class KeptServer:
+class RestartedServer:
     """The successive processes of one server."""
 
     def __init__(self, data_dir: Path, arguments: Sequence[str], settings: Mapping[str, str]) -> None:
@@ -61,9 +61,9 @@ class KeptServer:
         """The rows of a query of the server's database."""
         database = Database(self.database_url)
         with database.read() as connection:
-            found = [tuple(row) for row in connection.execute(sa.text(query))]
+            fetched_rows = [tuple(row) for row in connection.execute(sa.text(query))]
         database.close()
-        return found
+        return fetched_rows
 
     def await_answer(self) -> None:
         deadline = time.monotonic() + START_S
@@ -108,8 +108,8 @@ class KeptServer:
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(self._port)]
         command += ["--data-dir", str(self.data_dir), *self._arguments]
-        given = {"DATABASE_URL": databases.database_url(self.data_dir), **self._settings}
-        environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
+        all_settings = {"DATABASE_URL": databases.database_url(self.data_dir), **self._settings}
+        environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in all_settings.items()}}
         with (self.data_dir / "server.log").open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
@@ -126,13 +126,15 @@ class KeptServer:
 
 
 @contextlib.contextmanager
-def kept(data_dir: Path, *arguments: str, migrated: bool = True, **settings: str) -> Iterator[KeptServer]:
+def keep_server_running(
+    data_dir: Path, *arguments: str, migrated: bool = True, **settings: str
+) -> Iterator[RestartedServer]:
     """A running server with keys for three tenants. Unless `migrated`, its first start creates the database."""
     data_dir.mkdir(parents=True)
     if migrated and databases.chosen == databases.SQLITE:
         databases.fresh_url(data_dir)
-    given = {"SESSION_SWEEP_S": "1", **{name.upper(): value for name, value in settings.items()}}
-    server = KeptServer(data_dir, arguments, given)
+    all_settings = {"SESSION_SWEEP_S": "1", **{name.upper(): value for name, value in settings.items()}}
+    server = RestartedServer(data_dir, arguments, all_settings)
     try:
         server.await_answer()
         server.make_keys()

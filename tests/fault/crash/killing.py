@@ -51,14 +51,14 @@ def processes_below(root: int) -> Processes:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.parent.name))
-    found: Processes = {}
+    kinds_by_pid: Processes = {}
     waiting = [root]
     while waiting:
         for pid in children.get(waiting.pop(), ()):
             waiting.append(pid)
             if kind := _kind_of(pid):
-                found[pid] = kind
-    return found
+                kinds_by_pid[pid] = kind
+    return kinds_by_pid
 
 
 def _kind_of(pid: int) -> str | None:
@@ -69,12 +69,12 @@ def _kind_of(pid: int) -> str | None:
     return next((MODULES[word] for word in words if word in MODULES), None)
 
 
-def left_below(root: int, patience_s: float) -> Processes:
+def find_survivors(root: int, patience_s: float) -> Processes:
     """Return the processes that are still alive after the time allowed for ending."""
     deadline = time.monotonic() + patience_s
-    while (found := processes_below(root)) and time.monotonic() < deadline:
+    while (survivors := processes_below(root)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return survivors
 
 
 class Killer:
@@ -133,14 +133,14 @@ def any_kind(processes: Mapping[int, str], choice: random.Random) -> tuple[str, 
     kind = choice.choice([*kinds, ALL])
     if kind == ALL:
         return ALL, list(processes)
-    return kind, [choice.choice(sorted(pid for pid, each in processes.items() if each == kind))]
+    return kind, [choice.choice(sorted(pid for pid, process_kind in processes.items() if process_kind == kind))]
 
 
 def server_or_engine(processes: Mapping[int, str], choice: random.Random) -> tuple[str, list[int]]:
     """The server, its engines, or both."""
     victim = choice.choice(("server", "engine", "both"))
     kinds = ("engine", "server") if victim == "both" else (victim,)
-    return victim, [pid for kind in kinds for pid, each in processes.items() if each == kind]
+    return victim, [pid for kind in kinds for pid, process_kind in processes.items() if process_kind == kind]
 
 
 def _kill(pid: int) -> bool:

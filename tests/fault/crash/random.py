@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-from fault.crash.kept import kept
+from fault.crash.kept import keep_server_running
 from fault.crash.killing import Killer, processes_below, server_or_engine
 from fault.crash.runs import books, run_all
 
@@ -26,19 +26,21 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--every", type=float, default=6.0, help="mean seconds between two kills")
-    given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="crash-") as directory:
-        with kept(Path(directory) / "undisturbed", "--backend", "fake") as server:
-            told, expected = run_all(server), books(server)
-        with kept(Path(directory) / "killed", "--backend", "fake") as server:
-            killer = Killer(lambda: processes_below(os.getpid()), server_or_engine, given.seed, (0, 2 * given.every))
-            until = time.monotonic() + 60 * given.minutes
+        with keep_server_running(Path(directory) / "undisturbed", "--backend", "fake") as server:
+            records, expected = run_all(server), books(server)
+        with keep_server_running(Path(directory) / "killed", "--backend", "fake") as server:
+            killer = Killer(
+                lambda: processes_below(os.getpid()), server_or_engine, arguments.seed, (0, 2 * arguments.every)
+            )
+            until = time.monotonic() + 60 * arguments.minutes
             runs = 0
             try:
                 while time.monotonic() < until:
                     started = time.monotonic()
-                    if run_all(server) != told:
+                    if run_all(server) != records:
                         raise AssertionError("a client was told something else than without a kill")
                     runs += 1
                     print(f"run {runs}: {time.monotonic() - started:.1f} s; {dict(killer.kills)}", flush=True)

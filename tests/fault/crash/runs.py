@@ -18,7 +18,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from fault.crash.kept import KeptServer
+from fault.crash.kept import RestartedServer
 
 NANO = "tinsmith/nano"
 DEPRECATED = "ignore:.*TrainingClient.load_state:FutureWarning"
@@ -48,20 +48,20 @@ PLANS = (Plan("ann", 4, "cross_entropy", 1), Plan("bob", 8, "importance_sampling
 class Record:
     """All results that a tenant received, in order, without the ids that differ between runs."""
 
-    told: list[tuple[str, object]] = field(default_factory=list)
+    results: list[tuple[str, object]] = field(default_factory=list)
 
-    def note(self, what: str, value: object) -> None:
-        self.told.append((what, value))
+    def note(self, name: str, value: object) -> None:
+        self.results.append((name, value))
 
 
-def run_all(server: KeptServer, plans: Sequence[Plan] = PLANS) -> dict[str, Record]:
+def run_all(server: RestartedServer, plans: Sequence[Plan] = PLANS) -> dict[str, Record]:
     """Run the loops of all tenants in parallel. Raises the first error that a tenant received."""
     with ThreadPoolExecutor(len(plans)) as pool:
         futures = {plan.tenant: pool.submit(_run, server, plan) for plan in plans}
         return {tenant: future.result() for tenant, future in futures.items()}
 
 
-def _run(server: KeptServer, plan: Plan) -> Record:
+def _run(server: RestartedServer, plan: Plan) -> Record:
     record = Record()
     with tinker.ServiceClient(base_url=server.url, api_key=server.keys[plan.tenant]) as service:
         client = service.create_lora_training_client(NANO, rank=plan.rank, seed=plan.seed).result(plan.patience_s)
@@ -81,7 +81,7 @@ def _run(server: KeptServer, plan: Plan) -> Record:
     return record
 
 
-def _unload(server: KeptServer, plan: Plan, model_id: str) -> None:
+def _unload(server: RestartedServer, plan: Plan, model_id: str) -> None:
     """Send the request directly, since the SDK has no method for it. It is idempotent."""
     body = {"model_id": model_id, "type": "unload_model"}
     deadline = time.monotonic() + plan.patience_s
@@ -95,18 +95,18 @@ def _unload(server: KeptServer, plan: Plan, model_id: str) -> None:
 
 def _train(client: tinker.TrainingClient, plan: Plan, record: Record) -> None:
     data = _data(plan)
-    sent: list[tuple[str, Callable[[], object]]] = []
+    pending: list[tuple[str, Callable[[], object]]] = []
     for _ in range(STEPS):
-        passes = [client.forward_backward(some, plan.loss_fn) for some in (data[:2], data[2:])]
+        passes = [client.forward_backward(chunk, plan.loss_fn) for chunk in (data[:2], data[2:])]
         step = client.optim_step(types.AdamParams(learning_rate=plan.rate))
-        sent += [("pass", lambda passed=passed: _of_pass(passed.result(plan.patience_s))) for passed in passes]
-        sent.append(("step", lambda step=step: step.result(plan.patience_s).metrics))
+        pending += [("pass", lambda passed=passed: _of_pass(passed.result(plan.patience_s))) for passed in passes]
+        pending.append(("step", lambda step=step: step.result(plan.patience_s).metrics))
     sampler = client.save_weights_and_get_sampling_client().result(plan.patience_s)
-    asked = types.SamplingParams(max_tokens=6, temperature=1.0, seed=plan.seed)
-    samples = [sampler.sample(datum.model_input, num_samples=2, sampling_params=asked) for datum in data]
-    sent += [("sample", lambda sample=sample: _of_sample(sample.result(plan.patience_s))) for sample in samples]
-    for what, get in sent:
-        record.note(what, get())
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=plan.seed)
+    samples = [sampler.sample(datum.model_input, num_samples=2, sampling_params=params) for datum in data]
+    pending += [("sample", lambda sample=sample: _of_sample(sample.result(plan.patience_s))) for sample in samples]
+    for name, get in pending:
+        record.note(name, get())
 
 
 def _of_pass(output: types.ForwardBackwardOutput) -> object:
@@ -156,7 +156,7 @@ class Books:
         )
 
 
-def books(server: KeptServer) -> Books:
+def books(server: RestartedServer) -> Books:
     saved = server.rows("SELECT tenant_id, name, state, directory FROM checkpoints")
     theirs = ", ".join(f"'{plan.tenant}'" for plan in PLANS)
     return Books(
@@ -166,7 +166,7 @@ def books(server: KeptServer) -> Books:
         ),
         sorted(server.rows("SELECT tenant_id, lora_rank, state, applied_seq_id FROM models")),
         server.rows(f"SELECT tenant_id, count(*) FROM samplers WHERE tenant_id IN ({theirs}) GROUP BY 1 ORDER BY 1"),
-        sorted((*row, _saved_state(server, directory)) for *row, directory in saved),
+        sorted((*row, _read_saved_state(server, directory)) for *row, directory in saved),
         server.rows(
             "SELECT model_id, count(*), min(seq_id), max(seq_id) FROM futures WHERE seq_id IS NOT NULL "
             "AND sampling_session_id IS NULL GROUP BY 1 HAVING max(seq_id) - min(seq_id) + 1 <> count(*)"
@@ -174,6 +174,6 @@ def books(server: KeptServer) -> Books:
     )
 
 
-def _saved_state(server: KeptServer, directory: str) -> str:
+def _read_saved_state(server: RestartedServer, directory: str) -> str:
     path = server.data_dir / "checkpoints" / directory / "fake_adapter.json"
     return path.read_text() if path.exists() else ""

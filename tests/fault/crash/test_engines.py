@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash.kept import KeptServer, kept, markers_in
+from fault.crash.kept import RestartedServer, keep_server_running, markers_in
 from fault.crash.runs import DEPRECATED, Books, Record
 from fault.crash.test_matrix import NTH, POINTS_HERE, points_of, run_until
 from support import databases
@@ -31,7 +31,7 @@ POINTS = [point for point in POINTS_HERE if not point.startswith(OF_SERVERS) and
 
 
 @contextlib.contextmanager
-def engine(server: KeptServer, name: str, failpoints: str, **more: str) -> Iterator[LiveServer]:
+def engine(server: RestartedServer, name: str, failpoints: str, **changes: str) -> Iterator[LiveServer]:
     """A process with the role engine and its own data directory."""
     port = free_port()
     settings = {
@@ -39,23 +39,27 @@ def engine(server: KeptServer, name: str, failpoints: str, **more: str) -> Itera
         "STORAGE_DIR": str(server.data_dir),
         "ENGINE_LEASE_S": "2",
         "FAILPOINTS": failpoints,
-        **more,
+        **changes,
     }
     arguments = ("--role", "engine", "--backend", "fake", "--health-port", str(port))
-    with serving(server.data_dir.parent / name, *arguments, port=port, settings=settings) as made:
-        yield made
+    with serving(server.data_dir.parent / name, *arguments, port=port, settings=settings) as engine_process:
+        yield engine_process
 
 
-def check(directory: Path, undisturbed: Seen, one: str, two: str = "") -> None:
-    with kept(directory / "server", "--backend", "fake", "--role", "server") as server:
-        with engine(server, "one", one) as first, engine(server, "two", two) as second:
+def check(directory: Path, undisturbed: Seen, first_points: str, second_points: str = "") -> None:
+    with keep_server_running(directory / "server", "--backend", "fake", "--role", "server") as server:
+        with engine(server, "one", first_points) as first, engine(server, "two", second_points) as second:
             await_both(server)
-            points = ((first, points_of(one)), (second, points_of(two)))
-            run_until(lambda: all(own <= markers_in(each.data_dir) for each, own in points), server, undisturbed)
+            points = ((first, points_of(first_points)), (second, points_of(second_points)))
+            run_until(
+                lambda: all(points_of_process <= markers_in(process.data_dir) for process, points_of_process in points),
+                server,
+                undisturbed,
+            )
         assert server.deaths == 0
 
 
-def await_both(server: KeptServer) -> None:
+def await_both(server: RestartedServer) -> None:
     """Wait for both engines, so that each gets a share of the runs."""
     database = Database(server.database_url)
     deadline = time.monotonic() + 90

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fault.crash.kept import KeptServer, kept
+from fault.crash.kept import RestartedServer, keep_server_running
 from fault.crash.runs import DEPRECATED, Books, Record, books, run_all
 from tinsmith.runtime.failpoints import POINTS, VICTIMS
 
@@ -46,7 +46,7 @@ test_batch_kill and test_openai_batches, those of migrations by test_moving."""
 Seen = tuple[dict[str, Record], Books]
 
 
-def run_until(died: Callable[[], bool], server: KeptServer, expected: Seen) -> None:
+def run_until(died: Callable[[], bool], server: RestartedServer, expected: Seen) -> None:
     """Run all loops and compare them, again if the processes did not die yet: an engine with a full writer of files
     leaves a version to the next snapshot, before which its model may be unloaded.
     """
@@ -65,7 +65,7 @@ def undisturbed(fake_undisturbed: Seen) -> Seen:
 
 def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
     migrated = FIRST_START not in points
-    with kept(data_dir, "--backend", "fake", migrated=migrated, failpoints=specs) as server:
+    with keep_server_running(data_dir, "--backend", "fake", migrated=migrated, failpoints=specs) as server:
         run_until(lambda: points <= server.markers, server, undisturbed)
 
 
@@ -100,19 +100,19 @@ def test_the_chains_have_every_point() -> None:
 
 
 @pytest.fixture(scope="module")
-def chained(tmp_path_factory: pytest.TempPathFactory, undisturbed: Seen) -> Iterator[dict[str, Future[None]]]:
+def chain_runs(tmp_path_factory: pytest.TempPathFactory, undisturbed: Seen) -> Iterator[dict[str, Future[None]]]:
     """Run all chains, several at a time, since most of the time clients wait before a retry."""
     with ThreadPoolExecutor(3) as pool:
         directory = tmp_path_factory.mktemp("chained")
         yield {
-            chain: pool.submit(check, directory / str(number), chain, points_of(chain), undisturbed)
-            for number, chain in enumerate(CHAINS)
+            chain: pool.submit(check, directory / str(index), chain, points_of(chain), undisturbed)
+            for index, chain in enumerate(CHAINS)
         }
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
-def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(chained: dict[str, Future[None]], chain: str) -> None:
-    chained[chain].result()
+def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(chain_runs: dict[str, Future[None]], chain: str) -> None:
+    chain_runs[chain].result()
 
 
 def points_of(specs: str) -> set[str]:

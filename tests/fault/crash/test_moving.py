@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from fault.crash.kept import KeptServer, kept
+from fault.crash.kept import RestartedServer, keep_server_running
 from fault.crash.runs import NANO, PATIENCE_S
 from fault.crash.test_engines import engine
 from support.live import LiveServer
@@ -22,38 +22,41 @@ RUNS = 3
 
 
 @contextlib.contextmanager
-def moving_engine(server: KeptServer, name: str, failpoints: str = "") -> Iterator[LiveServer]:
-    with engine(server, name, failpoints, REBALANCE_IDLE_S="0.5") as made:
-        yield made
+def moving_engine(server: RestartedServer, name: str, failpoints: str = "") -> Iterator[LiveServer]:
+    with engine(server, name, failpoints, REBALANCE_IDLE_S="0.5") as engine_process:
+        yield engine_process
 
 
-def wait(reached: Callable[[], object], server: KeptServer) -> None:
+def wait(reached: Callable[[], object], server: RestartedServer) -> None:
     deadline = time.monotonic() + 90
     while not reached():
         assert time.monotonic() < deadline, server.log()
         time.sleep(0.1)
 
 
-def told(client: tinker.TrainingClient, steps: int, seed: int) -> list[object]:
+def train_and_collect(client: tinker.TrainingClient, steps: int, seed: int) -> list[object]:
     """Return a run's results of some steps; the last pass has no optimizer step yet."""
-    found: list[object] = []
+    results: list[object] = []
     for step in range(steps):
         tokens = [1 + step, 2 + seed, 3, 4]
         inputs: dict[str, Any] = {"target_tokens": np.array(tokens), "weights": np.ones(4, np.float32)}
         datum = types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
         if step:
             stepped = client.optim_step(types.AdamParams(learning_rate=1 / 64)).result(PATIENCE_S)
-            found.append(stepped.metrics)
-        found.append(client.forward_backward([datum], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"])
-    return found
+            results.append(stepped.metrics)
+        results.append(client.forward_backward([datum], "cross_entropy").result(PATIENCE_S).metrics["loss:sum"])
+    return results
 
 
 def all_told(clients: list[tinker.TrainingClient]) -> list[list[object]]:
-    return [told(client, 4, seed) for seed, client in enumerate(clients)]
+    return [train_and_collect(client, 4, seed) for seed, client in enumerate(clients)]
 
 
 def check(directory: Path, spec: str) -> None:
-    with kept(directory / "server", "--backend", "fake", "--role", "server") as server, contextlib.ExitStack() as stack:
+    with (
+        keep_server_running(directory / "server", "--backend", "fake", "--role", "server") as server,
+        contextlib.ExitStack() as stack,
+    ):
         first = stack.enter_context(moving_engine(server, "one", spec))
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=server.keys["ann"]))
         clients = [service.create_lora_training_client(NANO, rank=4, seed=n).result() for n in range(RUNS)]

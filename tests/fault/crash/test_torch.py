@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fault.crash.kept import kept
+from fault.crash.kept import keep_server_running
 from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
@@ -24,11 +24,11 @@ Seen = tuple[dict[str, Record], list[tuple], list[tuple]]
 
 
 def outcome(data_dir: Path, **settings: str) -> Seen:
-    with kept(data_dir, **settings) as server:
-        told = run_all(server, PLANS)
+    with keep_server_running(data_dir, **settings) as server:
+        records = run_all(server, PLANS)
         kept_books = books(server)
         assert bool(server.markers) == bool(settings)
-    return told, kept_books.futures, kept_books.models
+    return records, kept_books.futures, kept_books.models
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +39,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 @pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
 def test_a_crash_does_not_show_in_the_numbers_of_a_real_model(tmp_path: Path, undisturbed: Seen, crash: str) -> None:
-    told, *counts = outcome(tmp_path / "data", failpoints=crash)
+    records, *counts = outcome(tmp_path / "data", failpoints=crash)
     expected, *expected_counts = undisturbed
     assert counts == expected_counts
-    for tenant, record in told.items():
-        for (what, value), (_, before) in zip(record.told, expected[tenant].told, strict=True):
-            if what == "sample":  # two candidates may differ by less than the bound
+    for tenant, record in records.items():
+        for (name, value), (_, before) in zip(record.results, expected[tenant].results, strict=True):
+            if name == "sample":  # two candidates may differ by less than the bound
                 assert len(value) == len(before)  # type: ignore[arg-type]
             else:
-                np.testing.assert_allclose(flat(value), flat(before), rtol=BOUND, atol=BOUND, err_msg=what)
+                np.testing.assert_allclose(flat(value), flat(before), rtol=BOUND, atol=BOUND, err_msg=name)
 
 
 def flat(value: object) -> list[float]:
     """Return the numbers that a client received, in order."""
     if isinstance(value, dict):
-        return [number for key in sorted(value) for number in flat(value[key])]
+        return [leaf for key in sorted(value) for leaf in flat(value[key])]
     if isinstance(value, list | tuple):
-        return [number for one in value for number in flat(one)]
+        return [leaf for element in value for leaf in flat(element)]
     return [float(value)]  # type: ignore[arg-type]
