@@ -181,8 +181,8 @@ def pieces_of(plan: GenerationPlan, written: str, *, at_once: bool) -> tuple[str
 )
 def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[str]) -> None:
     plan = plan_of(*stops)
-    streamed, _, choice = pieces_of(plan, written, whole=False)
-    assert streamed == pieces_of(plan, written, whole=True)[0]
+    streamed, _, choice = pieces_of(plan, written, at_once=False)
+    assert streamed == pieces_of(plan, written, at_once=True)[0]
     first = min((at for stop in stops if (at := written.find(stop)) >= 0), default=None)
     if first is None:
         assert streamed == written and choice.stopped_by is None
@@ -216,7 +216,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 def test_calls_are_found_and_other_text_stays_text(
     use: ToolUse, written: str, content: str, calls: list[str], at_once: bool
 ) -> None:
-    assert pieces_of(plan_of(tools=use), written, whole=at_once)[:2] == (content, calls)
+    assert pieces_of(plan_of(tools=use), written, at_once=at_once)[:2] == (content, calls)
 
 
 def test_text_ends_at_the_end_token() -> None:
@@ -276,15 +276,15 @@ def said(plan: GenerationPlan, written: str, *, at_once: bool) -> Said:
     ],
 )
 def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, at_once: bool) -> None:
-    assert said(replace(plan_of(), thinking=THINKING), written, whole=at_once) == (thought, text, [], None)
-    assert said(plan_of(), written, whole=at_once)[:2] == ("", written), "as it is, where nothing is marked"
+    assert said(replace(plan_of(), thinking=THINKING), written, at_once=at_once) == (thought, text, [], None)
+    assert said(plan_of(), written, at_once=at_once)[:2] == ("", written), "as it is, where nothing is marked"
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_thought_that_the_prompt_began(at_once: bool) -> None:
     opened = replace(plan_of(), thinking=replace(THINKING, begun=True))
-    assert said(opened, "hm\n</think>\n\nyes", whole=at_once)[:2] == ("hm", "yes")
-    assert said(opened, "hm, I am cut off", whole=at_once)[:2] == ("hm, I am cut off", "")
+    assert said(opened, "hm\n</think>\n\nyes", at_once=at_once)[:2] == ("hm", "yes")
+    assert said(opened, "hm, I am cut off", at_once=at_once)[:2] == ("hm, I am cut off", "")
 
 
 def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
@@ -300,13 +300,15 @@ def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_stops_and_calls_beside_a_thought(at_once: bool) -> None:
     stopped = replace(plan_of("st", "ab"), thinking=THINKING)
-    assert said(stopped, "<think>hm st hm</think>yes", whole=at_once) == ("hm", "", [], "st")
-    assert said(stopped, "<think>a</think>bc st", whole=at_once) == ("a", "bc ", [], "st"), "none lies across the mark"
+    assert said(stopped, "<think>hm st hm</think>yes", at_once=at_once) == ("hm", "", [], "st")
+    assert said(stopped, "<think>a</think>bc st", at_once=at_once) == ("a", "bc ", [], "st"), (
+        "none lies across the mark"
+    )
     use = replace(plan_of(tools=HERMES), thinking=THINKING)
     for thought in ("hm", f"hm\n{CALL}"):
-        answer = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=at_once)
+        answer = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", at_once=at_once)
         assert answer == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
-    assert said(use, f"<think>hm {CALL}", whole=at_once) == ("hm", "", ['f({"a": 1})'], None)
+    assert said(use, f"<think>hm {CALL}", at_once=at_once) == ("hm", "", ['f({"a": 1})'], None)
 
 
 @examples(150)
@@ -322,7 +324,7 @@ def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
 ) -> None:
     plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=opened))
     text = "".join(written)
-    assert said(plan, text, whole=False) == said(plan, text, whole=True)
+    assert said(plan, text, at_once=False) == said(plan, text, at_once=True)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -341,18 +343,18 @@ def test_a_stream_has_the_reasoning_and_text_of_the_whole_answer(
     ],
 )
 def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, at_once: bool) -> None:
-    assert said(replace(plan_of(), hidden=THINKING), written, whole=at_once) == ("", text, [], None)
+    assert said(replace(plan_of(), hidden=THINKING), written, at_once=at_once) == ("", text, [], None)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_stops_and_calls_beside_a_thought_that_is_left_out(at_once: bool) -> None:
     opened = replace(plan_of(), hidden=replace(THINKING, begun=True))
-    assert said(opened, "hm\n</think>\n\nyes", whole=at_once)[:2] == ("", "yes")
-    assert said(opened, "hm, I am cut off", whole=at_once)[:2] == ("", "")
+    assert said(opened, "hm\n</think>\n\nyes", at_once=at_once)[:2] == ("", "yes")
+    assert said(opened, "hm, I am cut off", at_once=at_once)[:2] == ("", "")
     stopped = replace(plan_of("st"), hidden=THINKING)
-    assert said(stopped, "<think>hm st hm</think>yes", whole=at_once) == ("", "", [], "st")
+    assert said(stopped, "<think>hm st hm</think>yes", at_once=at_once) == ("", "", [], "st")
     use = replace(plan_of(tools=HERMES), hidden=THINKING)
-    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=at_once) == ("", "I look.", ['f({"a": 1})'], None)
+    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", at_once=at_once) == ("", "I look.", ['f({"a": 1})'], None)
 
 
 @examples(100)
@@ -363,8 +365,8 @@ def test_stops_and_calls_beside_a_thought_that_is_left_out(at_once: bool) -> Non
 )
 def test_markers_never_leak_into_text(written: list[str], stops: list[str], opened: bool) -> None:
     plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=opened))
-    answer = said(plan, "".join(written), whole=False)
-    assert answer == said(plan, "".join(written), whole=True)
+    answer = said(plan, "".join(written), at_once=False)
+    assert answer == said(plan, "".join(written), at_once=True)
     assert "think>" not in answer[1]
 
 

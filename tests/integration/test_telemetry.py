@@ -330,7 +330,7 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
         recorder.record_pass(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
         with bench.db.write() as connection:
             for statement in recorder.record_step(
-                pending("optim_step", number=seq_id), optim_step(), {"norm": math.nan}
+                pending("optim_step", seq_id=seq_id), optim_step(), {"norm": math.nan}
             ):
                 execute(connection, statement)
         max_points = max(max_points, len(points(bench)))
@@ -358,7 +358,7 @@ def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
-    requests = [pending("forward", f"s:train:{index}", number=index) for index in range(telemetry.MAX_NAMED_MODELS + 5)]
+    requests = [pending("forward", f"s:train:{index}", seq_id=index) for index in range(telemetry.MAX_NAMED_MODELS + 5)]
     recorder.record_duration(Step(passes=tuple(requests)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
@@ -392,7 +392,7 @@ def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: B
     request_template = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
 
     def count_recorded(tenant: str) -> int:
-        requests = (pending("sample", None, tenant=tenant, number=seq_id) for seq_id in range(200))
+        requests = (pending("sample", None, tenant=tenant, seq_id=seq_id) for seq_id in range(200))
         return sum(keeper.begin(request, session, request_template) is not None for request in requests)
 
     assert telemetry.BURST_OF_SAMPLES <= count_recorded("alice") < 150

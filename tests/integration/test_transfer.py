@@ -116,7 +116,7 @@ def test_a_signature_is_good_for_one_version_and_for_a_while(server: TransferSer
 def test_more_than_is_allowed_is_refused(server: TransferServer, tmp_path: Path) -> None:
     server.offer("v", capture("x" * 10))
     with pytest.raises(CorruptFilesError, match="more than the 100 allowed"):
-        take_files(server, "v", tmp_path / "a", most=100)
+        take_files(server, "v", tmp_path / "a", max_bytes=100)
 
 
 def test_a_missing_peer_is_reported(tmp_path: Path) -> None:
