@@ -149,7 +149,7 @@ def bombs() -> tuple[bytes, bytes]:
 
 
 def broken_encoding(request: Request, rng: random.Random) -> Broken:
-    """An unknown Content-Encoding or Content-Type, or one that is not the body's."""
+    """An unknown Content-Encoding or Content-Type, or a wrong one for the body."""
     packed = zstandard.ZstdCompressor().compress(request.body)
     bomb, sly = bombs()
     kinds: dict[str, tuple[bytes, bytes]] = {

@@ -332,7 +332,7 @@ def numbers_of_all_kinds() -> list[list[float]]:
         [-3.0],
         [1.0] * 9,
         noise,
-        [-number for number in noise],
+        [-noise_value for noise_value in noise],
         [math.nan],
         [math.inf],
     ]
@@ -365,7 +365,7 @@ def test_an_axis_has_a_range_and_round_numbers_for_any_values(browser: Browser) 
       const ticks = scale.ticksOf(...range, 5);
       return { exponent, values, range, ticks, labels: scale.labelsOf(ticks, exponent) };
     }))"""
-    axes = modules(browser, "scale", body, [[repr(text) for text in row] for row in _spelled(series)])
+    axes = modules(browser, "scale", body, [[repr(text) for text in row] for row in _to_literals(series)])
     assert isinstance(axes, list), axes
     for series_values, axis in zip(series, axes, strict=True):
         (low, high), ticks, labels = axis["range"], axis["ticks"], axis["labels"]
@@ -382,7 +382,7 @@ def test_an_axis_has_a_range_and_round_numbers_for_any_values(browser: Browser) 
             assert abs(read - Decimal(tick)) < step / 100, (series_values, labels)
 
 
-def _spelled(series: list[list[float]]) -> list[list[object]]:
+def _to_literals(series: list[list[float]]) -> list[list[object]]:
     """JavaScript literals of numbers, including infinities and NaN, which JSON lacks."""
 
     class Spelled(float):
@@ -425,9 +425,9 @@ def test_curves_of_any_values_are_drawn(browser: Browser) -> None:
       made.figure.remove();
       return drawn;
     }))"""
-    drawn = modules(browser, "charts", body, [[repr(text) for text in row] for row in _spelled(series)])
+    drawn = modules(browser, "charts", body, [[repr(text) for text in row] for row in _to_literals(series)])
     assert isinstance(drawn, list), drawn
-    assert [(numbers, outcome) for numbers, outcome in zip(series, drawn, strict=True) if outcome is not True] == []
+    assert [(curve, outcome) for curve, outcome in zip(series, drawn, strict=True) if outcome is not True] == []
 
 
 def test_equal_values_have_a_curve_and_bars_of_strange_sizes_are_drawn(alice: Site, browser: Browser) -> None:
@@ -542,7 +542,7 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
       metrics.rewardless(names.map((name) => ({ name }))));
     done([charts.smoothed([1, 1, null, 1], 0.9), charts.smoothed([0, 1], 0.5), even, hints])"""
     flat, half, text, hints = modules(browser, "charts metrics", body)  # type: ignore[misc]
-    assert flat[2] is None and [number for number in flat if number] == pytest.approx([1, 1, 1])
+    assert flat[2] is None and [share for share in flat if share] == pytest.approx([1, 1, 1])
     assert half == pytest.approx([0, 2 / 3])
     assert hints == [True, False, False], "only a run that learns from advantages is asked for its reward"
     assert text == 'step,source,time,"a,b",c\n1,client,1970-01-01T00:00:00.000Z,1,\n'

@@ -92,7 +92,7 @@ class Run:
         self.model_id = client.model(self.session_id)
         self.seq_id = 0
         self.weight = 0.0
-        self.number = 0
+        self.num_published = 0
 
     def next(self) -> int:
         self.seq_id += 1
@@ -104,8 +104,8 @@ class Run:
         self.weight -= STEP
 
     def publish(self) -> tuple[str, float]:
-        self.number += 1
-        body = {"model_id": self.model_id, "seq_id": self.next(), "sampling_session_seq_id": self.number}
+        self.num_published += 1
+        body = {"model_id": self.model_id, "seq_id": self.next(), "sampling_session_seq_id": self.num_published}
         answer = self.client.result(self.client.ok("save_weights_for_sampler", body)["request_id"])
         return answer.json()["sampling_session_id"], self.weight
 
@@ -150,7 +150,7 @@ def test_every_answer_is_of_its_own_version(cluster: Cluster, client: RawClient)
         run.step()
         sampler, weight = run.publish()
         for index in range(3):
-            prompt = [run.number, index]
+            prompt = [run.num_published, index]
             requests.append((send(client, sampler, index, prompt), weight, prompt))
     for request_id, weight, prompt in requests:
         assert tokens_of(client, request_id) == expected_tokens(weight, prompt)

@@ -55,12 +55,12 @@ def used_session(server: LiveServer) -> str:
 
 
 @pytest.fixture
-def rest(server: LiveServer) -> tinker.RestClient:
+def rest_client(server: LiveServer) -> tinker.RestClient:
     return tinker.RestClient(base_url=server.url, api_key=KEY)
 
 
-def search(rest: tinker.RestClient, **query: object) -> types.SessionSearchResponse:
-    return rest.search_sessions(types.SessionSearchRequest(**query)).result()  # type: ignore[arg-type]
+def search(rest_client: tinker.RestClient, **query: object) -> types.SessionSearchResponse:
+    return rest_client.search_sessions(types.SessionSearchRequest(**query)).result()  # type: ignore[arg-type]
 
 
 def cli(server: LiveServer, *arguments: str, cwd: Path | None = None) -> str:
@@ -80,7 +80,7 @@ def hours() -> tuple[str, str]:
 
 @pytest.mark.parametrize("raised", [None, ValueError, KeyboardInterrupt])
 def test_the_end_of_the_block_tells_how_the_session_ended(
-    server: LiveServer, rest: tinker.RestClient, raised: type[BaseException] | None
+    server: LiveServer, rest_client: tinker.RestClient, raised: type[BaseException] | None
 ) -> None:
     name = f"ends with {raised}"
     service = tinker.ServiceClient(base_url=server.url, api_key=KEY, display_name=name)
@@ -88,38 +88,38 @@ def test_the_end_of_the_block_tells_how_the_session_ended(
         service.create_lora_training_client(BASE, rank=1).result()
         if raised:
             raise raised
-    (session,) = search(rest, display_name=name).sessions
+    (session,) = search(rest_client, display_name=name).sessions
     assert session.status is not None and session.status.type == "client_finished"
     reason = {None: "success", ValueError: "errored", KeyboardInterrupt: "interrupted"}[raised]
     assert session.status.reason.type == reason
 
 
-def test_the_sdk_finds_sessions_and_pages_through_them(used_session: str, rest: tinker.RestClient) -> None:
-    page_of_matches = search(rest, display_name="well worked", user_metadata={"run": "7"})
+def test_the_sdk_finds_sessions_and_pages_through_them(used_session: str, rest_client: tinker.RestClient) -> None:
+    page_of_matches = search(rest_client, display_name="well worked", user_metadata={"run": "7"})
     (session,) = page_of_matches.sessions
     assert (session.session_id, session.project_id, session.checkpoints_count) == (used_session, "p", 1)
     assert page_of_matches.next_cursor is None
-    everything = search(rest, limit=200).sessions
+    everything = search(rest_client, limit=200).sessions
     session_ids: list[str] = []
     cursor = None
     while True:
-        page = search(rest, limit=1, cursor=cursor)
+        page = search(rest_client, limit=1, cursor=cursor)
         session_ids += [session.session_id for session in page.sessions]
         if (cursor := page.next_cursor) is None:
             break
     assert session_ids == [session.session_id for session in everything]
 
 
-def test_a_run_shows_its_metadata_and_moves_with_its_session(used_session: str, rest: tinker.RestClient) -> None:
-    (run,) = rest.list_training_runs(project_id="p").result().training_runs
+def test_a_run_shows_its_metadata_and_moves_with_its_session(used_session: str, rest_client: tinker.RestClient) -> None:
+    (run,) = rest_client.list_training_runs(project_id="p").result().training_runs
     assert run.training_run_id.startswith(used_session)
     assert run.user_metadata == {"lr": "1"}
-    rest.assign_session_project(used_session, "q").result()
-    assert rest.list_training_runs(project_id="p").result().cursor.total_count == 0
-    assert rest.list_training_runs(project_id="q", access_scope="accessible").result().cursor.total_count == 1
-    rest.assign_session_project(used_session, "p").result()
-    assert used_session in rest.list_sessions(limit=1000).result().sessions
-    assert len(rest.get_session(used_session).result().training_run_ids) == 1
+    rest_client.assign_session_project(used_session, "q").result()
+    assert rest_client.list_training_runs(project_id="p").result().cursor.total_count == 0
+    assert rest_client.list_training_runs(project_id="q", access_scope="accessible").result().cursor.total_count == 1
+    rest_client.assign_session_project(used_session, "p").result()
+    assert used_session in rest_client.list_sessions(limit=1000).result().sessions
+    assert len(rest_client.get_session(used_session).result().training_run_ids) == 1
 
 
 def test_the_command_line_shows_usage(server: LiveServer, used_session: str) -> None:

@@ -169,24 +169,26 @@ def test_two_tenants_share_only_published_objects(keyed_server: Keyed) -> None:
     with keyed_server.service(keyed_server.alice) as hers, keyed_server.service(keyed_server.bob) as his:
         model = train_once(hers)
         path = model.save_state("shared").result().path
-        rest = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.bob)
+        rest_client = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.bob)
         for attempt in (
-            lambda: rest.get_training_run(model.model_id).result(),
-            lambda: rest.list_checkpoints(model.model_id).result(),
-            lambda: rest.delete_checkpoint_from_tinker_path(path).result(),
-            lambda: rest.publish_checkpoint_from_tinker_path(path).result(),
-            lambda: rest.get_session(hers.holder.get_session_id()).result(),
+            lambda: rest_client.get_training_run(model.model_id).result(),
+            lambda: rest_client.list_checkpoints(model.model_id).result(),
+            lambda: rest_client.delete_checkpoint_from_tinker_path(path).result(),
+            lambda: rest_client.publish_checkpoint_from_tinker_path(path).result(),
+            lambda: rest_client.get_session(hers.holder.get_session_id()).result(),
         ):
             with pytest.raises(tinker.NotFoundError):
                 attempt()
         with pytest.raises(tinker.TinkerError, match="does not exist"):
             his.create_training_client_from_state(path).result()
-        assert rest.list_training_runs().result().training_runs == []
+        assert rest_client.list_training_runs().result().training_runs == []
         owner = tinker.RestClient(base_url=keyed_server.server.url, api_key=keyed_server.alice)
         owner.publish_checkpoint_from_tinker_path(path).result()
         copy = his.create_training_client_from_state(path).result()
         copy.forward_backward([datum()], "cross_entropy").result()
-        assert [run.training_run_id for run in rest.list_training_runs().result().training_runs] == [copy.model_id]
+        assert [run.training_run_id for run in rest_client.list_training_runs().result().training_runs] == [
+            copy.model_id
+        ]
 
 
 # The `tinker` command.

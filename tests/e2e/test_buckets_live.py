@@ -32,14 +32,14 @@ BODY = {"model": BASE, "max_tokens": 4, "temperature": 0}
 LINES = b"".join(
     json.dumps(
         {
-            "custom_id": f"request-{number}",
+            "custom_id": f"request-{index}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {**BODY, "messages": [{"role": "user", "content": f"Say {number}."}]},
+            "body": {**BODY, "messages": [{"role": "user", "content": f"Say {index}."}]},
         }
     ).encode()
     + b"\n"
-    for number in range(3)
+    for index in range(3)
 )
 
 

@@ -30,7 +30,7 @@ DATUM = types.Datum(
 class Tenant:
     key: str
     service: tinker.ServiceClient
-    rest: tinker.RestClient
+    rest_client: tinker.RestClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def loss(client: tinker.TrainingClient) -> float:
 
 def checkpoint(tenant: Tenant, path: str) -> types.Checkpoint:
     run_id = path.split("/")[2]
-    return next(c for c in tenant.rest.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path)
+    return next(c for c in tenant.rest_client.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path)
 
 
 def raises_refusal(words: str):
@@ -167,9 +167,11 @@ def test_a_base_model_that_is_not_the_checkpoints_is_refused(alice: Tenant) -> N
 def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) -> None:
     client = train_new(alice, user_metadata={"renderer_name": "role_colon"})
     path = client.save_state("a").result().path
-    assert alice.rest.get_training_run_by_tinker_path(path).result().user_metadata == {"renderer_name": "role_colon"}
+    assert alice.rest_client.get_training_run_by_tinker_path(path).result().user_metadata == {
+        "renderer_name": "role_colon"
+    }
     loaded = alice.service.create_training_client_from_state(path, user_metadata={"stage": "2"}).result()
-    assert alice.rest.get_training_run(loaded.model_id).result().user_metadata == {"stage": "2"}
+    assert alice.rest_client.get_training_run(loaded.model_id).result().user_metadata == {"stage": "2"}
 
 
 # Exports.
@@ -180,7 +182,7 @@ def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) ->
 def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> None:
     client = train_new(alice)
     path = client.save_weights_external("export", ttl_seconds=3600).result().path
-    links = alice.rest.get_external_weights_urls(path).result()
+    links = alice.rest_client.get_external_weights_urls(path).result()
     (url,) = links.urls.values()
     with urllib.request.urlopen(url, timeout=60) as answer:
         content = answer.read()
@@ -189,10 +191,10 @@ def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> No
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(url[:-2], timeout=60)
     with raises_refusal("does not exist"):
-        bob.rest.get_external_weights_urls(path).result()
+        bob.rest_client.get_external_weights_urls(path).result()
     with raises_refusal("is an export; load a 'weights' checkpoint"):
         alice.service.create_training_client_from_state(path).result()
-    alice.rest.delete_checkpoint_from_tinker_path(path).result()
+    alice.rest_client.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(urllib.error.HTTPError, match="410"):
         urllib.request.urlopen(url, timeout=60)
 
@@ -219,12 +221,12 @@ def test_a_published_checkpoint_is_sampled_and_trained_by_others_until_it_is_not
     prompt = types.ModelInput.from_ints([1, 2, 3])
     with pytest.raises(tinker.NotFoundError):
         bob.service.create_sampling_client(model_path=path).result()
-    alice.rest.publish_checkpoint_from_tinker_path(path).result()
+    alice.rest_client.publish_checkpoint_from_tinker_path(path).result()
     sampler = bob.service.create_sampling_client(model_path=path).result()
     params = types.SamplingParams(max_tokens=2, seed=1)
     theirs = sampler.sample(prompt, 1, params).result().sequences[0].tokens
     assert loss(bob.service.create_training_client_from_state(path).result()) == loss(client)
-    alice.rest.unpublish_checkpoint_from_tinker_path(path).result()
+    alice.rest_client.unpublish_checkpoint_from_tinker_path(path).result()
     assert sampler.sample(prompt, 1, params).result().sequences[0].tokens == theirs  # it is loaded
     with pytest.raises(tinker.NotFoundError):
         bob.service.create_sampling_client(model_path=path).result()
@@ -242,12 +244,12 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
     with pytest.warns(FutureWarning):
         other.load_state(path, weights_access_token=alice.key).result()
     assert loss(other) == loss(client)
-    copied = bob.rest.copy_weights(path, "mine", weights_access_token=alice.key).result()
+    copied = bob.rest_client.copy_weights(path, "mine", weights_access_token=alice.key).result()
     assert loss(service.create_training_client_from_state(copied).result()) == loss(client)
     wrong = f"tml-{uuid.uuid4().hex}"
     for make in (
         lambda: service.create_training_client_from_state(path, weights_access_token=wrong),
-        lambda: bob.rest.copy_weights(path, "mine", weights_access_token=wrong),
+        lambda: bob.rest_client.copy_weights(path, "mine", weights_access_token=wrong),
     ):
         with raises_refusal("weights_access_token is not a valid key"):
             make().result()
@@ -263,15 +265,15 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
 def test_a_copy_outlives_its_source_and_trains_on(alice: Tenant) -> None:
     client = train_new(alice, steps=3)
     path = client.save_state("a", ttl_seconds=3600, user_metadata={"step": "3"}).result().path
-    copied = alice.rest.copy_weights(path, "archive").result()
+    copied = alice.rest_client.copy_weights(path, "archive").result()
     info = checkpoint(alice, copied)
     assert (info.user_metadata, info.expires_at) == ({"step": "3"}, None)
-    alice.rest.delete_checkpoint_from_tinker_path(path).result()
+    alice.rest_client.delete_checkpoint_from_tinker_path(path).result()
     loaded = alice.service.create_training_client_from_state_with_optimizer(copied).result()
     assert (loss(loaded), train(loaded, 1)) == (loss(client), 4)
-    run = alice.rest.get_training_run_by_tinker_path(copied).result()
+    run = alice.rest_client.get_training_run_by_tinker_path(copied).result()
     assert run.last_checkpoint is not None and run.last_checkpoint.tinker_path == copied
-    runs = alice.rest.list_training_runs(project_id="archive").result().training_runs
+    runs = alice.rest_client.list_training_runs(project_id="archive").result().training_runs
     assert [run.training_run_id for run in runs] == [run.training_run_id]
 
 

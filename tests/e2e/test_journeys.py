@@ -251,19 +251,26 @@ def test_checkpoints_and_runs_are_listed_published_and_deleted(
     client = nano_service.create_lora_training_client(
         NANO, rank=4, user_metadata={"renderer_name": "role_colon"}
     ).result()
-    rest = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY)
+    rest_client = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY)
     saved = client.save_state("one").result().path
     sampled = client.save_weights_for_sampler("two").result().path
-    run = rest.get_training_run(client.model_id).result()
+    run = rest_client.get_training_run(client.model_id).result()
     assert run.user_metadata == {"renderer_name": "role_colon"}
     assert run.lora_rank == 4 and run.base_model == NANO
-    listed = {checkpoint.tinker_path for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints}
+    listed = {
+        checkpoint.tinker_path for checkpoint in rest_client.list_checkpoints(client.model_id).result().checkpoints
+    }
     assert listed == {saved, sampled}
-    rest.publish_checkpoint_from_tinker_path(saved).result()
-    rest.publish_checkpoint_from_tinker_path(saved).result()  # no error, no wait
-    assert next(c for c in rest.list_checkpoints(client.model_id).result().checkpoints if c.public).tinker_path == saved
-    rest.delete_checkpoint_from_tinker_path(saved).result()
-    listed = {checkpoint.tinker_path for checkpoint in rest.list_checkpoints(client.model_id).result().checkpoints}
+    rest_client.publish_checkpoint_from_tinker_path(saved).result()
+    rest_client.publish_checkpoint_from_tinker_path(saved).result()  # no error, no wait
+    assert (
+        next(c for c in rest_client.list_checkpoints(client.model_id).result().checkpoints if c.public).tinker_path
+        == saved
+    )
+    rest_client.delete_checkpoint_from_tinker_path(saved).result()
+    listed = {
+        checkpoint.tinker_path for checkpoint in rest_client.list_checkpoints(client.model_id).result().checkpoints
+    }
     assert listed == {sampled}
     again = nano_service.create_sampling_client(model_path=sampled).result()
     assert len(again.sample(datum().model_input, 1, types.SamplingParams(max_tokens=3)).result().sequences) == 1
@@ -285,8 +292,8 @@ def test_two_base_models_live_behind_one_address(tmp_path: Path, tiny_model_dir:
     models = ("--model", NANO, "--model", f"local/tiny={tiny_model_dir}")
     with serving(tmp_path / "data", *models) as server:
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            rest = tinker.RestClient(base_url=server.url, api_key=API_KEY)
-            names = {model.model_name for model in rest.get_server_capabilities().result().supported_models}
+            rest_client = tinker.RestClient(base_url=server.url, api_key=API_KEY)
+            names = {model.model_name for model in rest_client.get_server_capabilities().result().supported_models}
             assert names == {NANO, "local/tiny"}
             tokens = types.ModelInput.from_ints([1, 2, 3, 4])
             data = [

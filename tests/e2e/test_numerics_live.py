@@ -65,8 +65,8 @@ def trained_model(nano_service: tinker.ServiceClient) -> tinker.TrainingClient:
 def test_every_served_model_trains_and_samples_the_same_numbers(
     nano_server: LiveServer, nano_service: tinker.ServiceClient, trained_model: tinker.TrainingClient
 ) -> None:
-    rest = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY)
-    served = rest.get_server_capabilities().result().supported_models
+    rest_client = tinker.RestClient(base_url=nano_server.url, api_key=API_KEY)
+    served = rest_client.get_server_capabilities().result().supported_models
     assert [model.model_name for model in served] == [NANO]
     text = document(trained_model)
     datum = datum_from_model_input_weights(text, torch.ones(text.length))

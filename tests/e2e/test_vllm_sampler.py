@@ -70,7 +70,7 @@ def python() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same versions in both samplers: `layers` without and `everything` with an adapter of the unembedding."""
+    """vLLM and the local sampler with equal versions; only `everything` has an adapter of the unembedding."""
 
     backend: Backend
     local: Sampler

@@ -325,7 +325,7 @@ BIG = 2**60
 
 
 @pytest.mark.parametrize(
-    ("left", "other", "together"),
+    ("first_value", "second_value", "together"),
     [
         (None, "x", "string"),
         (1, 2.5, "float"),
@@ -343,8 +343,10 @@ BIG = 2**60
         (b"x", "x", None),
     ],
 )
-def test_types_go_together_by_rules_that_are_written_down(left: object, other: object, together: object) -> None:
-    first, second = schemas.schema_of({"v": left}), schemas.schema_of({"v": other})
+def test_types_go_together_by_rules_that_are_written_down(
+    first_value: object, second_value: object, together: object
+) -> None:
+    first, second = schemas.schema_of({"v": first_value}), schemas.schema_of({"v": second_value})
     for pair in ((first, second), (second, first)):
         if together is None:
             with pytest.raises(schemas.SchemaConflictError, match=r"column 'v'.* is .* here and .* in other rows"):

@@ -26,9 +26,7 @@ class Outcome:
     log_path: Path
 
     def at(self, directory: str) -> Outcome:
-        """The same command with another log directory, relative to the working directory; a glob pattern if its name
-        has a date.
-        """
+        """The outcome with another log directory; a glob pattern if its name has a date."""
         (directory_path,) = (
             self.log_path.parent.glob(directory) if "*" in directory else [self.log_path.parent / directory]
         )

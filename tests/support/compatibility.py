@@ -347,7 +347,7 @@ class Witness:
             patch.setattr(transport, "send", self._record_requests(transport.send))
 
     def missing(self, names: set[str]) -> set[str]:
-        """Those of `names` that were not called. If they include a command, which may run as a process, none are
+        """The names among `names` that were not called. If they include a command, which may run as a process, none are
         checked."""
         return set() if any(name.startswith("tinker ") for name in names) else names - self.called_names
 

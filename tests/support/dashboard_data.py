@@ -149,7 +149,7 @@ def _store(target_site: Site) -> None:
 
 
 def _converse(target_site: Site) -> None:
-    """Two turns of one conversation."""
+    """Sample two turns of one conversation; the site has the request of the second."""
     tokenizer = target_site.model.get_tokenizer()
     sampler = target_site.model.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=8, temperature=0.7, seed=3)

@@ -45,7 +45,7 @@ NEVER_ENDING = 12
 
 @dataclass
 class Engine:
-    """What a test sees and turns."""
+    """The state of a fake engine: what tests set, and what it counts."""
 
     vocab_size: int = 64
     context: int = 128
@@ -124,7 +124,7 @@ def log_softmax(logits: Logits) -> Logits:
 
 @dataclass
 class GenerationRequest:
-    """A request in the fake's own words."""
+    """The sampling parameters of a request, in either protocol."""
 
     tokens: list[int]
     weight: float
@@ -216,7 +216,7 @@ def count_running(engine: Engine) -> Iterator[None]:
 
 
 async def inject_fault(engine: Engine, request: Request, tokens: list[int]) -> Response | None:
-    """What a request may run into before it is answered."""
+    """Return the error of a planned fault, or None after the planned pause."""
     engine.use("a request")
     if engine.dead:
         return error(500, "EngineCore encountered an issue", "InternalServerError")

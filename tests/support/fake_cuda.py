@@ -226,7 +226,7 @@ def _move(model: nn.Module) -> None:
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with plain tensors, of zeros for those that are given."""
+    """Wrap a function so that it runs on host tensors of zeros in place of its tensor arguments."""
 
     def run(*args: Any) -> Any:  # noqa: ANN401
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -340,7 +340,7 @@ class FakeCudaBackend(TorchBackend):
 
 
 class FakeCudaFullBackend(FullBackend):
-    """The same with all weights trained, in float32."""
+    """A backend on the fake device that trains all weights, in float32."""
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
         return load(FullBase, shape, torch.float32, recompute, quantize)

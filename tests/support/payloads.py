@@ -19,7 +19,7 @@ def load_mapper(payload: str) -> Mapper:
 
 
 def spans_of(spec: JobSpec) -> list[tuple[int, int]]:
-    """What a worker's plan says: the spans themselves, or their size and the number of rows."""
+    """The spans of a plan, which lists them or gives their size and the number of rows."""
     *pages, last = utility.plan(spec)
     end = last["end"]
     total, size = end["total_rows"], end.get("batch_size", 0)

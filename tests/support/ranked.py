@@ -84,7 +84,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def agree_on(single: AnyBackend, sharded: AnyBackend, passes: Sequence[Pass]) -> None:
-    """Run the same passes on both, and compare the results."""
+    """Run the passes on one process and on ranks, and compare results and gradients."""
     for index, (theirs, ours) in enumerate(
         zip(run_to_end(single.run_passes(passes)), run_to_end(sharded.run_passes(passes)), strict=True)
     ):

@@ -31,7 +31,7 @@ def rounding(dtype: torch.dtype, *, sums: int, length: int, scale: float = 1.0) 
 def rounding_of_model(
     config: PreTrainedConfig | Mapping[str, object], dtype: torch.dtype = torch.float32, *, scale: float = 1.0
 ) -> float:
-    """Return the same for the logits and logprobs of a decoder, with its vision tower if it has one."""
+    """Return the rounding bound of the logits and logprobs of a decoder, with its vision tower if it has one."""
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
     text: Mapping[str, Any] = values.get("text_config") or values
     vision: Mapping[str, Any] = values.get("vision_config") or {}

@@ -125,7 +125,7 @@ def request(handle: LossHandle, **changes: object) -> dict[str, Any]:
 
 
 def in_client(handle: LossHandle) -> LossHandle:
-    """The same loss, computed by the SDK in the client."""
+    """A handle with which the SDK computes the loss in the client."""
     return dataclasses.replace(handle, loss_id=None)
 
 
