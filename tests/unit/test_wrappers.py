@@ -68,7 +68,8 @@ def test_the_text_model_of_a_wrapper_is_served_alone(model_type: str, tied: bool
     backend = TorchBackend(shape, device="cpu")
     assert type(backend.base.model).__name__ == WRAPPERS[model_type][0]
     assert not any("visual" in name or "vision" in name for name, _ in backend.base.model.named_parameters())
-    check_sampling(backend, None, wrapper)
+    # Llama 4's wrapper of transformers 5.24 fails without images, but not its text model.
+    check_sampling(backend, None, wrapper.language_model if model_type == "llama4" else wrapper)
 
 
 def test_a_wrappers_checkpoint_loads_in_peft_and_merges(tmp_path: Path) -> None:
