@@ -48,7 +48,7 @@ FLAGS = {
     },
     "demo": {"--data-dir", "--stay", "--json"},
     "doctor": {
-        *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
+        *("model", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
         *("--quantize", "--tensor-parallel", "--data-parallel", "--context-parallel", "--expert-parallel"),
         *("--pipeline-parallel", "--shard-base", "--json", "--machines", "--measure"),
     },

@@ -156,7 +156,7 @@ def test_operators_change_samplers_and_no_other_tenant_learns_of_one(harness: Ha
 
 
 def test_a_pool_shows_only_the_callers_jobs(harness: Harness) -> None:
-    run = SimpleNamespace(job=SimpleNamespace(tenant_id="alice", pool="local"))
+    run = SimpleNamespace(job=SimpleNamespace(job_id=4711, tenant_id="alice", pool="local"))
     harness.services.coordinator._runs[4711] = run  # type: ignore[assignment]
     for key, jobs in ((ALICE, [4711]), (BOB, [])):
         (pool,) = harness.get("batch/pools", key).json()["pools"]

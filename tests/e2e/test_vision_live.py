@@ -22,7 +22,7 @@ from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
 from tinsmith.types import Datum
-from unit.test_vision import logits, own, spoilt, text
+from unit.test_vision import corrupt_image, load_reference_model, logits, text
 
 torch.set_num_threads(1)
 
@@ -85,7 +85,7 @@ def test_a_model_is_trained_and_sampled_with_images(
     model.save_state("done").result()
     sampler = model.save_weights_and_get_sampling_client().result()
     (adapter,) = (path.parent for path in server.data_dir.glob("checkpoints/**/adapter_config.json"))
-    reference = own(base, adapter)
+    reference = load_reference_model(base, adapter)
 
     prompt = types.ModelInput(chunks=[words(5, 1), image(WIDE), words(7, 2)])
     answer = sampler.sample(prompt, 2, GREEDY, include_prompt_logprobs=True).result()
@@ -126,8 +126,8 @@ def test_unsupported_images_are_refused_by_name(service: tinker.ServiceClient) -
     for chunk, said in (
         (image(WIDE, 23), "expected_tokens is 23, but this model makes 24 tokens"),
         (types.ImageChunk(data=WIDE, format="jpeg", expected_tokens=24), "format is 'jpeg', but data is png"),
-        (image(spoilt("cut"), 25), "not a valid jpeg image"),
-        (image(spoilt("chunk"), 25), "not a valid png image"),
+        (image(corrupt_image("cut"), 25), "not a valid jpeg image"),
+        (image(corrupt_image("chunk"), 25), "not a valid png image"),
     ):
         with pytest.raises(tinker.RequestFailedError) as refused:
             sampler.sample(types.ModelInput(chunks=[words(3, 1), chunk]), 1, GREEDY).result()
@@ -154,7 +154,7 @@ def test_openai_and_anthropic_clients_send_images(server: LiveServer) -> None:
         content[1] = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
         with pytest.raises(openai.BadRequestError, match="this server fetches nothing"):
             ask(model=NAME, messages=[{"role": "user", "content": content}], max_tokens=5)  # type: ignore[list-item, misc]
-        broken = f"data:image/jpeg;base64,{base64.b64encode(spoilt('cut')).decode()}"
+        broken = f"data:image/jpeg;base64,{base64.b64encode(corrupt_image('cut')).decode()}"
         content[1] = {"type": "image_url", "image_url": {"url": broken}}
         with pytest.raises(openai.BadRequestError, match="not a valid jpeg image"):
             ask(model=NAME, messages=[{"role": "user", "content": content}], max_tokens=5)  # type: ignore[list-item, misc]

@@ -143,12 +143,12 @@ def test_every_target_is_on_the_published_page(targets: ModuleType) -> None:
 
 def test_only_the_table_of_the_published_page_is_replaced(targets: ModuleType) -> None:
     text = read_published_page()
-    replaced = targets.replaced(text, targets.Figures())
+    replaced = targets.replace_table(text, targets.Figures())
     assert replaced.partition(targets.BEGIN)[0] == text.partition(targets.BEGIN)[0]
     assert replaced.partition(targets.END)[2] == text.partition(targets.END)[2]
     assert f"{len(targets.TARGETS)} not measured" in replaced
     with pytest.raises(ValueError, match="the page has no lines"):
-        targets.replaced("no table", targets.Figures())
+        targets.replace_table("no table", targets.Figures())
 
 
 def test_the_history_of_the_figures_is_tables_with_full_rows() -> None:

@@ -147,7 +147,7 @@ def test_segments_expand_unless_the_environment_says_otherwise(two_gpus: None, s
 
 
 def test_doctor_names_the_devices(two_gpus: None) -> None:
-    assert doctor._torch().detail.endswith("2 x NVIDIA H100 80GB HBM3")
+    assert doctor._torch(Settings()).detail.endswith("2 x NVIDIA H100 80GB HBM3")
 
 
 def test_a_trace_covers_the_device(two_gpus: None, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
     block_ids = np.random.default_rng(0).permutation(np.arange(1, 200)).tolist()
     spans = [(0, 3), (9, 10), (4, 9), (30, 31), (0, 1), (1, 2), (62, 63), (5, 30)]
     every = [SequenceRows(start, stop, [block_ids.pop() for _ in range(-(-stop // 4) + 1)]) for start, stop in spans]
-    every[5] = every[5]._replace(seen=np.array([2]))
+    every[5] = every[5]._replace(visible_counts=np.array([2]))
     for rows in (every, every[1:2], every[3:4] + every[6:7], every[2:4], every[:1]):
         num = sum(row.stop - row.start for row in rows)
         q, k, v = (torch.randn(num, heads, dim, device=device) for heads, dim in ((6, 16), (2, 16), (2, 8)))
