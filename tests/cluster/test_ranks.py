@@ -125,6 +125,7 @@ def single(oracle: TorchBackend, mixture_oracle: TorchBackend, sharded: ShardedB
     return single
 
 
+@pytest.mark.extended
 def test_ten_steps_of_every_loss_are_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
     train_both(single, sharded, 10)
 

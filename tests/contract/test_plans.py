@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from support import databases
-from support.databases import KINDS
+from support.databases import POSTGRES, SQLITE
 from support.engine_bench import Bench
 from support.every_route import (
     BODIES,
@@ -138,7 +138,7 @@ def _scans(node: dict[str, Any], *, limited: bool) -> Iterator[str]:
         yield from _scans(child, limited=limited)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[SQLITE, pytest.param(POSTGRES, marks=pytest.mark.extended)])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(databases, "chosen", request.param)
     return request.param

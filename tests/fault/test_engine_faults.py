@@ -128,6 +128,7 @@ def undisturbed(backend: str, tmp_path: Path) -> Iterator[list[Results]]:
         yield run_neighbours(server, create_keys(server, NEIGHBOURS))
 
 
+@pytest.mark.extended
 def test_a_request_that_cannot_be_computed_fails_by_name_and_disturbs_no_other_tenant(
     backend: str, undisturbed: list[Results], tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ def test_two_outputs_in_one_directory(jobs_and_url: tuple[BatchJobs, str], tmp_p
     assert rows_of(tmp_path / "meta.jsonl") == [{"score": len(text)} for text in texts]
 
 
+@pytest.mark.extended
 def test_a_kill_in_the_middle_of_deleting_parts(jobs_and_url: tuple[BatchJobs, str], tmp_path: Path) -> None:
     """The output was recorded before the first part was deleted; it is not published again from the rest."""
     jobs, url = jobs_and_url

@@ -243,6 +243,7 @@ def test_a_killed_workers_batches_are_retried(client: Client, tmp_path: Path, vi
     until(lambda: not alive(int((tmp_path / "died").read_text())))
 
 
+@pytest.mark.extended
 def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tmp_path: Path) -> None:
     job = start(client, tmp_path, slow, rows=400, limits=QUICK)
     until(lambda: job.status()["batch_completed_batches"] >= 5)
@@ -275,6 +276,7 @@ def test_a_job_that_failed_is_resumed_with_another_function(client: Client, tmp_
     assert written == [f"FAIL{index}" if index in (3, 11) else f"t{index}" for index in range(20)]
 
 
+@pytest.mark.extended
 def test_two_jobs_share_a_pool_and_neither_is_cancelled(client: Client, tmp_path: Path) -> None:
     jobs = []
     for name in ("one", "two"):

@@ -90,6 +90,7 @@ def sample_by_sdk(
     return sampler.sample(types.ModelInput.from_ints(prompt), num_samples, params).result()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", ["base", "adapter"])
 def test_a_sample_equals_the_sdks(
@@ -111,6 +112,7 @@ def test_a_sample_equals_the_sdks(
     assert len({tuple(tokens) for row in rows for tokens in row["output_tokens"]}) > 6, "rows have seeds of their own"
 
 
+@pytest.mark.extended
 def test_prompts_are_those_of_the_tokenizer(
     service: tinker.ServiceClient,
     client: Client,
@@ -150,6 +152,7 @@ def test_a_pipeline_samples_and_grades(client: Client, tmp_path: Path) -> None:
         assert row["score_pass@3"] == float(any(scores))
 
 
+@pytest.mark.extended
 def test_a_model_grades(
     service: tinker.ServiceClient,
     client: Client,
@@ -197,6 +200,7 @@ def by_hand(
     return turns
 
 
+@pytest.mark.extended
 def test_a_rollout_equals_a_manual_conversation(
     service: tinker.ServiceClient,
     client: Client,
@@ -240,6 +244,7 @@ def check_datums(trajectory: dict[str, Any]) -> None:
     assert trained_tokens == sampled
 
 
+@pytest.mark.extended
 def test_a_retry_goes_on_until_it_is_right(client: Client, tmp_path: Path) -> None:
     never = batch.Grade(by="exact", reference="wanted")
     retry = batch.Retry(never, feedback="{output} is not {wanted}: {score}")

@@ -29,6 +29,7 @@ def late_float(row: dict[str, Any]) -> dict[str, Any]:
     return {"v": 1 if row["i"] < 30 else 1.5}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("function", [late_text, late_column, late_float])
 def test_types_that_come_late_are_in_every_file(function: Any, client: Client, tmp_path: Path) -> None:  # noqa: ANN401
     rows = [{"i": index} for index in range(40)]

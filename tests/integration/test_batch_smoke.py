@@ -226,6 +226,7 @@ def test_resume_does_the_rest_only(client: Client, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "output": text * 2} for text in texts]
 
 
+@pytest.mark.extended
 def test_resume_of_a_failed_job_with_another_function(client: Client, tmp_path: Path) -> None:
     texts = [f"FAIL_{index}" if index in (4, 13) else f"t{index}" for index in range(20)]
     source = batch.JsonReader(input_of(tmp_path, texts))

@@ -334,6 +334,7 @@ def breaks() -> None:
         batch.save_results(rows)
 
 
+@pytest.mark.extended
 def test_what_a_failed_job_has_for_a_table_is_exported_as_lines(server: LiveServer, url: str, tmp_path: Path) -> None:
     rows = make(url, 12)
     job = batch.read_sql(url, "items").map(

@@ -278,6 +278,7 @@ def read_often(url: str, data_dir: Path, names: list[str]) -> None:
             assert content(directories, name) == FILLED
 
 
+@pytest.mark.extended
 def test_processes_share_a_cache_that_is_too_small_for_them(bucket: Bucket, prefix: str, tmp_path: Path) -> None:
     writer = machine(bucket, prefix, tmp_path / "one")
     names = [writer.write(fill)[0] for _ in range(4)]

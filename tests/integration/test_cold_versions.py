@@ -55,6 +55,7 @@ def answers(bench: Bench, samplers: list[str], seq_id: int) -> list[bytes | None
     return bodies
 
 
+@pytest.mark.extended
 def test_versions_of_many_models_take_the_room_of_a_few_and_answer_as_before(bench: Bench) -> None:
     roomy = [publish_version(bench, index) for index in range(10)]
     expected = answers(bench, roomy, 0)

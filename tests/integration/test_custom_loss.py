@@ -312,6 +312,7 @@ CALLS = st.one_of(
 KWARGS = st.dictionaries(st.sampled_from(sorted(graphs.KEYWORDS)), VALUES, max_size=2)
 
 
+@pytest.mark.extended
 @examples(400)
 @given(
     calls=st.lists(st.tuples(CALLS, REFS, st.lists(VALUES, max_size=3), KWARGS), min_size=1, max_size=4), data=st.data()

@@ -623,6 +623,7 @@ def test_credentials_that_an_engine_refuses_fail_requests_by_name(kind: str, ope
         assert time.monotonic() < deadline
 
 
+@pytest.mark.extended
 def test_an_engine_that_sends_nothing_for_too_long_has_failed_the_request(kind: str, open_setup: Open) -> None:
     setup = open_setup(kind, Fake(), access=EngineAccess(timeout_s=1.0))
     outcome = setup.run(sample("r", prompt=np.array([NEVER_ENDING, 4], np.int32)))["r"]
@@ -673,6 +674,7 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
+@pytest.mark.extended
 def test_an_engine_without_shared_files_pulls_adapters_over_http(kind: str, open_setup: Open) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     fake = Fake(endpoint=url)

@@ -241,6 +241,7 @@ def test_a_killed_servers_batch_continues_without_repeated_requests(tmp_path: Pa
         assert list((second.data_dir / "openai_batches").iterdir()) == []
 
 
+@pytest.mark.extended
 def test_an_adapter_answers_by_its_path(nano_server: LiveServer) -> None:
     import tinker
 

@@ -465,6 +465,7 @@ def submit_poison(bench: Bench, model: str, kind: str) -> str:
     return bench.train(model, 2, (1, POISON))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "publish"])
 def test_a_bug_on_one_request_ends_engines_until_it_fails_by_name(faulty: Bench, kind: str) -> None:
     guilty, other = faulty.model(), faulty.model("t:train:0")
@@ -494,6 +495,7 @@ def test_a_device_fault_that_passes_costs_no_request(faulty: Bench, monkeypatch:
     assert outcome is not None and outcome.error is None
 
 
+@pytest.mark.extended
 def test_a_model_whose_restoring_ends_engines_is_not_restored_for_its_next_request(
     faulty: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

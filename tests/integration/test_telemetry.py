@@ -204,6 +204,7 @@ def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> N
     assert second.metrics["forward/loss_per_token"] == pytest.approx(losses[2] / 2)
 
 
+@pytest.mark.extended
 def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_server: LiveServer) -> None:
     """Compared with the mean of the logprobs that the client received."""
     weights, advantages = np.array([0, 0, 0, 1, 2], np.float32), np.array([0, 0, 1, -1, 0], np.float32)

@@ -157,6 +157,7 @@ def measure(directory: Path, batches: int) -> dict[str, int]:
     return peaks
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("index", range(len(STEPS)), ids=[step.__name__ for step in STEPS])
 def test_memory_does_not_grow_with_batches_and_failed_rows(index: int, peak_measurements: list[dict[str, int]]) -> None:
     small, large = ([*peaks.values()][index] for peaks in peak_measurements)

@@ -216,6 +216,7 @@ def test_a_conflict_while_a_job_runs_names_the_value() -> None:
         schemas.merge_schemas(committed, schemas.schema_of(row), values=row)
 
 
+@pytest.mark.extended
 def test_publishing_a_directory_of_other_schemas_takes_the_memory_of_some_rows(tmp_path: Path) -> None:
     script = f"""
 import hashlib, os, pyarrow, sys

@@ -177,6 +177,7 @@ def test_micro_batches_are_as_large_as_their_activations_may_be_kept(
     assert size_groups == [[size, size, largest] for size in (largest, usual, small, usual)], "the last are recomputed"
 
 
+@pytest.mark.extended
 def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, cudnn = [0], attention._cudnn
     monkeypatch.setattr(attention, "_cudnn", lambda *arguments: calls.append(calls.pop() + 1) or cudnn(*arguments))

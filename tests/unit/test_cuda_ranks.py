@@ -215,6 +215,7 @@ def _check_shards(backend: RankBackend) -> None:
         assert not any(gathered.untyped_storage().nbytes() for gathered in parameter.all_gather_outputs)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> None:
     arch, recompute, degrees, rank, reads, step_reads = CASES[case]

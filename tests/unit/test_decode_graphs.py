@@ -72,6 +72,7 @@ def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[
     return plain, ours
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (3,)])
 def test_rows_of_several_adapters_are_what_they_are_without_graphs(
     shape: ModelShape, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -92,6 +93,7 @@ def test_rows_of_several_adapters_are_what_they_are_without_graphs(
         assert not store[:, 0].any(), "padding rows write nothing"
 
 
+@pytest.mark.extended
 def test_adapters_of_two_layouts_and_prompts_run_without_graphs(shape: ModelShape) -> None:
     plain, ours = samplers(shape, (4, 6), 4)
     samples = [make_sample(str(i), make_prompt(9, i), PARAMS, version_id=str(i)) for i in range(2)]

@@ -137,6 +137,7 @@ def differences(
 TENANTS = list(range(len(SPECS)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("arch", "dtype", "steps"),
     [("qwen3", "float32", 10), ("qwen3", "bfloat16", 1), ("gemma2", "float32", 1), ("qwen3_5", "float32", 1)],

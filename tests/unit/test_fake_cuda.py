@@ -199,6 +199,7 @@ def test_a_custom_loss_reads_its_log_probabilities_besides(qwen: ModelShape, nam
             assert device.reads == reads
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("recompute", ["off", "on"])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "llama"])
 def test_training_of_all_weights_reads_once(tmp_path: Path, arch: str, recompute: str) -> None:
@@ -247,6 +248,7 @@ def crowd() -> list[Sample]:
     ]  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pages", [True, False])
 def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: ModelShape, pages: bool) -> None:
     with fake_cuda(pages=pages) as device:
@@ -265,6 +267,7 @@ def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: 
         assert all(sampler._cache._stores[layer] is store for layer, store in stores.items())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pages", [True, False])
 def test_tokens_are_read_a_step_late_unless_the_next_draw_needs_them(shape: ModelShape, pages: bool) -> None:
     with fake_cuda(pages=pages) as device:

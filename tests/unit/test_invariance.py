@@ -60,6 +60,7 @@ def rows_of(module: ModuleType, shape: ModelShape, dtype: str, deterministic: st
     return module.training_rows(backend, {}), module.sampling_rows(backend, {})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", list(BOUNDS))
 def test_numbers_move_no_further_than_the_document_says(invariance: ModuleType, dtype: str) -> None:
     training, sampling = rows_of(invariance, read_shape(nano.MODEL_NAME, nano.path()), dtype, "off")
@@ -81,6 +82,7 @@ def test_the_document_has_the_bounds() -> None:
         assert [cells[3], cells[5]] == [BOUNDS[dtype][name] for dtype in ("float32", "bfloat16")]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", list(BOUNDS))
 def test_deterministic_numbers_do_not_move(invariance: ModuleType, small: ModelShape, dtype: str) -> None:
     training, sampling = rows_of(invariance, small, dtype, "on")

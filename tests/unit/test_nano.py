@@ -227,6 +227,7 @@ def test_a_saved_model_is_a_complete_directory(tmp_path: Path) -> None:
 
 # Floors are 15 to 25 points (three standard errors of 60 examples) below what
 # docs/nano.md measures: they catch a broken file or format, not a small regression.
+@pytest.mark.extended
 @pytest.mark.parametrize(("task", "floor"), [("copy", 0.8), ("add", 0.45), ("pig_latin", 0.45)])
 def test_nano_answers_heldout_examples(task: str, floor: float) -> None:
     model, loaded = evaluate.load(nano.path())

@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("programs", [1, 80], ids=["whole", "divided"])
 @pytest.mark.parametrize(
     ("dtype", "sizes", "options"),

@@ -116,6 +116,7 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
             assert memory.adapter_parameters(read_directory(tmp_path / name), rank) == num_elements
 
 
+@pytest.mark.extended
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
     from tinsmith.samplers.local.kv_cache import layer_shapes, probe_layers
     from tinsmith.samplers.local.states import state_bytes
@@ -460,6 +461,7 @@ def test_quantising_takes_less_and_experts_are_refused() -> None:
         choose(find_known("Qwen3-30B-A3B"), Workload(1, GPU, quantize="int8"))
 
 
+@pytest.mark.extended
 @given(
     st.sampled_from(PUBLISHED_MODELS),
     st.sampled_from([1, 2, 3, 4, 8, 16, 64]),

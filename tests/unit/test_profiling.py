@@ -49,6 +49,7 @@ def ranges(path: Path) -> list[str]:
     return [event["name"] for event in sorted(range_events, key=lambda event: event["ts"])]
 
 
+@pytest.mark.extended
 def test_the_first_steps_are_traced_with_a_range_for_each_stage(shape: ModelShape, tmp_path: Path) -> None:
     backend = TorchBackend(shape, device="cpu", profile=str(tmp_path / "traces"))
     plain = TorchBackend(shape, device="cpu")

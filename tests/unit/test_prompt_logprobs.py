@@ -294,6 +294,7 @@ def test_only_rows_that_are_asked_for_are_computed(
     assert counted.num_logits == num_logits
 
 
+@pytest.mark.extended
 @examples(6)
 @given(seed=st.integers(0, 10_000), max_tokens=st.sampled_from([3, 17, 512]), num_blocks=st.sampled_from([None, 60]))
 def test_batches_chunks_and_memory_do_not_change_prompt_logprobs(

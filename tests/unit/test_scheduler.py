@@ -97,6 +97,7 @@ def test_a_model_takes_part_in_a_step_with_passes_or_with_one_barrier(queues: li
             assert all(kind in PASS_KINDS for kind in model_kinds) or len(model_kinds) == 1
 
 
+@pytest.mark.extended
 @given(worlds(), st.integers(1, 400))
 def test_planning_leaves_its_arguments_alone_and_repeats_itself(queues: list[ModelQueue], budget: int) -> None:
     assert plan(queues, Fairness(), budget) == plan(queues, Fairness(), budget)

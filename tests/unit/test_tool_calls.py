@@ -344,6 +344,7 @@ def test_a_chat_template_decides_on_the_dialect(tmp_path_factory: pytest.TempPat
         assert forced and forced.grammar()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "unit"),
     [
