@@ -356,7 +356,7 @@ def main() -> None:
                 model_directory = make(size, Path(directory) / size)
                 for rows in compare_in_turns(size, model_directory, [*args.works], args.dtypes, args.peft, args.runs):
                     figures += rows
-                    write_json(args.json, figures)  # after each: whoever is ended early has some
+                    write_json(args.json, figures)  # after each, so that a run that is stopped early has some
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,7 +29,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import FairShare
 from tinsmith.batch.coordinator.job_run import DispatchWindow
 from tinsmith.batch.pools.local import LocalPool, sweep
-from tinsmith.batch.pools.ray import reservation
+from tinsmith.batch.pools.ray import Driver, RayWorker, reservation
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import MAX_SLOTS, PoolSpec, max_job_workers, parse_pool, read_pool
 from tinsmith.batch.types import JobSpec, Limits
@@ -644,3 +645,32 @@ def test_a_worker_leaves_nothing_when_its_server_is_killed(tmp_path: Path, monke
             directories.append(asyncio.run(kill_both()))
         sweep(logs)
         assert [path.exists() for path in directories] == [False, True], "another server's workers are its own"
+
+
+@pytest.mark.parametrize("how", ["killed", "shut down"])
+def test_a_log_that_is_followed_over_a_network_is_copied_once_to_its_end(tmp_path: Path, how: str) -> None:
+    async def scenario() -> None:
+        source, copied = tmp_path / "log", tmp_path / "copied"
+        source.write_text("first\n")
+        worker = worker_service.Worker("secret", source, tmp_path)
+        address = await worker.listen(str(tmp_path / "socket"), "127.0.0.1")
+        serving = asyncio.create_task(worker.serve())
+        exit_event = asyncio.Event()
+        driver = cast(Driver, SimpleNamespace(kill=lambda _worker_id: exit_event.set()))
+        ray_worker = RayWorker("1-a", address, "secret", "host", "process", driver, exit_event, copied)
+        ray_worker.following = asyncio.create_task(ray_worker.follow())
+        async with asyncio.timeout(20):
+            while not copied.exists():
+                await asyncio.sleep(0.01)
+            source.write_text("first\nlast\n")
+            if how == "shut down":
+                client = rpc.RpcClient(address, "secret", connect_s=5, silence_s=5)
+                await client.call("shutdown", grace_s=0)
+                await client.close()
+                await serving
+                exit_event.set()
+            await ray_worker.kill()
+        assert copied.read_text() == "first\nlast\n"
+        serving.cancel()
+
+    asyncio.run(scenario())

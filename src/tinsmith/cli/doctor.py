@@ -23,6 +23,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Plan
 from tinsmith.plan.speed import Rates
 from tinsmith.plan.versions import (
+    INSTALL_ENGINE,
     TESTED,
     VersionRange,
     list_installed_versions,
@@ -73,7 +74,7 @@ def _torch(settings: Settings) -> Finding:
     except ModuleNotFoundError as error:
         if not settings.num_torch_processes:
             return Finding(True, "torch", "not installed here (engines need it; this role does not)")
-        return Finding(False, "torch", f"cannot be imported: {error}; pip install 'tinsmith[engine]'")
+        return Finding(False, "torch", f"cannot be imported: {error}; {INSTALL_ENGINE}")
     except ImportError as error:
         return Finding(False, "torch", f"cannot be imported: {error}")
     if torch.cuda.is_available():

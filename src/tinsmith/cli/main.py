@@ -34,7 +34,7 @@ from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
-from tinsmith.plan.versions import list_missing_packages
+from tinsmith.plan.versions import INSTALL_ENGINE, list_missing_packages
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
 
@@ -413,7 +413,7 @@ def work_line(counts: Mapping[str, float], seconds: float) -> str:
 
 
 def _engine_extra(packages: list[str]) -> str:
-    return f"{' and '.join(packages)}: pip install 'tinsmith[engine]'"
+    return f"{' and '.join(packages)}: {INSTALL_ENGINE}"
 
 
 def main() -> None:

@@ -38,6 +38,9 @@ TRANSFORMERS = VersionRange("transformers", "5.16", "5.24")
 
 TESTED = (TORCH, TRANSFORMERS)
 
+INSTALL_ENGINE = "pip install 'tinsmith[engine]'"
+"""The command that installs them."""
+
 
 class InstalledVersion(NamedTuple):
     """A release in this environment, and the tested ones."""

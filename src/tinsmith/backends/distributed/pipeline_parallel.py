@@ -172,8 +172,8 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
     reason = None
     if (layers := cast(int, config.num_hidden_layers)) < stages:
         reason = f"has {layers} layers; set it to {layers} or less"
-    elif why := find_indivisible_reason(config):
-        reason = f"{why}; use tensor_parallel or shard_base"
+    elif indivisible_reason := find_indivisible_reason(config):
+        reason = f"{indivisible_reason}; use tensor_parallel or shard_base"
     if reason is not None:
         raise SettingsError(f"pipeline_parallel is {stages}, and {name} {reason}")
 

@@ -59,10 +59,12 @@ class Recompute:
         computes all rows of some mixers.
         """
         linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
-        self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
+        self._linears_bytes = sum(
+            (linear.in_features + linear.out_features) * linear.weight.element_size() for linear in linears
+        )
         mixers = [module for module in decoder.modules() if is_mixer(module)]
         self._mixers_bytes = sum(
-            4.0 * count_saved_activations(own) * (context if is_whole(own) else 1) for own in mixers
+            4.0 * count_saved_activations(mixer) * (context if is_whole(mixer) else 1) for mixer in mixers
         )
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 

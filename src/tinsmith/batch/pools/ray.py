@@ -153,6 +153,8 @@ class RayWorker:
     exit_event: asyncio.Event
     log_path: Path
     following: asyncio.Task[None] | None = field(default=None)
+    log_end: int = 0
+    """The byte up to which its log is copied."""
 
     @property
     def has_ended(self) -> bool:
@@ -171,29 +173,27 @@ class RayWorker:
 
     async def follow(self) -> None:
         """Copy its output to the log of this server until it ends."""
-        after = 0
         client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
             while not self.has_ended:
-                after = await self._copy(client, after, follow=True)
+                await self._copy(client, follow=True)
                 await within(RETRY_S, self.exit_event.wait())
         except asyncio.CancelledError:
             if not self.has_ended:
-                await self._copy(client, after, follow=False)
+                await self._copy(client, follow=False)
             raise
         finally:
             await client.close()
 
-    async def _copy(self, client: RpcClient, after: int, *, follow: bool) -> int:
-        """Write the pages of the worker's log from the byte `after`; returns where they end."""
+    async def _copy(self, client: RpcClient, *, follow: bool) -> None:
+        """Write the pages of the worker's log that are not copied yet; with `follow`, until its children have ended."""
         with contextlib.suppress(CallRefusedError, ConnectionLostError, OSError):
-            async with contextlib.aclosing(client.stream("log", {"after": after, "follow": follow})) as pages:
+            async with contextlib.aclosing(client.stream("log", {"after": self.log_end, "follow": follow})) as pages:
                 async for page in pages:
                     if page["text"]:
                         with self.log_path.open("a", encoding="utf-8") as file:
                             file.write(page["text"])
-                    after = page["end"]
-        return after
+                    self.log_end = page["end"]
 
 
 def reservation(pool: PoolSpec, job: JobSpec | None) -> dict[str, Any]:
