@@ -14,7 +14,7 @@ import httpx
 from attack.sending import Request
 from support import http_harness, raw_client
 from support.every_route import BODIES, QUERIES, RouteObjects, openai_batch
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
+from tinsmith.api.request import ANTHROPIC, HUB, OPENAI, PREFIX
 
 MODEL = raw_client.BASE
 BOUNDARY = "attack-boundary"

@@ -26,7 +26,7 @@ from support.compatibility import (
     sdk_methods,
 )
 from support.live import API_KEY, LiveServer
-from tinsmith.api.operation import PREFIX
+from tinsmith.api.request import PREFIX
 
 ROUTES = Path(__file__).parents[2] / "docs" / "reference" / "routes.md"
 

@@ -23,9 +23,11 @@ from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
 
 from support.http_harness import ALICE, Harness
+from tinsmith.api.access import Access
 from tinsmith.api.app import API, OPERATIONS
+from tinsmith.api.declaration import BEARER_SCHEME, KEY_SCHEME, METRICS_SCHEME
 from tinsmith.api.openapi import body_schema, document, statuses
-from tinsmith.api.operation import BEARER_SCHEME, KEY_SCHEME, METRICS_SCHEME, PREFIX, Access
+from tinsmith.api.request import PREFIX
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Schema, json_schemas
 from tinsmith.wire.sampling import EncodedTextChunkBody
@@ -115,7 +117,7 @@ def test_every_operation_has_a_summary_and_declares_its_ids() -> None:
         assert isinstance(operation.access, Access), operation.name
         in_path = operation.access is Access.IDS and "{" in operation.path
         assert in_path or operation.example is not None or operation.access is not Access.IDS, operation.name
-        assert operation.keyed or operation.access in (Access.LINK, Access.NOTHING), operation.name
+        assert operation.access is not Access.IDS or operation.schemes, operation.name
         if operation.access in (Access.IDS, Access.LINK):
             assert 404 in operation.errors, f"{operation.name}: what is not there is an error"
         assert bool(operation.takes) == (operation.body is not None)
@@ -133,7 +135,7 @@ def test_an_operation_with_a_typed_body_has_an_example_that_it_takes() -> None:
 def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never_asks(harness: Harness) -> None:
     headers = {"X-API-Key": "tml-alice", "Content-Type": "text/plain"}
     for operation in OPERATIONS:
-        if operation.method in ("POST", "PUT") and operation.keyed:
+        if operation.method in ("POST", "PUT") and operation.access.needs_key:
             answer = harness.client.request(operation.method, operation.url, content=b"{}", headers=headers)
             assert (answer.status_code == 415) == bool(operation.takes), operation.name
 

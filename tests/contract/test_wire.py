@@ -602,13 +602,13 @@ def test_an_unknown_encoding_or_type_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedMediaError, match="'br'"):
         bodies.decode(b"", "br", MIB)
     with pytest.raises(UnsupportedMediaError, match="'text/plain'"):
-        bodies.check_content_type("text/plain; charset=utf-8", bodies.JSON_TYPE)
-    bodies.check_content_type("Application/JSON; charset=utf-8", bodies.JSON_TYPE)
+        bodies.check_content_type("text/plain; charset=utf-8", (bodies.JSON_TYPE,))
+    bodies.check_content_type("Application/JSON; charset=utf-8", (bodies.JSON_TYPE,))
 
 
 def test_the_refusal_of_a_content_type_repeats_little_of_it() -> None:
     with pytest.raises(UnsupportedMediaError) as refused:
-        bodies.check_content_type("x" * 5000, bodies.JSON_TYPE)
+        bodies.check_content_type("x" * 5000, (bodies.JSON_TYPE,))
     assert len(str(refused.value)) < 200
 
 

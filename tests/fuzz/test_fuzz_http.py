@@ -31,7 +31,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness,
 from support.properties import examples
 from tinsmith.api.app import OPERATIONS as DECLARED
 from tinsmith.api.openapi import RESPONSE_SCHEMAS, body_schema, document
-from tinsmith.api.operation import PREFIX
+from tinsmith.api.request import PREFIX
 from tinsmith.wire.bodies import PROTO_TYPE
 
 AT_MOST_S = 5.0

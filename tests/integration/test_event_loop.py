@@ -23,8 +23,8 @@ from support.http_harness import (
     sample_request,
     send_pass,
 )
-from tinsmith.api.operation import MAX_LARGE_RESULTS
 from tinsmith.api.routes.futures import CHUNK_BYTES, EVENT_LOOP_READ_BYTES
+from tinsmith.api.services import MAX_LARGE_RESULTS
 from tinsmith.auth.keys import Keys
 from tinsmith.db.database import Database
 from tinsmith.runtime.threads import RESULTS

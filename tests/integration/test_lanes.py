@@ -12,7 +12,7 @@ import pytest
 
 from support.http_harness import ALICE, Harness, close, make_harness
 from tinsmith.api.openai import files
-from tinsmith.api.operation import INLINE_BODY_BYTES
+from tinsmith.api.request import INLINE_BODY_BYTES
 from tinsmith.api.routes import downloads, uploads
 from tinsmith.runtime.threads import TRANSFERS
 

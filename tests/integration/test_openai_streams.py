@@ -15,7 +15,7 @@ from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
 from tinsmith.api.openai.generation import CHAT, COMPLETIONS, prepare, serve_request, submit_samples
 from tinsmith.api.openai.streaming import StreamDelta, stream_deltas
-from tinsmith.api.operation import Services
+from tinsmith.api.services import Services
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest

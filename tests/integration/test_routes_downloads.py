@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
+import jwt
 import pytest
 from httpx import Response
 from starlette.testclient import TestClient
@@ -17,8 +18,8 @@ from tinker.types import ExternalWeightsUrlsResponse
 
 from support.http_harness import ALICE, BOB, FILES, Harness
 from tinsmith.api.app import create_app
+from tinsmith.api.links import LINK_S
 from tinsmith.api.routes.downloads import stream_tar
-from tinsmith.api.routes.links import LINK_S
 from tinsmith.auth.signing import Signer
 
 WEIGHTS = "adapter_model.safetensors"
@@ -103,12 +104,12 @@ def test_another_tenant_gets_links_to_what_is_published(harness: Harness, export
         lambda url: url.replace(WEIGHTS, "manifest.json"),
         lambda url: url.replace(WEIGHTS, "..%2F..%2Ftest.db"),
         lambda url: url.replace("/files/" + WEIGHTS, "/archive"),
-        lambda url: url.replace("expires=1", "expires=2"),
-        lambda url: url.replace("expires=", "expires=%00"),
-        lambda url: url[:-1] + ("A" if url[-1] != "A" else "B"),
-        lambda url: url.partition("&signature=")[0],
+        lambda url: url.replace("token=", "token=%00"),
+        lambda url: url[:-9] + ("A" if url[-9] != "A" else "B") + url[-8:],
+        lambda url: url.rpartition(".")[0] + ".",
+        lambda url: url.rpartition(".")[0],
         lambda url: url.partition("?")[0],
-        lambda url: url.replace("signature=", "signature=%F0%9F%92%A9"),
+        lambda url: url.replace("token=", "token=%F0%9F%92%A9"),
     ],
 )
 def test_a_changed_link_is_worth_nothing(harness: Harness, export: str, change) -> None:
@@ -123,21 +124,22 @@ def test_a_changed_link_is_worth_nothing(harness: Harness, export: str, change) 
 
 def test_another_servers_link_and_one_for_another_purpose_are_worth_nothing(harness: Harness, export: str) -> None:
     url = urls(harness, export)[WEIGHTS]
-    message, _, signature = url.partition("&signature=")
-    expires = message.rpartition("=")[2]
-    path = urlsplit(url).path
+    address_, _, token = url.partition("?token=")
+    claims = {"path": urlsplit(url).path, "exp": int(time.time()) + 60}
     for signer, purpose in ((Signer(b"x" * 32), "download"), (harness.services.signer, "trace")):
-        forged = signer.sign(purpose, f"{expires} {path}".encode())
-        assert forged != signature
-        assert fetch(harness, f"{message}&signature={forged}").status_code == 403
-    right = harness.services.signer.sign("download", f"{expires} {path}".encode())
-    assert fetch(harness, f"{message}&signature={right}").status_code == 200
+        forged = signer.sign(purpose, claims)
+        assert forged != token
+        assert fetch(harness, f"{address_}?token={forged}").status_code == 403
+    unsigned = jwt.encode(claims, "", algorithm="none")
+    assert fetch(harness, f"{address_}?token={unsigned}").status_code == 403
+    right = harness.services.signer.sign("download", claims)
+    assert fetch(harness, f"{address_}?token={right}").status_code == 200
 
 
 def test_a_link_expires(harness: Harness, export: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = urls(harness, export)[WEIGHTS]
     later = time.time() + LINK_S + 1
-    monkeypatch.setattr("tinsmith.api.routes.links.time.time", lambda: later)
+    monkeypatch.setattr("tinsmith.api.links.time.time", lambda: later)
     answer = fetch(harness, url)
     assert answer.status_code == 410
     assert "has expired" in answer.json()["detail"]

@@ -13,7 +13,7 @@ from tinker.types import RequestFailedResponse
 from tinker.types.try_again_response import TryAgainResponse
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_bytes, make_harness
-from tinsmith.api.operation import INLINE_BODY_BYTES
+from tinsmith.api.request import INLINE_BODY_BYTES
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import FutureOutcome, Settlement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from tinker.types import (
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.api.app import API, create_probe_app
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
+from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.api.routes.downloads import DOWNLOAD
+from tinsmith.api.services import Services
 
 ELSEWHERE = (*OPENAI_PATHS, *(f"{prefix}/" for prefix in (*ANTHROPIC, HUB)))
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
@@ -79,9 +81,14 @@ def test_health_needs_no_key(harness: Harness) -> None:
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
+def with_status(harness: Harness, **changes: Callable[[], str]) -> Services:
+    """The harness's services with another status of engines."""
+    return replace(harness.services, engines=replace(harness.services.engines, **changes))
+
+
 @pytest.mark.parametrize("path", ["/api/v1/healthz", "/api/v1/health", "/health"])
 def test_health_says_what_is_wrong(harness: Harness, path: str) -> None:
-    harness.app.state.services = replace(harness.services, failing=lambda: "engine-0 died 3 times in a row")
+    harness.app.state.services = with_status(harness, failing=lambda: "engine-0 died 3 times in a row")
     answer = harness.client.get(path)
     assert answer.status_code == 503
     assert (answer.json()["status"], answer.json()["reason"]) == ("failing", "engine-0 died 3 times in a row")
@@ -89,9 +96,7 @@ def test_health_says_what_is_wrong(harness: Harness, path: str) -> None:
 
 def test_a_process_without_clients_is_ready_once_its_engines_are(harness: Harness) -> None:
     for loading, failing, status in (("", "", 200), ("engine-0 is loading", "", 503), ("", "engine-0 died", 503)):
-        services = replace(
-            harness.services, loading=lambda reason=loading: reason, failing=lambda reason=failing: reason
-        )
+        services = with_status(harness, loading=lambda reason=loading: reason, failing=lambda reason=failing: reason)
         answer = TestClient(create_probe_app(services)).get("/readyz")
         assert (answer.status_code, answer.json().get("reason", "")) == (status, loading or failing)
 

@@ -11,7 +11,8 @@ from httpx import Response
 
 from support.http_harness import ALICE, BASE, Harness, pass_bytes
 from tinsmith.api.app import OPERATIONS
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX, Operation
+from tinsmith.api.declaration import Operation
+from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path

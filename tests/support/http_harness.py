@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 from support.arrived import incoming
 from support.databases import fresh_url
 from tinsmith.api.admission import admit_sample
-from tinsmith.api.app import Services, create_app
+from tinsmith.api.app import create_app
+from tinsmith.api.services import EngineStatus, Services
 from tinsmith.auth.keys import Keys, digest_of
 from tinsmith.auth.quotas import QuotaLimits, Quotas
 from tinsmith.auth.signing import Signer
@@ -214,8 +215,7 @@ def make_harness(
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
-        queue_state=lambda base_model: queue.get(base_model, ("active", None)),
-        engine_for_run=lambda _base_model: None,
+        engines=EngineStatus(lambda base_model: queue.get(base_model, ("active", None)), lambda _base_model: None),
         dispatch=Dispatch(Executors(database)),
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,

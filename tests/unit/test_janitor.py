@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.http_harness import Harness
-from tinsmith.api.operation import Services
+from tinsmith.api.services import Services
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT, CHECKPOINTS, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS

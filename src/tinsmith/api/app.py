@@ -25,10 +25,11 @@ from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import machine
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
+from tinsmith.api.declaration import Endpoint, Operation, endpoint_of, operations_in
 from tinsmith.api.openai import batches, chat, files, message_batches, responses
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
-from tinsmith.api.operation import Endpoint, Operation, Services, json_response, operations_in, run
+from tinsmith.api.request import json_response, run
 from tinsmith.api.routes import (
     account,
     batch,
@@ -47,6 +48,7 @@ from tinsmith.api.routes import (
     uploads,
     weights,
 )
+from tinsmith.api.services import Services
 from tinsmith.batch.operations.sample import VERB
 from tinsmith.wire.fields import show
 
@@ -185,7 +187,7 @@ class _ResponseCounter:
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [Middleware(_ResponseCounter, services=services), Middleware(LocalOriginGuard, services=services)]
-    routes = [*API, Route("/healthz", service.healthz, methods=["GET"]), *dashboard.ROUTES]
+    routes = [*API, Route("/healthz", endpoint_of(service.healthz), methods=["GET"]), *dashboard.ROUTES]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False
@@ -197,9 +199,9 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     """Build the application of a process that serves no clients: only health probes and metrics."""
-    probes = [Route(path, service.healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
+    probes = [Route(path, endpoint_of(service.healthz), methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
     probes += [Route("/readyz", service.readyz, methods=["GET"])]
-    routes = [*probes, Route("/metrics", service.metrics, methods=["GET"])]
+    routes = [*probes, Route("/metrics", endpoint_of(service.metrics), methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.model_gateway.register(VERB, partial(answer_request, services))

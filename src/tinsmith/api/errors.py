@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
-from tinsmith.api.operation import is_anthropic, is_hub, is_openai, json_response
+from tinsmith.api.request import is_anthropic, is_hub, is_openai, json_response
 from tinsmith.chat.generation_request import ContextLengthError
 from tinsmith.chat.messages import anthropic_error
 from tinsmith.chat.results import openai_error

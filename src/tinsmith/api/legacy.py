@@ -22,25 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 from pydantic import AfterValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.openapi import ANYTHING, COUNT, NUMBER, PAGE, PROJECT, SCOPE, TEXT, TEXTS, fields, integer, one_of
-from tinsmith.api.operation import (
-    SUBMITTED,
-    Access,
-    Call,
-    Draft,
-    JsonObject,
-    Services,
-    authenticate,
-    call_of,
-    json_response,
-    operation,
-    read_json,
-    run,
-    store_submission,
-)
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import SUBMITTED, operation
+from tinsmith.api.openapi import ANYTHING, COUNT, NUMBER, TEXT, TEXTS, fields, integer, one_of
+from tinsmith.api.queries import RunsQuery
+from tinsmith.api.request import Call, Draft, JsonObject, json_response, read_json, run
 from tinsmith.api.routes import models, sampling, sessions
 from tinsmith.api.routes.futures import long_poll, note_poll, read_outcome
 from tinsmith.base_models import tokenizer_info
@@ -54,6 +42,7 @@ from tinsmith.wire.fields import (
     MAX_SHOWN_CHARS,
     Body,
     OneOf,
+    Query,
     SequenceNumber,
     Text,
     iso,
@@ -280,15 +269,13 @@ BY_PATH = fields(
     "Check health and read the version",
     answer=HEALTH,
     errors=(503,),
-    access=Access.NOTHING,
-    keyed=False,
+    access=Access.PUBLIC,
     at_root=True,
 )
-async def health(request: Request) -> Response:
+async def health(call: Call) -> Response:
     """Report health and version without authentication."""
-    services: Services = request.app.state.services
     version_fields: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
-    if reason := services.failing():
+    if reason := call.services.engines.failing():
         return json_response({"status": "failing", "reason": reason, **version_fields}, 503)
     return json_response({"status": "healthy", **version_fields})
 
@@ -299,10 +286,10 @@ async def health(request: Request) -> Response:
     "List sessions, as GET /sessions",
     answer=sessions.SESSION_IDS,
     access=Access.LISTING,
-    query={**PAGE, **SCOPE, **PROJECT},
+    query=RunsQuery,
 )
-def list_sessions(call: Call) -> JsonObject:
-    return sessions.list_sessions(call)
+def list_sessions(call: Call, query: RunsQuery) -> JsonObject:
+    return sessions.list_sessions(call, query)
 
 
 # Models.
@@ -316,13 +303,12 @@ def list_sessions(call: Call) -> JsonObject:
     answer=fields({"model_id": TEXT, "status": TEXT}),
     errors=(404, 410, 429, 501),
 )
-async def delete_model(request: Request) -> Response:
+async def delete_model(call: Call) -> Response:
     """Unload a model and wait up to `hold_s` for it; a busy engine unloads later."""
-    services, tenant_id = await authenticate(request)
-    body = await read_json(request, models.UnloadModelRequest)
-    call = call_of(request, services, tenant_id, body.model_dump_json().encode())
-    request_id = str((await run(models.unload_model, call, body))["request_id"])
-    outcome = await _poll_outcome(request, services, tenant_id, request_id, services.settings.hold_s)
+    body = await read_json(call.request, models.UnloadModelRequest)
+    unload_call = replace(call, body=body.model_dump_json().encode())
+    request_id = str((await run(models.unload_model, unload_call, body))["request_id"])
+    outcome = await _poll_outcome(call, request_id, call.services.settings.hold_s)
     if outcome is not None and outcome.error is not None:
         raise UserError(outcome.error)
     content: JsonObject = {
@@ -334,18 +320,20 @@ async def delete_model(request: Request) -> Response:
     return json_response(content)
 
 
+class TokenizerQuery(Query):
+    model_id: Text
+
+
 @operation(
     "GET",
     "/get_tokenizer",
     "Describe a tokenizer",
     answer=fields({"vocab_size": COUNT}),
-    query={"model_id": TEXT},
+    query=TokenizerQuery,
     example="?model_id={model_id}",
 )
-def get_tokenizer(call: Call) -> JsonObject:
-    if "model_id" not in call.query:
-        raise UserError("the query's model_id is missing")
-    model = call.services.models.get(call.tenant_id, call.query["model_id"])
+def get_tokenizer(call: Call, query: TokenizerQuery) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, query.model_id)
     shape = call.services.bases.get(model.base_model)
     model_fields: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
     return model_fields | tokenizer_info(shape)
@@ -427,8 +415,7 @@ def sample(call: Call, request: SamplesRequest) -> JsonObject:
     for seq_id, body in enumerate(bodies, first_seq_id):
         body |= {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
         draft = Draft(AsampleRequest, body)
-        future = store_submission(call.services, sampling.asample(replace(call, body=orjson.dumps(body)), draft))
-        request_ids.append(future["request_id"])
+        request_ids.append(sampling.asample(replace(call, body=orjson.dumps(body)), draft)["request_id"])
     request_id = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
     return {"request_id": request_id, "request_ids": request_ids, "sampling_client_id": sampling_session_id}
 
@@ -446,20 +433,19 @@ def _find_or_create_sampling_session(call: Call, request: SamplesRequest) -> str
 
 
 @operation("GET POST", "/retrieve_future/{request_id}", "Retrieve a result as JSON", answer=BY_PATH, errors=(404, 410))
-async def retrieve_future(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    request_id = request.path_params["request_id"]
+async def retrieve_future(call: Call) -> Response:
+    request_id = call.path["request_id"]
     outcomes: list[tuple[str, FutureOutcome]] = []
-    deadline = time.monotonic() + min(HOLD_S, services.settings.hold_s)
+    deadline = time.monotonic() + min(HOLD_S, call.services.settings.hold_s)
     for sample_id in _split_request_id(request_id):
-        outcome = await _poll_outcome(request, services, tenant_id, sample_id, max(0.0, deadline - time.monotonic()))
+        outcome = await _poll_outcome(call, sample_id, max(0.0, deadline - time.monotonic()))
         if outcome is None:
             return json_response({"request_id": request_id, "status": "pending"})
         if outcome.error is not None:
-            failure = {"status": "failed", "error": outcome.error, "category": outcome.category}
-            return json_response({"request_id": request_id} | failure)
+            failure: JsonObject = {"status": "failed", "error": outcome.error, "category": outcome.category}
+            return json_response(failure | {"request_id": request_id})
         outcomes.append((sample_id, outcome))
-    results = [await run(_convert_result, services, tenant_id, sample_id, outcome) for sample_id, outcome in outcomes]
+    results = [await run(_convert_result, call, sample_id, outcome) for sample_id, outcome in outcomes]
     result = results[0] if len(results) == 1 else _join_samples(results)
     content = {"request_id": request_id, "status": "completed", "result": result}
     return Response(await run(dump, content), media_type=JSON_TYPE)
@@ -476,11 +462,11 @@ def _split_request_id(request_id: str) -> list[str]:
     return [f"{owner}:{int(first) + index}" for index in range(int(count))]
 
 
-def _convert_result(services: Services, tenant_id: str, request_id: str, outcome: FutureOutcome) -> JsonObject:
+def _convert_result(call: Call, request_id: str, outcome: FutureOutcome) -> JsonObject:
     assert outcome.body is not None
     if outcome.result_type == "json":
         return orjson.loads(outcome.body)
-    return CONVERSIONS[services.futures.kind_of(tenant_id, request_id) or ""](outcome.body)
+    return CONVERSIONS[call.services.futures.kind_of(call.tenant_id, request_id) or ""](outcome.body)
 
 
 def _join_samples(results: Sequence[JsonObject]) -> JsonObject:
@@ -493,14 +479,12 @@ def _join_samples(results: Sequence[JsonObject]) -> JsonObject:
     }
 
 
-async def _poll_outcome(
-    request: Request, services: Services, tenant_id: str, request_id: str, hold_s: float
-) -> FutureOutcome | None:
+async def _poll_outcome(call: Call, request_id: str, hold_s: float) -> FutureOutcome | None:
     async def read_result() -> FutureOutcome | None:
-        return await read_outcome(services, tenant_id, request_id)
+        return await read_outcome(call.services, call.tenant_id, request_id)
 
-    await note_poll(services, tenant_id, request_id)
-    return await long_poll(request, services.waiters.watch(request_id), read_result, hold_s)
+    await note_poll(call, request_id)
+    return await long_poll(call.request, call.services.waiters.watch(request_id), read_result, hold_s)
 
 
 class CleanupRequest(Body):

@@ -13,23 +13,14 @@ from copy import deepcopy
 from functools import cache, partial
 from http import HTTPStatus
 from importlib.metadata import version
+from typing import cast
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.operation import (
-    ANTHROPIC,
-    BEARER_SCHEME,
-    KEY_SCHEME,
-    MAX_PAGE,
-    METRICS_SCHEME,
-    OPENAI,
-    OPENAI_PATHS,
-    Access,
-    Operation,
-    operation,
-)
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import BEARER_SCHEME, KEY_SCHEME, METRICS_SCHEME, Operation, operation
+from tinsmith.api.request import ANTHROPIC, OPENAI, OPENAI_PATHS, Call
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import Schema, json_schemas
 
@@ -108,10 +99,6 @@ RESPONSE_SCHEMAS: Mapping[str, Schema] = {
         {"output_file_id": TEXT, "error_file_id": TEXT, "errors": fields({"data": LIST}), "usage": ANYTHING},
     ),
 }
-PAGE: Mapping[str, Schema] = {"limit": integer(0, MAX_PAGE), "offset": integer(0)}
-SCOPE: Mapping[str, Schema] = {"access_scope": one_of("owned", "accessible")}
-PROJECT: Mapping[str, Schema] = {"project_id": TEXT}
-LINK: Mapping[str, Schema] = {"expires": TEXT, "signature": TEXT}
 
 LINKED = (403, 404, 410)
 GENERATION = (404, 429, 503)
@@ -119,7 +106,7 @@ GENERATION = (404, 429, 503)
 
 # Declarations of endpoints with something in common.
 listing = partial(operation, "GET", access=Access.LISTING)
-linked = partial(operation, errors=LINKED, access=Access.LINK, query=LINK, keyed=False)
+linked = partial(operation, errors=LINKED, access=Access.LINK)
 for_openai = partial(operation, prefixes=OPENAI)
 for_anthropic = partial(operation, prefixes=ANTHROPIC)
 
@@ -129,12 +116,11 @@ for_anthropic = partial(operation, prefixes=ANTHROPIC)
     "/openapi.json",
     "Get the OpenAPI document",
     answer=ANYTHING,
-    access=Access.NOTHING,
-    keyed=False,
+    access=Access.PUBLIC,
     at_root=True,
 )
-async def openapi(request: Request) -> Response:
-    return Response(_bytes(request.app.state.operations), media_type=JSON_TYPE)
+async def openapi(call: Call) -> Response:
+    return Response(_bytes(call.request.app.state.operations), media_type=JSON_TYPE)
 
 
 @cache
@@ -199,7 +185,7 @@ def _describe_operation(operation: Operation) -> Schema:
 
 def statuses(operation: Operation) -> list[int]:
     codes = {200, *operation.errors}
-    if operation.keyed:
+    if operation.access.needs_key:
         codes |= {400, 401}
     if operation.takes:
         codes |= {413, 415}
@@ -207,11 +193,20 @@ def statuses(operation: Operation) -> list[int]:
 
 
 def _parameters(operation: Operation) -> list[Schema]:
+    query_name = operation.query.__name__ if operation.query is not None else ""
+    schema = json_schemas(operation.query)[query_name] if operation.query is not None else {}
+    properties = cast("Mapping[str, Schema]", schema.get("properties", {}))
+    required = cast("list[str]", schema.get("required", []))
+    if operation.access is Access.LINK:
+        properties, required = {"token": TEXT}, ["token"]
     in_path: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": TEXT}
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
-    return in_path + [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    return in_path + [
+        {"name": name, "in": "query", "schema": schema, **({"required": True} if name in required else {})}
+        for name, schema in properties.items()
+    ]
 
 
 def _describe_response(operation: Operation, status: int) -> Schema:

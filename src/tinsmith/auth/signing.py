@@ -1,4 +1,4 @@
-"""HMAC signatures of tokens and download links, valid on all servers that share one secret.
+"""Signed tokens, links and upload ids, valid on all servers that share one secret.
 
 Each purpose has its own key derived from the secret, so a signature for one purpose is invalid for another. The secret
 is the setting `signing_secret`, or else a file in the data directory that is created once with mode 0600.
@@ -6,37 +6,51 @@ is the setting `signing_secret`, or else a file in the data directory that is cr
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jwt
 
 from tinsmith.errors import SettingsError
 
+if TYPE_CHECKING:
+    from jwt.types import Options
+
 SECRET_BYTES = 32
+ALGORITHM = "HS256"
 SECRET_FILE = "signing.key"
 RANKS = "ranks"
 """The purpose of the key with which ranks on other machines join their engine."""
 
 
 class Signer:
-    """HMAC-SHA256; a signature is 43 URL-safe characters."""
+    """Signs claims as JSON Web Tokens with HMAC-SHA256."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:
             raise SettingsError(f"the signing secret has {len(secret)} bytes; it needs {SECRET_BYTES} or more")
         self._secret = secret
 
-    def sign(self, purpose: str, message: bytes) -> str:
-        digest = hmac.digest(self.key(purpose), message, hashlib.sha256)
-        return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    def sign(self, purpose: str, claims: Mapping[str, object]) -> str:
+        """Return the claims as a token, which hides nothing."""
+        return jwt.encode(dict(claims), self.key(purpose), algorithm=ALGORITHM)
 
-    def verify(self, purpose: str, message: bytes, signature: str) -> bool:
-        return hmac.compare_digest(self.sign(purpose, message).encode(), signature.encode(errors="replace"))
+    def read(self, purpose: str, token: str, required: Sequence[str]) -> dict[str, Any] | None:
+        """Return the claims of a token that was signed for `purpose` and has the required ones; otherwise None. The
+        caller checks the claim `exp`, by its own clock.
+        """
+        options: Options = {"require": list(required), "verify_exp": False, "verify_iat": False}
+        try:
+            return jwt.decode(token, self.key(purpose), algorithms=[ALGORITHM], options=options)
+        except (jwt.InvalidTokenError, UnicodeError):
+            return None
 
     def key(self, purpose: str) -> bytes:
         """Return the derived key of one purpose, for libraries that sign by themselves."""

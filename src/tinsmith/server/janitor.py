@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.api.operation import Services
+from tinsmith.api.services import Services
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import now
 from tinsmith.db.postgres import MAINTENANCE_S, long_statements

@@ -20,7 +20,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.api.openai.responses import complete_response, keep_samples_alive
-from tinsmith.api.operation import Services
+from tinsmith.api.services import Services
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.store.responses import UnansweredResponse
 

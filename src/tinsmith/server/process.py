@@ -31,6 +31,7 @@ from tinsmith import base_models as base_models
 from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import Services, create_app, create_probe_app
 from tinsmith.api.connections import Connection
+from tinsmith.api.services import EngineStatus
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.auth.quotas import QuotaLimits, Quotas
@@ -232,13 +233,14 @@ def _open_database(settings: Settings, timeouts: PostgresTimeouts) -> Database:
 
 
 def _with_engine_states(services: Services, supervisor: Supervisor, engines: Engines) -> Services:
-    return replace(
-        services,
-        failing=supervisor.failing,
-        failures=supervisor.failures,
-        loading=supervisor.loading,
+    status = replace(
+        services.engines,
         cannot_start=engines.cannot_start,
+        failing=supervisor.failing,
+        loading=supervisor.loading,
+        failures=supervisor.failures,
     )
+    return replace(services, engines=status)
 
 
 def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
@@ -386,8 +388,7 @@ def _services(
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
-        queue_state=engines.queue_state,
-        engine_for_run=engine_router.for_run,
+        engines=EngineStatus(engines.queue_state, engine_router.for_run),
         dispatch=dispatch,
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,

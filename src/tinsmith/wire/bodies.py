@@ -55,10 +55,11 @@ def check_length(content_length: str | None, limit_bytes: int) -> None:
         raise too_large(limit_bytes)
 
 
-def check_content_type(content_type: str | None, expected: str) -> None:
+def check_content_type(content_type: str | None, takes: Sequence[str]) -> None:
     media_type = (content_type or "").partition(";")[0].strip().lower()
-    if media_type != expected:
-        raise UnsupportedMediaError(f"the header Content-Type is {show(media_type)}; this path takes {expected!r}")
+    if media_type not in takes:
+        expected = " or ".join(map(repr, takes))
+        raise UnsupportedMediaError(f"the header Content-Type is {show(media_type)}; this path takes {expected}")
 
 
 def choose_type(accept: str | None, offers: Sequence[str]) -> str:

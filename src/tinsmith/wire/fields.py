@@ -79,6 +79,12 @@ class Body(BaseModel):
     """The error code for a missing field."""
 
 
+class Query(Body):
+    """The query of a URL. Its values are text, which is read as the types of the fields. Unknown names are ignored."""
+
+    model_config = ConfigDict(strict=False)
+
+
 class ClosedBody(Body):
     """An object whose unknown fields are ignored by name or refused, as `validate` decides. A refusal spares empty
     values (null, 0, "", []), which have no effect.

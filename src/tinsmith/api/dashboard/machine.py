@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from tinsmith.api.openapi import ANYTHING, LIST, fields, listing
-from tinsmith.api.operation import Call, JsonObject
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.db.database import now
-from tinsmith.errors import UserError
 from tinsmith.store.overview import Row
-from tinsmith.wire.fields import show
+from tinsmith.wire.fields import Query
 
 RATE_S = 60.0
 DEFAULT_MINUTES = 10.0
@@ -84,7 +85,7 @@ def machine(call: Call) -> JsonObject:
         training += sum(step.num_tokens for step in steps) / span
         holders = dict(memory.get(shape.name, {}))
         budget = holders.pop("budget", 0)
-        state, reason = services.queue_state(shape.name)
+        state, reason = services.engines.queue_state(shape.name)
         busy = min(1.0, sum(step.duration_s for step in steps) / span)
         engines.append(
             {"base_model": shape.name, "state": state, "reason": reason, "busy": busy}
@@ -105,16 +106,20 @@ def machine(call: Call) -> JsonObject:
     }
 
 
+class TimelineQuery(Query):
+    minutes: Annotated[float, Field(gt=0, le=MAX_MINUTES)] = DEFAULT_MINUTES
+
+
 @listing(
     "/dashboard/timeline",
     "List requests of the last minutes",
     answer=fields({"requests": LIST, "steps": LIST, "snapshots": LIST, "others_sampling": LIST}),
-    query={"minutes": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MINUTES}},
+    query=TimelineQuery,
 )
-def timeline(call: Call) -> JsonObject:
+def timeline(call: Call, query: TimelineQuery) -> JsonObject:
     """Return the caller's requests and snapshots by run or sampler, and other tenants' tokens and sampling times."""
     read_at = now()
-    since = read_at - 60.0 * _minutes(call.query.get("minutes", str(DEFAULT_MINUTES)))
+    since = read_at - 60.0 * query.minutes
     settled = call.services.overview.list_settled(call.tenant_id, since, MAX_REQUESTS)
     steps = [
         {
@@ -147,20 +152,10 @@ def timeline(call: Call) -> JsonObject:
     }
 
 
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes <= MAX_MINUTES:
-        raise UserError(f"the query's minutes is {show(text)}; it must be above 0 and at most {MAX_MINUTES:.0f}")
-    return minutes
-
-
 def explain_wait(call: Call, row: Row, waiting: Sequence[Row], seats: Sequence[Row]) -> str:
     """Explain in a sentence why the requests of a row of `Overview.waiting` are waiting."""
     base_model = row["base_model"]
-    state, reason = call.services.queue_state(base_model)
+    state, reason = call.services.engines.queue_state(base_model)
     if state != "active":
         return f"The engine accepts no work: {reason or state.replace('_', ' ')}."
     base_seats = [seat for seat in seats if seat["base_model"] == base_model]

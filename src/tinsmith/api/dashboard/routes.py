@@ -23,13 +23,15 @@ from starlette.routing import Route
 
 from tinsmith import __version__
 from tinsmith.api.dashboard.machine import explain_wait
-from tinsmith.api.openapi import ANYTHING, FLAG, LIST, PAGE, TEXT, fields, listing, one_of, ref
-from tinsmith.api.operation import Call, JsonObject, operation
+from tinsmith.api.declaration import operation
+from tinsmith.api.openapi import ANYTHING, LIST, TEXT, fields, listing, ref
+from tinsmith.api.queries import Limit, Order, PageQuery
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.auth.quotas import NAMES as QUOTAS
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError
 from tinsmith.store.history import Outline, Point, RecentStep
 from tinsmith.store.overview import SORTS, Row
-from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, validation_error
+from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -105,6 +107,7 @@ ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, me
 # Overview, search of runs, queue and recent steps.
 
 MAX_SEARCH = 200
+Search = Annotated[str, Field(max_length=MAX_SEARCH, pattern=NO_NUL)]
 MAX_LINKS = 100
 OUTLINE_METRICS = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
 """Candidates, in order, for the one metric in the list of runs."""
@@ -141,50 +144,44 @@ def overview(call: Call) -> JsonObject:
 def _engines(call: Call) -> list[JsonObject]:
     engines: list[JsonObject] = []
     for shape in call.services.bases:
-        state, reason = call.services.queue_state(shape.name)
+        state, reason = call.services.engines.queue_state(shape.name)
         limits = {"max_context_length": shape.max_context_length, "vocab_size": shape.vocab_size}
         engines.append({"base_model": shape.name, "state": state, "reason": reason, **limits})
     return engines
+
+
+class SearchQuery(PageQuery):
+    limit: Limit = 50
+    search: Search = ""
+
+
+class RunSearchQuery(SearchQuery):
+    sort: Annotated[str, OneOf(tuple(SORTS))] = "created_at"
+    order: Order = "desc"
+    outlines: bool = False
 
 
 @listing(
     "/dashboard/runs",
     "Search runs",
     answer=fields({"runs": LIST, "cursor": ref("Cursor")}),
-    query={
-        **PAGE,
-        "search": TEXT | {"maxLength": MAX_SEARCH},
-        "sort": one_of(*SORTS),
-        "order": one_of("asc", "desc"),
-        "outlines": FLAG,
-    },
+    query=RunSearchQuery,
     filters=("?search={model_id}",),
 )
-def runs(call: Call) -> JsonObject:
-    limit, offset = call.page(default_limit=50)
-    search, sort = search_of(call), call.query.get("sort", "created_at")
-    order = call.query.get("order", "desc")
-    if sort not in SORTS:
-        raise UserError(f"the query's sort is {show(sort)}; it must be one of {', '.join(SORTS)}")
-    if order not in ("asc", "desc"):
-        raise UserError(f"the query's order is {show(order)}; it must be 'asc' or 'desc'")
-    rows, total = call.services.overview.runs(call.tenant_id, search, sort, order == "desc", limit, offset)
+def runs(call: Call, query: RunSearchQuery) -> JsonObject:
+    is_descending = query.order == "desc"
+    rows, total = call.services.overview.runs(
+        call.tenant_id, query.search, query.sort, is_descending, query.limit, query.offset
+    )
     model_ids = [row["model_id"] for row in rows]
     newest = call.services.curves.newest(model_ids)
     outlines: dict[str, Outline] = {}
-    if call.query.get("outlines") == "true":
+    if query.outlines:
         outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
     return {
         "runs": [_run(row, newest.get(row["model_id"])) | {"outline": outlines.get(row["model_id"])} for row in rows],
-        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
-
-
-def search_of(call: Call) -> str:
-    search = call.query.get("search", "")
-    if len(search) > MAX_SEARCH:
-        raise UserError(f"the query's search has {len(search)} characters; use at most {MAX_SEARCH}")
-    return search
 
 
 @operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))

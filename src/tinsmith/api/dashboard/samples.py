@@ -14,13 +14,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.dashboard.routes import MAX_SEARCH, search_of
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, TEXT, fields, integer, listing, one_of, ref
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.api.access import Access
+from tinsmith.api.dashboard.routes import Search, SearchQuery
+from tinsmith.api.declaration import operation
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields, listing, ref
+from tinsmith.api.queries import Order, PageQuery
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.chat.tokenizer import ModelTokenizer
-from tinsmith.errors import NotFoundError, NotSupportedError, UserError
+from tinsmith.errors import NotFoundError, NotSupportedError
 from tinsmith.store.history import AnswerNotes, KeptSample, KeptSequence, SampleContent
-from tinsmith.wire.fields import ClosedBody, Number, iso, show
+from tinsmith.wire.fields import ClosedBody, Number, OneOf, Text, iso
 
 PREVIEW_TOKENS = 24
 MAX_GROUPED = 1000
@@ -31,19 +34,17 @@ MAX_STEP = 2**53 - 1
     "/dashboard/samples",
     "List kept samples, newest first",
     answer=fields({"samples": LIST, "cursor": ref("Cursor")}),
-    query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}},
+    query=SearchQuery,
     filters=("?search={model_id}:0",),
 )
-def samples(call: Call) -> JsonObject:
-    limit, offset = call.page(default_limit=50)
-    search = search_of(call)
-    rows, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
+def samples(call: Call, query: SearchQuery) -> JsonObject:
+    rows, total = call.services.kept_samples.page(call.tenant_id, query.limit, query.offset, query.search)
     return {
         "samples": [
             _sample_fields(sample) | _preview(_find_tokenizer(call, sample.base_model), content)
             for sample, content in rows
         ],
-        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
         "kept": call.services.settings.kept_samples,
     }
 
@@ -153,38 +154,37 @@ def _spread(values: Sequence[float | None]) -> float | None:
     return max(reported) - min(reported) if reported else None
 
 
+class GroupsQuery(PageQuery):
+    """`least` and `most` bound the reward; `text` is part of prompt or answer."""
+
+    run: Text | None = None
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)] | None = None
+    least: Number | None = None
+    most: Number | None = None
+    text: Search = ""
+    sort: Annotated[str, OneOf(tuple(SORTS))] = "newest"
+    order: Order = "desc"
+
+
 @listing(
     "/dashboard/groups",
     "List kept answers by prompt",
     answer=fields({"groups": LIST, "cursor": ref("Cursor")}),
-    query={
-        **PAGE,
-        "run": TEXT,
-        "step": integer(0, MAX_STEP),
-        "least": NUMBER,
-        "most": NUMBER,
-        "text": TEXT | {"maxLength": MAX_SEARCH},
-        "sort": one_of(*SORTS),
-        "order": one_of("asc", "desc"),
-    },
+    query=GroupsQuery,
     filters=("?run={model_id}",),
 )
-def groups(call: Call) -> JsonObject:
+def groups(call: Call, query: GroupsQuery) -> JsonObject:
     """Return the groups with an answer that passes every filter. A group keeps all its answers."""
-    limit, offset = call.page(default_limit=20)
-    sort, order = call.query.get("sort", "newest"), call.query.get("order", "desc")
-    if sort not in SORTS or order not in ("asc", "desc"):
-        raise UserError(f"the query's sort is {show(sort)} and its order {show(order)}; see /openapi.json for both")
-    passes = _filter(call)
+    passes = _filter(call, query)
     passing = [answers for answers in _group_answers(call) if any(passes(answer) for answer in answers)]
     # Groups without a value come last in both orders.
-    sign = -1.0 if order == "desc" else 1.0
-    keyed = [(SORTS[sort](answers), answers) for answers in passing]
+    sign = -1.0 if query.order == "desc" else 1.0
+    keyed = [(SORTS[query.sort](answers), answers) for answers in passing]
     keyed.sort(key=lambda entry: math.inf if entry[0] is None else sign * entry[0])
     ordered = [answers for _, answers in keyed]
     return {
-        "groups": [_group(call, answers) for answers in ordered[offset : offset + limit]],
-        "cursor": {"offset": offset, "limit": limit, "total_count": len(ordered)},
+        "groups": [_group(call, answers) for answers in ordered[query.offset : query.offset + query.limit]],
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": len(ordered)},
         "kept": call.services.settings.kept_samples,
     }
 
@@ -203,11 +203,8 @@ def _group_answers(call: Call) -> Iterator[list[_Answer]]:
     return (answers for answers in answers_by_prompt.values() if answers)
 
 
-def _filter(call: Call) -> Callable[[_Answer], bool]:
-    run, text = call.query.get("run"), call.query.get("text", "").lower()
-    if len(text) > MAX_SEARCH:
-        raise UserError(f"the query's text has {len(text)} characters; use at most {MAX_SEARCH}")
-    step, lower, upper = (_number(call, name) for name in ("step", "least", "most"))
+def _filter(call: Call, query: GroupsQuery) -> Callable[[_Answer], bool]:
+    run, step, lower, upper, text = query.run, query.step, query.least, query.most, query.text.lower()
 
     def passes(answer: _Answer) -> bool:
         reward = answer.note("reward")
@@ -222,19 +219,6 @@ def _filter(call: Call) -> Callable[[_Answer], bool]:
         return not text or text in _full_text(call, answer).lower()
 
     return passes
-
-
-def _number(call: Call, name: str) -> float | None:
-    text = call.query.get(name)
-    if text is None:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise UserError(f"the query's {name} is {show(text)}; it must be a number")
-    return value
 
 
 def _full_text(call: Call, answer: _Answer) -> str:

@@ -12,16 +12,18 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from tinsmith.api.openai.files import Expiry, page, page_limit
+from tinsmith.api.access import Access
+from tinsmith.api.openai.files import Expiry, page
 from tinsmith.api.openai.generation import serve_request
-from tinsmith.api.openapi import FLAG, TEXT, fields, for_openai, integer, ref
-from tinsmith.api.operation import Access, Call, JsonObject, Services
+from tinsmith.api.openapi import FLAG, fields, for_openai, ref
+from tinsmith.api.request import Call, JsonObject
+from tinsmith.api.services import Services
 from tinsmith.batch.coordinator.model_gateway import RowRequest
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.errors import RequestError, UserError
 from tinsmith.store.files import BATCH
-from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, Supported, Text, show, validation_error
+from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, Query, Supported, Text, show, validation_error
 
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
@@ -103,6 +105,11 @@ def batch(call: Call) -> JsonObject:
     return batch_body(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
 
+class BatchesQuery(Query):
+    limit: Annotated[int, Field(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT
+    after: Text | None = None
+
+
 @for_openai(
     "GET",
     "/batches",
@@ -110,12 +117,11 @@ def batch(call: Call) -> JsonObject:
     answer=BATCHES,
     errors=(404,),
     access=Access.LISTING,
-    query={"limit": integer(1, MAX_LIMIT), "after": TEXT},
+    query=BatchesQuery,
     filters=("?after={batch_id}",),
 )
-def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LIMIT, DEFAULT_LIMIT)
-    batches, has_more = call.services.openai_batches.page(call.tenant_id, limit, call.query.get("after"))
+def listing(call: Call, query: BatchesQuery) -> JsonObject:
+    batches, has_more = call.services.openai_batches.page(call.tenant_id, query.limit, query.after)
     return page([batch_body(batch) for batch in batches], has_more)
 
 

@@ -6,9 +6,10 @@ token endpoints.
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import operation
 from tinsmith.api.openai.generation import (
     find_weights,
     read_request,
@@ -17,7 +18,7 @@ from tinsmith.api.openai.generation import (
 )
 from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
 from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
-from tinsmith.api.operation import Access, Call, JsonObject, json_response, operation, run
+from tinsmith.api.request import Call, JsonObject, json_response, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import MAX_TOKENS, ModelTarget
 from tinsmith.chat.messages import CountRequest, MessageAnswer, MessageRequest
@@ -39,9 +40,9 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
     errors=GENERATION,
 )
-async def chat_completions(request: Request) -> Response:
-    prepared = await read_request(request, ChatRequest)
-    return await respond(request, prepared, ChatAnswer(prepared.plan, prepared.tokenizer))
+async def chat_completions(call: Call) -> Response:
+    prepared = await read_request(call, ChatRequest)
+    return await respond(call.request, prepared, ChatAnswer(prepared.plan, prepared.tokenizer))
 
 
 @for_openai(
@@ -53,9 +54,9 @@ async def chat_completions(request: Request) -> Response:
     example={"model": "{model}", "prompt": "hi"},
     errors=GENERATION,
 )
-async def completions(request: Request) -> Response:
-    prepared = await read_request(request, CompletionRequest)
-    return await respond(request, prepared, CompletionAnswer(prepared.plan, prepared.tokenizer))
+async def completions(call: Call) -> Response:
+    prepared = await read_request(call, CompletionRequest)
+    return await respond(call.request, prepared, CompletionAnswer(prepared.plan, prepared.tokenizer))
 
 
 # Anthropic's messages.
@@ -72,9 +73,9 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
     errors=GENERATION,
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
 )
-async def messages(request: Request) -> Response:
-    prepared = await read_request(request, MessageRequest)
-    return await respond(request, prepared, MessageAnswer(prepared.plan, prepared.tokenizer))
+async def messages(call: Call) -> Response:
+    prepared = await read_request(call, MessageRequest)
+    return await respond(call.request, prepared, MessageAnswer(prepared.plan, prepared.tokenizer))
 
 
 @for_anthropic(
@@ -85,8 +86,8 @@ async def messages(request: Request) -> Response:
     answer=fields({"input_tokens": COUNT}),
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
 )
-async def count_tokens(request: Request) -> Response:
-    prepared = await read_request(request, CountRequest)
+async def count_tokens(call: Call) -> Response:
+    prepared = await read_request(call, CountRequest)
     return json_response({"input_tokens": len(prepared.plan.prompts[0])}, headers=prepared.headers)
 
 
@@ -161,8 +162,8 @@ def _model(call: Call, name: str | None) -> tuple[ModelShape, ModelTokenizer]:
     example={"model": "{model}", "token_ids": [1], "sampling_params": {"max_tokens": MAX_TOKENS}},
     prefixes=("",),
 )
-async def generate(request: Request) -> Response:
-    prepared = await read_request(request, GenerateRequest)
-    results = await cancel_on_disconnect(request.receive, sample_all(prepared))
+async def generate(call: Call) -> Response:
+    prepared = await read_request(call, GenerateRequest)
+    results = await cancel_on_disconnect(call.request.receive, sample_all(prepared))
     content = await run(build_generate_response, prepared.plan, prepared.tokenizer, results[0])
     return json_response(content, headers=prepared.headers)

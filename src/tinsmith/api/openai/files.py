@@ -12,27 +12,21 @@ from typing import Annotated, cast
 import orjson
 from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
-from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import FORM_TYPE, ThreadPool
 from tinsmith.api.openapi import FLAG, TEXT, fields, for_openai, integer, one_of, ref
-from tinsmith.api.operation import (
-    FORM_TYPE,
-    Access,
-    Call,
-    JsonObject,
-    Services,
-    authenticate,
-    call_of,
-    run,
-)
+from tinsmith.api.queries import Order
+from tinsmith.api.request import Call, JsonObject, run
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
+from tinsmith.api.services import Services
 from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import NotFoundError, RequestError, TooLargeError
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Schema, show, validate
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, show, validate
 
 JSONL_TYPE = "application/jsonl"
 CHUNK_BYTES = 1 << 20
@@ -50,12 +44,13 @@ UPLOAD = fields(
     },
 )
 FILES = fields({"data": {"type": "array", "items": ref("File")}, "has_more": FLAG})
-FILES_QUERY: Mapping[str, Schema] = {
-    "limit": integer(1, MAX_LIMIT),
-    "after": TEXT,
-    "order": one_of("asc", "desc"),
-    "purpose": one_of(BATCH, BATCH_OUTPUT),
-}
+
+
+class FilesQuery(Query):
+    limit: Annotated[int, Field(ge=1, le=MAX_LIMIT)] = MAX_LIMIT
+    after: Text | None = None
+    order: Order = "desc"
+    purpose: Annotated[str, OneOf((BATCH, BATCH_OUTPUT))] | None = None
 
 
 class Expiry(ClosedBody):
@@ -80,8 +75,8 @@ class UploadForm(Body):
     access=Access.NOTHING,
     takes=(FORM_TYPE,),
 )
-async def upload(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
+async def upload(call: Call) -> Response:
+    services, tenant_id, request = call.services, call.tenant_id, call.request
     with await run(services.quotas.reserve_file, tenant_id) as reservation:
         form = await read_form(request, services.settings.max_file_bytes, _too_large, reservation=reservation)
         try:
@@ -139,27 +134,15 @@ def _too_large(limit_bytes: int) -> TooLargeError:
     answer=FILES,
     errors=(404,),
     access=Access.LISTING,
-    query=FILES_QUERY,
+    query=FilesQuery,
     filters=("?after={file_id}",),
 )
-def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LIMIT, MAX_LIMIT)
-    order, purpose = call.query.get("order", "desc"), call.query.get("purpose")
-    if order not in ("asc", "desc"):
-        raise RequestError("order", f"order is {show(order)}; it must be 'asc' or 'desc'")
-    if purpose not in (None, BATCH, BATCH_OUTPUT):
-        raise RequestError("purpose", f"purpose is {show(purpose)}; it must be {BATCH!r} or {BATCH_OUTPUT!r}")
+def listing(call: Call, query: FilesQuery) -> JsonObject:
+    is_ascending = query.order == "asc"
     files, has_more = call.services.files.page(
-        call.tenant_id, limit, after=call.query.get("after"), ascending=order == "asc", purpose=purpose
+        call.tenant_id, query.limit, after=query.after, ascending=is_ascending, purpose=query.purpose
     )
     return page([file_body(file) for file in files], has_more)
-
-
-def page_limit(call: Call, low: int, high: int, default: int) -> int:
-    text = call.query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and low <= int(text) <= high):
-        raise RequestError("limit", f"limit is {show(text)}; it must be {low} to {high}")
-    return int(text)
 
 
 def page(data: list[JsonObject], has_more: bool) -> JsonObject:
@@ -179,23 +162,24 @@ def delete(call: Call) -> JsonObject:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@for_openai("GET", "/files/{file_id}/content", "Read a file's content", answer=JSONL_TYPE, errors=(206, 404, 416))
-async def content(request: Request) -> Response:
+@for_openai(
+    "GET",
+    "/files/{file_id}/content",
+    "Read a file's content",
+    answer=JSONL_TYPE,
+    errors=(206, 404, 416),
+    threads=ThreadPool.TRANSFERS,
+)
+def content(call: Call) -> Response:
     """Return a file's content, whole or by range."""
-    services, tenant_id = await authenticate(request)
-    call = call_of(request, services, tenant_id, b"")
-
-    def work() -> Response:
-        file = services.files.find(tenant_id, call.path["file_id"])
-        store, file_id = services.files, file.file_id
-        headers = {"etag": f'"{file.sha256}"'}  # the bytes never change
-        stored = StoredFile(store.path(file_id), file.size_bytes, lambda: store.open(file_id))
-        try:
-            return file_response(request, stored, JSONL_TYPE, headers, file.filename)
-        except FileNotFoundError:
-            raise NotFoundError(f"file {file_id!r} was deleted during this request") from None
-
-    return await run(work, on=services.threads.transfers)
+    store = call.services.files
+    file = store.find(call.tenant_id, call.path["file_id"])
+    file_id, headers = file.file_id, {"etag": f'"{file.sha256}"'}  # the bytes never change
+    stored = StoredFile(store.path(file_id), file.size_bytes, lambda: store.open(file_id))
+    try:
+        return file_response(call.request, stored, JSONL_TYPE, headers, file.filename)
+    except FileNotFoundError:
+        raise NotFoundError(f"file {file_id!r} was deleted during this request") from None
 
 
 def file_body(file: File) -> JsonObject:

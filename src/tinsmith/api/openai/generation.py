@@ -19,23 +19,14 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import orjson
-from starlette.requests import Request
 
 from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import anthropic_text
 from tinsmith.api.ignored_fields import build_header
-from tinsmith.api.operation import (
-    JsonObject,
-    Services,
-    authenticate,
-    capture_session,
-    new_ignored,
-    read_body,
-    report_ignored,
-    run,
-)
+from tinsmith.api.request import Call, JsonObject, capture_session, new_ignored, read_body, report_ignored, run
 from tinsmith.api.routes.futures import read_outcome
 from tinsmith.api.routes.sampling import count_max_tokens
+from tinsmith.api.services import Services
 from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, GenerationPlan, ModelTarget
@@ -143,26 +134,23 @@ async def _serve_response(services: Services, tenant_id: str, body: Mapping[str,
     return await run(ResponseAnswer(request, prepared.plan, prepared.tokenizer).build_response, results)
 
 
-async def read_request(request: Request, kind: RequestType) -> Prepared:
-    """Authenticate and validate a request."""
+async def read_request(call: Call, kind: RequestType) -> Prepared:
+    """Read and validate a request."""
+    capture = capture_session(call.request)
+    return await read_and_prepare(
+        call, lambda values: prepare(call.services, call.tenant_id, values, kind, call.ignored, capture)
+    )
 
-    def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> Prepared:
-        return prepare(services, tenant_id, values, kind, ignored, capture_session(request))
 
-    return await read_and_prepare(request, make)
-
-
-async def read_and_prepare(request: Request, make: Callable[[Services, str, JsonObject, IgnoredFields], T]) -> T:
-    """Authenticate a request and call `make` with its body on a worker thread. Reports the fields that it ignored."""
-    services, tenant_id = await authenticate(request)
-    body, encoding = await read_body(request, JSON_TYPE), request.headers.get("content-encoding")
-    ignored = new_ignored(services)
+async def read_and_prepare(call: Call, make: Callable[[JsonObject], T]) -> T:
+    """Read a body and call `make` with it on a worker thread. Reports the fields that it ignored."""
+    body, encoding = await read_body(call.request, (JSON_TYPE,)), call.headers.get("content-encoding")
 
     def work() -> T:
-        return make(services, tenant_id, read_object(decode(body, encoding, services.settings.max_body_bytes)), ignored)
+        return make(read_object(decode(body, encoding, call.services.settings.max_body_bytes)))
 
     result = await run(work)
-    report_ignored(services, tenant_id, request.headers.get("user-agent", ""), ignored.names)
+    report_ignored(call.services, call.tenant_id, call.headers.get("user-agent", ""), call.ignored.names)
     return result
 
 
@@ -355,7 +343,7 @@ async def wait_for_sample(services: Services, sample_id: SampleId) -> SampleResu
                     await wake_event.wait()
             wake_event.clear()
             base_model = await run(services.futures.base_model_of, sample_id.request_id, on=services.threads.quick)
-            if reason := await run(services.cannot_start, base_model or "", on=services.threads.quick):
+            if reason := await run(services.engines.cannot_start, base_model or "", on=services.threads.quick):
                 raise EngineFailedError(reason)
             await run(
                 services.implicit_sessions.keep, sample_id.tenant_id, sample_id.session_id, on=services.threads.quick

@@ -13,17 +13,20 @@ from typing import Annotated, Any
 
 import orjson
 from pydantic import Field, model_validator
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openai.files import RETENTION_S, page_limit
-from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, for_anthropic, integer, one_of
-from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, run
-from tinsmith.api.routes.links import base_url
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import ThreadPool
+from tinsmith.api.links import base_url
+from tinsmith.api.openai.files import RETENTION_S
+from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, for_anthropic, one_of
+from tinsmith.api.queries import AnthropicPageQuery
+from tinsmith.api.request import Call, JsonObject
+from tinsmith.api.services import Services
 from tinsmith.batch.openai import MAX_REQUESTS, MESSAGES, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.chat.messages import anthropic_error
-from tinsmith.errors import NotFoundError, RequestError, UserError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import ClosedBody, iso, validation_error
@@ -109,6 +112,10 @@ def retrieve(call: Call) -> JsonObject:
     return _batch_body(call, _find_batch(call))
 
 
+class MessageBatchesQuery(AnthropicPageQuery):
+    limit: Annotated[int, Field(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT
+
+
 @for_anthropic(
     "GET",
     "/messages/batches",
@@ -116,15 +123,13 @@ def retrieve(call: Call) -> JsonObject:
     answer=fields({"data": {"type": "array", "items": MESSAGE_BATCH}, "has_more": FLAG}),
     errors=(404,),
     access=Access.LISTING,
-    query={"limit": integer(1, MAX_LIMIT), "after_id": TEXT, "before_id": TEXT},
+    query=MessageBatchesQuery,
     filters=("?after_id={message_batch_id}", "?before_id={message_batch_id}"),
 )
-def listing(call: Call) -> JsonObject:
-    limit = page_limit(call, 1, MAX_LIMIT, DEFAULT_LIMIT)
-    after, before = call.query.get("after_id"), call.query.get("before_id")
-    if after is not None and before is not None:
-        raise RequestError("after_id", "after_id and before_id are both given; send one of them")
-    batches, has_more = call.services.openai_batches.page(call.tenant_id, limit, after, before, messages=True)
+def listing(call: Call, query: MessageBatchesQuery) -> JsonObject:
+    batches, has_more = call.services.openai_batches.page(
+        call.tenant_id, query.limit, query.after_id, query.before_id, messages=True
+    )
     end_ids = (batches[0].batch_id, batches[-1].batch_id) if batches else (None, None)
     data = [_batch_body(call, batch) for batch in batches]
     return {"data": data, "has_more": has_more, "first_id": end_ids[0], "last_id": end_ids[1]}
@@ -154,23 +159,21 @@ def delete(call: Call) -> JsonObject:
 
 
 @for_anthropic(
-    "GET", "/messages/batches/{message_batch_id}/results", "Read the results, one line per request", answer=JSONL_TYPE
+    "GET",
+    "/messages/batches/{message_batch_id}/results",
+    "Read the results, one line per request",
+    answer=JSONL_TYPE,
+    threads=ThreadPool.TRANSFERS,
 )
-async def results(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    call = call_of(request, services, tenant_id, b"")
-
-    def work() -> Response:
-        batch = _require_ended(_find_batch(call), "read")
-        file_ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
-        if not file_ids:
-            reason = "; ".join(str(error["message"]) for error in batch.errors or ()) or f"it is {batch.status}"
-            raise NotFoundError(f"batch {batch.batch_id!a} has no results: {reason}")
-        for file_id in file_ids:
-            services.files.find(tenant_id, file_id)
-        return StreamingResponse(_results(services, file_ids), media_type=JSONL_TYPE)
-
-    return await run(work, on=services.threads.transfers)
+def results(call: Call) -> Response:
+    batch = _require_ended(_find_batch(call), "read")
+    file_ids = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+    if not file_ids:
+        reason = "; ".join(str(error["message"]) for error in batch.errors or ()) or f"it is {batch.status}"
+        raise NotFoundError(f"batch {batch.batch_id!a} has no results: {reason}")
+    for file_id in file_ids:
+        call.services.files.find(call.tenant_id, file_id)
+    return StreamingResponse(_results(call.services, file_ids), media_type=JSONL_TYPE)
 
 
 def _find_batch(call: Call) -> Batch:

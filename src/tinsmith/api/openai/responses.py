@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from tinsmith.api.openai.generation import (
@@ -23,7 +22,8 @@ from tinsmith.api.openai.generation import (
 )
 from tinsmith.api.openai.streaming import respond
 from tinsmith.api.openapi import ANYTHING, FLAG, GENERATION, LIST, TEXT, fields, for_openai
-from tinsmith.api.operation import Call, JsonObject, Services, capture_session, json_response, run
+from tinsmith.api.request import Call, JsonObject, capture_session, json_response, run
+from tinsmith.api.services import Services
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
 from tinsmith.errors import GoneError, NotFoundError, RequestError, TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import SampleId, session_of
@@ -109,16 +109,16 @@ def _conversation_items(services: Services, tenant_id: str, response_id: str) ->
     example={"model": "{model}", "input": "hi"},
     errors=GENERATION,
 )
-async def create(request: Request) -> HttpResponse:
-    def make(services: Services, tenant_id: str, values: JsonObject, ignored: IgnoredFields) -> PreparedResponse:
-        return PreparedResponse(services, tenant_id, values, ignored, capture_session(request))
-
-    prepared = await read_and_prepare(request, make)
+async def create(call: Call) -> HttpResponse:
+    capture = capture_session(call.request)
+    prepared = await read_and_prepare(
+        call, lambda values: PreparedResponse(call.services, call.tenant_id, values, call.ignored, capture)
+    )
     if prepared.request.background and prepared.prepared.capture is not None:
         raise not_supported("background", "in a capture session; wait for the response, or stream it")
     if prepared.request.background:
         return json_response(await run(prepared.submit), headers=prepared.prepared.headers)
-    return await respond(request, prepared.prepared, prepared.answer, prepared.store)
+    return await respond(call.request, prepared.prepared, prepared.answer, prepared.store)
 
 
 @for_openai("GET", "/responses/{response_id}", "Retrieve a stored response", answer=RESPONSE)

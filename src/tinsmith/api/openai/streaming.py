@@ -27,7 +27,7 @@ from tinsmith.api.openai.generation import (
     submit_samples,
     wait_for_sample,
 )
-from tinsmith.api.operation import run
+from tinsmith.api.request import run
 from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence

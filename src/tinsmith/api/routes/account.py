@@ -8,20 +8,28 @@ from __future__ import annotations
 import re
 import time
 from datetime import UTC, date, datetime, timedelta
+from typing import Annotated
 
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROJECT, TEXT, fields, listing, one_of
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from pydantic import Field
+
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import ThreadPool, operation
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields, listing
+from tinsmith.api.queries import ProjectQuery
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.auth import Caller, user_email, user_urn
 from tinsmith.errors import UserError
 from tinsmith.store.audit import PREFIXES, AuditEntry
 from tinsmith.store.sessions import Session
 from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
-from tinsmith.wire.fields import Schema, iso, parse_time, show, text_values
+from tinsmith.wire.fields import OneOf, Query, Text, iso, parse_time, show, text_values
 
 MAX_WINDOW_S = 14 * 24 * HOUR_S
 GIGABYTE = 10**9
-HOUR: Schema = {"type": "string", "format": "date-time", "description": "a full hour"}
-DAY: Schema = {"type": "string", "format": "date"}
+Hour = Annotated[
+    Text,
+    Field(description="a full hour, like 2026-07-13T00:00:00Z", json_schema_extra={"format": "date-time"}),
+]
 
 
 @operation(
@@ -46,7 +54,7 @@ def delete_apikey_me(call: Call) -> JsonObject:
     body=ANYTHING,
     answer=fields({"jwt": TEXT}),
     access=Access.NOTHING,
-    quick=True,
+    threads=ThreadPool.QUICK,
 )
 def auth_token(call: Call) -> JsonObject:
     return {"jwt": call.services.tenants.issue_token(_caller(call))}
@@ -56,14 +64,35 @@ def _caller(call: Call) -> Caller:
     return call.services.tenants.authenticate(call.headers.get("x-api-key"))
 
 
+class UsageQuery(Query):
+    starting_on: Hour
+    ending_before: Hour
+
+    def window(self) -> tuple[float, float]:
+        """Return start and end. Raises UserError."""
+        start, end = (_read_hour(name, getattr(self, name)) for name in ("starting_on", "ending_before"))
+        if start > time.time():
+            raise UserError("starting_on is in the future; use a past hour")
+        if not 0 < end - start <= MAX_WINDOW_S:
+            raise UserError("ending_before must be after starting_on, by at most 14 days")
+        return start, end
+
+
+def _read_hour(name: str, text: str) -> float:
+    hour = parse_time(name, text)
+    if hour % HOUR_S:
+        raise UserError(f"{name} is {show(text)}; it must be a full hour")
+    return hour
+
+
 @listing(
     "/billing/usage/events",
     "List usage by the hour",
     answer=fields({"data": LIST, "sessions": ANYTHING}),
-    query={"starting_on": HOUR, "ending_before": HOUR},
+    query=UsageQuery,
 )
-def usage_events(call: Call) -> JsonObject:
-    start, end = _window(call)
+def usage_events(call: Call, query: UsageQuery) -> JsonObject:
+    start, end = query.window()
     rows = call.services.usage.rows(call.tenant_id, start, end)
     sessions = call.services.sessions.of_ids(sorted({row.session_id for row in rows}))
     events = [_event(call, row, sessions.get(row.session_id)) for row in rows]
@@ -75,23 +104,6 @@ def usage_events(call: Call) -> JsonObject:
             for session_id, session in sessions.items()
         },
     }
-
-
-def _window(call: Call) -> tuple[float, float]:
-    hours: list[float] = []
-    for name in ("starting_on", "ending_before"):
-        if name not in call.query:
-            raise UserError(f"the query's {name} is missing; give the hour, like 2026-07-13T00:00:00Z")
-        hour = parse_time(f"the query's {name}", call.query[name])
-        if hour % HOUR_S:
-            raise UserError(f"the query's {name} is {call.query[name][:40]!a}; it must be a full hour")
-        hours.append(hour)
-    start, end = hours
-    if start > time.time():
-        raise UserError("the query's starting_on is in the future; use a past hour")
-    if not 0 < end - start <= MAX_WINDOW_S:
-        raise UserError("the query's ending_before must be after starting_on, by at most 14 days")
-    return start, end
 
 
 def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
@@ -124,10 +136,12 @@ def _bucket(start: float) -> JsonObject:
     return {"bucket_start": iso(start), "bucket_end": iso(start + HOUR_S)}
 
 
-@listing("/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=PROJECT)
-def stored_checkpoints(call: Call) -> JsonObject:
+@listing(
+    "/billing/usage/checkpoints/current", "List stored checkpoints", answer=fields({"data": LIST}), query=ProjectQuery
+)
+def stored_checkpoints(call: Call, query: ProjectQuery) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
-    for stored in call.services.usage.list_stored(call.tenant_id, call.query.get("project_id")):
+    for stored in call.services.usage.list_stored(call.tenant_id, query.project_id):
         count, size_bytes = totals.get(stored.project_id, (0, 0))
         totals[stored.project_id] = (count + 1, size_bytes + stored.size_bytes)
     return {
@@ -150,19 +164,23 @@ def stored_checkpoints(call: Call) -> JsonObject:
 CHECKPOINT_FIELDS = ("model_id", "tinker_path", "purpose")
 
 
+class AuditQuery(Query):
+    """The default is all events of today."""
+
+    day: Annotated[Text, Field(json_schema_extra={"format": "date"})] | None = None
+    event_type: Annotated[str, OneOf(tuple(PREFIXES))] = "all"
+
+
 @listing(
     "/audit",
     "Read the audit log of a day",
     answer=fields({"entries": LIST}),
-    query={"day": DAY, "event_type": one_of(*PREFIXES)},
+    query=AuditQuery,
 )
-def get_audit(call: Call) -> JsonObject:
-    event_type = call.query.get("event_type", "all")
-    if event_type not in PREFIXES:
-        raise UserError(f"the query's event_type is {show(event_type)}; it must be one of {', '.join(PREFIXES)}")
-    day = datetime.combine(_day(call.query.get("day")), datetime.min.time(), UTC)
+def get_audit(call: Call, query: AuditQuery) -> JsonObject:
+    day = datetime.combine(_day(query.day), datetime.min.time(), UTC)
     start, end = day.timestamp(), (day + timedelta(days=1)).timestamp()
-    entries = call.services.audit.entries(call.tenant_id, event_type, start, end)
+    entries = call.services.audit.entries(call.tenant_id, query.event_type, start, end)
     return {"entries": [_entry(entry) for entry in entries]}
 
 
@@ -174,7 +192,7 @@ def _day(text: str | None) -> date:
             return date.fromisoformat(text)
     except ValueError:
         pass
-    raise UserError(f"the query's day is {show(text)}; it must be a day like 2026-07-13")
+    raise UserError(f"day is {show(text)}; it must be a day like 2026-07-13")
 
 
 def _entry(entry: AuditEntry) -> JsonObject:

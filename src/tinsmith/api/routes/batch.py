@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
 import orjson
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, integer, listing
-from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import MAX_PAGE, operation
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, fields, listing
+from tinsmith.api.queries import Limit, PageQuery
+from tinsmith.api.request import Call, Draft, JsonObject, run
+from tinsmith.api.services import Services
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, JobRecord
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec
-from tinsmith.errors import ForbiddenError, NotFoundError, UserError
+from tinsmith.errors import ForbiddenError, NotFoundError
 from tinsmith.wire.bodies import write_json_line
-from tinsmith.wire.fields import ClosedBody, Integer, Schema
+from tinsmith.wire.fields import INT64_MAX, ClosedBody, Integer, Query, Text
 
 EVENTS_PAUSE_S = 0.25
 """Pause between two reads of a job that changes continuously."""
@@ -40,7 +43,7 @@ MAX_SHOWN_ROW = 16_384
 """The most bytes of a failed row in a status, as JSON; `/errors` has the whole row."""
 MAX_SHOWN_VALUE = 200
 MAX_SHOWN_COLUMNS = 64
-AFTER_QUERY: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
+RowIndex = Annotated[int, Field(ge=-1, le=INT64_MAX)]
 
 
 @operation(
@@ -72,10 +75,15 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     return job_id
 
 
-@listing("/batch/jobs", "List bulk jobs, newest first", answer=fields({"jobs": LIST, "total_count": COUNT}), query=PAGE)
-def jobs(call: Call) -> JsonObject:
-    limit, offset = call.page(100)
-    job_records, count = call.services.batch_jobs.page(call.tenant_id, limit, offset)
+class JobsQuery(PageQuery):
+    limit: Limit = 100
+
+
+@listing(
+    "/batch/jobs", "List bulk jobs, newest first", answer=fields({"jobs": LIST, "total_count": COUNT}), query=JobsQuery
+)
+def jobs(call: Call, query: JobsQuery) -> JsonObject:
+    job_records, count = call.services.batch_jobs.page(call.tenant_id, query.limit, query.offset)
     return {"jobs": [_summarize(job) for job in job_records], "total_count": count}
 
 
@@ -84,11 +92,20 @@ def job(call: Call) -> JsonObject:
     return _describe(call.services, _job(call))
 
 
-@operation("GET", "/batch/jobs/{job_id}/batches", "List a job's batches", answer=fields({"batches": LIST}), query=PAGE)
-def batches(call: Call) -> JsonObject:
+class JobBatchesQuery(PageQuery):
+    limit: Limit = MAX_PAGE
+
+
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/batches",
+    "List a job's batches",
+    answer=fields({"batches": LIST}),
+    query=JobBatchesQuery,
+)
+def batches(call: Call, query: JobBatchesQuery) -> JsonObject:
     job_record = _job(call)
-    limit, offset = call.page(MAX_PAGE)
-    return {"batches": call.services.batch_jobs.get_batch_states(job_record.job_id, limit, offset)}
+    return {"batches": call.services.batch_jobs.get_batch_states(job_record.job_id, query.limit, query.offset)}
 
 
 @operation("POST", "/batch/jobs/{job_id}/cancel", "Cancel a bulk job", answer=ANYTHING)
@@ -132,15 +149,19 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
+class RowsQuery(Query):
+    """Rows, or batches that begin, after a row's index; -1 is before the first."""
+
+    after: RowIndex = -1
+    limit: Limit = MAX_PAGE
+
+
 @operation(
-    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=AFTER_QUERY
+    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=RowsQuery
 )
-def errors(call: Call) -> JsonObject:
-    job_record = _job(call)
-    after, limit = _after(call)
-    return {
-        "errors": [error_row(error) for error in call.services.batch_jobs.row_errors(job_record.job_id, limit, after)]
-    }
+def errors(call: Call, query: RowsQuery) -> JsonObject:
+    row_errors = call.services.batch_jobs.row_errors(_job(call).job_id, query.limit, query.after)
+    return {"errors": [error_row(error) for error in row_errors]}
 
 
 @operation(
@@ -148,12 +169,11 @@ def errors(call: Call) -> JsonObject:
     "/batch/jobs/{job_id}/partial",
     "List a job's committed parts",
     answer=fields({"outputs": LIST, "batches": LIST}),
-    query=AFTER_QUERY,
+    query=RowsQuery,
 )
-def partial(call: Call) -> JsonObject:
+def partial(call: Call, query: RowsQuery) -> JsonObject:
     """Return the parts of the committed batches in row order. They are in the same storage as the outputs."""
     job_record = _job(call)
-    after, limit = _after(call)
     spec = call.services.batch_jobs.spec(job_record.job_id)
     return {
         "outputs": spec.batch_output_formats,
@@ -162,9 +182,16 @@ def partial(call: Call) -> JsonObject:
         "input_version": spec.input_version,
         "batches": [
             {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
-            for span, parts in call.services.batch_jobs.list_committed_batches(job_record.job_id, after, limit)
+            for span, parts in call.services.batch_jobs.list_committed_batches(
+                job_record.job_id, query.after, query.limit
+            )
         ],
     }
+
+
+class LogsQuery(Query):
+    worker: Text | None = None
+    after: RowIndex = -1
 
 
 @operation(
@@ -172,25 +199,25 @@ def partial(call: Call) -> JsonObject:
     "/batch/jobs/{job_id}/logs",
     "Read the output of a job's workers",
     answer=fields({"workers": LIST, "lines": LIST, "after": COUNT}),
-    query={"worker": TEXT, "after": integer(-1)},
+    query=LogsQuery,
 )
-def logs(call: Call) -> JsonObject:
+def logs(call: Call, query: LogsQuery) -> JsonObject:
     """Return the workers with output, and the lines of one worker. Only its own server has the output."""
     job_record = _job(call)
     worker_logs = call.services.coordinator.logs
-    after = _after(call)[0]
+    after = query.after
     lines: list[JsonObject] = []
-    if worker_id := call.query.get("worker"):
-        lines, after = worker_logs.read(job_record.job_id, worker_id, max(after, 0))
+    if query.worker:
+        lines, after = worker_logs.read(job_record.job_id, query.worker, max(after, 0))
     workers = [{"worker_id": worker_id, "bytes": size} for worker_id, size in worker_logs.workers(job_record.job_id)]
     return {"workers": workers, "lines": lines, "after": max(after, 0)}
 
 
 @operation("GET", "/batch/jobs/{job_id}/events", "Stream a job's status", answer=EVENT_STREAM)
-async def events(request: Request) -> Response:
+async def events(call: Call) -> Response:
     """Send the job's status as server-sent events: at once, at each change and at the end."""
-    services, tenant_id = await authenticate(request)
-    job_id = _id(request.path_params["job_id"])
+    services, tenant_id = call.services, call.tenant_id
+    job_id = _id(call.path["job_id"])
     await run(services.batch_jobs.find, tenant_id, job_id)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(_events(services, tenant_id, job_id), media_type=EVENT_STREAM, headers=headers)
@@ -256,14 +283,6 @@ def _id(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise NotFoundError("there is no such bulk job; a job's id is a number")
     return int(text)
-
-
-def _after(call: Call) -> tuple[int, int]:
-    """Return the query's `after`, which is a row index, and `limit`."""
-    after = call.query.get("after", "-1")
-    if after != "-1" and not (after.isascii() and after.isdigit() and len(after) <= 18):
-        raise UserError("the query's after must be a row index, or -1")
-    return int(after), call.page(MAX_PAGE)[0]
 
 
 def _summarize(job: JobRecord) -> JsonObject:

@@ -14,10 +14,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, listing, ref
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import operation
+from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, listing, ref
+from tinsmith.api.queries import Limit, PageQuery, ProjectQuery, RunsQuery, ScopeQuery
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.routes.sessions import MAX_PAGE as MAX_SEARCHED
-from tinsmith.api.routes.sessions import MAX_PROJECTS, ProjectId, SearchOwnerBody, check_scope, includes_caller
+from tinsmith.api.routes.sessions import MAX_PROJECTS, ProjectId, SearchOwnerBody, includes_caller
 from tinsmith.api.routes.weights import granting_tenant
 from tinsmith.auth import user_urn
 from tinsmith.errors import NotFoundError, UserError
@@ -41,21 +44,18 @@ CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
     "/training_runs",
     "List training runs, newest first",
     answer=fields({"training_runs": {"type": "array", "items": ref("TrainingRun")}, "cursor": ref("Cursor")}),
-    query={**PAGE, **SCOPE, **PROJECT},
+    query=RunsQuery,
 )
-def list_training_runs(call: Call) -> JsonObject:
-    check_scope(call)
-    limit, offset = call.page(default_limit=20)
-    models, total = call.services.models.page(call.tenant_id, limit, offset, call.query.get("project_id"))
+def list_training_runs(call: Call, query: RunsQuery) -> JsonObject:
+    models, total = call.services.models.page(call.tenant_id, query.limit, query.offset, query.project_id)
     return {
         "training_runs": [_run(call, model) for model in models],
-        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
 
 
-@operation("GET", RUN, "Read a training run", answer=ref("TrainingRun"), query=SCOPE)
-def get_training_run(call: Call) -> JsonObject:
-    check_scope(call)
+@operation("GET", RUN, "Read a training run", answer=ref("TrainingRun"), query=ScopeQuery)
+def get_training_run(call: Call, _query: ScopeQuery) -> JsonObject:
     return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
 
 
@@ -66,18 +66,21 @@ def list_run_checkpoints(call: Call) -> JsonObject:
     return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints]}
 
 
+class CheckpointsQuery(PageQuery, ProjectQuery):
+    limit: Limit = 100
+
+
 @listing(
     "/checkpoints",
     "List checkpoints, newest first",
     answer=fields({"checkpoints": CHECKPOINTS, "cursor": ref("Cursor")}),
-    query={**PAGE, **PROJECT},
+    query=CheckpointsQuery,
 )
-def list_checkpoints(call: Call) -> JsonObject:
-    limit, offset = call.page(default_limit=100)
-    checkpoints, total = call.services.checkpoints.page(call.tenant_id, limit, offset, call.query.get("project_id"))
+def list_checkpoints(call: Call, query: CheckpointsQuery) -> JsonObject:
+    checkpoints, total = call.services.checkpoints.page(call.tenant_id, query.limit, query.offset, query.project_id)
     return {
         "checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints],
-        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
 
 

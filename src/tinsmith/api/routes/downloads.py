@@ -11,8 +11,8 @@ import email.utils
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO
@@ -20,10 +20,11 @@ from typing import IO
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
+from tinsmith.api.declaration import ThreadPool, operation
+from tinsmith.api.links import SignedLink, sign_link
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINKED, TAR_TYPE, TEXT, fields, linked
-from tinsmith.api.operation import Call, JsonObject, Services, authenticate, call_of, operation, run
+from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.routes.checkpoints import CHECKPOINT, ref_of
-from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, parse_path
@@ -164,54 +165,38 @@ def _link_to_archive(call: Call) -> SignedLink:
 
 
 @operation("GET", CHECKPOINT + "/archive", "Redirect to a tar of all files", answer=ANYTHING, errors=(302, 404, 410))
-async def archive_link(request: Request) -> Response:
+def archive_link(call: Call) -> Response:
     """Redirect to the archive."""
-    services, tenant_id = await authenticate(request)
-    call = call_of(request, services, tenant_id, b"")
-
-    def work() -> Response:
-        link = _link_to_archive(call)
-        return RedirectResponse(link.url, 302, {"expires": email.utils.formatdate(link.expires_s, usegmt=True)})
-
-    return await run(work)
+    link = _link_to_archive(call)
+    return RedirectResponse(link.url, 302, {"expires": email.utils.formatdate(link.expires_s, usegmt=True)})
 
 
-@linked("GET", DOWNLOAD + "/files/{file}", "Download one file", answer=FILE_TYPE, errors=(206, 416, *LINKED))
-async def download_file(request: Request) -> Response:
+_download = partial(linked, "GET", purpose=PURPOSE, threads=ThreadPool.TRANSFERS)
+
+
+@_download(DOWNLOAD + "/files/{file}", "Download one file", answer=FILE_TYPE, errors=(206, 416, *LINKED))
+def download_file(call: Call) -> Response:
     """Send one file, whole or by range."""
-    file = request.path_params["file"]
-
-    def work() -> Response:
-        files, directory = _open_linked(request)
-        if file not in (sizes := files.files(directory)):
-            raise NotFoundError(f"the checkpoint has no file {file!r}")
-        stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
-        return file_response(request, stored, FILE_TYPE, filename=file)
-
-    return await run(work, on=transfer_threads(request))
+    file = call.path["file"]
+    files, directory = _open_linked(call)
+    if file not in (sizes := files.files(directory)):
+        raise NotFoundError(f"the checkpoint has no file {file!r}")
+    stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
+    return file_response(call.request, stored, FILE_TYPE, filename=file)
 
 
-@linked("GET", DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
-async def download_archive(request: Request) -> Response:
+@_download(DOWNLOAD + "/archive", "Download all files", answer=TAR_TYPE)
+def download_archive(call: Call) -> Response:
     """Send a tar that is built while it is sent."""
-
-    def work() -> Response:
-        files, directory = _open_linked(request)
-        sizes = files.files(directory)
-        name = "{run_id}_{kind}_{name}.tar".format(**request.path_params).replace(":", "_")
-        headers = {
-            "content-length": str(sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
-            "content-disposition": f'attachment; filename="{name}"',
-        }
-        content = () if request.method == "HEAD" else stream_tar(files, directory, sizes)
-        return StreamingResponse(content, headers=headers, media_type=TAR_TYPE)
-
-    return await run(work, on=transfer_threads(request))
-
-
-def transfer_threads(request: Request) -> Executor:
-    services: Services = request.app.state.services
-    return services.threads.transfers
+    files, directory = _open_linked(call)
+    sizes = files.files(directory)
+    name = "{run_id}_{kind}_{name}.tar".format(**call.path).replace(":", "_")
+    headers = {
+        "content-length": str(sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
+        "content-disposition": f'attachment; filename="{name}"',
+    }
+    content = () if call.request.method == "HEAD" else stream_tar(files, directory, sizes)
+    return StreamingResponse(content, headers=headers, media_type=TAR_TYPE)
 
 
 def _find_readable(call: Call) -> Checkpoint:
@@ -225,16 +210,15 @@ def _path(checkpoint: Checkpoint) -> str:
     return f"/downloads/{checkpoint.directory}/{ref.training_run_id}/{ref.kind}/{ref.name}"
 
 
-def _open_linked(request: Request) -> tuple[Directories, str]:
+def _open_linked(call: Call) -> tuple[Directories, str]:
     """Return the store and the directory that a link names. Raises GoneError."""
-    services = follow_link(request, PURPOSE)
-    ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
-    checkpoint = services.checkpoints.find(ref)
-    directory: str = request.path_params["directory"]
+    ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**call.path))
+    checkpoint = call.services.checkpoints.find(ref)
+    directory = call.path["directory"]
     if checkpoint is None or checkpoint.directory != directory:
         raise GoneError(f"checkpoint {ref.path!r} was deleted or overwritten, or has expired")
-    services.checkpoints.files.check_sizes(directory)
-    return services.checkpoints.files, directory
+    call.services.checkpoints.files.check_sizes(directory)
+    return call.services.checkpoints.files, directory
 
 
 def stream_tar(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:

@@ -7,21 +7,20 @@ abandoned upload. The id and the links expire after an hour. A repeated finish f
 
 from __future__ import annotations
 
-import base64
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from typing import IO
 
-import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import operation
+from tinsmith.api.links import LINK_S, sign_link
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, TEXT, fields, linked
-from tinsmith.api.operation import Access, Call, JsonObject, json_response, operation, run
+from tinsmith.api.request import Call, JsonObject, json_response, run
 from tinsmith.api.routes.checkpoints import already_exists
-from tinsmith.api.routes.links import LINK_S, follow_link, sign_link
 from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.api.routes.uploads import UploadRequest, store_adapter
 from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
@@ -77,10 +76,9 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
     call.services.files.begin_upload(
         call.tenant_id, [_file_key(upload.number, name) for name in FILES], upload.expires_s
     )
-    encoded = base64.urlsafe_b64encode(orjson.dumps(upload.model_dump())).decode().rstrip("=")
     links = {name: sign_link(call, PURPOSE, f"/external_weights_uploads/{upload.number}/{name}") for name in FILES}
     return {
-        "upload_id": f"{encoded}.{call.services.signer.sign(ID_PURPOSE, encoded.encode())}",
+        "upload_id": call.services.signer.sign(ID_PURPOSE, upload.model_dump()),
         "urls": {name: link.url for name, link in links.items()},
         "expires": iso(upload.expires_s),
     }
@@ -93,16 +91,17 @@ def start(call: Call, request: StartUploadRequest) -> JsonObject:
     body=ANYTHING,
     takes=(FILE_TYPE,),
     answer=ANYTHING,
+    purpose=PURPOSE,
 )
-async def put(request: Request) -> Response:
+async def put(call: Call) -> Response:
     """Store one file of an upload atomically. A repeated PUT replaces it."""
-    services = follow_link(request, PURPOSE)
+    services, request = call.services, call.request
     limit_bytes = services.settings.max_upload_bytes
     try:
         check_length(request.headers.get("content-length"), limit_bytes)
     except TooLargeError:
         raise _too_large(limit_bytes) from None
-    key = _file_key(request.path_params["number"], request.path_params["file"])
+    key = _file_key(call.path["number"], call.path["file"])
     uploader = await run(services.files.uploader, key)
     if uploader is None:
         raise GoneError("this upload has ended or expired; start another one")
@@ -158,9 +157,9 @@ def finish(call: Call, request: FinishUploadRequest) -> JsonObject:
 
 
 def _read(call: Call, upload_id: str) -> ExternalUpload:
-    encoded, _, signature = upload_id.partition(".")
-    if call.services.signer.verify(ID_PURPOSE, encoded.encode(), signature):
-        upload = ExternalUpload.model_validate_json(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
+    claims = call.services.signer.read(ID_PURPOSE, upload_id, ("tenant_id", "number", "expires_s"))
+    if claims is not None:
+        upload = ExternalUpload.model_validate(claims)
         if upload.tenant_id == call.tenant_id:
             return upload
     raise NotFoundError("this upload_id does not exist; external_weights_upload_start makes one")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, TypeVar
 
 from pydantic import Field
@@ -21,19 +21,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
-from tinsmith.api.operation import (
-    INLINE_BODY_BYTES,
-    Call,
-    JsonObject,
-    Services,
-    authenticate,
-    json_response,
-    operation,
-    read_json,
-    request_span,
-    run,
-)
+from tinsmith.api.request import INLINE_BODY_BYTES, Call, JsonObject, json_response, read_json, run
+from tinsmith.api.services import Services
 from tinsmith.errors import EngineFailedError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import UNBOUNDED, FutureOutcome
@@ -77,19 +68,18 @@ class RetrieveFutureRequest(Body):
     answer={"anyOf": [ref("Failure"), ANYTHING]},
     errors=(404, 408, 410),
 )
-async def retrieve_future(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    poll = await read_json(request, RetrieveFutureRequest)
+async def retrieve_future(call: Call) -> Response:
+    services, tenant_id = call.services, call.tenant_id
+    poll = await read_json(call.request, RetrieveFutureRequest)
     request_id = poll.request_id
     inline_bytes = UNANNOUNCED_BYTES if poll.allow_metadata_only else UNBOUNDED
-    await note_poll(services, tenant_id, request_id)
-    with request_span(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
-        outcome = await long_poll(
-            request,
-            services.waiters.watch(request_id),
-            lambda: read_outcome(services, tenant_id, request_id, min(inline_bytes, EVENT_LOOP_READ_BYTES)),
-            services.settings.hold_s,
-        )
+    await note_poll(call, request_id)
+    outcome = await long_poll(
+        call.request,
+        services.waiters.watch(request_id),
+        lambda: read_outcome(services, tenant_id, request_id, min(inline_bytes, EVENT_LOOP_READ_BYTES)),
+        services.settings.hold_s,
+    )
     if outcome is None:
         return await _respond_pending(services, request_id)
     hit("poll.answering")
@@ -97,7 +87,7 @@ async def retrieve_future(request: Request) -> Response:
         return json_response({"error": outcome.error, "category": outcome.category})
     assert outcome.result_type is not None and outcome.body_bytes is not None
     media_type = RESULT_TYPES[outcome.result_type]
-    is_converted = media_type == PROTO_TYPE and _prefers_json(request)
+    is_converted = media_type == PROTO_TYPE and _prefers_json(call.request)
     if outcome.body is not None and not is_converted:
         return Response(outcome.body, media_type=media_type)
     if outcome.body is None and outcome.body_bytes > inline_bytes:
@@ -213,13 +203,13 @@ class RetrieveFuturesRequest(Body):
     errors=(404, 410),
     example={"target": {"type": "sampling_session", "sampling_session_id": "{sampling_session_id}"}, "timeout": 0},
 )
-async def retrieve_futures(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    poll = await read_json(request, RetrieveFuturesRequest)
+async def retrieve_futures(call: Call) -> Response:
+    services, tenant_id = call.services, call.tenant_id
+    poll = await read_json(call.request, RetrieveFuturesRequest)
     sampling_session_id, samplers = poll.target.sampling_session_id, services.sampling_sessions
     await run_query(services, samplers.get, tenant_id, sampling_session_id)
     samplers.acknowledge(sampling_session_id, poll.retrieved_request_ids)
-    await note_poll(services, tenant_id, sampling_session_id)
+    await note_poll(call, sampling_session_id)
 
     async def read_completions() -> list[Completion] | None:
         clone = poll.target.cloned_sampler_id
@@ -227,7 +217,8 @@ async def retrieve_futures(request: Request) -> Response:
 
     hold_s = services.settings.hold_s if poll.timeout is None else min(poll.timeout, services.settings.hold_s)
     completions = (
-        await long_poll(request, services.waiters.watch_session(sampling_session_id), read_completions, hold_s) or []
+        await long_poll(call.request, services.waiters.watch_session(sampling_session_id), read_completions, hold_s)
+        or []
     )
     if not completions and (
         failures := await run(_list_unservable, services, tenant_id, poll.target, on=services.threads.quick)
@@ -240,7 +231,7 @@ async def retrieve_futures(request: Request) -> Response:
 def _list_unservable(services: Services, tenant_id: str, target: SamplingSessionTargetBody) -> list[JsonObject]:
     """Return the pending samples of a session as failed, if no engine of its base model can be started."""
     name = target.sampling_session_id
-    if not services.cannot_start(services.sampling_sessions.get(tenant_id, name).base_model):
+    if not services.engines.cannot_start(services.sampling_sessions.get(tenant_id, name).base_model):
         return []
     pending_ids = services.sampling_sessions.pending(name, target.cloned_sampler_id)
     return [{"state": "failed", "request_id": request_id} for request_id in pending_ids]
@@ -322,11 +313,11 @@ def _watch_disconnect(request: Request, wake_event: asyncio.Event) -> Iterator[C
             task.cancel()
 
 
-async def note_poll(services: Services, tenant_id: str, name: str) -> None:
+async def note_poll(call: Call, name: str) -> None:
     """Count a poll as a heartbeat of the session whose id is the prefix of `name`."""
-    session_id = name.partition(":")[0]
-    if services.sessions.is_poll_heartbeat_due(session_id):
-        await run(services.sessions.record_poll, tenant_id, session_id, on=services.threads.quick)
+    session_id, sessions = name.partition(":")[0], call.services.sessions
+    if sessions.is_poll_heartbeat_due(session_id):
+        await run(sessions.record_poll, call.tenant_id, session_id, on=call.services.threads.quick)
 
 
 async def run_query(services: Services, query: Callable[..., T], *args: object) -> T:
@@ -339,8 +330,8 @@ async def run_query(services: Services, query: Callable[..., T], *args: object) 
 async def _respond_pending(services: Services, request_id: str) -> Response:
     quick = services.threads.quick
     base_model = await run(services.futures.base_model_of, request_id, on=quick)
-    if failure_reason := await run(services.cannot_start, base_model or "", on=quick):
+    if failure_reason := await run(services.engines.cannot_start, base_model or "", on=quick):
         return json_response({"error": failure_reason, "category": EngineFailedError.category})
-    state, queue_reason = await run(services.queue_state, base_model or "", on=quick)
+    state, queue_reason = await run(services.engines.queue_state, base_model or "", on=quick)
     pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
     return json_response(pending if queue_reason is None else pending | {"queue_state_reason": queue_reason}, 408)

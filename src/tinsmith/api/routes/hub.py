@@ -9,11 +9,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from functools import partial
 
-from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import ThreadPool, operation
 from tinsmith.api.openapi import FILE_TYPE, LIST, TEXT, TEXTS, fields
-from tinsmith.api.operation import HUB, Access, Call, JsonObject, authenticate, call_of, operation, run
+from tinsmith.api.request import HUB, Call, JsonObject
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.errors import ForbiddenError, NotFoundError
 from tinsmith.exchange.hub import (
@@ -25,7 +26,7 @@ from tinsmith.exchange.hub import (
     checkpoint_of,
     checkpoint_repository,
 )
-from tinsmith.wire.fields import show
+from tinsmith.wire.fields import Query, show
 
 MODELS = "/api/models/{repo:path}"
 REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
@@ -46,9 +47,19 @@ def whoami(call: Call) -> JsonObject:
     }
 
 
-@_hub("GET", MODELS + "/tree/{revision}", "List the files of a repository", answer=LIST)
-@_hub("GET", MODELS + "/tree/{revision}/{directory:path}", "List the files of a directory", answer=LIST)
-def tree(call: Call) -> list[JsonObject]:
+class TreeQuery(Query):
+    recursive: bool = False
+
+
+class ModelQuery(Query):
+    blobs: bool = False
+
+
+@_hub("GET", MODELS + "/tree/{revision}", "List the files of a repository", answer=LIST, query=TreeQuery)
+@_hub(
+    "GET", MODELS + "/tree/{revision}/{directory:path}", "List the files of a directory", answer=LIST, query=TreeQuery
+)
+def tree(call: Call, query: TreeQuery) -> list[JsonObject]:
     """Return the files of a repository, or of one of its directories."""
     repository = _repository(call)
     repository.check_revision(call.path["revision"])
@@ -57,11 +68,10 @@ def tree(call: Call) -> list[JsonObject]:
     if directory and not files:
         raise MissingEntryError(f"{repository.repo_id!r} has no directory {show(directory)}", repository.commit)
     prefix_length = len(directory) + 1 if directory else 0
-    is_recursive = call.query.get("recursive", "").lower() in ("true", "1")
     entries = [
-        _file_entry(name, file) for name, file in files.items() if is_recursive or "/" not in name[prefix_length:]
+        _file_entry(name, file) for name, file in files.items() if query.recursive or "/" not in name[prefix_length:]
     ]
-    if is_recursive:
+    if query.recursive:
         return entries
     directories = {
         name[:prefix_length] + name[prefix_length:].partition("/")[0] for name in files if "/" in name[prefix_length:]
@@ -72,14 +82,13 @@ def tree(call: Call) -> list[JsonObject]:
 
 
 # These follow the longer paths, since a repository's name may contain slashes.
-@_hub("GET", MODELS + "/revision/{revision}", "Read a repository's metadata", answer=REPOSITORY)
-@_hub("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY)
-def model(call: Call) -> JsonObject:
+@_hub("GET", MODELS + "/revision/{revision}", "Read a repository's metadata", answer=REPOSITORY, query=ModelQuery)
+@_hub("GET", MODELS, "Read a repository's metadata", answer=REPOSITORY, query=ModelQuery)
+def model(call: Call, query: ModelQuery) -> JsonObject:
     """Return a repository's metadata and, with the query `blobs`, the sizes and digests of its files."""
     repository = _repository(call)
     if "revision" in call.path:
         repository.check_revision(call.path["revision"])
-    blobs = call.query.get("blobs", "").lower() in ("true", "1")
     return {
         "_id": repository.commit[:24],
         "id": repository.repo_id,
@@ -93,7 +102,7 @@ def model(call: Call) -> JsonObject:
         "tags": [repository.library],
         "library_name": repository.library,
         "siblings": [
-            {"rfilename": name, **({"size": file.size_bytes, "blobId": file.etag[:40]} if blobs else {})}
+            {"rfilename": name, **({"size": file.size_bytes, "blobId": file.etag[:40]} if query.blobs else {})}
             for name, file in repository.files.items()
         ],
     }
@@ -106,25 +115,25 @@ def _file_entry(name: str, file: HubFile) -> JsonObject:
     return entry
 
 
-@_hub("GET", "/{repo:path}/resolve/{revision}/{file:path}", "Download a file, whole or by range", answer=FILE_TYPE)
-async def resolve(request: Request) -> Response:
+@_hub(
+    "GET",
+    "/{repo:path}/resolve/{revision}/{file:path}",
+    "Download a file, whole or by range",
+    answer=FILE_TYPE,
+    threads=ThreadPool.TRANSFERS,
+)
+def resolve(call: Call) -> Response:
     """Send a file, whole or by range."""
-    services, tenant_id = await authenticate(request)
-    call = call_of(request, services, tenant_id, b"")
-
-    def work() -> Response:
-        repository, name = _repository(call), call.path["file"]
-        repository.check_revision(call.path["revision"])
-        if name in repository.hidden:
-            raise ForbiddenError(
-                f"{show(name)} of {repository.repo_id!r} is not available: this server does not serve the weights of "
-                "base models; its operator can allow it with the setting hub_base_weights"
-            )
-        file = repository.file(name)
-        headers = {"etag": f'"{file.etag}"', "x-repo-commit": repository.commit}
-        return file_response(request, StoredFile(file.path, file.size_bytes, file.open), FILE_TYPE, headers)
-
-    return await run(work, on=services.threads.transfers)
+    repository, name = _repository(call), call.path["file"]
+    repository.check_revision(call.path["revision"])
+    if name in repository.hidden:
+        raise ForbiddenError(
+            f"{show(name)} of {repository.repo_id!r} is not available: this server does not serve the weights of "
+            "base models; its operator can allow it with the setting hub_base_weights"
+        )
+    file = repository.file(name)
+    headers = {"etag": f'"{file.etag}"', "x-repo-commit": repository.commit}
+    return file_response(call.request, StoredFile(file.path, file.size_bytes, file.open), FILE_TYPE, headers)
 
 
 def _repository(call: Call) -> Repository:

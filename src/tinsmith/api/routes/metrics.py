@@ -14,10 +14,11 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
-from tinsmith.api.operation import Call, JsonObject, operation
-from tinsmith.errors import RequestError, UserError
-from tinsmith.wire.fields import ClosedBody, ListOr, Number, Text, show, validation_error
+from tinsmith.api.request import Call, JsonObject
+from tinsmith.errors import RequestError
+from tinsmith.wire.fields import ClosedBody, ListOr, Number, Query, Text, show, validation_error
 
 MAX_NAME_LENGTH = 64
 MAX_NAMES = 64
@@ -111,32 +112,27 @@ def summarize(metrics: Mapping[str, float | Sequence[float]]) -> dict[str, float
     return values
 
 
+class PointsQuery(Query):
+    """`after` is the cursor of an earlier answer."""
+
+    after: Annotated[float, Field(ge=0, lt=1e12)] = 0.0
+
+
 @operation(
     "GET",
     "/training_runs/{run_id}/metrics",
     "Read a run's metrics by step",
     answer=fields({"points": LIST, "cursor": NUMBER}),
-    query={"after": {"type": "number", "minimum": 0}},
+    query=PointsQuery,
 )
-def metrics(call: Call) -> JsonObject:
+def metrics(call: Call, query: PointsQuery) -> JsonObject:
     """Return all points, or those since a cursor. Points near the cursor may be repeated."""
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
-    after = _cursor(call.query.get("after", "0"))
-    points = call.services.curves.points(model.model_id, after)
+    points = call.services.curves.points(model.model_id, query.after)
     return {
         "points": [
             {"source": point.source, "step": point.step, "time": point.recorded_at, "metrics": point.metrics}
             for point in points
         ],
-        "cursor": max([after, *(point.recorded_at for point in points)]),
+        "cursor": max([query.after, *(point.recorded_at for point in points)]),
     }
-
-
-def _cursor(text: str) -> float:
-    try:
-        cursor = float(text)
-    except ValueError:
-        cursor = math.nan
-    if not 0 <= cursor < 1e12:
-        raise UserError(f"the query's after is {show(text)}; it must be the cursor of an earlier answer, or left out")
-    return cursor

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import ANYTHING, TEXT, fields
-from tinsmith.api.operation import B, Call, Draft, JsonObject, get_trainable_model, operation, store_submission
+from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.routes.weights import exchange_token, find_loadable_checkpoint, load_into_model
-from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
+from tinsmith.api.submission import B, get_trainable_model
+from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import NewModel, unload_request
@@ -73,11 +75,7 @@ def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
     """Create a model from a checkpoint if the body names a session; load into a model if it names a model."""
     call, draft, wrong_token = exchange_token(call, draft)
     if draft.values.get("model_id") is not None:
-        submission = load_into_model(call, draft, wrong_token)
-        answer = store_submission(call.services, submission)  # a refused load also uses up its seq_id
-        if isinstance(submission.refusal, LateLoadError):
-            raise submission.refusal
-        return answer
+        return load_into_model(call, draft, wrong_token)
 
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:
@@ -141,7 +139,7 @@ def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str
     refusal = None
     try:
         planned = plan(model_id, session.session_id)
-        planned = replace(planned, engine_id=services.engine_for_run(planned.base_model))
+        planned = replace(planned, engine_id=services.engines.engine_for_run(planned.base_model))
         services.quotas.admit(new)
         model = services.models.create(planned, services.quotas.admission_of_models(call.tenant_id))
         if model.state == "copied":

@@ -5,8 +5,10 @@ from __future__ import annotations
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_sample, count_max_tokens
+from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import COUNT, TEXT, fields
-from tinsmith.api.operation import Call, Draft, JsonObject, Submission, operation
+from tinsmith.api.request import Call, Draft, JsonObject
+from tinsmith.api.submission import accept
 from tinsmith.errors import UserError
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture
@@ -36,7 +38,7 @@ class NewSample(Body):
     },
     late=True,
 )
-def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
+def asample(call: Call, draft: Draft[AsampleRequest]) -> JsonObject:
     services, ids = call.services, draft.read_required(NewSample)
     sampling_session = services.sampling_sessions.get(call.tenant_id, ids.sampling_session_id)
     services.sessions.require_active(call.tenant_id, sampling_session.session_id)
@@ -68,7 +70,7 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> Submission:
         assert sample is not None
         services.quotas.admit(new)
         new = services.dispatch.assign(new, sample, inflight=sampling_session.is_inflight)
-    return Submission(new, refusal, {"sample_sequence_ids": sequence_ids})
+    return {"request_id": accept(services, new, refusal), "sample_sequence_ids": sequence_ids}
 
 
 class CreateSamplingSessionRequest(Body):

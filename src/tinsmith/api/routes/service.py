@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import secrets
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -26,20 +25,11 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import ThreadPool, operation
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, TEXT, fields, one_of
-from tinsmith.api.operation import (
-    METRICS_SCHEME,
-    Access,
-    Call,
-    JsonObject,
-    Services,
-    authenticate,
-    json_response,
-    operation,
-    read_body,
-    run,
-)
-from tinsmith.errors import NotAuthenticatedError
+from tinsmith.api.request import Call, JsonObject, json_response, read_body, run
+from tinsmith.api.services import Services
 from tinsmith.telemetry.metrics import CONTENT_TYPE
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Schema, read_object
@@ -66,12 +56,10 @@ DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled
     "Check health",
     answer=fields({"status": one_of("ok", "failing")}, {"reason": TEXT}),
     errors=(503,),
-    access=Access.NOTHING,
-    keyed=False,
+    access=Access.PUBLIC,
 )
-async def healthz(request: Request) -> Response:
-    services: Services = request.app.state.services
-    if reason := services.failing():
+async def healthz(call: Call) -> Response:
+    if reason := call.services.engines.failing():
         return json_response({"status": "failing", "reason": reason}, HTTPStatus.SERVICE_UNAVAILABLE)
     return json_response({"status": "ok"})
 
@@ -86,20 +74,20 @@ async def healthz(request: Request) -> Response:
 def operator_health(call: Call) -> JsonObject:
     """Return what the public health check leaves out: the last error of each engine that keeps dying."""
     return {
-        "status": "failing" if call.services.failing() else "ok",
-        "engines": [asdict(failure) for failure in call.services.failures()],
+        "status": "failing" if call.services.engines.failing() else "ok",
+        "engines": [asdict(failure) for failure in call.services.engines.failures()],
     }
 
 
 async def readyz(request: Request) -> Response:
     """Whether the engines of a process that serves no clients are ready: a rolling update waits for it."""
     services: Services = request.app.state.services
-    if reason := services.failing() or await asyncio.to_thread(services.loading):
+    if reason := services.engines.failing() or await asyncio.to_thread(services.engines.loading):
         return json_response({"status": "loading", "reason": reason}, HTTPStatus.SERVICE_UNAVAILABLE)
     return json_response({"status": "ok"})
 
 
-_about_server = partial(operation, access=Access.NOTHING, quick=True)
+_about_server = partial(operation, access=Access.NOTHING, threads=ThreadPool.QUICK)
 
 
 @_about_server(
@@ -150,29 +138,11 @@ def get_server_capabilities(call: Call) -> JsonObject:
     "Get metrics for Prometheus; the bearer token is metrics_token",
     answer=CONTENT_TYPE,
     errors=(401,),
-    access=Access.NOTHING,
-    keyed=False,
-    scheme=METRICS_SCHEME,
+    access=Access.METRICS,
     at_root=True,
 )
-async def metrics(request: Request) -> Response:
-    services: Services = request.app.state.services
-    await _admit(request, services)
-    return Response(await run(services.meters.text), media_type=CONTENT_TYPE)
-
-
-async def _admit(request: Request, services: Services) -> None:
-    """Check the bearer token of the metrics. Raises NotAuthenticatedError."""
-    metrics_token = services.settings.metrics_token.get_secret_value()
-    if metrics_token:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), metrics_token.encode()):
-            return
-        raise NotAuthenticatedError("send the server's metrics_token: `Authorization: Bearer TOKEN`")
-    if not await run(services.tenants.accepts_anyone, on=services.threads.quick):
-        raise NotAuthenticatedError(
-            "metrics of all tenants are for operators; set TINSMITH_METRICS_TOKEN and send it as a bearer token"
-        )
+def metrics(call: Call) -> Response:
+    return Response(call.services.meters.text(), media_type=CONTENT_TYPE)
 
 
 MAX_BODY_BYTES = 1 << 20  # the SDK sends at most 100 events at once
@@ -194,10 +164,9 @@ log = structlog.get_logger()
     answer=fields({"status": one_of("accepted")}),
     access=Access.NOTHING,
 )
-async def telemetry(request: Request) -> Response:
-    await authenticate(request)
-    body = await read_body(request, bodies.JSON_TYPE, MAX_BODY_BYTES)
-    await run(_count, body, request.headers.get("content-encoding"))
+async def telemetry(call: Call) -> Response:
+    body = await read_body(call.request, (bodies.JSON_TYPE,), MAX_BODY_BYTES)
+    await run(_count, body, call.headers.get("content-encoding"))
     return json_response({"status": "accepted"})
 
 

@@ -7,23 +7,22 @@ from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import ThreadPool, operation
+from tinsmith.api.links import sign_link
 from tinsmith.api.openapi import (
     ANYTHING,
     LIST,
-    PAGE,
-    PROJECT,
-    SCOPE,
     TEXT,
     TEXTS,
     fields,
     linked,
     listing,
 )
-from tinsmith.api.operation import Access, Call, Draft, JsonObject, operation
-from tinsmith.api.routes.links import follow_link, sign_link
+from tinsmith.api.queries import RunsQuery, ScopeQuery
+from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.auth import user_urn
 from tinsmith.errors import UserError
 from tinsmith.store.sessions import FINISH_TYPES, NewSession, Session, SessionSearch
@@ -39,7 +38,6 @@ from tinsmith.wire.fields import (
     TextMetadata,
     iso,
     parse_time,
-    show,
     text_values,
 )
 
@@ -65,7 +63,7 @@ class CreateSessionRequest(Body):
     body=CreateSessionRequest,
     answer=fields({"session_id": TEXT, "type": TEXT}),
     access=Access.NOTHING,
-    quick=True,
+    threads=ThreadPool.QUICK,
 )
 def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
     new = replace(NewSession(**request.model_dump()), project_id=request.project_id or None)
@@ -84,7 +82,7 @@ class SessionHeartbeatRequest(Body):
     body=SessionHeartbeatRequest,
     answer=fields({"type": TEXT}),
     errors=(404, 410),
-    quick=True,
+    threads=ThreadPool.QUICK,
 )
 def session_heartbeat(call: Call, request: SessionHeartbeatRequest) -> JsonObject:
     call.services.sessions.heartbeat(call.tenant_id, request.session_id)
@@ -137,11 +135,9 @@ def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
     return {}
 
 
-@listing("/sessions", "List sessions, newest first", answer=SESSION_IDS, query={**PAGE, **SCOPE, **PROJECT})
-def list_sessions(call: Call) -> JsonObject:
-    check_scope(call)
-    limit, offset = call.page(default_limit=20)
-    session_ids = call.services.sessions.list_ids(call.tenant_id, limit, offset, call.query.get("project_id"))
+@listing("/sessions", "List sessions, newest first", answer=SESSION_IDS, query=RunsQuery)
+def list_sessions(call: Call, query: RunsQuery) -> JsonObject:
+    session_ids = call.services.sessions.list_ids(call.tenant_id, query.limit, query.offset, query.project_id)
     return {"sessions": session_ids}
 
 
@@ -150,10 +146,9 @@ def list_sessions(call: Call) -> JsonObject:
     "/sessions/{session_id}",
     "Read a session",
     answer=fields({"training_run_ids": TEXTS, "sampler_ids": TEXTS}),
-    query=SCOPE,
+    query=ScopeQuery,
 )
-def get_session(call: Call) -> JsonObject:
-    check_scope(call)
+def get_session(call: Call, _query: ScopeQuery) -> JsonObject:
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     return {
         "training_run_ids": [model.model_id for model in call.services.models.of_session(session.session_id)],
@@ -161,13 +156,6 @@ def get_session(call: Call) -> JsonObject:
         "user_metadata": text_values(session.user_metadata),
         "display_name": session.display_name,
     }
-
-
-def check_scope(call: Call) -> None:
-    """Validate access_scope. Both scopes mean the same, since a tenant can access only its own objects."""
-    scope = call.query.get("access_scope", "owned")
-    if scope not in ("owned", "accessible"):
-        raise UserError(f"the query's access_scope is {show(scope)}; it must be 'owned' or 'accessible'")
 
 
 MAX_PAGE = 200
@@ -321,10 +309,9 @@ def trace_export(call: Call) -> JsonObject:
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
 
-@linked("GET", "/sessions/{session_id}/trace", "Download a session's timeline", answer=ANYTHING)
-async def trace(request: Request) -> Response:
+@linked("GET", "/sessions/{session_id}/trace", "Download a session's timeline", answer=ANYTHING, purpose=PURPOSE)
+async def trace(call: Call) -> Response:
     """Send the timeline. The link was issued to the session's tenant, so no key is needed."""
-    services = follow_link(request, PURPOSE)
-    session_id = request.path_params["session_id"]
+    session_id = call.path["session_id"]
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
-    return StreamingResponse(services.traces.write(session_id), media_type=JSON_TYPE, headers=headers)
+    return StreamingResponse(call.services.traces.write(session_id), media_type=JSON_TYPE, headers=headers)

@@ -6,27 +6,17 @@ stored, and a later forward_backward names it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from tinsmith.api.admission import check_optimizer
+from tinsmith.api.declaration import operation
 from tinsmith.api.legacy import JsonPassBody, pass_message
-from tinsmith.api.operation import (
-    Call,
-    Draft,
-    Endpoint,
-    JsonObject,
-    ModelRequest,
-    Submission,
-    json_endpoint,
-    operation,
-    submit_json_operation,
-    submit_operation,
-)
+from tinsmith.api.request import Call, Draft, JsonObject
+from tinsmith.api.submission import ModelRequest, submit_json_operation, submit_operation
 from tinsmith.errors import NotFoundError, SeqIdTakenError, UserError
 from tinsmith.losses import LOSSES, check_pass, loss_id_of
 from tinsmith.losses.graphs import check_graph
@@ -51,13 +41,12 @@ class PassMode(Body):
     forward_only: bool = False
 
 
-def _forward_backward(call: Call) -> Submission:
-    """Submit either pass. The SDK also sends forward passes to this path, with `forward_only` set."""
-    message = parse_pass(call.body)
+def _submit_message(call: Call, message: pb.ForwardBackwardRequest) -> JsonObject:
+    """Submit either pass. The SDK also sends forward passes to /forward_backward, with `forward_only` set."""
     return _submit_pass(call, message, message.seq_id)
 
 
-def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> Submission:
+def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> JsonObject:
     def check(model: Model, request_id: str) -> int:
         shape = call.services.bases.get(model.base_model)
         pass_ = pass_of(message, request_id, shape.vision)
@@ -73,32 +62,16 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
     return submit_operation(call, kind, message.model_id, seq_id, check)
 
 
-def _forward(call: Call) -> Submission:
-    """Submit a forward pass of an older client. The stored body has `forward_only` set."""
-    message = parse_pass(call.body)
-    message.forward_only = True
-    return _forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
-
-
-def _json_forward_backward(call: Call) -> Submission:
-    return _submit_json_pass(call, forward_only=validate(PassMode, call.fields()).forward_only)
-
-
-def _json_forward(call: Call) -> Submission:
-    return _submit_json_pass(call, forward_only=True)
-
-
-def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
-    fields = call.fields()
-    ids = validate(ModelRequest, fields)
+def _submit_json_pass(call: Call, values: Mapping[str, object], *, forward_only: bool) -> JsonObject:
+    ids = validate(ModelRequest, values)
     try:
-        message = pass_message(fields, forward_only=forward_only)
+        message = pass_message(values, forward_only=forward_only)
     except UserError as error:
         return _refuse(call, "forward" if forward_only else "forward_backward", ids, error)
     return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, ids.seq_id)
 
 
-def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> Submission:
+def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> JsonObject:
     def check(_model: Model, _request_id: str) -> int:
         raise error
 
@@ -113,7 +86,7 @@ def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> Submi
     example={"model_id": "{model_id}", "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
     late=True,
 )
-def optim_step(call: Call, draft: Draft[OptimStepRequest]) -> Submission:
+def optim_step(call: Call, draft: Draft[OptimStepRequest]) -> JsonObject:
     return submit_json_operation(call, "optim_step", draft, _check_optim_step)
 
 
@@ -128,9 +101,12 @@ def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
     body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
+    late=True,
 )
-async def forward_backward(request: Request) -> Response:
-    return await _either(request, *_FORWARD_BACKWARD)
+def forward_backward(call: Call, draft: Draft[JsonPassBody]) -> JsonObject:
+    if call.media_type == PROTO_TYPE:
+        return _submit_message(call, parse_pass(call.body))
+    return _submit_json_pass(call, draft.values, forward_only=draft.read_required(PassMode).forward_only)
 
 
 @operation(
@@ -140,18 +116,15 @@ async def forward_backward(request: Request) -> Response:
     body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
+    late=True,
 )
-async def forward(request: Request) -> Response:
-    return await _either(request, *_FORWARD)
-
-
-_FORWARD_BACKWARD = json_endpoint(_forward_backward, {}, takes=PROTO_TYPE), json_endpoint(_json_forward_backward, {})
-_FORWARD = json_endpoint(_forward, {}, takes=PROTO_TYPE), json_endpoint(_json_forward, {})
-
-
-async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response:
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return await (json if content_type == JSON_TYPE else proto)(request)
+def forward(call: Call, draft: Draft[JsonPassBody]) -> JsonObject:
+    """Submit a forward pass of an older client. The stored body has `forward_only` set."""
+    if call.media_type != PROTO_TYPE:
+        return _submit_json_pass(call, draft.values, forward_only=True)
+    message = parse_pass(call.body)
+    message.forward_only = True
+    return _submit_message(replace(call, body=message.SerializeToString(deterministic=True)), message)
 
 
 @operation(

@@ -11,11 +11,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.api.openapi import ANYTHING, COUNT, FLAG, LIST, NUMBER, TEXT, fields, integer, listing
-from tinsmith.api.operation import Access, Call, JsonObject, operation
-from tinsmith.errors import UserError
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import operation
+from tinsmith.api.openapi import ANYTHING, COUNT, FLAG, LIST, NUMBER, TEXT, fields, listing
+from tinsmith.api.request import Call, JsonObject
+from tinsmith.errors import RequestError, UserError
 from tinsmith.store.exchanges import Trajectory
-from tinsmith.wire.fields import ClosedBody, Number, Text, iso
+from tinsmith.wire.fields import ClosedBody, Number, Query, Text, iso
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 TRAJECTORY = fields(
@@ -24,28 +26,31 @@ TRAJECTORY = fields(
 )
 
 
+class TrajectoriesQuery(Query):
+    session: Text | None = None
+    after: Text | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_LIMIT)] = DEFAULT_LIMIT
+
+
 @listing(
     "/trajectories",
     "List captured trajectories of one session or a page of sessions",
     answer=fields({"trajectories": {"type": "array", "items": TRAJECTORY}, "has_more": FLAG}, {"next_after": TEXT}),
-    query={"session": TEXT, "after": TEXT, "limit": integer(1, MAX_LIMIT)},
+    query=TrajectoriesQuery,
     filters=("?session={capture}", "?after={capture}"),
 )
-def trajectories(call: Call) -> JsonObject:
+def trajectories(call: Call, query: TrajectoriesQuery) -> JsonObject:
     exchanges = call.services.exchanges
-    if (session := call.query.get("session")) is not None:
-        if "after" in call.query:
-            raise UserError("the query has both session and after; send one of them")
-        captured = exchanges.trajectories(call.tenant_id, session)
+    if query.session is not None:
+        if query.after is not None:
+            raise RequestError("after", "session and after are both given; send one of them")
+        captured = exchanges.trajectories(call.tenant_id, query.session)
         return {
             "trajectories": [trajectory_body(trajectory) for trajectory in captured],
             "has_more": False,
             "next_after": None,
         }
-    limit = call.page(DEFAULT_LIMIT)[0]
-    if not 1 <= limit <= MAX_LIMIT:
-        raise UserError(f"the query's limit is {limit}; it must be an integer between 1 and {MAX_LIMIT}")
-    page, next_after = exchanges.page(call.tenant_id, limit, call.query.get("after", ""))
+    page, next_after = exchanges.page(call.tenant_id, query.limit, query.after or "")
     listed = [trajectory_body(trajectory) for trajectory in page]
     return {"trajectories": listed, "has_more": next_after is not None, "next_after": next_after}
 
@@ -110,16 +115,17 @@ def rewards(call: Call, request: RewardsRequest) -> JsonObject:
     return {"updated": len(reward_by_id)}
 
 
+class SessionQuery(Query):
+    session: Annotated[Text, Field(description="the session to delete")]
+
+
 @operation(
     "DELETE",
     "/trajectories",
     "Delete the trajectories of a session",
     answer=fields({"deleted": COUNT}),
     access=Access.LISTING,
-    query={"session": TEXT},
+    query=SessionQuery,
 )
-def delete(call: Call) -> JsonObject:
-    session = call.query.get("session")
-    if session is None:
-        raise UserError("the query has no session; name the session to delete")
-    return {"deleted": call.services.exchanges.delete(call.tenant_id, session)}
+def delete(call: Call, query: SessionQuery) -> JsonObject:
+    return {"deleted": call.services.exchanges.delete(call.tenant_id, query.session)}

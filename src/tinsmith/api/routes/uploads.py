@@ -22,8 +22,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.api.access import Access
+from tinsmith.api.declaration import FORM_TYPE, operation
 from tinsmith.api.openapi import COUNT, TEXT, fields
-from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
+from tinsmith.api.request import Call, run
 from tinsmith.api.routes.checkpoints import already_exists, idempotent_session
 from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.auth.quotas import Reservation
@@ -135,17 +137,15 @@ FORM: Schema = {
     errors=(404, 429),
     access=Access.NOTHING,
 )
-async def upload(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
+async def upload(call: Call) -> Response:
+    services, request = call.services, call.request
     limit_bytes = services.settings.max_upload_bytes
-    with await run(services.quotas.reserve_checkpoint, tenant_id) as reservation:
+    with await run(services.quotas.reserve_checkpoint, call.tenant_id) as reservation:
         limits = {"max_files": len(PARTS), "max_field_bytes": MAX_METADATA_BYTES}
         form = await read_form(request, limit_bytes, _too_large, **limits, reservation=reservation)
         try:
-            call = call_of(request, services, tenant_id, b"")
-            return Response(
-                await run(_store_form, call, form, reservation, on=services.threads.transfers), media_type=JSON_TYPE
-            )
+            stored = await run(_store_form, call, form, reservation, on=services.threads.transfers)
+            return Response(stored, media_type=JSON_TYPE)
         finally:
             await form.close()  # deletes the spooled files
 

@@ -7,7 +7,9 @@ from functools import partial
 
 import orjson
 
-from tinsmith.api.operation import Call, Draft, Submission, operation, submit_json_operation
+from tinsmith.api.declaration import operation
+from tinsmith.api.request import Call, Draft, JsonObject
+from tinsmith.api.submission import submit_json_operation
 from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
 from tinsmith.store.checkpoints import Checkpoint, check_name, parse_path
@@ -27,7 +29,7 @@ _save = partial(operation, "POST", example={"model_id": "{model_id}", "seq_id": 
 
 
 @_save("/save_weights", "Save a training checkpoint", body=SaveWeights)
-def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
+def save_weights(call: Call, draft: Draft[SaveWeights]) -> JsonObject:
     return submit_json_operation(call, "save_weights", draft, _check_save)
 
 
@@ -50,7 +52,7 @@ def _refuse_recipients(request: SaveRequest) -> None:
 
 
 @_save("/save_weights_external", "Export an adapter", body=SaveWeightsExternal)
-def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Submission:
+def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> JsonObject:
     """Save an export in PEFT's format for download."""
     return submit_json_operation(call, "save_weights_external", draft, _check_export)
 
@@ -61,7 +63,7 @@ def _check_export(_model: Model, request: SaveRequest) -> None:
 
 
 @_save("/save_weights_for_sampler", "Save weights for sampling", body=SaveWeightsForSampler)
-def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
+def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> JsonObject:
     """Save a listed checkpoint if the body has a path; open a sampling session if it has none."""
     return submit_json_operation(call, "save_weights_for_sampler", draft, _check_sampler_save)
 
@@ -74,12 +76,19 @@ def _check_sampler_save(_model: Model, request: SaveRequest) -> None:
     _refuse_recipients(request)
 
 
-def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> Submission:
-    """Load into a new model, whose adapter must have the checkpoint's shape."""
+def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> JsonObject:
+    """Load into a new model, whose adapter must have the checkpoint's shape. Raises LateLoadError, which is stored as
+    well, since a refused load also uses up its seq_id.
+    """
+    late_errors: list[LateLoadError] = []
 
     def check(model: Model, request: LoadWeights) -> None:
         checkpoint = find_loadable_checkpoint(call, request)
-        _check_first(call, model, request)
+        try:
+            _check_first(call, model, request)
+        except LateLoadError as error:
+            late_errors.append(error)
+            raise
         if request.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
                 f"optimizer_config.type is {request.optimizer_type!r}, but the model was created with "
@@ -101,7 +110,10 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
                 "from the checkpoint instead (create_training_client_from_state)"
             )
 
-    return submit_json_operation(call, "load_weights", draft, check, refusal=wrong_token)
+    answer = submit_json_operation(call, "load_weights", draft, check, refusal=wrong_token)
+    if late_errors:
+        raise late_errors[0]
+    return answer
 
 
 def _check_first(call: Call, model: Model, request: LoadWeights) -> None:

@@ -1,6 +1,7 @@
 """Signed links, which need no API key and expire after an hour.
 
-The signature covers the purpose, the path and the expiry. The host is the one that the client used, or `public_url`.
+A link carries a token, whose signature covers the purpose, the path and the expiry. The host is the one that the client
+used, or `public_url`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 
-from tinsmith.api.operation import PREFIX, Call, Services
+from tinsmith.api.request import PREFIX, Call
+from tinsmith.api.services import Services
 from tinsmith.errors import ForbiddenError, GoneError, UserError
 from tinsmith.settings import Settings
 from tinsmith.wire.fields import show
@@ -33,25 +35,19 @@ class SignedLink(NamedTuple):
 def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
     """Make a signed link to `path`, a path of the API."""
     expires_s = int(time.time()) + LINK_S
-    signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
+    token = call.services.signer.sign(purpose, {"path": PREFIX + path, "exp": expires_s})
     base = base_url(call.services.settings, call.scheme, call.headers)
-    url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires_s}&signature={signature}"
-    return SignedLink(url, expires_s)
+    return SignedLink(f"{base}{quote(PREFIX + path, safe='/:')}?token={token}", expires_s)
 
 
-def follow_link(request: Request, purpose: str) -> Services:
-    """Verify a signed link and return the services. Raises ForbiddenError (signature) and GoneError (expiry)."""
+def verify_link(request: Request, purpose: str) -> None:
+    """Check the link by which a request came. Raises ForbiddenError (signature) and GoneError (expiry)."""
     services: Services = request.app.state.services
-    expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
-    if not services.signer.verify(purpose, _message(request.scope["path"], expires), signature):
+    claims = services.signer.read(purpose, request.query_params.get("token", ""), ("path", "exp"))
+    if claims is None or claims["path"] != request.scope["path"]:
         raise ForbiddenError("the link's signature is wrong for this server; request a new link")
-    if time.time() >= int(expires):
+    if time.time() >= claims["exp"]:
         raise GoneError("this link has expired; request a new one")
-    return services
-
-
-def _message(path: str, expires: str) -> bytes:
-    return f"{expires} {path}".encode(errors="replace")
 
 
 def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str:
