@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from support.http_harness import SHAPES, pass_bytes, sample_request
 from support.properties import examples
 from tinsmith.api import legacy
-from tinsmith.api.admission import check_optimizer, check_sample
+from tinsmith.api.routes.training import check_optimizer
+from tinsmith.cluster.sample_admission import check_sample
 from tinsmith.errors import TooLargeError, UserError
 from tinsmith.losses import check_pass, loss_id_of
 from tinsmith.losses.graphs import check_graph

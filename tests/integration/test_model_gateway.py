@@ -69,7 +69,7 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
         assert len(results) == 1
         assert len(results | {(await waited)["result"] for waited in other_tasks}) == 5
         again = ModelGateway(
-            answers.bases, answers.sessions, answers.samplers, answers.checkpoints, answers.futures,
+            answers.bases, answers.sessions, answers.server_sessions, answers.checkpoints, answers.futures,
             answers.waiters, answers.admission,
         )  # fmt: skip
         assert {(await again.answer(question()))["result"]} == results, "a server that was started anew knows it"

@@ -21,7 +21,7 @@ from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import NewFuture, Settlement
-from tinsmith.store.implicit_sessions import SESSION_LIFETIME_S, ImplicitSessions
+from tinsmith.store.server_sessions import SESSION_LIFETIME_S, ImplicitSessions, ServerSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.fields import IgnoredFields
@@ -149,7 +149,11 @@ def test_models_come_in_the_form_of_the_client_that_asks(harness: Harness, monke
         assert (model["type"], model["created_at"], model["max_input_tokens"]) == (
             "model", "2023-11-14T22:13:20Z", SHAPE.max_context_length
         )  # fmt: skip
-    for query, words_ in (("limit=0", "limit is 0"), ("after_id=x", "'x'"), ("after_id=x&before_id=y", "one of them")):
+    for query, words_ in (
+        ("limit=0", "limit is '0'"),
+        ("after_id=x", "'x'"),
+        ("after_id=x&before_id=y", "one of them"),
+    ):
         response = harness.client.get(f"/anthropic/api/v1/models?{query}", headers=key)
         assert response.status_code == 400 and words_ in response.json()["error"]["message"]
 
@@ -236,16 +240,16 @@ def stream(
     async def collect(services: Services) -> list[StreamDelta]:
         prepared = prepare(services, "alice", BODY | {"stream": True} | fields, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
-        async with submit_samples(prepared) as seats:
+        async with submit_samples(prepared) as sample_ids:
             deltas: list[StreamDelta] = []
-            source: AsyncIterator[StreamDelta] = stream_deltas(prepared, seats, results)
+            source: AsyncIterator[StreamDelta] = stream_deltas(prepared, sample_ids, results)
 
             async def engine() -> None:
                 await asyncio.sleep(0.05)
-                for partial in partials_for(seats[0].request_id):
+                for partial in partials_for(sample_ids[0].request_id):
                     services.partials.deliver([line_of(partial)])
                 await asyncio.sleep(0.05)
-                settle(harness, seats[0].request_id, sample_result)
+                settle(harness, sample_ids[0].request_id, sample_result)
 
             working = asyncio.create_task(engine())
             async for delta in source:
@@ -271,13 +275,13 @@ def test_partials_that_come_before_the_response_begins_are_shown(harness: Harnes
     async def scenario(services: Services) -> tuple[list[StreamDelta], dict[str, object]]:
         prepared = prepare(services, "alice", BODY | {"stream": True}, ChatRequest, IgnoredFields())
         results: list[SampleResult] = []
-        async with submit_samples(prepared) as seats:
-            partials = partials_of(seats[0].request_id, "hello there")
+        async with submit_samples(prepared) as sample_ids:
+            partials = partials_of(sample_ids[0].request_id, "hello there")
             services.partials.deliver([line_of(partial) for partial in partials[:2]])
-            source = stream_deltas(prepared, seats, results)
+            source = stream_deltas(prepared, sample_ids, results)
             first = await anext(source)
             services.partials.deliver([line_of(partial) for partial in partials[2:]])
-            settle(harness, seats[0].request_id, result("hello there"))
+            settle(harness, sample_ids[0].request_id, result("hello there"))
             deltas = [first, *[delta async for delta in source]]
         async with submit_samples(prepared):
             pass  # its client left before the response began
@@ -377,15 +381,17 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
 def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:
     now = [1000.0]
     services = harness.services
-    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 300.0, clock=lambda: now[0])
-    seats = [implicit.next_sample("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
-    assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
-    assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
-    assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
+    server_sessions = ServerSessions(services.sessions, services.sampling_sessions, 300.0, lambda: now[0])
+    implicit = ImplicitSessions(server_sessions)
+    sample_ids = [implicit.next_sample("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
+    assert len({sample_id.session_id for sample_id in sample_ids}) == 1
+    assert len({sample_id.request_id for sample_id in sample_ids}) == 3
+    assert sample_ids[0].sampling_session == sample_ids[1].sampling_session != sample_ids[2].sampling_session
+    assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != sample_ids[0].session_id
     now[0] += SESSION_LIFETIME_S
     replaced = implicit.next_sample("alice", nano.MODEL_NAME, None)
-    assert replaced.session_id != seats[0].session_id
-    assert services.sessions.get("alice", seats[0].session_id).state == "finished"
+    assert replaced.session_id != sample_ids[0].session_id
+    assert services.sessions.get("alice", sample_ids[0].session_id).state == "finished"
     assert services.sessions.get("alice", replaced.session_id).tags == ["standing"]
     services.sessions.close(replaced.session_id, "silent")
     now[0] += 30
@@ -397,9 +403,10 @@ def test_a_waiting_client_keeps_the_session_alive(harness: Harness, monkeypatch:
     monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
     now = [0.0]
     services = harness.services
-    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, 40.0, lambda: now[0])
-    seat = implicit.next_sample("alice", nano.MODEL_NAME, None)
+    server_sessions = ServerSessions(services.sessions, services.sampling_sessions, 40.0, lambda: now[0])
+    implicit = ImplicitSessions(server_sessions)
+    sample_id = implicit.next_sample("alice", nano.MODEL_NAME, None)
     for _ in range(10):
         now[0] += 3
-        implicit.keep("alice", seat.session_id)
-    assert beats == [seat.session_id] * 2  # every ten seconds of thirty, and not the first ones
+        implicit.keep("alice", sample_id.session_id)
+    assert beats == [sample_id.session_id] * 2  # every ten seconds of thirty, and not the first ones

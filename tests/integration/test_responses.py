@@ -28,7 +28,7 @@ from tinsmith.server.janitor import Janitor
 from tinsmith.server.pending_responses import PendingResponses
 from tinsmith.storage.directories import Directories
 from tinsmith.store.futures import Settlement
-from tinsmith.store.implicit_sessions import ImplicitSessions, session_of
+from tinsmith.store.server_sessions import ImplicitSessions, ServerSessions, session_of
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.fields import validate
 from tinsmith.wire.sampling import write_sample_result
@@ -253,8 +253,8 @@ def let_pass(harness: Harness, seconds: float) -> None:
         connection.execute(SESSIONS.update().values(last_heartbeat_at=SESSIONS.c.last_heartbeat_at - seconds))
         connection.execute(SESSIONS.update().values(closed_at=SESSIONS.c.closed_at - seconds))
         connection.execute(RESPONSES_TABLE.update().values(created_at=RESPONSES_TABLE.c.created_at - seconds))
-    implicit = harness.services.implicit_sessions
-    implicit._kept_at = {name: at - seconds for name, at in implicit._kept_at.items()}
+    server_sessions = harness.services.implicit_sessions._server_sessions
+    server_sessions._kept_at = {name: at - seconds for name, at in server_sessions._kept_at.items()}
 
 
 def is_open(harness: Harness, request_id: str) -> bool:
@@ -293,7 +293,7 @@ def test_a_server_that_starts_keeps_what_another_accepted(harness: Harness, tmp_
     let_pass(harness, 100 * TIMEOUT_S)
     services = harness.services
     sessions, samplers = services.sessions, services.sampling_sessions
-    fresh = ImplicitSessions(sessions, samplers, TIMEOUT_S)  # with an empty memory
+    fresh = ImplicitSessions(ServerSessions(sessions, samplers, TIMEOUT_S))  # with an empty memory
     sweep(replace(harness, services=replace(services, implicit_sessions=fresh)), tmp_path)
     (request_id,) = pending(harness)
     assert is_open(harness, request_id)

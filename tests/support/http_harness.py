@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 
 from support.arrived import incoming
 from support.databases import fresh_url
-from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import create_app
 from tinsmith.api.services import EngineStatus, Services
 from tinsmith.auth.keys import Keys, digest_of
@@ -24,12 +23,13 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
+from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
+from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS
 from tinsmith.db.wakeups import Waiters
@@ -44,12 +44,12 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import DatabaseCounts, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.server_sessions import ImplicitSessions, ServerSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
@@ -175,9 +175,11 @@ def make_harness(
     signer = Signer(bytes(32))
     settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s, **changes)  # type: ignore[arg-type]
     checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
+    server_sessions = ServerSessions(Sessions(database), SamplingSessions(database), 300.0)
+    quotas = Quotas(database, limits)
+    admission = SampleAdmission(quotas, Dispatch(Executors(database)))
     gateway = ModelGateway(
-        Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
-        Waiters(), Admission(admit_sample, Quotas(database, limits), Dispatch(Executors(database))),
+        Bases(SHAPES), Sessions(database), server_sessions, checkpoints, Futures(database), Waiters(), admission
     )  # fmt: skip
     files, batches = Files(database, str(directory / "files")), OpenAIBatches(database)
     meters = ServerMeters(None, 2, DatabaseCounts(database, "here").counts)
@@ -195,7 +197,7 @@ def make_harness(
         waiters=Waiters(),
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),
-        quotas=Quotas(database, limits),
+        quotas=quotas,
         custom_losses=CustomLosses(database),
         responses=Responses(database),
         exchanges=Exchanges(database),
@@ -210,13 +212,13 @@ def make_harness(
         ),
         tokenizers=ModelTokenizers(),
         partials=Partials(),
-        implicit_sessions=ImplicitSessions(Sessions(database), SamplingSessions(database), 300.0),
+        implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         engines=EngineStatus(lambda base_model: queue.get(base_model, ("active", None)), lambda _base_model: None),
-        dispatch=Dispatch(Executors(database)),
+        sample_admission=admission,
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
         tracing=Tracing(),

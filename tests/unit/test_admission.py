@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.api import admission
+from tinsmith.api.submission import check_seq_id
 from tinsmith.auth import check_form
+from tinsmith.cluster.sample_admission import check_sample
 from tinsmith.errors import NotAuthenticatedError, UserError
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
 from tinsmith.wire.fields import validate
@@ -69,7 +70,7 @@ def sparse(values: list[int], crow: list[int], col: list[int], width: int = 2) -
     ],
 )
 def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
-    admission.check_sample(good, SHAPE)
+    check_sample(good, SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
 )
 def test_a_sample_beyond_its_limits_is_refused_with_the_reason(bad: Sample, words: str) -> None:
     with pytest.raises(UserError) as refusal:
-        admission.check_sample(bad, SHAPE)
+        check_sample(bad, SHAPE)
     assert words in str(refusal.value)
 
 
@@ -167,10 +168,10 @@ def test_answers_beyond_memory_are_refused_before_they_begin(options: dict[str, 
     shape = replace(SHAPE, vocab_size=2000, max_context_length=16384)
     big = replace(sample(tokens=[1] * 10_000), **options)
     with pytest.raises(UserError) as refusal:
-        admission.check_sample(big, shape)
+        check_sample(big, shape)
     assert words in str(refusal.value)
     name = next(iter(options))
-    admission.check_sample(replace(big, **{name: 600}), shape)
+    check_sample(replace(big, **{name: 600}), shape)
 
 
 @pytest.mark.parametrize(
@@ -253,10 +254,10 @@ def test_a_ttl_lies_between_an_hour_and_ten_years() -> None:
 
 
 def test_a_number_that_cannot_be_a_seq_id_is_refused() -> None:
-    assert admission.check_seq_id(1, first=1) == 1
-    for bad, first in ((0, 1), (-1, 0), (2**63, 1)):
+    assert check_seq_id(1) == 1
+    for bad in (0, -1, 2**63):
         with pytest.raises(UserError, match=f"seq_id is {bad}"):
-            admission.check_seq_id(bad, first=first)
+            check_seq_id(bad)
 
 
 @pytest.mark.parametrize("key", ["tml-abc", "eyJhbGciOi"])

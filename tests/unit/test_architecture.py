@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": VALUES | {"db", "runtime", "storage", "telemetry"},
     "auth": {"db", "errors", "store"},
     "exchange": VALUES | {"settings", "storage", "store"},
-    "cluster": VALUES | {"auth", "base_models", "db", "runtime", "settings", "store", "telemetry"},
+    "cluster": VALUES | {"auth", "base_models", "db", "losses", "runtime", "settings", "store", "telemetry", "wire"},
     "batch": VALUES
     | {"auth", "base_models", "chat", "cluster", "db", "runtime", "settings", "storage", "store", "wire"},
     "backends": VALUES | {"losses", "plan", "runtime", "samplers"},

@@ -21,7 +21,8 @@ from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engines import EngineFailure
-from tinsmith.cluster.executors import DedicatedSamplers, Dispatch
+from tinsmith.cluster.executors import DedicatedSamplers
+from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.db.wakeups import Waiters
 from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
@@ -32,12 +33,12 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.server_sessions import ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
@@ -103,7 +104,7 @@ class Services:
     kept_samples: KeptSamples
     overview: Overview
     engines: EngineStatus
-    dispatch: Dispatch
+    sample_admission: SampleAdmission
     dedicated_samplers: DedicatedSamplers
     meters: ServerMeters
     tracing: Tracing

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 from structlog.contextvars import bind_contextvars
 
-from tinsmith.api.admission import check_seq_id
 from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.services import Services
 from tinsmith.errors import NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
@@ -33,6 +32,7 @@ from tinsmith.wire.fields import Body, Integer, Text, show
 B = TypeVar("B", bound=Body)
 
 MAX_ID_LENGTH = 128
+MAX_SEQ_ID = 2**62
 SAVE_KINDS = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 """With a path, these save a checkpoint."""
 
@@ -68,10 +68,17 @@ def _submit_next(futures: Futures, new: NewFuture, refusal: UserError | None) ->
             return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), refusal)
 
 
+def check_seq_id(seq_id: int) -> int:
+    """Validate the sequence number of a training request; they start at 1, because the model's creation is 0."""
+    if not 1 <= seq_id <= MAX_SEQ_ID:
+        raise UserError(f"seq_id is {seq_id}; it must lie between 1 and {MAX_SEQ_ID}")
+    return seq_id
+
+
 def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, check: Check) -> JsonObject:
     """Validate and store one operation on a model. Without a seq_id it takes the model's next one."""
     if seq_id is not None:
-        check_seq_id(seq_id, first=1)
+        check_seq_id(seq_id)
     model = get_trainable_model(call, model_id)
     request_id = f"{model.model_id}:{seq_id}"
     bind_contextvars(model_id=model.model_id, request_id=request_id)

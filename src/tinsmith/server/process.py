@@ -28,7 +28,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
 from tinsmith import base_models as base_models
-from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import Services, create_app, create_probe_app
 from tinsmith.api.connections import Connection
 from tinsmith.api.services import EngineStatus
@@ -40,7 +39,7 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
+from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -50,6 +49,7 @@ from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
+from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
@@ -79,12 +79,12 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import DatabaseCounts, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.server_sessions import ImplicitSessions, ServerSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters, reset_metrics_directory
@@ -346,14 +346,15 @@ def _services(
     engine_router: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
-    batch_jobs, batches, dispatch = BatchJobs(database), OpenAIBatches(database), Dispatch(Executors(database))
+    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
     files = Files(database, settings.storage_location("files"))
     sessions, samplers = Sessions(database), SamplingSessions(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
-    admission = Admission(admit_sample, quotas, dispatch)
-    gateway = ModelGateway(served, sessions, samplers, checkpoints, futures, waiters, admission)
+    admission = SampleAdmission(quotas, Dispatch(Executors(database)))
+    server_sessions = ServerSessions(sessions, samplers, settings.session_timeout_s)
+    gateway = ModelGateway(served, sessions, server_sessions, checkpoints, futures, waiters, admission)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
     parts = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.try_lock("openai_batches"))
     return Services(
@@ -383,13 +384,13 @@ def _services(
         batch_reconciler=Reconciler(settings, parts),
         tokenizers=ModelTokenizers(),
         partials=Partials(),
-        implicit_sessions=ImplicitSessions(sessions, samplers, settings.session_timeout_s),
+        implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         engines=EngineStatus(engines.queue_state, engine_router.for_run),
-        dispatch=dispatch,
+        sample_admission=admission,
         dedicated_samplers=DedicatedSamplers(database),
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),

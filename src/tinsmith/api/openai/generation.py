@@ -20,12 +20,10 @@ from typing import TypeVar
 
 import orjson
 
-from tinsmith.api.admission import check_sample
 from tinsmith.api.errors import anthropic_text
 from tinsmith.api.ignored_fields import build_header
 from tinsmith.api.request import Call, JsonObject, capture_session, new_ignored, read_body, report_ignored, run
 from tinsmith.api.routes.futures import read_outcome
-from tinsmith.api.routes.sampling import count_max_tokens
 from tinsmith.api.services import Services
 from tinsmith.batch.openai import MESSAGES
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
@@ -37,6 +35,7 @@ from tinsmith.chat.results import ChatAnswer, ClientAnswer, CompletionAnswer, op
 from tinsmith.chat.splicing import digest_answer
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tokens import GenerateRequest
+from tinsmith.cluster.sample_admission import make_request
 from tinsmith.errors import (
     EngineFailedError,
     NotFoundError,
@@ -48,8 +47,8 @@ from tinsmith.errors import (
     not_supported,
 )
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import FutureOutcome, NewFuture
-from tinsmith.store.implicit_sessions import SampleId
+from tinsmith.store.futures import FutureOutcome
+from tinsmith.store.server_sessions import SampleId
 from tinsmith.types import ModelShape, Sample, SampleResult
 from tinsmith.wire.bodies import JSON_TYPE, decode
 from tinsmith.wire.fields import IgnoredFields, read_object, validate
@@ -263,7 +262,9 @@ async def submit_samples(prepared: Prepared) -> AsyncIterator[list[SampleId]]:
     finally:
         services.partials.forget(sample_id.request_id for sample_id in sample_ids)
         for sample_id in sample_ids:
-            services.sampling_sessions.acknowledge(sample_id.sampling_session_id, [sample_id.request_id])
+            services.sampling_sessions.acknowledge(
+                sample_id.sampling_session.sampling_session_id, [sample_id.request_id]
+            )
 
 
 def submit_all(prepared: Prepared, sample_ids: list[SampleId]) -> None:
@@ -281,23 +282,14 @@ def _submit(prepared: Prepared, prompt: Sequence[int], sample_ids: list[SampleId
     sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
     _check_sample(sample, shape, plan)
     sample_id = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
-    body |= {"sampling_session_id": sample_id.sampling_session_id, "seq_id": sample_id.seq_id}
-    new = NewFuture(
-        request_id=sample_id.request_id,
-        tenant_id=tenant_id,
-        session_id=sample_id.session_id,
-        base_model=shape.name,
-        kind="sample",
-        body=orjson.dumps(body),
-        num_tokens=count_max_tokens(sample, shape),
-        sampling_session_id=sample_id.sampling_session_id,
-        seq_id=sample_id.seq_id,
-    )
-    services.quotas.admit(new)
+    session, seq_id = sample_id.sampling_session, sample_id.seq_id
+    body |= {"sampling_session_id": session.sampling_session_id, "seq_id": seq_id}
+    new = make_request(session, sample_id.request_id, seq_id, orjson.dumps(body))
+    new = services.sample_admission.admit(new, sample, shape)
     sample_ids.append(sample_id)
     if plan.stream:
         services.partials.expect(sample_id.request_id)
-    services.futures.submit(services.dispatch.assign(new, sample))
+    services.futures.submit(new)
 
 
 def _logprob_fields(plan: GenerationPlan) -> Mapping[str, object]:
@@ -322,7 +314,6 @@ def _check_sample(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> No
         ):
             if token_id >= shape.vocab_size:
                 raise RequestError(name, f"{name} names token {token_id}; ids lie below {shape.vocab_size}")
-    check_sample(sample, shape)
 
 
 def cancel_samples(services: Services, sample_ids: Sequence[SampleId]) -> None:

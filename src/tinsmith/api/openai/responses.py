@@ -26,8 +26,8 @@ from tinsmith.api.request import Call, JsonObject, capture_session, json_respons
 from tinsmith.api.services import Services
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest, items_after
 from tinsmith.errors import GoneError, NotFoundError, RequestError, TinsmithError, not_supported
-from tinsmith.store.implicit_sessions import SampleId, session_of
 from tinsmith.store.responses import StoredResponse
+from tinsmith.store.server_sessions import SampleId, session_of
 from tinsmith.wire.fields import IgnoredFields, validate
 
 RESPONSE = fields({"id": TEXT, "status": TEXT, "model": TEXT, "output": LIST}, {"usage": ANYTHING, "error": ANYTHING})

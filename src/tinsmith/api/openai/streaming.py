@@ -32,7 +32,7 @@ from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError, TinsmithError
-from tinsmith.store.implicit_sessions import SampleId
+from tinsmith.store.server_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.bodies import JSON_TYPE, write_json_line
 

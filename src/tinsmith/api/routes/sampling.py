@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from structlog.contextvars import bind_contextvars
 
-from tinsmith.api.admission import check_sample, count_max_tokens
 from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.submission import accept
-from tinsmith.errors import UserError
+from tinsmith.cluster.sample_admission import make_request
+from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import NewFuture
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.wire.fields import Body, Position, Text
 from tinsmith.wire.sampling import AsampleRequest, SampleNumber, sample_of
@@ -45,31 +44,16 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> JsonObject:
     seq_id = ids.seq_id
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
     bind_contextvars(request_id=request_id)
-    num_tokens, sequence_ids, sample, refusal = 0, [], None, None
+    new, sequence_ids, refusal = make_request(sampling_session, request_id, seq_id, call.body), [], None
     try:
         shape = services.bases.get(sampling_session.base_model)
         sample = sample_of(draft.read(), request_id, sampling_session.version_id, shape.vision)
-        check_sample(sample, shape)
-        num_tokens = count_max_tokens(sample, shape)
+        new = services.sample_admission.admit(new, sample, shape, inflight=sampling_session.is_inflight)
         sequence_ids = [f"{request_id}:{index}" for index in range(sample.num_samples)]
+    except TooManyRequestsError:
+        raise  # nothing is stored; the client retries
     except UserError as error:
         refusal = error
-    new = NewFuture(
-        request_id=request_id,
-        tenant_id=call.tenant_id,
-        session_id=sampling_session.session_id,
-        base_model=sampling_session.base_model,
-        kind="sample",
-        body=call.body,
-        num_tokens=num_tokens,
-        sampling_session_id=sampling_session.sampling_session_id,
-        seq_id=seq_id,
-        run_id=sampling_session.model_id,
-    )
-    if refusal is None:
-        assert sample is not None
-        services.quotas.admit(new)
-        new = services.dispatch.assign(new, sample, inflight=sampling_session.is_inflight)
     return {"request_id": accept(services, new, refusal), "sample_sequence_ids": sequence_ids}
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import orjson
 
-from tinsmith.api.admission import check_optimizer
 from tinsmith.api.declaration import operation
 from tinsmith.api.legacy import JsonPassBody, pass_message
 from tinsmith.api.request import Call, Draft, JsonObject
@@ -23,6 +22,7 @@ from tinsmith.losses.graphs import check_graph
 from tinsmith.store.custom_losses import MAX_DEFINITION_BYTES, MAX_LOSSES, NewCustomLoss, insertion
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import Model
+from tinsmith.types import OPTIMIZERS, OptimParams
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.custom_loss import (
@@ -88,6 +88,15 @@ def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> JsonO
 )
 def optim_step(call: Call, draft: Draft[OptimStepRequest]) -> JsonObject:
     return submit_json_operation(call, "optim_step", draft, _check_optim_step)
+
+
+def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
+    """Raise UserError unless the parameters belong to the model's optimizer family."""
+    if params.family != optimizer_type:
+        raise UserError(
+            f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
+            f"{params.family!r}; send {OPTIMIZERS[optimizer_type].wire_field}"
+        )
 
 
 def _check_optim_step(model: Model, request: OptimStepRequest) -> None:

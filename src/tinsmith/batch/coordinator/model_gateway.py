@@ -20,7 +20,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,23 +30,21 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.auth.quotas import Quotas
 from tinsmith.base_models import Bases
-from tinsmith.cluster.executors import Dispatch
+from tinsmith.cluster.sample_admission import SampleAdmission, make_request
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import GoneError, NotFoundError, NotSupportedError, TinsmithError, TooManyRequestsError, UserError
 from tinsmith.runtime.background import within
 from tinsmith.store.checkpoints import Checkpoints, parse_path
-from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
+from tinsmith.store.futures import Futures
+from tinsmith.store.server_sessions import ServerSessions
 from tinsmith.store.sessions import NewSession, Sessions
-from tinsmith.types import ModelShape, Sample
+from tinsmith.types import ModelShape
 from tinsmith.wire.fields import show, validate
 from tinsmith.wire.sampling import SampleRequest, sample_of
 
 MAX_CONCURRENT_REQUESTS = 512
 """Concurrent requests of one worker."""
-HEARTBEAT_S = 15.0
 DATABASE_PAUSE_S = 1.0
 MAX_KEY = 48
 FINISH_TYPES = {"SUCCEEDED": "success", "FAILED": "errored", "CANCELLED": "interrupted"}
@@ -73,25 +70,15 @@ class RowRequest:
 Handler = Callable[[RowRequest], Awaitable[Message]]
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """How a sample is admitted: what its model can serve, the tenant's quotas, and the executor."""
-
-    check: Callable[[Sample, ModelShape], int]
-    """Returns the maximum tokens of a sample. Raises UserError if the model cannot serve it."""
-    quotas: Quotas
-    dispatch: Dispatch
-
-
 @dataclass
 class ModelGateway:
     bases: Bases
     sessions: Sessions
-    samplers: SamplingSessions
+    server_sessions: ServerSessions
     checkpoints: Checkpoints
     futures: Futures
     waiters: Waiters
-    admission: Admission
+    admission: SampleAdmission
 
     def __post_init__(self) -> None:
         self._handlers: dict[str, Handler] = {"sample": self._sample, "model": self._model}
@@ -169,10 +156,8 @@ class ModelGateway:
         async with job.lock:
             if job.session_id is None:
                 job.session_id = await asyncio.to_thread(self._open_session, request)
-                job.alive_at = time.monotonic()
-            elif time.monotonic() - job.alive_at > HEARTBEAT_S:
-                job.alive_at = time.monotonic()
-                await asyncio.to_thread(self.sessions.heartbeat, request.tenant_id, job.session_id)
+            elif self.server_sessions.is_heartbeat_due(job.session_id):
+                await asyncio.to_thread(self.server_sessions.keep, request.tenant_id, job.session_id)
             return job.session_id
 
     def _open_session(self, request: RowRequest) -> str:
@@ -184,7 +169,7 @@ class ModelGateway:
                 self.sessions.heartbeat(request.tenant_id, session_id)
                 return session_id
             except NotFoundError:
-                return self.sessions.open(request.tenant_id, new, session_id).session_id
+                return self.server_sessions.open(request.tenant_id, new, session_id)
             except GoneError:
                 continue
         raise AssertionError
@@ -197,46 +182,19 @@ class ModelGateway:
         if not 0 < len(request.key) <= MAX_KEY:
             raise UserError(f"key is {show(request.key)}; it must have 1 to {MAX_KEY} characters")
         shape, path = self._resolve(request.tenant_id, request.payload.get("model"))
-        session = self._sampling_session(session_id, request.tenant_id, shape, path)
+        session = self.server_sessions.sampling_session(request.tenant_id, session_id, shape.name, path)
         body = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         request_id = f"{session.sampling_session_id}:{request.row_idx}-{request.key}-{digest}"
         sample = sample_of(validate(SampleRequest, fields), request_id, path, shape.vision)
-        num_tokens = self.admission.check(sample, shape)
-        new = NewFuture(
-            request_id=request_id,
-            tenant_id=request.tenant_id,
-            session_id=session_id,
-            base_model=shape.name,
-            kind="sample",
-            body=body,
-            num_tokens=num_tokens,
-            sampling_session_id=session.sampling_session_id,
-        )
-        self.admission.quotas.admit(new)
-        return self.futures.submit(self.admission.dispatch.assign(new, sample))
-
-    def _sampling_session(
-        self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None
-    ) -> SamplingSession:
-        """The sampling session for a model, with the same name every time."""
-        seq_id = int.from_bytes(hashlib.blake2b((path or shape.name).encode(), digest_size=3).digest(), "big")
-        while True:
-            name = f"{session_id}:sample:{seq_id}"
-            session = self.samplers.find(name)
-            if session is None:
-                self.samplers.create(NewSamplingSession(name, session_id, tenant_id, shape.name, path, path))
-            elif (session.base_model, session.model_path) == (shape.name, path):
-                return session
-            else:
-                seq_id += 1
+        return self.futures.submit(self.admission.admit(make_request(session, request_id, None, body), sample, shape))
 
     async def _outcome(self, job: _JobSession, request: RowRequest, session_id: str, request_id: str) -> bytes:
         """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
         with self.waiters.watch(request_id) as woken:
             find = partial(self._find_outcome, request.tenant_id, session_id, request_id)
             while (body := await asyncio.to_thread(find)) is None:
-                await within(HEARTBEAT_S, woken.wait())
+                await within(self.server_sessions.heartbeat_s, woken.wait())
                 woken.clear()
                 await self._ensure_session(job, request)
         return body
@@ -258,7 +216,6 @@ class ModelGateway:
 class _JobSession:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
-    alive_at: float = 0.0
 
 
 def _session_id(job_id: int, generation: int) -> str:

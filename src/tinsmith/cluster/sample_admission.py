@@ -1,16 +1,22 @@
-"""Validation that needs more than one field of a request, such as the model's shape or its optimizer.
+"""Admission of samples: what the model can serve, the tenant's quotas, and the process that will compute the sample.
 
-The functions are pure and raise UserError. The bodies in `wire` validate single fields, and `losses.check_pass`
-validates passes. Values are never guessed, clamped or corrected for the client.
+All samples take this path: those of the Tinker API, of clients of OpenAI's protocol, and of bulk jobs. The bodies in
+`wire` validate single fields. Values are never guessed, clamped or corrected for the client.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
+from tinsmith.auth.quotas import Quotas
+from tinsmith.cluster.executors import Dispatch
 from tinsmith.errors import UserError
 from tinsmith.losses import check_csr
-from tinsmith.types import OPTIMIZERS, ModelShape, OptimParams, Sample, SamplingParams, SparseRows
+from tinsmith.store.futures import NewFuture
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import ModelShape, Sample, SamplingParams, SparseRows
 from tinsmith.wire.sampling import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 
 MAX_LOGPROBS = 2**23  # of one kind, in one sample; ids and logprobs take 64 MiB
@@ -34,10 +40,35 @@ def count_max_tokens(sample: Sample, shape: ModelShape) -> int:
     return min(len(sample.prompt_T) + sample.num_samples * answer_length, 2**31 - 1)
 
 
-def admit_sample(sample: Sample, shape: ModelShape) -> int:
-    """Validate a sample and return its `count_max_tokens`. Raises UserError unless `shape` can serve it."""
-    check_sample(sample, shape)
-    return count_max_tokens(sample, shape)
+def make_request(session: SamplingSession, request_id: str, seq_id: int | None, body: bytes) -> NewFuture:
+    """Make the request for a sample of a sampling session, before its admission."""
+    return NewFuture(
+        request_id=request_id,
+        tenant_id=session.tenant_id,
+        session_id=session.session_id,
+        base_model=session.base_model,
+        kind="sample",
+        body=body,
+        sampling_session_id=session.sampling_session_id,
+        seq_id=seq_id,
+        run_id=session.model_id,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAdmission:
+    quotas: Quotas
+    dispatch: Dispatch
+
+    def admit(self, request: NewFuture, sample: Sample, shape: ModelShape, *, inflight: bool = False) -> NewFuture:
+        """Return the request with its tokens and its executor. `inflight` versions change under their name.
+
+        Raises UserError if `shape` cannot serve the sample, and TooManyRequestsError if a quota is exhausted.
+        """
+        check_sample(sample, shape)
+        request = replace(request, num_tokens=count_max_tokens(sample, shape))
+        self.quotas.admit(request)
+        return self.dispatch.assign(request, sample, inflight=inflight)
 
 
 def _check_prompt(sample: Sample, shape: ModelShape) -> None:
@@ -132,21 +163,6 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
                 f"{name} is {k}; for {row_description} that is more than {MAX_LOGPROBS} logprobs: "
                 f"use at most {MAX_LOGPROBS // rows}, or ask for fewer tokens"
             )
-
-
-def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
-    """Raise UserError unless the parameters belong to the model's optimizer family."""
-    if params.family != optimizer_type:
-        raise UserError(
-            f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
-            f"{params.family!r}; send {OPTIMIZERS[optimizer_type].wire_field}"
-        )
-
-
-def check_seq_id(seq_id: int, *, first: int) -> int:
-    """Validate a sequence number. Training starts at 1, because the model's creation is 0; sampling starts at 0."""
-    _check_integer("seq_id", seq_id, first, 2**62)
-    return seq_id
 
 
 def _check_integer(name: str, value: int, low: int, high: int, hint: str = "") -> None:
