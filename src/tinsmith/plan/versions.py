@@ -33,7 +33,7 @@ class VersionRange(NamedTuple):
 
 TORCH = VersionRange("torch", "2.13", "2.15")
 
-TRANSFORMERS = VersionRange("transformers", "5.16", "5.24")
+TRANSFORMERS = VersionRange("transformers", "5.22", "5.24")
 """Some families need a later one (docs/models.md); an older one refuses them."""
 
 TESTED = (TORCH, TRANSFORMERS)
