@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import tinsmith
 from support.properties import examples
+from tinsmith.api.event_stream import encode_event
 from tinsmith.api.openai.message_batches import CreateMessageBatchRequest
-from tinsmith.api.openai.streaming import _encode_event
 from tinsmith.samplers.remote.connection import EngineConnection, RemoteEngine, _lines
 from tinsmith.samplers.remote.dialect import EngineCall
 from tinsmith.wire.bodies import write_json_line
@@ -41,7 +41,7 @@ def test_json_of_a_stream_is_one_line_for_every_client(text: str) -> None:
 
 
 def test_events_and_lines_of_batches_are_one_line_each() -> None:
-    event = _encode_event(("message", {"text": LINE_ENDS})).decode()
+    event = encode_event("message", {"text": LINE_ENDS}).decode()
     assert event.splitlines() == [line for line in event.split("\n") if line] + [""]
     params = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": LINE_ENDS}]}
     requests = {"requests": [{"custom_id": "a", "params": params}]}

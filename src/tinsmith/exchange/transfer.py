@@ -23,7 +23,7 @@ from tqdm.utils import CallbackIOWrapper
 from tinsmith.errors import TinsmithError, UserError, refusal
 from tinsmith.exchange import adapters
 from tinsmith.storage.directories import atomic_directory
-from tinsmith.storage.stores import fsync
+from tinsmith.storage.stores import fsync, read_chunks
 
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
@@ -212,7 +212,7 @@ def _extract(archive: tarfile.TarFile, directory: Path) -> dict[str, int]:
         source = archive.extractfile(member)
         assert source is not None
         with (directory / name).open("xb") as target:
-            while chunk := source.read(CHUNK_BYTES):
+            for chunk in read_chunks(source):
                 target.write(chunk)
         fsync(directory / name)
         files[name] = member.size

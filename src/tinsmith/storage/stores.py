@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -161,6 +162,14 @@ class Store(ABC):
         return size, digest.hexdigest()
 
 
+def read_chunks(file: IO[bytes], num_bytes: int | None = None) -> Iterator[bytes]:
+    """Yield the next `num_bytes` of a file, or the remaining ones, in chunks of CHUNK_BYTES."""
+    remaining = sys.maxsize if num_bytes is None else num_bytes
+    while remaining > 0 and (chunk := file.read(min(CHUNK_BYTES, remaining))):
+        remaining -= len(chunk)
+        yield chunk
+
+
 def stream_verified(source: Source) -> Iterator[memoryview]:
     """Read a source in chunks. Raises CorruptFilesError at its end if they differ from its digest."""
     digest, skip = hashlib.sha256(), source.skip
@@ -209,8 +218,7 @@ class LocalStore(Store):
 
     def chunks(self, key: str) -> Iterator[bytes]:
         with open(key, "rb", buffering=0) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
+            yield from read_chunks(file)
 
     def head(self, key: str) -> ObjectInfo:
         status = os.stat(key)
@@ -263,7 +271,7 @@ class LocalStore(Store):
 
     def copy(self, source: str, target: str) -> None:
         with open(source, "rb") as file, self.open_writer(target) as writer:
-            while chunk := file.read(CHUNK_BYTES):
+            for chunk in read_chunks(file):
                 writer.write(chunk)
 
     def share(self, source: str, target: str) -> None:

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import operation
+from tinsmith.api.event_stream import cancel_on_disconnect
 from tinsmith.api.openai.generation import (
     find_weights,
     read_request,
     resolve_model_name,
     sample_all,
 )
-from tinsmith.api.openai.streaming import cancel_on_disconnect, respond
+from tinsmith.api.openai.streaming import respond
 from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
 from tinsmith.api.request import Call, JsonObject, json_response, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest

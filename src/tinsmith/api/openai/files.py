@@ -6,7 +6,7 @@ stores it once it is complete and valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, cast
 
 import orjson
@@ -24,12 +24,12 @@ from tinsmith.api.routes.uploads import read_form
 from tinsmith.api.services import Services
 from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import NotFoundError, RequestError, TooLargeError
+from tinsmith.storage.stores import read_chunks
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, show, validate
 
 JSONL_TYPE = "application/jsonl"
-CHUNK_BYTES = 1 << 20
 MAX_NAME = 512
 MAX_LIMIT = 10_000
 DAY_S = 86400
@@ -92,7 +92,7 @@ def _store(services: Services, tenant_id: str, form: FormData, reservation: Rese
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
     reservation.cover(size_bytes)
-    stored = services.files.store(new_id(), _read_chunks(file))
+    stored = services.files.store(new_id(), read_chunks(file.file))
     return orjson.dumps(file_body(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
 
 
@@ -114,11 +114,6 @@ def _read_upload(form: FormData) -> tuple[UploadFile, int]:
     expires_after = None if expiry == dict.fromkeys(expiry) else expiry
     upload_form = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": expires_after})
     return file, upload_form.expires_after.seconds if upload_form.expires_after else RETENTION_S
-
-
-def _read_chunks(file: UploadFile) -> Iterator[bytes]:
-    while chunk := file.file.read(CHUNK_BYTES):
-        yield chunk
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

@@ -8,16 +8,23 @@ its samples are cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
 
+from tinsmith.api.event_stream import (
+    DONE,
+    KEEP_ALIVE_COMMENT,
+    KEEP_ALIVE_S,
+    EventStreamResponse,
+    cancel_on_disconnect,
+    encode_event,
+)
 from tinsmith.api.openai.generation import (
     OnSubmitted,
     Prepared,
@@ -30,17 +37,13 @@ from tinsmith.api.openai.generation import (
 from tinsmith.api.request import run
 from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import ClientAnswer, Event, finish_reason, read_sequence
+from tinsmith.chat.results import ClientAnswer, finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError, TinsmithError
 from tinsmith.store.server_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
-from tinsmith.wire.bodies import JSON_TYPE, write_json_line
+from tinsmith.wire.bodies import JSON_TYPE
 
 T = TypeVar("T")
-
-KEEP_ALIVE_S = 15.0
-EVENT_STREAM = "text/event-stream"
-HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,65 +137,18 @@ async def _events(prepared: Prepared, sample_ids: list[SampleId], answer: Client
     results: list[SampleResult] = []
     try:
         for event in answer.start_events():
-            yield _encode_event(event)
+            yield encode_event(*event)
         async for stream_delta in stream_deltas(prepared, sample_ids, results):
             if stream_delta.choice is None or stream_delta.delta is None:
-                yield _encode_event(answer.keep_alive) if answer.keep_alive else KEEP_ALIVE_COMMENT
+                yield encode_event(*answer.keep_alive) if answer.keep_alive else KEEP_ALIVE_COMMENT
                 continue
             for event in answer.delta_events(stream_delta.choice, stream_delta.delta, stream_delta.reason):
-                yield _encode_event(event)
+                yield encode_event(*event)
         for event in await run(list, answer.end_events(results)):
-            yield _encode_event(event)
+            yield encode_event(*event)
         if answer.ends_with_done:
             yield DONE
     except TinsmithError as error:
         await run(cancel_samples, prepared.services, sample_ids)
         for event in await run(list, answer.error_events(error)):
-            yield _encode_event(event)
-
-
-class EventStreamResponse(StreamingResponse):
-    """Server-sent events. If the client disconnects, the source is closed."""
-
-    def __init__(
-        self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack, headers: Mapping[str, str]
-    ) -> None:
-        """`samples` is closed at the end, with the exception if one was raised."""
-        super().__init__(source, media_type=EVENT_STREAM, headers={**HEADERS, **headers})
-        self._source = source
-        self._samples = samples
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientDisconnect):
-            async with self._samples, aclosing(self._source):
-                await cancel_on_disconnect(receive, self.stream_response(send))
-
-
-async def cancel_on_disconnect(receive: Receive, coroutine: Coroutine[object, object, T]) -> T:
-    """Return the value of `coroutine`. If the client disconnects, cancel it and raise ClientDisconnect."""
-    response_task = asyncio.create_task(coroutine)
-    disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({response_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
-        if not response_task.done():
-            raise ClientDisconnect
-        return response_task.result()
-    finally:
-        for task in (response_task, disconnect_task):
-            task.cancel()
-        await asyncio.wait({response_task, disconnect_task})
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":  # the body was read earlier
-        pass
-
-
-def _encode_event(event: Event) -> bytes:
-    name, content = event
-    name_line = f"event: {name}\n".encode() if name else b""
-    return name_line + b"data: " + write_json_line(content) + b"\n\n"
-
-
-KEEP_ALIVE_COMMENT = b": still there\n\n"
-DONE = b"data: [DONE]\n\n"
+            yield encode_event(*event)

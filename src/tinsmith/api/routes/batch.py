@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
 
 import orjson
 from pydantic import Field
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import MAX_PAGE, operation
+from tinsmith.api.event_stream import EVENT_STREAM, KEEP_ALIVE_COMMENT, KEEP_ALIVE_S, EventStreamResponse, encode_event
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, fields, listing
 from tinsmith.api.queries import Limit, PageQuery
 from tinsmith.api.request import Call, Draft, JsonObject, run
@@ -30,15 +31,12 @@ from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, NotFoundError
-from tinsmith.wire.bodies import write_json_line
 from tinsmith.wire.fields import INT64_MAX, ClosedBody, Integer, Query, Text
 
 EVENTS_PAUSE_S = 0.25
 """Pause between two reads of a job that changes continuously."""
 SAFETY_POLL_S = 5.0
 """Longest delay of an event whose wake-up was lost."""
-KEEP_ALIVE_S = 15.0
-EVENT_STREAM = "text/event-stream"
 MAX_SHOWN_ROW = 16_384
 """The most bytes of a failed row in a status, as JSON; `/errors` has the whole row."""
 MAX_SHOWN_VALUE = 200
@@ -219,11 +217,10 @@ async def events(call: Call) -> Response:
     services, tenant_id = call.services, call.tenant_id
     job_id = _id(call.path["job_id"])
     await run(services.batch_jobs.find, tenant_id, job_id)
-    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-    return StreamingResponse(_events(services, tenant_id, job_id), media_type=EVENT_STREAM, headers=headers)
+    return EventStreamResponse(_events(services, tenant_id, job_id))
 
 
-async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
+async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncGenerator[bytes, None]:
     sent_record: JobRecord | None = None
     sent_at = time.monotonic()
     with services.waiters.watch_job(job_id) as changed:
@@ -232,10 +229,10 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
             job_record = await run(services.batch_jobs.find, tenant_id, job_id)
             if sent_record is None or replace(job_record, updated_at=sent_record.updated_at) != sent_record:
                 sent_record, sent_at = job_record, time.monotonic()
-                yield b"event: status\ndata: " + write_json_line(await run(_describe, services, job_record)) + b"\n\n"
+                yield encode_event("status", await run(_describe, services, job_record))
             elif time.monotonic() - sent_at >= KEEP_ALIVE_S:
                 sent_at = time.monotonic()
-                yield b": still there\n\n"
+                yield KEEP_ALIVE_COMMENT
             if sent_record.status in TERMINAL:
                 return
             with suppress(TimeoutError):

@@ -27,6 +27,7 @@ from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.routes.checkpoints import CHECKPOINT, ref_of
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
+from tinsmith.storage.stores import read_chunks
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, parse_path
 from tinsmith.wire.fields import iso
 
@@ -65,7 +66,7 @@ def file_response(
         status = HTTPStatus.PARTIAL_CONTENT
         response_headers |= _content_range(f"{start}-{end - 1}", file.size_bytes)
     response_headers["content-length"] = str(end - start)
-    content = iter(()) if request.method == "HEAD" else _read_chunks(file.open(), start, end)
+    content = iter(()) if request.method == "HEAD" else _read_range(file.open(), start, end)
     return StreamingResponse(content, status, response_headers, media_type)
 
 
@@ -102,19 +103,16 @@ def _is_forward(first: str, last: str) -> bool:
     return int(first) <= int(last) if first and last else bool(first or last)
 
 
-def _read_chunks(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
+def _read_range(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
     with file:
         file.seek(start)
-        while start < end and (chunk := file.read(min(CHUNK_BYTES, end - start))):
-            start += len(chunk)
-            yield chunk
+        yield from read_chunks(file, end - start)
 
 
 PURPOSE = "download"
 DOWNLOAD = "/downloads/{directory}/{run_id}/{kind}/{name}"
 
 BLOCK_BYTES = 512  # the block size of tar archives
-CHUNK_BYTES = 1 << 20
 
 
 @operation(
@@ -233,8 +231,7 @@ def stream_tar(files: Directories, directory: str, sizes: Mapping[str, int]) -> 
             member.size = size
             yield member.tobuf(tarfile.GNU_FORMAT)
             with open_files[file]:
-                while chunk := open_files[file].read(CHUNK_BYTES):
-                    yield chunk
+                yield from read_chunks(open_files[file])
             yield bytes(_pad_size(size) - size)
         yield bytes(2 * BLOCK_BYTES)
 

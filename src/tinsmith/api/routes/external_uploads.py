@@ -10,8 +10,6 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from typing import IO
 
 from starlette.responses import Response
 
@@ -25,6 +23,7 @@ from tinsmith.api.routes.sessions import ProjectId
 from tinsmith.api.routes.uploads import UploadRequest, store_adapter
 from tinsmith.errors import GoneError, NotFoundError, TooLargeError, UserError
 from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE
+from tinsmith.storage.stores import read_chunks
 from tinsmith.wire.bodies import check_length
 from tinsmith.wire.fields import Body, ClosedBody, Text, iso
 from tinsmith.wire.weights import LoraConfigBody
@@ -32,7 +31,6 @@ from tinsmith.wire.weights import LoraConfigBody
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 NAME = "uploaded"
 PURPOSE, ID_PURPOSE = "upload", "upload-id"
-CHUNK_BYTES = 1 << 20
 UPLOAD_IDS = uuid.UUID("5e0c3f8a-2f59-5a0e-8d0b-3b6f7f0f9d51")  # the namespace of the runs of these uploads
 
 
@@ -118,7 +116,7 @@ async def put(call: Call) -> Response:
             reservation.cover(size_bytes - earlier_bytes)
             await run(spool.write, chunk, on=services.threads.transfers)
         spool.seek(0)
-        stored = await run(services.files.store, key, _read_chunks(spool), on=services.threads.transfers)
+        stored = await run(services.files.store, key, read_chunks(spool), on=services.threads.transfers)
         if not await run(services.files.record_upload, stored):
             raise GoneError("this upload has ended or expired; start another one")
     return json_response({})
@@ -167,11 +165,6 @@ def _read(call: Call, upload_id: str) -> ExternalUpload:
 
 def _file_key(upload_number: str, file: str) -> str:
     return f"upload-{upload_number}-{file.partition('.')[0]}"  # at most 64 characters
-
-
-def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
-    while chunk := file.read(CHUNK_BYTES):
-        yield chunk
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

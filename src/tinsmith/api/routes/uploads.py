@@ -32,6 +32,7 @@ from tinsmith.auth.quotas import Reservation
 from tinsmith.errors import RequestError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterInfo
+from tinsmith.storage.stores import CHUNK_BYTES
 from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import copy_insertion
@@ -102,7 +103,6 @@ async def read_form(
 
 
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
-CHUNK_BYTES = 1 << 20
 UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the namespace of the ids of uploads
 
 
