@@ -240,7 +240,7 @@ def run_of(run: tuple[Child, Row] | list[tinker.SamplingClient], load: str, at_o
 
 def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack: ExitStack) -> Child:
     """With the environment of an engine."""
-    from tinsmith.settings import engine_environment
+    from tinsmith.settings.environment import engine_environment
 
     arguments = ("--alone", str(directory), dtype, str(adapters), str(save_to))
     child = stack.enter_context(Child("sampling.py", *arguments, environment=engine_environment(computes_alone=True)))
@@ -252,7 +252,7 @@ def peers(table: Table, directory: Path, adapter: Path, args: argparse.Namespace
     """The peers that are installed and could be started, with an engine's environment or the part of it that they read:
     threads that sleep while they wait suffer less from what else a machine does.
     """
-    from tinsmith.settings import engine_environment
+    from tinsmith.settings.environment import engine_environment
 
     full_environment = engine_environment(computes_alone=True)
     reduced_environment = {**os.environ, "GOMP_SPINCOUNT": full_environment["GOMP_SPINCOUNT"]}

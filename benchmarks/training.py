@@ -126,7 +126,7 @@ class Contestant:
 
 def in_child(kind: str, directory: Path, dtype: str, stack: ExitStack) -> Contestant:
     """With the environment of an engine, PEFT, too: threads that sleep while they wait suffer less from others."""
-    from tinsmith.settings import engine_environment
+    from tinsmith.settings.environment import engine_environment
 
     arguments = ("--child", kind, str(directory), dtype)
     child = stack.enter_context(Child("training.py", *arguments, environment=engine_environment(computes_alone=True)))

@@ -421,7 +421,7 @@ def main() -> None:
     elif args.inside:
         inside(args)
     else:
-        from tinsmith.settings import engine_environment
+        from tinsmith.settings.environment import engine_environment
 
         print(f"{args.size}, {args.dtype}; {machine()}", flush=True)
         flags = [*sys.argv[1:], "--inside"]

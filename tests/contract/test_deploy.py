@@ -23,7 +23,8 @@ from packaging.utils import canonicalize_name
 from contract.test_docs import FLAGS, ROOT
 from support.live import free_port
 from support.manifests import documents, image, merge
-from tinsmith.settings import PREFIX, Settings
+from tinsmith.settings import Settings
+from tinsmith.settings.groups import PREFIX
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent

@@ -21,7 +21,8 @@ import yaml
 
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.exchange.metrics import RunMetrics
-from tinsmith.settings import PREFIX, Settings
+from tinsmith.settings import Settings
+from tinsmith.settings.groups import PREFIX
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

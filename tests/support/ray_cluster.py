@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.settings import prepare_ray, ray_root
+from tinsmith.settings.environment import prepare_ray, ray_root
 
 STORE_BYTES = 80_000_000
 # A node is considered dead after two seconds of silence instead of fifteen; a slow machine may be silent for one.

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from tinsmith.cli import main as cli
 from tinsmith.errors import SettingsError
-from tinsmith.settings import CACHED_MATMULS, Settings, engine_environment, load
+from tinsmith.settings import Settings, load
+from tinsmith.settings.environment import CACHED_MATMULS, engine_environment
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

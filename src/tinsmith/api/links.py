@@ -17,7 +17,7 @@ from starlette.requests import Request
 from tinsmith.api.request import PREFIX, Call
 from tinsmith.api.services import Services
 from tinsmith.errors import ForbiddenError, GoneError, UserError
-from tinsmith.settings import Settings
+from tinsmith.settings.groups import AddressSettings
 from tinsmith.wire.fields import show
 
 LINK_S = 3600
@@ -50,7 +50,7 @@ def verify_link(request: Request, purpose: str) -> None:
         raise GoneError("this link has expired; request a new one")
 
 
-def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str:
+def base_url(settings: AddressSettings, scheme: str, headers: Mapping[str, str]) -> str:
     """Return the URL by which the client reached this server, without a trailing slash."""
     if settings.public_url:
         return settings.public_url.rstrip("/")

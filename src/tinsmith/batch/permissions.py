@@ -21,6 +21,7 @@ from tinsmith.batch.formats.registry import FORMATS, SHIPPED_KEYS
 from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
+from tinsmith.settings.groups import BatchSettings
 from tinsmith.storage.locations import is_below
 from tinsmith.storage.stores import join, split
 
@@ -38,11 +39,11 @@ def authorize_job(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bo
     return spec if trusted else _confine(spec, tenant_id, roots_of(settings, tenant_id))
 
 
-def is_trusted(settings: Settings, tenant_id: str, keyless: bool) -> bool:
+def is_trusted(settings: BatchSettings, tenant_id: str, keyless: bool) -> bool:
     return keyless or tenant_id in settings.batch_tenants
 
 
-def check_code(settings: Settings, tenant_id: str, keyless: bool, code: str) -> None:
+def check_code(settings: BatchSettings, tenant_id: str, keyless: bool, code: str) -> None:
     """Raises ForbiddenError if this tenant may not run code here."""
     if not settings.batch_user_code:
         raise ForbiddenError(

@@ -17,6 +17,7 @@ import typer
 from tinsmith.cli.remote import AsJson, output, print_json
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings, load
+from tinsmith.settings.groups import StorageSettings
 
 if TYPE_CHECKING:
     from tinsmith.db.database import Database
@@ -68,7 +69,7 @@ def _settings(data_dir: Path | None) -> Settings:
     return load({} if data_dir is None else {"data_dir": data_dir})
 
 
-def _open(settings: Settings, *, exists: bool) -> Database:
+def _open(settings: StorageSettings, *, exists: bool) -> Database:
     from tinsmith.db.database import Database
     from tinsmith.db.postgres import PostgresTimeouts
 

@@ -30,7 +30,8 @@ from tinsmith.plan.versions import (
     list_missing_packages,
     list_untested_versions,
 )
-from tinsmith.settings import Settings, engine_environment
+from tinsmith.settings import Settings
+from tinsmith.settings.environment import engine_environment
 
 GIBIBYTE = 1024**3
 SMALLEST_DISK_BYTES = GIBIBYTE

@@ -36,7 +36,8 @@ from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.plan.versions import INSTALL_ENGINE, list_missing_packages
 from tinsmith.runtime.malloc import importing
-from tinsmith.settings import Settings, client_address, load
+from tinsmith.settings import Settings, load
+from tinsmith.settings.environment import client_address
 
 if TYPE_CHECKING:
     from tinsmith.cli.plan import PlanRequest

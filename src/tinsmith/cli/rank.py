@@ -24,7 +24,8 @@ import structlog
 from tinsmith import base_models
 from tinsmith.auth.signing import RANKS, SECRET_FILE, Signer, load_secret
 from tinsmith.errors import SettingsError
-from tinsmith.settings import Settings, engine_environment
+from tinsmith.settings import Settings
+from tinsmith.settings.environment import engine_environment
 from tinsmith.telemetry.logs import configure_logs
 
 COMMAND = (sys.executable, "-m", "tinsmith.backends.distributed")

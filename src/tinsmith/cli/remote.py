@@ -80,10 +80,10 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def server() -> Iterator[TinkerServer]:
-    from tinsmith import settings
     from tinsmith.exchange.transfer import TinkerServer
+    from tinsmith.settings.environment import client_address
 
-    client = TinkerServer(*settings.client_address())
+    client = TinkerServer(*client_address())
     try:
         yield client
     finally:

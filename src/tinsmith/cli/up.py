@@ -31,7 +31,8 @@ from tinsmith.cluster.ray.scaling import (
     parse_resources,
 )
 from tinsmith.errors import SettingsError
-from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
+from tinsmith.settings import Settings, load, portable
+from tinsmith.settings.environment import prepare_ray, ray_root
 from tinsmith.storage.stores import make_private
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from tinsmith.settings import Settings, engine_environment
+from tinsmith.settings import Settings
+from tinsmith.settings.environment import engine_environment
 from tinsmith.telemetry.metrics import metrics_directory
 
 PRESTARTED = "--prestarted"

@@ -10,7 +10,8 @@ import contextlib
 import subprocess
 import sys
 
-from tinsmith.settings import Settings, engine_environment
+from tinsmith.settings import Settings
+from tinsmith.settings.environment import engine_environment
 
 ASK_VLLM_S = 120.0
 """How long an import of vLLM may take."""

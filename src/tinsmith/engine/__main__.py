@@ -87,7 +87,8 @@ from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import VersionHolder
-from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, Settings
+from tinsmith.settings import RANK_ADDRESS_FILE, Settings
+from tinsmith.settings.groups import DEGREES, ModelSettings
 from tinsmith.storage.buckets import open_directories
 from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
@@ -142,7 +143,7 @@ MIN_RANK, MIN_CONTEXT = 8, 256
 """The smallest adapter rank and context for which an engine is useful."""
 
 
-def check_device(settings: Settings) -> None:
+def check_device(settings: ModelSettings) -> None:
     """Raises SettingsError if the settings name a GPU that this machine lacks."""
     name, _, index = settings.device.partition(":")
     if name == "cuda" and index:
@@ -229,7 +230,7 @@ def _read_architecture(shape: ModelShape) -> Architecture:
     return model if shape.vision is not None else replace(model, vision_parameters=0, tower_activations=0.0)
 
 
-def _read_degrees(settings: Settings) -> Degrees:
+def _read_degrees(settings: ModelSettings) -> Degrees:
     data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
     return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
 
@@ -285,7 +286,7 @@ def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
 
 
 def _build_workload(
-    model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, cuda: bool
+    model: Architecture, settings: ModelSettings, devices: int, memory_bytes: int, *, cuda: bool
 ) -> Workload:
     dtype_setting = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
     dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored_dtype)

@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 
 from tinsmith.errors import UserError, refusal
-from tinsmith.settings import client_address
+from tinsmith.settings.environment import client_address
 from tinsmith.types import tokens_digest
 
 Value: TypeAlias = "float | Sequence[float]"

@@ -22,6 +22,7 @@ import structlog
 
 from tinsmith.errors import CorruptFilesError, SettingsError
 from tinsmith.runtime.failpoints import hit
+from tinsmith.settings.groups import StorageSettings
 from tinsmith.storage.bucket_store import BucketStore
 from tinsmith.storage.cache import Cache
 from tinsmith.storage.directories import (
@@ -37,7 +38,7 @@ from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import PART_BYTES, UnreachableError, join, split
 
 if TYPE_CHECKING:
-    from tinsmith.settings import Settings
+    pass
 
 
 CACHED_MANIFESTS = 1024
@@ -204,7 +205,7 @@ def _truncation_message(file: str, size_bytes: int) -> str:
     return f"{file} is missing or was cut short: {size_bytes} bytes were written"
 
 
-def open_directories(settings: Settings, kind: str) -> Directories:
+def open_directories(settings: StorageSettings, kind: str) -> Directories:
     """The directories of a kind, on the disk or in the bucket of the settings."""
     location = settings.storage_location(kind)
     if not settings.has_bucket:
@@ -212,7 +213,7 @@ def open_directories(settings: Settings, kind: str) -> Directories:
     return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
 
 
-def check_reachable(settings: Settings) -> None:
+def check_reachable(settings: StorageSettings) -> None:
     """Raise SettingsError if the settings name a bucket that cannot be listed."""
     if not settings.has_bucket:
         return

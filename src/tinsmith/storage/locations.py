@@ -90,9 +90,9 @@ def _bucket_store(scheme: str, bucket: str) -> Store:
 
     if scheme == "memory":
         return BucketStore(obstores.MemoryStore())
-    from tinsmith import settings
+    from tinsmith.settings.environment import storage_endpoints
 
-    endpoints = settings.storage_endpoints()
+    endpoints = storage_endpoints()
     retries: Any = RETRIES
     if scheme == "s3":
         options: dict[str, Any] = {}

@@ -46,9 +46,9 @@ class Client:
     def __init__(self, base_url: str | None = None, api_key: str | None = None, patience_s: float = PATIENCE_S) -> None:
         self.patience_s = patience_s
         if base_url is None or api_key is None:
-            from tinsmith import settings
+            from tinsmith.settings.environment import client_address
 
-            default_url, default_key = settings.client_address()
+            default_url, default_key = client_address()
             base_url, api_key = base_url or default_url, api_key or default_key
         self.base_url = base_url.rstrip("/")
         self._http = httpx.Client(

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tinsmith.settings import Settings, device_mask
+from tinsmith.settings import Settings
+from tinsmith.settings.environment import device_mask
 
 QUERY_S = 10.0
 PARALLEL_OPTION = re.compile("--(?:(?:tensor|pipeline|data)-parallel-size|[dpt]p-size|tp|pp|dp)")

@@ -31,7 +31,7 @@ from tinsmith.batch.pools.specs import LOCAL, PoolSpec, WorkerStartError
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.runtime.background import within
-from tinsmith.settings import worker_environment
+from tinsmith.settings.environment import worker_environment
 
 START_S = 60.0
 """How long a worker's service may take to listen; its mapper starts later."""

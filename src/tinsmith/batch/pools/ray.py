@@ -25,7 +25,7 @@ from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
 from tinsmith.runtime.background import within
-from tinsmith.settings import ray_variables, role_environment
+from tinsmith.settings.environment import ray_variables, role_environment
 
 RETRY_S = 1.0
 """The pause before a log whose connection was lost is read on."""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tinsmith.settings import worker_environment
+from tinsmith.settings.environment import worker_environment
 
 START_S = 60.0
 """How long a worker's service may take to listen; its mapper starts later."""

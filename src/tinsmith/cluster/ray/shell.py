@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.runtime.background import Backoff, start_supervised_thread
-from tinsmith.settings import DEGREES, RANK_ADDRESS_FILE, role_environment
+from tinsmith.settings import RANK_ADDRESS_FILE
+from tinsmith.settings.environment import role_environment
+from tinsmith.settings.groups import DEGREES
 
 EXIT_REFUSED = 2
 """Exit status of `tinsmith serve` when it refuses its settings."""

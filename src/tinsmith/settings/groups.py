@@ -1,60 +1,35 @@
-"""The frozen settings. This module alone reads the environment.
+"""The groups of settings, each with its fields, their defaults and what follows from them.
 
-The sources, in order of precedence, are the command line, `TINSMITH_*` variables and defaults. Unknown keys are
-refused. `docs/settings.md` is generated from the docstrings of the fields.
+The docstring of a class is its heading in docs/settings.md, and that of a field its description. A function that needs
+the settings of one subject takes the group; `Settings` has them all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import math
-import os
-import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tinsmith.errors import SettingsError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
-SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "JWT"))
-"""An environment variable is secret if its name contains one of these words."""
-
+MEBIBYTE = 1024 * 1024
 BUCKET_SCHEMES = ("s3", "gs")
-
-RAY_ACTOR_VARIABLES = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
-"""Environment variables of Ray's processes that child processes must not inherit."""
-
-MALLOC_TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
-"""glibc's tunables for engines: freed blocks of up to 32 MiB, the maximum, are kept."""
-
-SIOCGIFADDR = 0x8915
-"""Linux's request for the address of a network interface."""
 
 DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")
 """Settings of how an engine divides its base model; `shard_base` is apart."""
 
-RANK_ADDRESS_FILE = "ranks.address"
-"""The file of an engine's data directory with the address at which ranks of other machines join."""
-
-CACHED_MATMULS = 128
-"""Most compiled matrix products in an engine's caches."""
-
-
 KeyPrefix = Annotated[str, Field(min_length=1, max_length=32, pattern=r"^[!-~]+$")]
 
 
-class Settings(BaseSettings):
+class SettingsGroup(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class AddressSettings(SettingsGroup):
+    """Addresses."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Without API keys, only loopback addresses are accepted."""
@@ -71,6 +46,10 @@ class Settings(BaseSettings):
 
     trust_forwarded_headers: bool = False
     """Whether to trust X-Forwarded-Host, -Proto and -Prefix; only behind a proxy."""
+
+
+class StorageSettings(SettingsGroup):
+    """Storage."""
 
     data_dir: Path = Path("~/.tinsmith")
     """Directory of the database, checkpoints and logs."""
@@ -91,6 +70,48 @@ class Settings(BaseSettings):
 
     storage_cache_bytes: int = Field(default=16 * 1024 * MEBIBYTE, gt=0)
     """Size of the local cache of bucket files."""
+
+    @property
+    def resolved_data_dir(self) -> Path:
+        return self.data_dir.expanduser().resolve()
+
+    @field_validator("storage_dir")
+    @classmethod
+    def _is_location(cls, value: str) -> str:
+        scheme, separator, path = value.partition("://")
+        if separator and (scheme not in ("file", *BUCKET_SCHEMES) or not path.strip("/")):
+            raise ValueError("it must be a directory, file:///DIRECTORY, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+        return value
+
+    @property
+    def has_bucket(self) -> bool:
+        """Whether files are in an object store."""
+        return self.storage_dir.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
+
+    def storage_location(self, kind: str) -> str:
+        """The path or URL of the files of one kind."""
+        if "://" in self.storage_dir:
+            return f"{self.storage_dir.rstrip('/')}/{kind}"
+        root = Path(self.storage_dir).expanduser().resolve() if self.storage_dir else self.resolved_data_dir
+        return str(root / kind)
+
+    @property
+    def cache_dir(self) -> Path:
+        """The local cache of a bucket's files."""
+        return self.resolved_data_dir / "cache"
+
+    @property
+    def database_timeouts(self) -> tuple[int, float]:
+        """The limits of connecting to Postgres and of a statement, in seconds."""
+        return self.database_connect_timeout_s, self.database_timeout_s
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.resolved_data_dir / 'tinsmith.db'}"
+
+
+class ProcessSettings(SettingsGroup):
+    """Processes."""
 
     engine_lease_s: float = Field(default=15.0, gt=0)
     """An engine that is silent for this long loses its runs to other engines."""
@@ -118,6 +139,30 @@ class Settings(BaseSettings):
     peer_host: str = "127.0.0.1"
     """Address at which dedicated samplers and other ranks reach this machine's engines. Not encrypted: use a private
     network."""
+
+    @property
+    def answers_clients(self) -> bool:
+        return self.role in ("all", "server")
+
+    @property
+    def runs_bulk_jobs(self) -> bool:
+        return self.role in ("all", "batch-worker")
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of each base model in this process's role."""
+        return self.engines if self.role in ("all", "engine") else 0
+
+    @property
+    def num_samplers(self) -> int:
+        """Dedicated samplers of each base model in this process's role."""
+        if self.role not in ("all", "sampler"):
+            return 0
+        return int(self.role == "sampler") if self.samplers is None else self.samplers
+
+
+class ModelSettings(SettingsGroup):
+    """Base models and devices."""
 
     models: tuple[str, ...] = ()
     """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
@@ -173,6 +218,21 @@ class Settings(BaseSettings):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
 
+    @property
+    def resolved_backend(self) -> str:
+        """The backend: with several devices, torch becomes sharded."""
+        has_several_devices = self.num_ranks > 1 or self.expert_parallel > 1 or self.shard_base or self.machines > 1
+        return "sharded" if self.backend == "torch" and has_several_devices else self.backend
+
+    @property
+    def num_ranks(self) -> int:
+        """The product of the given degrees."""
+        return math.prod(max(1, getattr(self, name)) for name in DEGREES if name != "expert_parallel")
+
+
+class RemoteSamplerSettings(SettingsGroup):
+    """vLLM and SGLang."""
+
     sampler: Literal["auto", "local", "vllm", "sglang"] = "auto"
     """`local` (the engine), `vllm`, `sglang`, or `auto`: an installed `vllm` for an engine alone on one GPU, else
     `local` (docs/howto/vllm.md)."""
@@ -211,6 +271,15 @@ class Settings(BaseSettings):
     sampler_shares_device: bool = False
     """Whether vLLM or SGLang runs with its sleep mode: it leaves the device to training steps, and operators can put a
     dedicated sampler to sleep."""
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
+        return self.sampler in ("vllm", "sglang")
+
+
+class LimitSettings(SettingsGroup):
+    """Memory and limits."""
 
     engine_threads: int = Field(default=0, ge=0)
     """The most compute threads of an engine; it uses fewer while other processes are busy. 0 leaves the choice to
@@ -258,6 +327,10 @@ class Settings(BaseSettings):
     """Approximate duration of a step while several tenants have work; five times that for one tenant. 0: only
     step_token_budget limits a step."""
 
+
+class SessionSettings(SettingsGroup):
+    """Clients and sessions."""
+
     hold_s: float = Field(default=30.0, gt=0, le=30)
     """How long a long poll is held before it returns 408."""
 
@@ -287,6 +360,10 @@ class Settings(BaseSettings):
 
     seq_gap_s: float = Field(default=330.0, gt=0)
     """How long a request waits for a missing earlier seq_id."""
+
+
+class TenantSettings(SettingsGroup):
+    """Secrets, records and quotas."""
 
     signing_secret: SecretStr = SecretStr("")
     """Secret of 32 or more bytes that signs tokens and links, the same for servers that share a database; empty means
@@ -326,6 +403,10 @@ class Settings(BaseSettings):
     quota_tokens_per_minute: int = Field(default=0, ge=0)
     """Most tokens of training and sampling that a tenant may submit per minute and server."""
 
+
+class BatchSettings(SettingsGroup):
+    """Bulk jobs."""
+
     batch_workers: int = Field(default=2, ge=0, le=1024)
     """Workers of the pool `local`."""
 
@@ -357,6 +438,10 @@ class Settings(BaseSettings):
     openai_batch_window_s: float = Field(default=86400.0, gt=0)
     """Time limit of an OpenAI batch; OpenAI's clients call it 24h."""
 
+
+class TelemetrySettings(SettingsGroup):
+    """Logs, metrics, traces and tests."""
+
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
 
@@ -377,256 +462,17 @@ class Settings(BaseSettings):
     """For tests: failpoints at which a process kills itself, `NAME[:N][@server|engine|both]`, or raises an exception,
     `NAME[:N]!ERROR` or `NAME!ERROR/SUFFIX`, comma-separated."""
 
-    @property
-    def resolved_backend(self) -> str:
-        """The backend: with several devices, torch becomes sharded."""
-        has_several_devices = self.num_ranks > 1 or self.expert_parallel > 1 or self.shard_base or self.machines > 1
-        return "sharded" if self.backend == "torch" and has_several_devices else self.backend
 
-    @property
-    def num_ranks(self) -> int:
-        """The product of the given degrees."""
-        return math.prod(max(1, getattr(self, name)) for name in DEGREES if name != "expert_parallel")
-
-    @property
-    def rank_peer(self) -> str:
-        """This machine's address for an engine's ranks on other machines; empty without any."""
-        return self.peer_host if self.machines > 1 else ""
-
-    @property
-    def resolved_data_dir(self) -> Path:
-        return self.data_dir.expanduser().resolve()
-
-    @field_validator("storage_dir")
-    @classmethod
-    def _is_location(cls, value: str) -> str:
-        scheme, separator, path = value.partition("://")
-        if separator and (scheme not in ("file", *BUCKET_SCHEMES) or not path.strip("/")):
-            raise ValueError("it must be a directory, file:///DIRECTORY, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-        return value
-
-    @property
-    def has_bucket(self) -> bool:
-        """Whether files are in an object store."""
-        return self.storage_dir.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
-
-    def storage_location(self, kind: str) -> str:
-        """The path or URL of the files of one kind."""
-        if "://" in self.storage_dir:
-            return f"{self.storage_dir.rstrip('/')}/{kind}"
-        root = Path(self.storage_dir).expanduser().resolve() if self.storage_dir else self.resolved_data_dir
-        return str(root / kind)
-
-    @property
-    def cache_dir(self) -> Path:
-        """The local cache of a bucket's files."""
-        return self.resolved_data_dir / "cache"
-
-    @property
-    def answers_clients(self) -> bool:
-        return self.role in ("all", "server")
-
-    @property
-    def runs_bulk_jobs(self) -> bool:
-        return self.role in ("all", "batch-worker")
-
-    @property
-    def listening_port(self) -> int | None:
-        """The HTTP port of this process; None if it serves no HTTP."""
-        return self.port if self.answers_clients else self.health_port
-
-    @property
-    def num_engines(self) -> int:
-        """Engines of each base model in this process's role."""
-        return self.engines if self.role in ("all", "engine") else 0
-
-    @property
-    def num_samplers(self) -> int:
-        """Dedicated samplers of each base model in this process's role."""
-        if self.role not in ("all", "sampler"):
-            return 0
-        return int(self.role == "sampler") if self.samplers is None else self.samplers
-
-    @property
-    def num_torch_processes(self) -> int:
-        """Engines and samplers that share this machine."""
-        return self.num_engines * max(1, len(self.models)) + self.num_samplers
-
-    @property
-    def computes_alone(self) -> bool:
-        """Whether one process computes for this server."""
-        return self.num_torch_processes == 1 and self.resolved_backend != "sharded" and not self.samples_elsewhere
-
-    @property
-    def samples_elsewhere(self) -> bool:
-        """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
-        return self.sampler in ("vllm", "sglang")
-
-    @property
-    def database_timeouts(self) -> tuple[int, float]:
-        """The limits of connecting to Postgres and of a statement, in seconds."""
-        return self.database_connect_timeout_s, self.database_timeout_s
-
-    @property
-    def resolved_database_url(self) -> str:
-        return self.database_url or f"sqlite:///{self.resolved_data_dir / 'tinsmith.db'}"
-
-
-def load(overrides: dict[str, object]) -> Settings:
-    """Load the settings of this process; `overrides` take precedence over the environment. Raises SettingsError."""
-    known_names = sorted(name.upper() for name in Settings.model_fields)
-    names = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
-    for name in names:
-        if name not in known_names:
-            if re.search(r"(^|_)(PORT_\d+_|SERVICE_(HOST|PORT))", name):
-                raise SettingsError(
-                    f"the environment sets {PREFIX}{name}, as Kubernetes does for a Service of the name tinsmith; set "
-                    "enableServiceLinks: false in the pod"
-                )
-            near = difflib.get_close_matches(name, known_names)
-            choices = ", ".join(PREFIX + match for match in near or known_names)
-            label = "did you mean" if near else "known settings"
-            raise SettingsError(f"the environment sets {PREFIX}{name}, which is not a setting; {label}: {choices}")
-    try:
-        return Settings.model_validate({**Settings().model_dump(), **overrides})
-    except ValidationError as error:
-        raise SettingsError(_describe_errors(error)) from None
-
-
-def engine_environment(
-    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", computes_alone: bool = False
-) -> dict[str, str]:
-    """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
-    the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
-    the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
-    address `peer`. The other variables are chosen by measurement:
-
-    - OpenMP threads of an engine that computes alone spin for a millisecond before they sleep, since they would
-      otherwise sleep between the kernels of a step. Beside other processes that compute, they would take the cores from
-      each other.
-    - oneDNN and torch cache compiled products for fewer shapes than by default, since data of varying length rarely
-      repeat a shape.
-    - glibc keeps freed blocks, in huge pages, to avoid page faults in every step.
-    """
-    inherited = {name: value for name, value in os.environ.items() if not _is_secret(name)}
-    cache_limits = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(CACHED_MATMULS))
-    metrics = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
-    threading = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "GLIBC_TUNABLES": MALLOC_TUNABLES,
-        "GOMP_SPINCOUNT": "20000" if computes_alone else "2000",
-    }
-    interface = network_interface(peer) if peer else "lo"
-    if interface and sys.platform == "linux":  # ranks must not listen elsewhere
-        threading |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
-    cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
-    credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
-    return {**threading, **cache_limits, **inherited, **metrics, **credentials}
-
-
-def network_interface(host: str) -> str:
-    """Return the name of this machine's interface with the address `host`; empty if none has it, or for IPv6."""
-    import fcntl
-    import socket
-    import struct
-
-    try:
-        address = socket.inet_aton(socket.gethostbyname(host))
-    except OSError:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if reply[20:24] == address:
-                    return name
-    return ""
-
-
-def worker_environment() -> dict[str, str]:
-    """Return the environment of a bulk job worker, without secrets except bucket credentials."""
-    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_ACTOR_VARIABLES}
-
-
-def role_environment() -> dict[str, str]:
-    """Return the environment of a process that may connect to Ray and reads its settings from a pipe."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(PREFIX) and name not in RAY_ACTOR_VARIABLES
-    }
-
-
-def ray_variables(token_path: Path | None = None) -> dict[str, str]:
-    """Return the environment variables to set before Ray is imported. They turn off usage reports and, for a local
-    cluster, set a token file and the loopback interface (a variable named after systems that use loopback by default).
-    """
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
-    if token_path is None:
-        return quiet
-    authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
-    return {**quiet, **authentication, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-
-
-def prepare_ray(token_path: Path | None = None) -> None:
-    os.environ.update(ray_variables(token_path))
-
-
-def ray_root() -> str:
-    """Return the directory of Ray's sessions: RAY_TMPDIR or /tmp, since the paths of Ray's sockets must be short."""
-    return os.environ.get("RAY_TMPDIR", "/tmp")
-
-
-def portable(settings: Settings) -> dict[str, object]:
-    """Return the settings for a process on another machine, as JSON with secrets; shared locations are absolute."""
-    values: dict[str, object] = settings.model_dump(mode="json")
-    for name, value in settings:
-        if isinstance(value, SecretStr):
-            values[name] = value.get_secret_value()
-    storage = settings.storage_dir
-    if "://" not in storage:
-        storage = str(Path(settings.storage_location("any")).parent)
-    return values | {"database_url": settings.resolved_database_url, "storage_dir": storage}
-
-
-def _is_secret(name: str) -> bool:
-    return name.startswith(PREFIX) or not SECRET_WORDS.isdisjoint(name.upper().split("_"))
-
-
-def storage_endpoints() -> dict[str, str]:
-    """Return the custom endpoints of object stores by scheme, from the standard variables. The client libraries read
-    keys and regions themselves.
-    """
-    urls = {
-        "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
-        "gs": os.environ.get("STORAGE_EMULATOR_HOST", ""),
-    }
-    return {
-        scheme: url if url.startswith(("http://", "https://")) else f"http://{url}"
-        for scheme, url in urls.items()
-        if url
-    }
-
-
-def device_mask() -> str | None:
-    """Return the GPUs that the operator left visible to this process, by CUDA's names; None for all."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
-def client_address() -> tuple[str, str]:
-    """The server URL and API key for a client: from the SDK's variables, else a server on this machine."""
-    return (
-        os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000",
-        os.environ.get("TINKER_API_KEY") or "tml-local",
-    )
-
-
-def _describe_errors(error: ValidationError) -> str:
-    def fix(problem: ErrorDetails) -> str:
-        if problem["type"].startswith("byte_size"):
-            return "it must be a number of bytes, or one with a unit, such as 6GiB"
-        return problem["msg"].removeprefix("Value error, ")
-
-    return "; ".join(
-        f"{'.'.join(map(str, details['loc']))} is {details['input']!r}: {fix(details)}" for details in error.errors()
-    )
+GROUPS: tuple[type[SettingsGroup], ...] = (
+    AddressSettings,
+    StorageSettings,
+    ProcessSettings,
+    ModelSettings,
+    RemoteSamplerSettings,
+    LimitSettings,
+    SessionSettings,
+    TenantSettings,
+    BatchSettings,
+    TelemetrySettings,
+)
+"""In the order of docs/settings.md."""
