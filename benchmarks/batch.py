@@ -34,7 +34,7 @@ from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import AttemptOutcome, JobSpec, PartInfo, RowRange
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 RAY = """
 import sys, time
@@ -126,7 +126,7 @@ def slowly() -> None:
 
 
 def _process_of(worker_id: str, server: LiveServer) -> int:
-    db = Database(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+    db = open_database(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     try:
         with db.read() as connection:
             query = sa.text("SELECT pid_or_actor FROM batch_worker WHERE worker_id = :worker")
@@ -184,7 +184,7 @@ def set_workers(server: LiveServer, workers: int) -> None:
 
 def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     """The rows of one job, without workers."""
-    db = Database(f"sqlite:///{directory / 'rows.db'}")
+    db = open_database(f"sqlite:///{directory / 'rows.db'}")
     db.migrate()
     jobs = BatchJobs(db)
     formats = {"format": "json", "path": "/x"}

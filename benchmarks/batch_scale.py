@@ -34,7 +34,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.types import AttemptOutcome, JobSpec, PartInfo
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.settings import Settings
 
 FORMAT = {"format": "json", "path": "/x"}
@@ -152,7 +152,7 @@ def main() -> None:
     _Worker.hold_s = args.hold
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as name, contextlib.ExitStack() as stack:
         kind = databases.POSTGRES if args.postgres else databases.SQLITE
-        jobs = BatchJobs(stack.enter_context(contextlib.closing(Database(databases.fresh_url(Path(name), kind)))))
+        jobs = BatchJobs(stack.enter_context(contextlib.closing(open_database(databases.fresh_url(Path(name), kind)))))
         print(f"{kind}, load average {os.getloadavg()[0]:.1f}")
         print_table(in_the_database(jobs, args.batches))
         table = [["workers", "batches/s", "time with a batch", "CPU of the coordinator"]]

@@ -50,6 +50,8 @@ from tinker import types
 
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import Database, now
+from tinsmith.db.factory import open_database
+from tinsmith.db.postgres_database import PostgresDatabase
 from tinsmith.db.schema import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.server.janitor import Janitor
 from tinsmith.settings import Settings
@@ -229,14 +231,14 @@ def sweeps(database: Database, directory: str) -> list[float]:
 def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[str, dict[str, float]]]:
     figures: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        database = Database(database_url or f"sqlite:///{directory}/tinsmith.db")
+        database = open_database(database_url or f"sqlite:///{directory}/tinsmith.db")
         database.migrate()
         open_session(database)
         stored = 0
         for size in sizes:
             add_history(database, stored, size)
             stored = size
-            if not database.is_sqlite:
+            if isinstance(database, PostgresDatabase):
                 with database.write() as connection:  # as the database itself does after some time
                     connection.execute(sa.text("ANALYZE"))
             with running_server(directory, database_url) as (url, start_s):

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.engine.telemetry import Recorder, Records, SampleRecorder
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
@@ -46,7 +46,7 @@ OUTCOME = {"grad_norm": 1.0, "learning_rate": 1e-4, "step": 1.0}
 
 class Bench:
     def __init__(self, directory: Path) -> None:
-        self.db = Database(f"sqlite:///{directory / 'bench.db'}")
+        self.db = open_database(f"sqlite:///{directory / 'bench.db'}")
         self.db.migrate()
         self.futures = Futures(self.db)
         self.ownership = Ownership(self.db, BASE, "engine")

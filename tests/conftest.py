@@ -24,6 +24,7 @@ from tinker.lib import internal_client_holder
 from support import databases, properties
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 if TYPE_CHECKING:
     from support.compatibility import Witness
@@ -129,7 +130,7 @@ def database_url(tmp_path: Path, database_kind: str) -> str:
 @pytest.fixture
 def db(database_url: str) -> Iterator[Database]:
     """A migrated, empty database."""
-    database = Database(database_url)
+    database = open_database(database_url)
     yield database
     database.close()
 

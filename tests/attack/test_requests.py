@@ -29,7 +29,7 @@ from fault.crash.killing import processes_below
 from fault.crash.runs import DEPRECATED, Plan, Record, run_all
 from support.raw_client import resident_bytes
 from tinsmith.auth.keys import Keys
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
 
@@ -104,7 +104,7 @@ def judge_of(document: dict, secrets: list[str]) -> Judge:
 
 
 def make_key(server: RestartedServer) -> str:
-    database = Database(server.database_url)
+    database = open_database(server.database_url)
     try:
         return Keys(database).create(ATTACKER)[1]
     finally:

@@ -23,7 +23,7 @@ from selenium.webdriver.common.keys import Keys
 from support.browser import Browser, open_browser
 from support.dashboard_data import BASE, STRANGE_NAME, Site, site
 from support.databases import database_url
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import MODELS, RECENT_STEPS
 from tinsmith.store.history import RecentStep, RecentSteps
 
@@ -583,7 +583,7 @@ def test_a_tenants_strings_are_shown_as_text(alice: Site, browser: Browser) -> N
 
 def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Browser) -> None:
     data_dir = alice.server.data_dir
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     with database.write() as connection:
         row = dict(connection.execute(sa.select(MODELS).where(MODELS.c.model_id == alice.run)).one()._mapping)
         row |= {"state": "unloaded", "reason": "made for a test"}
@@ -652,7 +652,7 @@ def test_the_queue_shows_packed_steps(browser: Browser) -> None:
 
 def test_the_timeline_shows_snapshots_and_other_tenants_without_names(alice: Site, browser: Browser) -> None:
     data_dir, now = alice.server.data_dir, time.time()
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     steps = RecentSteps(database)
     steps.add(BASE, [RecentStep(now - 9, 3.0, 0, 0, 0, 0, {"alice": {alice.run: 0}})])
     steps.add(BASE, [RecentStep(now - 3, 2.0, 1, 0, 0, 600, {"carol": {"secret:train:0": 600}})])

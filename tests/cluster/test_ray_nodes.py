@@ -33,6 +33,7 @@ from tinsmith.batch.pools.specs import PoolSpec
 from tinsmith.batch.types import TEMPORARY_DIRECTORY
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import Database, now
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings
 
@@ -50,7 +51,7 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[BatchJobs]:
-    with contextlib.closing(Database(fresh_url(tmp_path, "sqlite"))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path, "sqlite"))) as database:
         yield BatchJobs(database)
 
 
@@ -140,11 +141,11 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
         from pathlib import Path
         from tinsmith.batch.coordinator.coordinator import Coordinator
         from tinsmith.batch.coordinator.state import BatchJobs
-        from tinsmith.db.database import Database
+        from tinsmith.db.factory import open_database
         from tinsmith.settings import Settings
         async def main():
             settings = Settings(data_dir=Path(sys.argv[1]), backend="fake", ray_address=sys.argv[2], ray_workers=2)
-            Coordinator(settings, BatchJobs(Database(settings.resolved_database_url)), "here").start()
+            Coordinator(settings, BatchJobs(open_database(settings.resolved_database_url)), "here").start()
             await asyncio.sleep(600)
         asyncio.run(main())
     """
@@ -214,7 +215,7 @@ def command(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @contextlib.contextmanager
 def database_of(data_dir: Path) -> Iterator[Database]:
-    with contextlib.closing(Database(f"sqlite:///{data_dir / 'tinsmith.db'}")) as database:
+    with contextlib.closing(open_database(f"sqlite:///{data_dir / 'tinsmith.db'}")) as database:
         yield database
 
 

@@ -21,7 +21,7 @@ from support.live import API_KEY, LiveServer, serving
 from support.postgres import PostgresServer
 from support.raw_client import RawClient, connect, engine_of, is_alive, wait_until_gone
 from tinsmith.cluster.engines import EngineRow, Engines, holder_of
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.wakeups import SAFETY_POLL_S
 from tinsmith.store.models import Models
 
@@ -68,7 +68,7 @@ def clients(servers: tuple[LiveServer, LiveServer]) -> Iterator[tuple[RawClient,
 
 def owner(url: str, model_id: str) -> EngineRow:
     """The seat of the engine that owns a run."""
-    db = Database(url)
+    db = open_database(url)
     model = Models(db).find(model_id)
     rows = {row.engine_id: row for row in Engines(db, "").of_base(BASE)}
     db.close()
@@ -77,7 +77,7 @@ def owner(url: str, model_id: str) -> EngineRow:
 
 
 def both_ready(url: str) -> bool:
-    db = Database(url)
+    db = open_database(url)
     rows = Engines(db, "").of_base(BASE)
     db.close()
     return [row.state for row in rows] == ["ready"] * 2

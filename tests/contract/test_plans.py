@@ -38,7 +38,9 @@ from tinsmith.api.app import OPERATIONS
 from tinsmith.cluster.engines import Engines, Seat, fence
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import KEYS, METADATA
+from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.server.janitor import Janitor
 from tinsmith.storage.directories import Directories
 from tinsmith.store.overview import DatabaseCounts
@@ -67,11 +69,7 @@ class Recorder:
 
     def watch(self, database: Database) -> None:
         event.listen(database.engine, "connect", self._on_connect)
-        if database.is_sqlite:
-            database._pool.close()
-            assert database._files is not None
-            database._files.mark_closed()
-        database.engine.dispose()
+        database.close()  # its next connections are watched
 
     def _on_connect(self, connection: sqlite3.Connection | psycopg.Connection, _record: object) -> None:
         if isinstance(connection, sqlite3.Connection):
@@ -251,7 +249,7 @@ def test_no_statement_of_an_engine_scans_a_growing_table(kind: str, tmp_path: Pa
 
 
 def test_a_scan_is_found(kind: str, tmp_path: Path) -> None:
-    database = Database(databases.fresh_url(tmp_path))
+    database = open_database(databases.fresh_url(tmp_path))
     recorder = Recorder(_url_of(database, tmp_path))
     recorder.watch(database)
     scan = "SELECT count(*) FROM futures WHERE tenant_id <> 'a' AND kind = 'sample' AND num_tokens > 3"
@@ -269,7 +267,7 @@ def test_a_scan_is_found(kind: str, tmp_path: Path) -> None:
 
 def _url_of(database: Database, tmp_path: Path) -> str:
     """The URL of a database, for this test's own connections."""
-    if database.is_sqlite:
+    if isinstance(database, SQLiteDatabase):
         return database.url
     with database.read() as connection:
         return databases.postgres.shared_server().url(str(connection.scalar(sa.text("SELECT current_database()"))))

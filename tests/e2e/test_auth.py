@@ -32,7 +32,7 @@ from tinsmith.auth import Caller
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.signing import Signer
 from tinsmith.auth.tokens import Tokens
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BODIES, CUSTOM_LOSSES, METADATA
 from tinsmith.settings import Settings
 
@@ -293,7 +293,7 @@ def test_a_server_with_keys_may_listen_everywhere(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=free_port(), backend="fake")
     with pytest.raises(SettingsError, match="keys create"):
         server.build(settings)
-    database = Database(settings.resolved_database_url)
+    database = open_database(settings.resolved_database_url)
     Keys(database).create("alice")
     database.close()
     built = server.build(settings)
@@ -313,7 +313,7 @@ def files_below(directory: Path) -> dict[Path, bytes]:
 
 def all_rows(data_dir: Path) -> bytes:
     """The contents of the tables, decompressed, which a search of the database's file would not find."""
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     values: list[object] = []
     with database.read() as connection:
         for table in METADATA.sorted_tables:

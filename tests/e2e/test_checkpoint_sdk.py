@@ -17,7 +17,7 @@ from tinker import types
 from support.databases import database_url
 from support.live import LiveServer, serving
 from tinsmith.auth.keys import Keys
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 NANO = "tinsmith/nano"
 DATUM = types.Datum(
@@ -44,7 +44,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     data_dir = tmp_path_factory.mktemp("checkpoints") / "data"
     data_dir.mkdir()
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     database.migrate()
     alice, bob = (Keys(database).create(name)[1] for name in ("alice", "bob"))
     database.close()

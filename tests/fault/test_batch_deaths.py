@@ -29,7 +29,7 @@ from tinsmith.batch.worker.children import (
     Marker,
     marker_file,
 )
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 ROWS = 5000
 KINDS = {333: "exit", 1000: "null", 2222: "kill", 4999: "quit"}
@@ -84,7 +84,7 @@ def doubling(kinds: dict[str, str]) -> None:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[BatchJobs]:
-    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path))) as database:
         yield BatchJobs(database)
 
 

@@ -31,7 +31,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import TEMPORARY_DIRECTORY
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings
 
@@ -69,7 +69,7 @@ def new_database(directory: Path, kind: str | None = None) -> str:
 
 @contextlib.contextmanager
 def open_jobs(url: str) -> Iterator[BatchJobs]:
-    with contextlib.closing(Database(url)) as database:
+    with contextlib.closing(open_database(url)) as database:
         yield BatchJobs(database)
 
 

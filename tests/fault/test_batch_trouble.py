@@ -34,8 +34,9 @@ from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import PoolSpec
 from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, pack_payload
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS
+from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.settings import Settings
 
 
@@ -49,7 +50,7 @@ def keep() -> None:
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[BatchJobs]:
-    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path))) as database:
         yield BatchJobs(database)
 
 
@@ -107,7 +108,8 @@ def has_ended(jobs: BatchJobs, job_id: int) -> bool:
 
 
 def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_path: Path) -> None:
-    broken = sa.text("'{no json'") if jobs._db.is_sqlite else "{no json"  # which Postgres does not store
+    # Postgres does not store invalid JSON.
+    broken = sa.text("'{no json'") if isinstance(jobs._db, SQLiteDatabase) else "{no json"
     specs = {"of another version": {"shuffled": True}, "no object": ["no"], "no JSON": broken}
     bad = {name: submit_named(jobs, tmp_path, name) for name in specs}
     cancelled, old = submit_named(jobs, tmp_path, "cancelled"), submit_named(jobs, tmp_path, "old")

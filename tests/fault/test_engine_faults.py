@@ -24,7 +24,7 @@ from support.databases import database_url
 from support.live import LiveServer, serving
 from tinsmith.auth.keys import Keys
 from tinsmith.cluster.engines import EXIT_FAULT
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def create_keys(server: LiveServer, tenants: Sequence[str]) -> dict[str, str]:
-    database = Database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     keys = {tenant: Keys(database).create(tenant)[1] for tenant in tenants}
     database.close()
     headers, deadline = {"X-API-Key": "tml-stranger"}, time.monotonic() + 60

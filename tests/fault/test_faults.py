@@ -27,6 +27,7 @@ from support.http_harness import close, make_harness
 from support.live import API_KEY, serving
 from support.raw_client import connect, engine_of
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import SESSIONS
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.clocks import WatchedClock
@@ -55,7 +56,7 @@ def lock_database(path: Path) -> Iterator[None]:
 @only_sqlite
 def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> None:
     url = fresh_url(tmp_path)
-    database = Database(url, patience_s=0.5)
+    database = open_database(url, patience_s=0.5)
     with lock_database(tmp_path / "tinsmith.db"):
         started = time.monotonic()
         for _ in range(2):
@@ -66,7 +67,7 @@ def test_a_writer_times_out_and_those_behind_it_fail_at_once(tmp_path: Path) -> 
     with database.write() as connection:
         connection.execute(SESSIONS.delete())
     database.close()
-    patient = Database(url, patience_s=60)
+    patient = open_database(url, patience_s=60)
     patient._write_lock._stuck_until = time.monotonic() + 60  # as after a writer's timeout
     with contextlib.ExitStack() as waiting:
         with lock_database(tmp_path / "tinsmith.db"):
@@ -112,7 +113,7 @@ class ThreadedWriter:
 def test_a_database_without_a_time_limit_waits_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.db.sqlite.MAX_BUSY_TIMEOUT_S", 0.1)
     url = fresh_url(tmp_path)
-    database = Database(url, patience_s=float("inf"))
+    database = open_database(url, patience_s=float("inf"))
     with contextlib.ExitStack() as waiting:
         with lock_database(tmp_path / "tinsmith.db"):
             writer = waiting.enter_context(ThreadedWriter(database))
@@ -340,7 +341,7 @@ def test_a_server_that_cannot_ask_whether_there_are_keys_asks_to_try_again(
         raise exc.OperationalError("SELECT", None, Exception("the connection was lost"))
 
     with monkeypatch.context() as broken:
-        broken.setattr(Database, "read", raise_gone)
+        broken.setattr(type(harness.services.models._db), "read", raise_gone)
         answer = harness.send(verb, path, body)
     assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
     assert "database does not answer" in answer.json()["detail"]

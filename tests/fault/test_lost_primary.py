@@ -19,9 +19,17 @@ from support.databases import POSTGRES, fresh_url
 from support.live import API_KEY, serving
 from support.raw_client import RawClient
 from tinsmith.cluster.engines import Engines, Renewal, Seat
-from tinsmith.db.database import ENGINE_CONNECTIONS, LEASE_CONNECTIONS, Database
+from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.pg_notify import STREAM_S, PostgresMailbox
-from tinsmith.db.postgres import GRACE_S, PostgresTimeouts, connection_parameters, long_statements
+from tinsmith.db.postgres import (
+    ENGINE_CONNECTIONS,
+    GRACE_S,
+    LEASE_CONNECTIONS,
+    PostgresTimeouts,
+    connection_parameters,
+    long_statements,
+)
 from tinsmith.server.process import pool_size
 from tinsmith.settings import Settings
 
@@ -45,7 +53,7 @@ def url(hole: BlackHole, tmp_path: Path) -> str:
 
 @pytest.fixture
 def db(url: str) -> Iterator[Database]:
-    new_database = Database(url, timeouts=TIMEOUTS)
+    new_database = open_database(url, timeouts=TIMEOUTS)
     yield new_database
     new_database.close()
 
@@ -149,7 +157,7 @@ def test_token_streams_hardly_delay_an_engine_while_the_primary_is_lost(hole: Bl
 
 
 def test_a_lease_is_renewed_again_and_lost_only_if_it_was_taken(hole: BlackHole, url: str, db: Database) -> None:
-    direct = Database(str(postgres.shared_server().url(url.rpartition("/")[2])))
+    direct = open_database(str(postgres.shared_server().url(url.rpartition("/")[2])))
     engines, seat = Engines(db, "here"), Seat("local/tiny")
     lost = threading.Event()
     lease = engines.take(seat, 1.5)
@@ -187,7 +195,7 @@ def test_a_lease_is_renewed_again_and_lost_only_if_it_was_taken(hole: BlackHole,
 )
 def test_a_url_of_several_hosts_reaches_the_one_that_answers(form: str, hole: BlackHole, url: str) -> None:
     multi_host_url = form.format(port=hole.port, name=url.rpartition("/")[2])
-    db = Database(multi_host_url, timeouts=TIMEOUTS)
+    db = open_database(multi_host_url, timeouts=TIMEOUTS)
     mailbox = PostgresMailbox(multi_host_url, "server", timeouts=TIMEOUTS)
     try:
         assert db.scalar(sa.text("SELECT count(*) FROM futures")) == 0
@@ -244,7 +252,7 @@ def test_a_server_and_its_engine_use_no_more_connections_than_documented(tmp_pat
     assert f"at most {server_limit} connections for each server" in page and f"{engine_limit} for each engine" in page
     threads_of_settings = Settings().handler_threads + 2 * Settings().transfer_threads
     assert f"{server_limit - threads_of_settings} plus `TINSMITH_HANDLER_THREADS`" in page
-    direct = Database(url, connections=1)
+    direct = open_database(url, connections=1)
     count = sa.text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
     )

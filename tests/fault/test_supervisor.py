@@ -23,7 +23,7 @@ from support.raw_client import BASE, RawClient, connect, engine_of, is_alive, wa
 from tinsmith.base_models import Bases
 from tinsmith.cluster.engines import Engines, Seat, holder_of
 from tinsmith.cluster.supervisor import Supervisor, last_error
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.settings import Settings
 from tinsmith.types import ModelShape
 
@@ -263,7 +263,7 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def engines(url: str, tmp_path: Path) -> Iterator[Engines]:
-    db = Database(url)
+    db = open_database(url)
     yield Engines(db, holder_of(tmp_path))
     db.close()
 

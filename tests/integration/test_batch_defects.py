@@ -19,7 +19,7 @@ from support.payloads import serialize_function
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, JobSpec
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 
 @batch.remote_function
@@ -35,7 +35,7 @@ def double() -> None:
 @pytest.fixture
 def jobs_and_url(tmp_path: Path) -> Iterator[tuple[BatchJobs, str]]:
     url = fresh_url(tmp_path)
-    with contextlib.closing(Database(url)) as database:
+    with contextlib.closing(open_database(url)) as database:
         yield BatchJobs(database), url
 
 

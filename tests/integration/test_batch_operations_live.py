@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.base_models import nano
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 NANO = "tinsmith/nano"
 ROWS = [{"q": f"Say {index} please", "ids": list(range(10 + index, 30 + index))} for index in range(6)]
@@ -262,7 +262,7 @@ def test_a_retry_goes_on_until_it_is_right(client: Client, tmp_path: Path) -> No
 
 
 def results(data_dir: Path) -> dict[str, bytes]:
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     with database.read() as connection:
         rows = connection.execute(sa.text("SELECT request_id, body FROM future_results")).all()
     database.close()

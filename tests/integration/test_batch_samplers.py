@@ -19,7 +19,7 @@ from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
 from tinsmith.cluster.engines import EngineRow, Engines
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.samplers.fake import FakeSampler
 from tinsmith.types import ModelShape, Sample, SamplingParams
 
@@ -49,7 +49,7 @@ def test_a_sampler_is_killed_in_the_middle_of_a_bulk_job(tmp_path: Path) -> None
     out = tmp_path / "out.jsonl"
     arguments = ("--backend", "fake", "--samplers", "2")
     with serving(tmp_path / "data", *arguments, settings={"ENGINE_LEASE_S": "30"}) as server:
-        database = Database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+        database = open_database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
         engines, client = Engines(database, ""), Client(server.url, API_KEY)
 
         def samplers() -> list[EngineRow]:

@@ -28,7 +28,7 @@ from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.types import CHAIN, JobSpec, pack_payload
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import locations
 
@@ -353,7 +353,7 @@ def test_a_confined_job_writes_only_below_its_roots(tmp_path: Path) -> None:
     outputs_by_input |= {"in.jsonl ": "way-out/four.jsonl"}
     (allowed_root / "in.jsonl ").write_bytes((allowed_root / "in.jsonl").read_bytes())
     url = fresh_url(tmp_path)
-    with contextlib.closing(Database(url)) as database:
+    with contextlib.closing(open_database(url)) as database:
         jobs = BatchJobs(database)
         for input_name, output_name in outputs_by_input.items():
             source = {"format": "json", "path": f"{allowed_root}/{input_name}"}

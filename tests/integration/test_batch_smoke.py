@@ -22,7 +22,7 @@ from tinsmith.batch.client.job import Job
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import UserError
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
@@ -257,7 +257,7 @@ def test_a_job_that_runs_is_not_resumed(client: Client, tmp_path: Path) -> None:
 def test_progress_never_goes_back_when_the_server_is_killed(tmp_path: Path, database_kind: str) -> None:
     """The server is killed twice; batches committed before a kill remain and are not repeated."""
     url = fresh_url(tmp_path, database_kind)
-    database = Database(url)
+    database = open_database(url)
     jobs = BatchJobs(database)
     try:
         setup = CoordinatorSetup(url, str(tmp_path), submit(jobs, tmp_path, double_slowly, rows=60))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.databases import fresh_url
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import now
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import CHECKPOINTS
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError
 from tinsmith.storage.directories import Directories
@@ -25,7 +26,7 @@ REF = CheckpointRef("s:train:0", "weights", "one")
 
 class Bench:
     def __init__(self, directory: Path) -> None:
-        self.db = Database(fresh_url(directory))
+        self.db = open_database(fresh_url(directory))
         self.files = Directories(directory / "checkpoints")
         self.checkpoints = Checkpoints(self.db, self.files)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -234,13 +234,14 @@ def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
 def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers may wait for the lock, so they run on threads."""
     writers: list[bool] = []
-    write: Callable[[Database], object] = Database.write
+    implementation = type(harness.services.models._db)
+    write = implementation.write
 
     def write_and_record(self: Database) -> object:
         writers.append(on_a_loop())
         return write(self)
 
-    monkeypatch.setattr(Database, "write", write_and_record)
+    monkeypatch.setattr(implementation, "write", write_and_record)
     tour(harness)
     # The harness settles requests itself, on the test's thread.
     assert writers and not any(writers)

@@ -23,7 +23,7 @@ from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.pools import managed
 from tinsmith.batch.pools.specs import parse_pool
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings
 
@@ -41,7 +41,7 @@ class PoolSetup:
         (tmp_path / "gpu.yaml").write_text(POOL)
         self.bucket, self.sky, self._path = bucket_, sky, tmp_path
         url = fresh_url(tmp_path, POSTGRES)
-        self.database = Database(url)
+        self.database = open_database(url)
         self.jobs = BatchJobs(self.database)
         self.settings = Settings.model_validate(
             {

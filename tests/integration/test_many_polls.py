@@ -22,6 +22,7 @@ from support.http_harness import ALICE, Harness, close, make_harness, sample_req
 from support.live import API_KEY, LiveServer, serving
 from support.raw_client import RawClient, connect
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import UserError
 from tinsmith.server.process import MIN_OPEN_FILES, wake_missed
@@ -73,7 +74,7 @@ def test_a_lost_wake_up_is_repaired_for_settled_requests_only(db: Database) -> N
 
 
 def test_ten_thousand_held_polls_are_looked_after_with_a_few_questions(tmp_path: Path) -> None:
-    database = Database(fresh_url(tmp_path))
+    database = open_database(fresh_url(tmp_path))
     futures, samplers, waiters = Futures(database), SamplingSessions(database), Waiters()
     statements: list[str] = []
     event.listen(database.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))

@@ -21,7 +21,7 @@ from support.databases import database_url
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, send_pass
 from support.live import LiveServer, serving
 from tinsmith.cluster.engines import EngineRow, Engines
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.telemetry.metrics import METERS, OTHER, ServerMeters, TenantLabels, counter, reset_metrics_directory
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def scrape_until(server: LiveServer, *expected_samples: tuple[str, tuple[str, ..
 
 
 def server_engines(server: LiveServer) -> list[EngineRow]:
-    database = Database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     try:
         while not (rows := Engines(database, "").of_base("tinsmith/nano")):
             time.sleep(0.05)  # a server answers before it has started one

@@ -14,6 +14,8 @@ from support.http_harness import Harness, close, make_harness
 from support.live import serving
 from support.raw_client import engine_of
 from tinsmith.db.database import Database, DatabaseMovedError
+from tinsmith.db.factory import open_database
+from tinsmith.db.sqlite_database import SQLiteDatabase
 
 TABLE = sa.table("notes", sa.column("text"))
 
@@ -55,7 +57,7 @@ def write_row(database: Database, text: str) -> None:
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     (tmp_path / "data").mkdir()
-    new_database = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}")
+    new_database = open_database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}")
     with new_database.write() as connection:
         connection.execute(sa.text("CREATE TABLE notes (text TEXT)"))
     write_row(new_database, "one")
@@ -83,7 +85,7 @@ def test_files_that_are_not_replaced_cause_no_stop(database: Database, tmp_path:
     """Other processes start and end, checkpoints truncate the log, and backups run."""
     for index in range(20):
         write_row(database, f"{index}")
-        other = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}", exists=True)
+        other = open_database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}", exists=True)
         write_row(other, "theirs")
         other.checkpoint()
         other.close()
@@ -95,14 +97,14 @@ def test_files_that_are_not_replaced_cause_no_stop(database: Database, tmp_path:
 def test_who_does_not_make_the_database_makes_no_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "tinsmith.db"
     with pytest.raises(DatabaseMovedError, match="was moved"):
-        Database(f"sqlite:///{path}", exists=True)
+        open_database(f"sqlite:///{path}", exists=True)
     assert not path.exists()
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
     new_harness = make_harness(tmp_path)
-    if not new_harness.services.models._db.is_sqlite:
+    if not isinstance(new_harness.services.models._db, SQLiteDatabase):
         close(new_harness)
         pytest.skip("of files")
     yield new_harness

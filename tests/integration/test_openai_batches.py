@@ -19,7 +19,7 @@ from tinsmith.auth.keys import Keys
 from tinsmith.batch.openai import rows
 from tinsmith.batch.openai.reconciler import Reconciler, round_robin
 from tinsmith.batch.openai.rows import Batch, check
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "tinsmith/nano"
@@ -203,7 +203,7 @@ def test_any_tenant_has_batches_and_expired_ones_keep_their_results(tmp_path: Pa
     """On a server with keys, whose tenants may not run code."""
     data_dir = tmp_path / "data"
     data_dir.mkdir()
-    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = open_database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     database.migrate()
     alice, bob = (Keys(database).create(name)[1] for name in ("alice", "bob"))
     database.close()

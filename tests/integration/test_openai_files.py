@@ -16,7 +16,7 @@ from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness
 from support.live import LiveServer
 from tinsmith.auth.quotas import QuotaLimits
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import UPLOADS
 from tinsmith.store.files import BATCH, Files, new_id
 
@@ -31,7 +31,7 @@ def client(fake_server: LiveServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def files(tmp_path: Path, database_kind: str) -> Iterator[Files]:
-    database = Database(fresh_url(tmp_path, database_kind))
+    database = open_database(fresh_url(tmp_path, database_kind))
     yield Files(database, str(tmp_path / "files"))
     database.close()
 

@@ -24,7 +24,9 @@ from tinsmith.auth import quotas as quotas_module
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import IDLE_S, NAMES, QuotaLimits, Quotas, read_quotas
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, TENANTS
+from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.settings import Settings
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -47,7 +49,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    new_database = Database(fresh_url(tmp_path))
+    new_database = open_database(fresh_url(tmp_path))
     yield new_database
     new_database.close()
 
@@ -151,7 +153,7 @@ def test_the_usual_request_costs_no_query(database: Database, clock: Clock) -> N
 
 
 def test_the_count_uses_an_index(database: Database) -> None:
-    if not database.is_sqlite:
+    if not isinstance(database, SQLiteDatabase):
         pytest.skip("SQLite's words")
     query = "EXPLAIN QUERY PLAN SELECT count(*), sum(body_bytes) FROM futures WHERE tenant_id='a' AND state='pending'"
     with database.read() as connection:
@@ -438,14 +440,14 @@ def test_the_sdk_completes_a_run_that_is_throttled(tight_server: LiveServer, mon
 
 CREATING = """
 import sys
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import TooManyRequestsError
 from tinsmith.store.models import Models, NewModel
 from tinsmith.types import LoraSpec
 from tinsmith.auth.quotas import QuotaLimits, Quotas
 
 url, server = sys.argv[1:]
-database = Database(url)
+database = open_database(url)
 quotas, models = Quotas(database, QuotaLimits(models=5)), Models(database)
 quotas.limits("alice")
 print("ready", flush=True)
@@ -480,7 +482,7 @@ def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp
             server.kill()
             server.wait()
     assert sum(created) == 5
-    database = Database(database_url)
+    database = open_database(database_url)
     with database.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(MODELS)) == 5
     database.close()
@@ -489,7 +491,7 @@ def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp
 def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, database_kind: str) -> None:
     """The first creation has not committed when the second one counts."""
     url = fresh_url(tmp_path, database_kind)
-    first_database, second_database = Database(url), Database(url)
+    first_database, second_database = open_database(url), open_database(url)
     counted: list[int] = []
     with ThreadPoolExecutor() as pool:
         second: list[Future[object]] = []

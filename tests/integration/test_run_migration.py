@@ -19,6 +19,7 @@ from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.engines import Engines, Lease, LeaseLostError, Seat, fence
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database, now
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import ENGINES, MODELS
 from tinsmith.engine import queues
 from tinsmith.engine.loop import Engine, Stores
@@ -137,7 +138,7 @@ def test_missing_and_unusable_runs_are_not_migrated(db: Database) -> None:
 def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, database_url: str) -> None:
     giver, taker = ready(db, 0), ready(db, 1)
     run, *_ = runs_of(db, giver, 4)
-    fenced = Database(database_url, fence(giver))
+    fenced = open_database(database_url, fence(giver))
     Engines(db, "here").take(Seat(BASE), LONG_S)
     with pytest.raises(LeaseLostError):
         as_seen_by(fenced, giver).migrate(run, taker.engine_id)
@@ -152,7 +153,7 @@ def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Data
     assert chosen == [taker.engine_id] * 3
 
     def give(giver: Lease) -> None:
-        database = Database(database_url)
+        database = open_database(database_url)
         ownership = as_seen_by(database, giver)
         for run in runs[giver.engine_id]:
             ownership.migrate(run, taker.engine_id)

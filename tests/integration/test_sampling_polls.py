@@ -24,6 +24,7 @@ from support.http_harness import ALICE, BOB, Harness, close, make_harness, sampl
 from support.live import LiveServer
 from tinsmith.api.routes.futures import UNANNOUNCED_BYTES
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import FUTURES, RESULTS
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -104,7 +105,7 @@ def test_training_is_not_numbered(harness: Harness) -> None:
 
 
 def test_a_long_list_comes_in_parts(tmp_path: Path, database_kind: str) -> None:
-    database = Database(fresh_url(tmp_path, database_kind))
+    database = open_database(fresh_url(tmp_path, database_kind))
     samplers, futures = SamplingSessions(database), Futures(database)
     samplers.create(NewSamplingSession(SAMPLER, "s", "alice", "base"))
     names = [futures.submit(new(seq_id)) for seq_id in range(MAX_COMPLETIONS + 5)]
@@ -123,7 +124,7 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
     tmp_path: Path, database_kind: str
 ) -> None:
     url = fresh_url(tmp_path, database_kind)
-    databases = [Database(url) for _ in range(3)]
+    databases = [open_database(url) for _ in range(3)]
     samplers = SamplingSessions(databases[2])
     samplers.create(NewSamplingSession(SAMPLER, "s", "alice", "base"))
     server, engine = Futures(databases[0]), Futures(databases[1])
@@ -323,7 +324,7 @@ def test_clients_that_join_have_numbers_of_their_own(harness: Harness) -> None:
 
 def test_clients_that_join_at_once_have_numbers_of_their_own(tmp_path: Path, database_kind: str) -> None:
     url = fresh_url(tmp_path, database_kind)
-    databases = [Database(url) for _ in range(4)]
+    databases = [open_database(url) for _ in range(4)]
     SamplingSessions(databases[0]).create(NewSamplingSession(SAMPLER, "s", "alice", "base"))
     clone_ids: list[int] = []
 

@@ -23,6 +23,7 @@ from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import CACHE_S, StoredTenants
 from tinsmith.auth.tokens import LIFETIME_S, Tokens
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import AUDIT, KEYS, TENANTS
 from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, NotFoundError, UserError
 
@@ -40,7 +41,7 @@ class Clock:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    new_database = Database(fresh_url(tmp_path))
+    new_database = open_database(fresh_url(tmp_path))
     yield new_database
     new_database.close()
 

@@ -17,6 +17,7 @@ from tinker import types
 from support.databases import fresh_url
 from support.live import API_KEY, LiveServer
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import FUTURES
 from tinsmith.telemetry.timeline import Traces
 
@@ -67,7 +68,7 @@ def spans(events: list[Event], request_id: str) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def db(tmp_path: Path) -> Iterator[Database]:
-    database = Database(fresh_url(tmp_path))
+    database = open_database(fresh_url(tmp_path))
     yield database
     database.close()
 

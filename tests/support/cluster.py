@@ -10,7 +10,7 @@ from pathlib import Path
 from support import databases
 from support.live import LiveServer, free_port, serving
 from tinsmith.cluster.engines import EngineRow, Engines
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 BASE = "tinsmith/nano"
 LEASE_S = 2.0
@@ -31,7 +31,7 @@ class Cluster:
             "SESSION_SWEEP_S": "1",
             "REBALANCE_IDLE_S": "0",
         }
-        self._db = Database(self.url)
+        self._db = open_database(self.url)
 
     def close(self) -> None:
         self._db.close()

@@ -22,7 +22,7 @@ from tinsmith.batch.client.functions import describe_function
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.types import JobSpec, Limits, pack_payload
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.runtime.failpoints import arm
 from tinsmith.settings import Settings
@@ -104,7 +104,7 @@ def main() -> None:
     arguments = json.loads(sys.stdin.readline())
     arm(arguments.pop("failpoints"), "server", Path(arguments["data_dir"]), list)
     setup = CoordinatorSetup(**arguments)
-    database = Database(setup.database_url)
+    database = open_database(setup.database_url)
     asyncio.run(coordinate(setup, BatchJobs(database)))
     database.close()
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from support import postgres
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 SQLITE, POSTGRES = "sqlite", "postgres"
 KINDS = (SQLITE, POSTGRES)
@@ -39,7 +39,7 @@ def _postgres_template() -> str:
 
 
 def _migrate(url: str) -> None:
-    database = Database(url)
+    database = open_database(url)
     database.migrate()
     database.close()
 

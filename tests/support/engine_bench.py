@@ -14,6 +14,7 @@ from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.wakeups import Mailbox
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.telemetry import Records
@@ -91,7 +92,7 @@ class Bench:
         self.restart()
 
     def open_database(self, url: str) -> Database:
-        return Database(url)
+        return open_database(url)
 
     def directories(self, kind: str) -> Directories:
         return Directories(self.directory / kind)

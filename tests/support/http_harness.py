@@ -31,6 +31,7 @@ from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import KEYS
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import TinsmithError
@@ -167,7 +168,7 @@ def make_harness(
     directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: QuotaLimits = NO_LIMITS, **changes: object
 ) -> Harness:
     """`changes` are settings; `local` is without keys."""
-    database = Database(fresh_url(directory))
+    database = open_database(fresh_url(directory))
     woken: list[str] = []
     queue: dict[str, tuple[str, str | None]] = {}
     if not local:
@@ -223,7 +224,7 @@ def make_harness(
         meters=meters,
         tracing=Tracing(),
         threads=ThreadPools.start(),
-        reads_wait=not database.is_sqlite,
+        reads_wait=database.reads_wait,
     )
     app = create_app(services)
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)

@@ -18,7 +18,7 @@ import httpx
 import sqlalchemy as sa
 
 from support.databases import database_url
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 API_KEY = "tml-test"
 START_S = 300.0
@@ -38,7 +38,7 @@ class LiveServer:
 
     def count(self, table: str) -> int:
         """Count the rows of a table, or of `TABLE WHERE ...`, in the server's database."""
-        database = Database(database_url(self.data_dir) or f"sqlite:///{self.data_dir / 'tinsmith.db'}")
+        database = open_database(database_url(self.data_dir) or f"sqlite:///{self.data_dir / 'tinsmith.db'}")
         with database.read() as connection:
             count = connection.scalar(sa.text(f"SELECT count(*) FROM {table}"))
         database.close()

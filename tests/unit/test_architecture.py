@@ -162,6 +162,12 @@ def test_a_package_imports_only_what_the_table_allows() -> None:
     assert not forbidden
 
 
+def test_only_the_package_db_knows_which_database_it_is() -> None:
+    implementations = {"db.sqlite", "db.sqlite_database", "db.postgres_database"}
+    importers = {module for module, imports in graph().items() if imports & implementations}
+    assert {module for module in importers if not module.startswith("db.")} == set()
+
+
 def test_the_table_has_a_row_for_each_entry_of_the_first_level() -> None:
     assert set(MAY_IMPORT) == {name.split(".")[0] for name in modules()} - {""}
     assert len(MAY_IMPORT) + 1 <= MAX_FIRST_LEVEL

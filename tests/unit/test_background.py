@@ -16,7 +16,7 @@ import tinsmith.server.process as serving
 from support.databases import fresh_url
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.runtime.background import STEADY_S, Background, Backoff, start_supervised_thread
 from tinsmith.settings import Settings
 
@@ -141,7 +141,7 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures: Counter[str] = Counter()
-    jobs = BatchJobs(Database(fresh_url(tmp_path)))
+    jobs = BatchJobs(open_database(fresh_url(tmp_path)))
     looks: list[int] = []
     acquirable_jobs = jobs.acquirable_jobs
 

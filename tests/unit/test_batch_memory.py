@@ -26,7 +26,7 @@ from tinsmith.batch.coordinator.state import ERRORS_BYTES, BatchJobs
 from tinsmith.batch.formats.lines import JsonWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo
 from tinsmith.batch.worker import utility
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS, BATCH_ROW_ERRORS, BATCH_STATES
 
 FEW, MANY, PAGE = 1_000, 3_000, 200
@@ -147,7 +147,7 @@ STEPS = (_write_files, _publish, _export, _report)
 def measure(directory: Path, batches: int) -> dict[str, int]:
     """The peak of each step, in bytes."""
     peaks = {}
-    with contextlib.closing(Database(fresh_url(directory, "sqlite"))) as database:
+    with contextlib.closing(open_database(fresh_url(directory, "sqlite"))) as database:
         jobs = BatchJobs(database)
         job_id = simulate(jobs, directory, batches)
         for step in STEPS:
@@ -177,7 +177,7 @@ def peak_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
 
 
 def test_failed_rows_come_in_pages_that_are_bounded_in_bytes(tmp_path: Path) -> None:
-    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path))) as database:
         jobs = BatchJobs(database)
         job_id = simulate(jobs, tmp_path, 3)
         large = {"row": {"image": "i" * (ERRORS_BYTES // 2)}, "traceback": "", "attempts": 1, "worker": "w"}

@@ -23,7 +23,7 @@ from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.pools.specs import PoolSpec, parse_pool, read_pool
 from tinsmith.cli import main as cli
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings
 
@@ -76,7 +76,7 @@ def test_jobs_of_a_rented_pool_are_left_to_its_machines(tmp_path: Path, monkeypa
     machine_pool.write_text("pool: {workers: 1}\n")
     server_settings = {"data_dir": tmp_path / "server", "backend": "fake", "batch_pools": (f"gpu={rented}",)}
     machine_settings: dict[str, object] = {"data_dir": tmp_path / "machine", "role": "batch-worker", "batch_workers": 0}
-    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path))) as database:
         jobs = BatchJobs(database)
         server = Coordinator(Settings.model_validate(server_settings), jobs, "server")
         machine = Coordinator(

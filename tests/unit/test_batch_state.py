@@ -22,6 +22,7 @@ from tinsmith.batch.coordinator.state import (
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, OutputInfo, PartInfo, RowFailure
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
+from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.errors import NotFoundError, UserError
 
 APP = AttemptFailure("ValueError", "the row is bad", infra=False)
@@ -366,7 +367,7 @@ def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs
         _: object, cursor: sqlite3.Cursor, statement: str, parameters: tuple[object, ...], *args: object
     ) -> None:
         if statement.startswith("UPDATE batch_state"):
-            cursor.execute(f"EXPLAIN {'QUERY PLAN ' if db.is_sqlite else ''}{statement}", parameters)
+            cursor.execute(f"EXPLAIN {'QUERY PLAN ' if isinstance(db, SQLiteDatabase) else ''}{statement}", parameters)
             statements.append(str(cursor.fetchall()))
 
     sa.event.listen(db.engine, "before_cursor_execute", explain)

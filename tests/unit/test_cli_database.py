@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from support.databases import bare_url, fresh_url
 from tinsmith.cli.database import server_database
 from tinsmith.cli.main import app
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import SettingsError
 
 COMMANDS = (
@@ -31,7 +31,7 @@ def bare(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """The URL of a database without tables, which the commands use."""
     url = bare_url(tmp_path, request.param)
     if request.param == "sqlite":
-        Database(url).close()  # an empty file
+        open_database(url).close()  # an empty file
     monkeypatch.setenv("TINSMITH_DATABASE_URL", url)
     yield url
 
@@ -55,7 +55,7 @@ def test_a_database_without_tables_is_refused_and_left_alone(bare: str) -> None:
     assert refusal("keys", "list") == (
         "the database has no tables of Tinsmith yet: run `tinsmith migrate`, or start the server"
     )
-    database = Database(bare)
+    database = open_database(bare)
     assert sa.inspect(database.engine).get_table_names() == []
     database.close()
 
@@ -80,7 +80,7 @@ def test_another_schema_is_refused_and_left_alone(
 ) -> None:
     url = fresh_url(tmp_path)
     monkeypatch.setenv("TINSMITH_DATABASE_URL", url)
-    database = Database(url)
+    database = open_database(url)
     with database.write() as connection:
         connection.execute(sa.text("UPDATE alembic_version SET version_num = :version"), {"version": version})
     with pytest.raises(SettingsError, match=words), server_database(None):

@@ -18,9 +18,12 @@ from alembic.migration import MigrationContext
 
 from support.databases import POSTGRES, bare_url
 from tinsmith.db import database
-from tinsmith.db.database import Database, sqlalchemy_url
-from tinsmith.db.postgres import IDLE_IN_TRANSACTION_S
+from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
+from tinsmith.db.postgres import IDLE_IN_TRANSACTION_S, sqlalchemy_url
+from tinsmith.db.postgres_database import PostgresDatabase
 from tinsmith.db.schema import ENGINES, FUTURES, METADATA, RESPONSES
+from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.errors import SettingsError
 
 MIGRATIONS = Path(database.__file__).parent / "migrations"
@@ -29,7 +32,7 @@ ROW = {"base_model": "a", "engine_id": "b", "pid": 1, "state": "ready", "reason"
 
 @pytest.fixture
 def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    database = Database(bare_url(tmp_path, database_kind))
+    database = open_database(bare_url(tmp_path, database_kind))
     database.migrate()
     yield database
     database.close()
@@ -57,7 +60,7 @@ def test_migrations_make_exactly_the_tables_of_the_code(db: Database) -> None:
 
 def test_migrations_make_the_same_schema_as_the_code(db: Database, tmp_path: Path, database_kind: str) -> None:
     (tmp_path / "code").mkdir()
-    by_code = Database(bare_url(tmp_path / "code", database_kind))
+    by_code = open_database(bare_url(tmp_path / "code", database_kind))
     METADATA.create_all(by_code.engine)
     assert schema(db) == schema(by_code)
     by_code.close()
@@ -86,9 +89,9 @@ def test_migrating_again_changes_nothing(db: Database) -> None:
 
 
 MIGRATE = """
-import pathlib, sys, time
-from tinsmith.db.database import Database
-db = Database(sys.argv[1])
+import sys
+from tinsmith.db.factory import open_database
+db = open_database(sys.argv[1])
 sys.stdout.write("ready")
 sys.stdout.flush()
 sys.stdin.read(1)
@@ -110,7 +113,7 @@ def test_processes_may_migrate_at_once(tmp_path: Path, database_kind: str) -> No
         process.stdin.flush()
     complaints = [process.communicate(timeout=60)[1].decode()[-1000:] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], complaints
-    db = Database(url)
+    db = open_database(url)
     with db.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
     db.close()
@@ -124,7 +127,7 @@ def test_a_new_file_whose_writer_is_not_done_is_waited_for(tmp_path: Path) -> No
     other.execute("CREATE TABLE early (x)")
     release = threading.Timer(0.3, other.execute, ["COMMIT"])
     release.start()
-    db = Database(f"sqlite:///{path}")
+    db = open_database(f"sqlite:///{path}")
     with db.read() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert sa.inspect(connection).get_table_names() == ["early"]
@@ -214,7 +217,7 @@ def test_a_database_of_the_first_schema_is_migrated_with_its_rows(tmp_path: Path
         connection.execute(sa.text(f"INSERT INTO responses ({quoted}) VALUES ({values})"), row | content)
     engine.dispose()
     (tmp_path / "fresh").mkdir()
-    migrated, fresh = Database(url), Database(bare_url(tmp_path / "fresh", database_kind))
+    migrated, fresh = open_database(url), open_database(bare_url(tmp_path / "fresh", database_kind))
     migrated.migrate()
     fresh.migrate()
     assert schema(migrated) == schema(fresh) and version(migrated) == version(fresh)
@@ -232,6 +235,54 @@ def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, 
     with pytest.raises(SettingsError, match=words):
         db.migrate()
     assert schema(db) == before and version(db) == revision
+
+
+# Differences between the databases.
+
+
+@pytest.mark.parametrize(
+    ("url", "implementation"),
+    [
+        ("sqlite://", SQLiteDatabase),
+        ("postgres://user@127.0.0.1:1/name", PostgresDatabase),
+        ("postgresql+psycopg://user@127.0.0.1:1/name", PostgresDatabase),
+    ],
+)
+def test_the_url_decides_which_database_is_opened(url: str, implementation: type[Database]) -> None:
+    database = open_database(url)
+    assert type(database) is implementation
+    database.close()
+
+
+def test_reads_wait_and_transactions_notify_on_postgres_only(
+    db: Database, database_kind: str
+) -> None:
+    assert db.reads_wait == db.notifies == (database_kind == POSTGRES)
+
+
+def test_floors_are_integers_and_never_rounded_up(db: Database) -> None:
+    for value in (0.0, 0.5, 0.999, 1.0, 1.5, 2.5, 1e9 + 0.75):
+        assert db.scalar(sa.select(db.floor(sa.literal(value)))) == int(value)
+
+
+def test_locked_rows_are_skipped_until_the_transaction_ends_or_there_is_one_writer(
+    db: Database, database_kind: str
+) -> None:
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW)
+    names = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == sa.bindparam("name"))
+    executed: list[str] = []
+    sa.event.listen(db.engine, "before_cursor_execute", lambda _connection, _cursor, text, *_: executed.append(text))
+    with db.write() as connection:
+        executed.clear()
+        db.lock_rows(connection, names.with_for_update(), {"name": "b"})
+        if database_kind == POSTGRES:
+            with db.write() as other:
+                assert other.scalar(names.with_for_update(skip_locked=True), {"name": "b"}) is None
+        else:
+            assert executed == []
+    with db.write() as connection:
+        assert connection.scalar(names.with_for_update(skip_locked=True), {"name": "b"}) == "b"
 
 
 # Addresses.
@@ -254,13 +305,13 @@ def test_postgres_urls_of_any_driver_use_the_same_driver() -> None:
 )
 def test_a_database_that_cannot_be_is_refused_without_its_password(url: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as caught:
-        Database(url).migrate()
+        open_database(url).migrate()
     assert "a-password" not in str(caught.value)
 
 
 def test_a_named_lock_has_one_holder(tmp_path: Path) -> None:
     url = bare_url(tmp_path, POSTGRES)
-    first_db, second_db = Database(url), Database(url)
+    first_db, second_db = open_database(url), open_database(url)
     with (
         first_db.try_lock("janitor") as first,
         second_db.try_lock("janitor") as second,
@@ -274,18 +325,18 @@ def test_a_named_lock_has_one_holder(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_stopped_in_a_transaction_does_not_hold_its_locks_for_ever(tmp_path: Path) -> None:
-    db = Database(bare_url(tmp_path, POSTGRES))
+    db = open_database(bare_url(tmp_path, POSTGRES))
     with db.read() as connection:
         assert connection.scalar(sa.text("SHOW idle_in_transaction_session_timeout")) == f"{IDLE_IN_TRANSACTION_S}s"
     db.close()
 
 
 def test_a_connection_that_was_cut_is_replaced(tmp_path: Path) -> None:
-    db = Database(bare_url(tmp_path, POSTGRES))
+    db = open_database(bare_url(tmp_path, POSTGRES))
     me = sa.text("SELECT pg_backend_pid()")
     with db.read() as connection:
         cut = connection.scalar(me)
-    other = Database(db.url)
+    other = open_database(db.url)
     with other.read() as connection:
         connection.execute(sa.text(f"SELECT pg_terminate_backend({cut})"))
     with db.write() as connection:

@@ -15,6 +15,7 @@ from support.databases import POSTGRES
 from tinsmith.cluster.engines import HOLDER, NO_START, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
@@ -178,7 +179,7 @@ def test_polls_report_a_silent_engine(local_engines: Engines) -> None:
 
 
 def test_processes_that_take_one_seat_at_once_have_different_epochs(database_url: str) -> None:
-    databases = [Database(database_url) for _ in range(4)]
+    databases = [open_database(database_url) for _ in range(4)]
     leases: list[Lease] = []
     take = [
         threading.Thread(target=lambda db=db: leases.append(Engines(db, "here").take(Seat(BASE), LONG_S)))
@@ -248,10 +249,10 @@ def test_an_engine_that_lost_its_lease_writes_nothing(
     model = run_of(db, old)
     request = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=model, seq_id=1)
     Futures(db).submit(request)
-    stale = Database(database_url, fence(old))
+    stale = open_database(database_url, fence(old))
     time.sleep(0.05)
     new = take_lease(peer_engines)
-    current = Database(database_url, fence(new))
+    current = open_database(database_url, fence(new))
     ownership = Ownership(current, BASE, new.engine_id)
     assert ownership.free_expired() == [old.engine_id]
     assert ownership.claim([request.request_id]) == {request.request_id}
@@ -285,7 +286,7 @@ def test_a_release_waits_for_what_is_being_settled_and_a_renewal_does_not(
 ) -> None:
     lease = take_lease(local_engines, 0.01)
     run_of(db, lease)
-    settling = Database(database_url, fence(lease))
+    settling = open_database(database_url, fence(lease))
     releasing = threading.Thread(target=lambda: local_engines.release(Seat(BASE), "stopped"))
     with settling.write() as connection:
         assert local_engines.renew(lease, 0.0), "the lease is renewed while a transaction is open"

@@ -21,7 +21,7 @@ from tinsmith.cluster.engines import Engines, LeaseLostError, Seat, fence
 from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.routing import FRESH_S
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.errors import SettingsError
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -38,7 +38,7 @@ class Rows:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.db = Database(url)
+        self.db = open_database(url)
         self.engines = Engines(self.db, "here")
         self.executors = Executors(self.db)
         self.futures = Futures(self.db)
@@ -165,7 +165,7 @@ def test_a_dead_samplers_requests_move_to_the_others_and_it_settles_none(rows: R
     assert {request.request_id for request in rows.executors.incoming(BASE, sampler_0, 0)} == {
         name for name, owner in owners.items() if owner == sampler_0
     }
-    late = Database(rows.url, fence(lease))
+    late = open_database(rows.url, fence(lease))
     with pytest.raises(LeaseLostError):
         Futures(late).settle([Settlement(names[0], body=b"stale")], {})
     late.close()

@@ -11,6 +11,7 @@ from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.ownership import EngineRouter, Ownership, choose_engine
 from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import MODELS
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel, unload_statement
@@ -133,7 +134,7 @@ def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Databa
     claimed: dict[str, set[str]] = {}
 
     def claim(name: str, order: list[str]) -> None:
-        database = Database(database_url)
+        database = open_database(database_url)
         ownership = Ownership(database, BASE, name)
         got: set[str] = set()
         for _ in range(5):  # a row that another engine was claiming is free or owned at the next poll

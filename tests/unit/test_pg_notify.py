@@ -14,8 +14,11 @@ from sqlalchemy.engine import Connection
 
 from support.databases import POSTGRES
 from support.engine_bench import BASE, Bench
-from tinsmith.db.database import MAX_NOTIFY_BYTES, Database
-from tinsmith.db.pg_notify import PostgresMailbox, open_mailbox
+from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database, open_mailbox
+from tinsmith.db.pg_notify import PostgresMailbox
+from tinsmith.db.postgres import MAX_NOTIFY_BYTES
+from tinsmith.db.postgres_database import PostgresDatabase
 from tinsmith.db.wakeups import SAFETY_POLL_S, SERVER, Mailbox, engine_mailbox
 from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
@@ -171,7 +174,7 @@ def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tm
     other_server.close()
 
 
-class _Slow(Database):
+class _Slow(PostgresDatabase):
     """Commits a submission on request."""
 
     def __init__(self, url: str) -> None:
@@ -214,7 +217,7 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
 
 
 def test_creations_at_once_make_one(database_url: str) -> None:
-    databases = [Database(database_url) for _ in range(6)]
+    databases = [open_database(database_url) for _ in range(6)]
     new = NewModel("s:train:0", "s", "alice", "base", LoraSpec(4))
     created_at: list[float] = []
     threads = [

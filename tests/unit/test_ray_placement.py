@@ -27,6 +27,7 @@ from tinsmith.cluster.ray.controller import LOST_S, Controller, QueueDepths, Ray
 from tinsmith.cluster.ray.scaling import Depths, Fleet, Resources, Role, Rule, parse_counts, parse_resources
 from tinsmith.cluster.ray.shell import Shell
 from tinsmith.db.database import Database, now
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS, FUTURES
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load, portable
@@ -356,7 +357,7 @@ def test_batches_that_are_not_committed_wait_for_batch_workers(db: Database) -> 
 
 
 def test_the_queues_are_read_by_an_index(tmp_path: Path) -> None:
-    with contextlib.closing(Database(fresh_url(tmp_path, "sqlite"))) as database:
+    with contextlib.closing(open_database(fresh_url(tmp_path, "sqlite"))) as database:
         plans: list[str] = []
 
         def explain(connection, cursor, statement, parameters, context, executemany) -> None:

@@ -12,13 +12,13 @@ from starlette.concurrency import run_in_threadpool
 
 from support.databases import fresh_url
 from tinsmith.auth.quotas import QuotaLimits, Quotas
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import TooManyRequestsError
 from tinsmith.runtime.threads import bound_starlette_threads
 
 
 def test_uploads_at_the_same_time_share_what_the_quota_leaves(tmp_path: Path) -> None:
-    database = Database(fresh_url(tmp_path))
+    database = open_database(fresh_url(tmp_path))
     quotas = Quotas(database, QuotaLimits(file_bytes=100, checkpoint_bytes=100))
     for reserve in (quotas.reserve_file, quotas.reserve_checkpoint):
         with reserve("alice", 60) as first:
@@ -40,7 +40,7 @@ def test_uploads_at_the_same_time_share_what_the_quota_leaves(tmp_path: Path) ->
 
 
 def test_without_a_limit_nothing_is_refused(tmp_path: Path) -> None:
-    database = Database(fresh_url(tmp_path))
+    database = open_database(fresh_url(tmp_path))
     quotas = Quotas(database, QuotaLimits())
     with quotas.reserve_file("alice", 10**15) as reservation:
         reservation.cover(10**16)

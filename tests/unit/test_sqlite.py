@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.sqlite import POOL_SIZE
 from tinsmith.db.statements import Statement
 
@@ -25,7 +26,7 @@ NAMES = Statement(sa.select(THINGS.c.name).order_by(THINGS.c.name))
 
 @pytest.fixture
 def lite(tmp_path: Path) -> Database:
-    database = Database(f"sqlite:///{tmp_path}/things.db")
+    database = open_database(f"sqlite:///{tmp_path}/things.db")
     with database.write() as connection:
         THINGS.metadata.create_all(connection)
     return database

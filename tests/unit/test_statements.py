@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from support.databases import SQLITE, bare_url
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.statements import Statement
 
 THINGS = sa.Table(
@@ -37,7 +38,7 @@ RENAME = THINGS.update().where(THINGS.c.name == sa.bindparam("old")).values(name
 
 @pytest.fixture
 def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    database = Database(bare_url(tmp_path, database_kind))
+    database = open_database(bare_url(tmp_path, database_kind))
     with database.write() as connection:
         THINGS.create(connection)
     yield database
@@ -87,16 +88,28 @@ def test_errors_are_sqlalchemys_without_the_sent_values(db: Database) -> None:
         assert connection.scalar(sa.select(sa.func.count()).select_from(THINGS)) == 0
 
 
+def test_a_statement_may_have_another_text_on_postgres_and_take_an_array(db: Database, database_kind: str) -> None:
+    by_database = Statement(
+        sa.text("SELECT 'sqlite', value FROM json_each(:elements) WHERE value > :least ORDER BY value"),
+        postgresql=sa.text(
+            "SELECT 'postgres', value FROM unnest(CAST(:elements AS bigint[])) AS element(value) "
+            "WHERE value > :least ORDER BY value"
+        ),
+    )
+    values = {"elements": db.array((3, 2**40, 1)), "least": 1}
+    assert db.rows(by_database, values) == [(database_kind, 3), (database_kind, 2**40)]
+
+
 def test_a_list_of_any_length_is_refused() -> None:
     listed = sa.select(THINGS).where(THINGS.c.name.in_(sa.bindparam("names", expanding=True)))
-    db = Database("sqlite://")
+    db = open_database("sqlite://")
     with pytest.raises(AssertionError, match="any length"), db.read() as connection:
         Statement(listed).rows(connection, {"names": ["a"]})
     db.close()
 
 
 def test_a_lock_timeout_is_an_operational_error(tmp_path: Path) -> None:
-    writer, reader = (Database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
+    writer, reader = (open_database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
     with writer.write() as connection:
         THINGS.create(connection)
     with writer.write() as connection, reader.read() as reading:

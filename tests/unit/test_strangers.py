@@ -17,7 +17,7 @@ from tinsmith.auth.keys import Key, Keys
 from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import CACHE_S, REFUSAL_S, StoredTenants
 from tinsmith.auth.tokens import Tokens
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.errors import NotAuthenticatedError, TooManyRequestsError
 from tinsmith.runtime.threads import STRANGERS
 
@@ -32,7 +32,7 @@ class CountingKeys(Keys):
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Iterator[CountingKeys]:
-    database = Database(fresh_url(tmp_path))
+    database = open_database(fresh_url(tmp_path))
     yield CountingKeys(database)
     database.close()
 

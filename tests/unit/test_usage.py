@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.databases import fresh_url
 from support.properties import examples
 from tinsmith.db.database import Database, now
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import CHECKPOINTS, FUTURES, USAGE
 from tinsmith.errors import UserError
 from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, completion
@@ -150,7 +151,7 @@ REQUESTS = st.lists(
 @settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
 def test_the_sum_is_the_same_with_any_roll_ups(tmp_path: Path, requests: list[tuple]) -> None:
-    db = Database(fresh_url(tmp_path))
+    db = open_database(fresh_url(tmp_path))
     expected: Counter[str] = Counter()
     for index, (session_id, kind, state, tokens, second, roll_up) in enumerate(requests):
         cost = {"prefill_tokens": tokens, "cached_tokens": tokens // 3, "sampled_tokens": second}

@@ -70,8 +70,8 @@ def _settings(data_dir: Path | None) -> Settings:
 
 
 def _open(settings: StorageSettings, *, exists: bool) -> Database:
-    from tinsmith.db.database import Database
+    from tinsmith.db.factory import open_database
     from tinsmith.db.postgres import PostgresTimeouts
 
     timeouts = PostgresTimeouts(*settings.database_timeouts)
-    return Database(settings.resolved_database_url, exists=exists, timeouts=timeouts)
+    return open_database(settings.resolved_database_url, exists=exists, timeouts=timeouts)

@@ -14,15 +14,12 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import sqlalchemy as sa
 import structlog
 
-from tinsmith.db.database import MAX_NOTIFY_BYTES
-from tinsmith.db.postgres import DEFAULT_TIMEOUTS, PostgresTimeouts, connect, connection_parameters
-from tinsmith.db.wakeups import Mailbox, WakeUps, payloads, socket_dir
+from tinsmith.db.postgres import DEFAULT_TIMEOUTS, MAX_NOTIFY_BYTES, PostgresTimeouts, connect, connection_parameters
+from tinsmith.db.wakeups import payloads
 from tinsmith.runtime.background import ignore, start_supervised_thread
 
 if TYPE_CHECKING:
@@ -41,24 +38,6 @@ STREAM_PAUSE_S = 5.0
 """After Postgres took no tokens, further ones are lost for this long, so that the engine is not slowed down."""
 
 log = structlog.get_logger()
-
-
-def open_mailbox(
-    database_url: str,
-    name: str,
-    failed: Callable[[str], None] = ignore,
-    timeouts: PostgresTimeouts = DEFAULT_TIMEOUTS,
-) -> WakeUps:
-    """Open this process's endpoint for the wake-ups of a database. `failed` is called when its thread fails."""
-    if database_url.startswith("sqlite"):
-        return Mailbox(socket_dir(_shared_path(database_url)), name)
-    return PostgresMailbox(database_url, name, failed, timeouts)
-
-
-def _shared_path(database_url: str) -> Path:
-    """The path that identifies a SQLite database to all its processes: tinsmith.db's directory, or another file."""
-    path = Path(sa.make_url(database_url).database or "").resolve()
-    return path.parent if path.name == "tinsmith.db" else path
 
 
 class PostgresMailbox:

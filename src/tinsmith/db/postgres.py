@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 DRIVER = "postgresql+psycopg"
 
+MAX_CONNECTIONS, IDLE_CONNECTIONS = 40, 8
+"""Limits of the connections of one `PostgresDatabase`: in total, unless it states its own, and idle."""
+
+LEASE_CONNECTIONS, ENGINE_CONNECTIONS = 2, 8
+"""An engine's connections: for its lease, and for all else. It has two more for wake-ups (`pg_notify`)."""
+
+MAX_NOTIFY_BYTES = 7_900
+"""The payload of a NOTIFY must be shorter than 8,000 bytes."""
+
 IDLE_IN_TRANSACTION_S = 10
 """Postgres ends a transaction that is idle for this long, since a suspended process would hold its locks for ever."""
 

@@ -27,8 +27,9 @@ import sqlalchemy as sa
 import structlog
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import OperationalError, SQLAlchemyError, TimeoutError
+from sqlalchemy.exc import OperationalError, TimeoutError
 
+from tinsmith.db.database import DatabaseMovedError
 from tinsmith.db.statements import Statement
 
 if TYPE_CHECKING:
@@ -47,17 +48,6 @@ TICK_S = 0.1
 """Margin for the inexact timing of SQLite's waits."""
 
 log = structlog.get_logger()
-
-
-class DatabaseMovedError(SQLAlchemyError):
-    """The files of a SQLite database are no longer those that this process has open, so its writes are lost."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path} was moved, deleted or replaced while Tinsmith had it open, so writes are lost. Stop all Tinsmith "
-            "processes, put the file back with the -wal file beside it (or a backup), and start them again; "
-            "to start over, choose an empty --data-dir"
-        )
 
 
 class DatabaseFiles:

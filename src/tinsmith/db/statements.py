@@ -37,10 +37,11 @@ class _Compiled:
 
 
 class Statement:
-    """A statement for connections of any dialect."""
+    """A statement for connections of any dialect; on Postgres, `postgresql` takes its place."""
 
-    def __init__(self, statement: sa.ClauseElement) -> None:
+    def __init__(self, statement: sa.ClauseElement, *, postgresql: sa.ClauseElement | None = None) -> None:
         self._statement = statement
+        self._variants = {} if postgresql is None else {"postgresql": postgresql}
         self._compiled: dict[str, _Compiled] = {}
 
     def count(self, connection: Connection, values: Mapping[str, object]) -> int:
@@ -61,7 +62,8 @@ class Statement:
         dialect = connection.dialect
         compiled = self._compiled.get(dialect.name)
         if compiled is None:
-            compiled = self._compiled[dialect.name] = _compile(self._statement, dialect, list(values))
+            statement = self._variants.get(dialect.name, self._statement)
+            compiled = self._compiled[dialect.name] = _compile(statement, dialect, list(values))
         cursor = connection.connection.cursor()
         try:
             cursor.execute(compiled.text, {**compiled.fixed, **values})

@@ -58,9 +58,9 @@ from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.sampler_choice import choose_sampler
-from tinsmith.db.database import ENGINE_CONNECTIONS, FILES_POLL_S, LEASE_CONNECTIONS, Database, DatabaseMovedError
-from tinsmith.db.pg_notify import open_mailbox
-from tinsmith.db.postgres import PostgresTimeouts
+from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.factory import open_database, open_mailbox
+from tinsmith.db.postgres import ENGINE_CONNECTIONS, LEASE_CONNECTIONS, PostgresTimeouts
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
 from tinsmith.engine.faults import EngineFaultError, classify
 from tinsmith.engine.loop import Engine, Stores
@@ -409,7 +409,9 @@ def main() -> int:
     seat = Seat(shape.name, spec["kind"], spec["index"])
     # Separate connections: a lease is also renewed in the middle of the engine's transactions.
     timeouts = PostgresTimeouts(*settings.database_timeouts)
-    leases = Database(settings.resolved_database_url, exists=True, connections=LEASE_CONNECTIONS, timeouts=timeouts)
+    leases = open_database(
+        settings.resolved_database_url, exists=True, connections=LEASE_CONNECTIONS, timeouts=timeouts
+    )
     engines = Engines(leases, holder_of(settings.resolved_data_dir))
     engine_id = engines.id_of(seat)
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
@@ -470,7 +472,7 @@ def _serve(context: _EngineContext, settings: Settings, stopping: threading.Even
         return EXIT_UNUSABLE_MODEL
     # Computed results must not be lost because another process holds the database.
     timeouts = PostgresTimeouts(*settings.database_timeouts)
-    database = Database(
+    database = open_database(
         settings.resolved_database_url,
         fence(context.lease),
         patience_s=math.inf,

@@ -52,7 +52,7 @@ from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
-from tinsmith.db.pg_notify import open_mailbox
+from tinsmith.db.factory import open_database, open_mailbox
 from tinsmith.db.postgres import PostgresTimeouts
 from tinsmith.db.wakeups import (
     EVERYTHING,
@@ -229,7 +229,7 @@ def pool_size(settings: Settings) -> int:
 
 def _open_database(settings: Settings, timeouts: PostgresTimeouts) -> Database:
     url, connections = settings.resolved_database_url, pool_size(settings)
-    return Database(url, patience_s=PATIENCE_S, connections=connections, timeouts=timeouts)
+    return open_database(url, patience_s=PATIENCE_S, connections=connections, timeouts=timeouts)
 
 
 def _with_engine_states(services: Services, supervisor: Supervisor, engines: Engines) -> Services:
@@ -270,7 +270,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     check_reachable(settings)
     waiters = Waiters()
     meters.watch_long_polls(waiters.__len__)
-    wake = (lambda *names: mailbox.wake(engine_mailbox(*names))) if database.is_sqlite else None  # Postgres notifies
+    wake = None if database.notifies else lambda *names: mailbox.wake(engine_mailbox(*names))
     engine_router = EngineRouter(database)
     futures = Futures(database, wake, meters.count_request, engine_router.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, engine_router, meters)
@@ -395,7 +395,7 @@ def _services(
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
-        reads_wait=not database.is_sqlite,
+        reads_wait=database.reads_wait,
     )
 
 

@@ -343,8 +343,7 @@ class Futures:
 
     def _next_order(self, connection: sa.Connection, sampling_session_id: str) -> int:
         session = {"sampling_session_id": sampling_session_id}
-        if not self._db.is_sqlite:
-            connection.execute(_LOCK_SESSION, session)
+        self._db.lock_rows(connection, _LOCK_SESSION, session)
         return (connection.scalar(_ORDER_OF, session) or 0) + 1
 
     def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> FutureOutcome | None:
@@ -476,8 +475,8 @@ class Futures:
         freed_ids = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
             settled_at = now()  # once the write lock is held
-            if not self._db.is_sqlite:
-                connection.execute(_LOCK_SESSIONS, {"request_ids": [outcome.request_id for outcome in settlements]})
+            request_ids = [settlement.request_id for settlement in settlements]
+            self._db.lock_rows(connection, _LOCK_SESSIONS, {"request_ids": request_ids})
             for settlement in settlements:
                 error = settlement.error
                 changed = _SETTLE.count(
@@ -507,7 +506,7 @@ class Futures:
                 _FREE.count(connection, {"freed_id": request_id})
             for model_id, seq_id in applied.items():
                 _ADVANCE.count(connection, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
-            self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
+            self._db.notify(connection, SERVER, request_ids)
             hit("settle.uncommitted")
 
     def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:

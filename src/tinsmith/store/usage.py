@@ -92,10 +92,7 @@ class Usage:
         )
 
     def _hour_of(self, timestamp: sa.ColumnElement[float]) -> sa.ColumnElement:
-        # SQLite's cast truncates and Postgres' rounds; not every SQLite has floor.
-        hours = timestamp / float(HOUR_S)
-        hour = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
-        return hour * float(HOUR_S)
+        return self._db.floor(timestamp / float(HOUR_S)) * float(HOUR_S)
 
     def list_stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
         """The tenant's existing checkpoints, or those of one project."""

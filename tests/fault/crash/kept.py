@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from support import databases
 from support.live import free_port
 from tinsmith.auth.keys import Keys
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 START_S = 60.0
 TENANTS = ("ann", "bob", "cal")
@@ -59,7 +59,7 @@ class RestartedServer:
 
     def rows(self, query: str) -> list[tuple]:
         """The rows of a query of the server's database."""
-        database = Database(self.database_url)
+        database = open_database(self.database_url)
         with database.read() as connection:
             fetched_rows = [tuple(row) for row in connection.execute(sa.text(query))]
         database.close()
@@ -80,7 +80,7 @@ class RestartedServer:
 
     def make_keys(self) -> None:
         """Create keys for all tenants; from then on the server refuses other keys."""
-        database = Database(self.database_url)
+        database = open_database(self.database_url)
         self.keys = {tenant: Keys(database).create(tenant)[1] for tenant in TENANTS}
         database.close()
         strange = {"X-API-Key": "tml-strange"}

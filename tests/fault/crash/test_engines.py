@@ -17,7 +17,7 @@ from fault.crash.test_matrix import NTH, POINTS_HERE, points_of, run_until
 from support import databases
 from support.live import LiveServer, free_port, serving
 from tinsmith.cluster.engines import Engines
-from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
@@ -61,7 +61,7 @@ def check(directory: Path, undisturbed: Seen, first_points: str, second_points: 
 
 def await_both(server: RestartedServer) -> None:
     """Wait for both engines, so that each gets a share of the runs."""
-    database = Database(server.database_url)
+    database = open_database(server.database_url)
     deadline = time.monotonic() + 90
     while [row.state for row in Engines(database, "").of_base(NANO)] != ["ready"] * 2:
         assert time.monotonic() < deadline, server.log()

@@ -184,7 +184,7 @@ _COMPLETE = Statement(
     .values(status="COMPLETED", error_class=None, error=None, lease_expires_at=None)
 )
 # As a plain subquery, Postgres may run `first` once for each row.
-_CLAIM = """
+_CLAIM_TEXT = """
     WITH first AS (
         SELECT batch_idx FROM batch_state
         WHERE job_id = :job AND status = 'PENDING' AND (next_retry_at IS NULL OR next_retry_at <= {clock})
@@ -196,10 +196,12 @@ _CLAIM = """
     WHERE job_id = :job AND batch_idx IN (SELECT batch_idx FROM first)
     RETURNING """ + ", ".join(Claim.__dataclass_fields__)
 _CLOCK_POSTGRES = "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
-_CLAIM_SQLITE = Statement(sa.text(_CLAIM.format(clock=":at", lock="")))
-_CLAIM_POSTGRES = Statement(sa.text(_CLAIM.format(clock=_CLOCK_POSTGRES, lock="FOR UPDATE SKIP LOCKED")))
+_CLAIM = Statement(
+    sa.text(_CLAIM_TEXT.format(clock=":at", lock="")),
+    postgresql=sa.text(_CLAIM_TEXT.format(clock=_CLOCK_POSTGRES, lock="FOR UPDATE SKIP LOCKED")),
+)
 # One statement makes the rows of a chunk from an array of the first row of each batch.
-_INSERT = """
+_INSERT_TEXT = """
     INSERT INTO batch_state (job_id, batch_idx, start_idx, end_idx, status, updated_at)
     SELECT :job, CAST(:first AS bigint) + idx, start,
            lead(start, 1, CAST(:after AS bigint)) OVER (ORDER BY idx) - 1, 'PENDING', :at
@@ -210,8 +212,10 @@ _STARTS_POSTGRES = """
     SELECT number - 1 AS idx, start
     FROM unnest(CAST(:starts AS bigint[])) WITH ORDINALITY AS numbered(start, number)
 """
-_INSERT_SQLITE = Statement(sa.text(_INSERT.format(starts=_STARTS_SQLITE)))
-_INSERT_POSTGRES = Statement(sa.text(_INSERT.format(starts=_STARTS_POSTGRES)))
+_INSERT = Statement(
+    sa.text(_INSERT_TEXT.format(starts=_STARTS_SQLITE)),
+    postgresql=sa.text(_INSERT_TEXT.format(starts=_STARTS_POSTGRES)),
+)
 
 
 class BatchJobs:
@@ -459,14 +463,11 @@ class BatchJobs:
             with self._chunk(job_id, token, first) as connection:
                 connection.execute(STATES.delete().where(is_of_job, chunk))
         for first in range(0, len(starts), INSERT_CHUNK):
-            chunk = list(starts[first : first + INSERT_CHUNK])
+            chunk = self._db.array(starts[first : first + INSERT_CHUNK])
             after = starts[first + INSERT_CHUNK] if first + INSERT_CHUNK < len(starts) else total_rows
-            parameters = {"job": job_id, "first": first, "after": after, "at": now()}
+            parameters = {"job": job_id, "first": first, "after": after, "starts": chunk, "at": now()}
             with self._chunk(job_id, token, first) as connection:
-                if self._db.is_sqlite:
-                    _INSERT_SQLITE.count(connection, {**parameters, "starts": json.dumps(chunk)})
-                else:
-                    _INSERT_POSTGRES.count(connection, {**parameters, "starts": chunk})
+                _INSERT.count(connection, parameters)
         with self._write_and_notify(job_id) as connection:
             _fence(connection, job_id, token)
             values: dict[str, Any] = {"sealed": True, "total_rows": total_rows, "total_batches": len(starts)}
@@ -775,8 +776,7 @@ class _Attempts:
 
     def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:
         parameters = {"job": self.job_id, "worker": worker, "count": count, "token": self.token}
-        statement = _CLAIM_SQLITE if self.db.is_sqlite else _CLAIM_POSTGRES
-        claimed = statement.rows(self.connection, {**parameters, "lease_s": lease_s, "at": now()})
+        claimed = _CLAIM.rows(self.connection, {**parameters, "lease_s": lease_s, "at": now()})
         return sorted((Claim(*row) for row in claimed), key=lambda claim: claim.start_idx)
 
 

@@ -141,9 +141,9 @@ class ControllerActor:
 
     def __init__(self, fleet: Fleet) -> None:
         from tinsmith.cluster.ray.controller import QueueDepths
-        from tinsmith.db.database import Database
+        from tinsmith.db.factory import open_database
 
-        database = Database(str(fleet.settings["database_url"]), connections=1)
+        database = open_database(str(fleet.settings["database_url"]), connections=1)
         has_samplers = "sampler" in fleet.roles and fleet.roles["sampler"].rule.maximum > 0
         depths = QueueDepths(database, fleet.base_models, has_samplers)
         self._controller = Controller(fleet, RayCluster(), depths.read, time.monotonic)
