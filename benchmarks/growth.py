@@ -62,7 +62,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.history import KeptSamples
+from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses

@@ -25,7 +25,7 @@ from support.dashboard_data import BASE, STRANGE_NAME, Site, site
 from support.databases import database_url
 from tinsmith.db.factory import open_database
 from tinsmith.db.schema import MODELS, RECENT_STEPS
-from tinsmith.store.history import RecentStep, RecentSteps
+from tinsmith.store.recent_steps import RecentStep, RecentSteps
 
 PAGES = {
     "overview": "Overview",

@@ -20,17 +20,11 @@ from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.schema import BATCH_JOBS, FUTURES, MODELS
 from tinsmith.db.statements import execute
+from tinsmith.store.curves import Curves
 from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.history import (
-    Curves,
-    KeptSequence,
-    RecentStep,
-    SampleContent,
-    TrainedAnswer,
-    keep_sample,
-    new_sample,
-)
+from tinsmith.store.kept_samples import KeptSequence, SampleContent, TrainedAnswer, keep_sample, new_sample
 from tinsmith.store.overview import DatabaseCounts
+from tinsmith.store.recent_steps import RecentStep
 from tinsmith.types import tokens_digest
 
 FILES = Path(routes.__file__).parent / "static"

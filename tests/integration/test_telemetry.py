@@ -25,7 +25,9 @@ from tinsmith.engine.scheduler import Step
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.telemetry import BURST_OF_SAMPLES, FULL_BURST_AFTER_S, Recorder, Records, SampleRecorder
 from tinsmith.losses import LOSSES, token_weight
-from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
+from tinsmith.store.curves import Curves, Point
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import (
     AdamParams,
@@ -323,7 +325,7 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "MAX_POINTS", 20)
     monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
-    monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
+    monkeypatch.setattr("tinsmith.store.curves.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
     max_points = 0
     for seq_id in range(1, 101):

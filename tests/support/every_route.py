@@ -16,7 +16,7 @@ from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.history import KeptSequence, SampleContent, keep_sample, new_sample
+from tinsmith.store.kept_samples import KeptSequence, SampleContent, keep_sample, new_sample
 from tinsmith.types import SampledSequence, SampleResult
 from tinsmith.wire.bodies import PROTO_TYPE
 

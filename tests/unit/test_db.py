@@ -254,9 +254,7 @@ def test_the_url_decides_which_database_is_opened(url: str, implementation: type
     database.close()
 
 
-def test_reads_wait_and_transactions_notify_on_postgres_only(
-    db: Database, database_kind: str
-) -> None:
+def test_reads_wait_and_transactions_notify_on_postgres_only(db: Database, database_kind: str) -> None:
     assert db.reads_wait == db.notifies == (database_kind == POSTGRES)
 
 

@@ -28,13 +28,15 @@ from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.curves import Curves
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.history import Curves, KeptSamples, RecentSteps
+from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
+from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
 from tinsmith.store.sampling_sessions import SamplingSessions

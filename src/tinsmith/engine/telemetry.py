@@ -33,30 +33,23 @@ from tinsmith.db.statements import Effect
 from tinsmith.engine.scheduler import PASS_KINDS, Step
 from tinsmith.losses import LOSSES, floats, token_weight
 from tinsmith.samplers import CacheUse
+from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, SERVER, Curves, thin_points
 from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
-from tinsmith.store.history import (
-    KEPT_POINTS,
-    KEPT_STEPS,
+from tinsmith.store.kept_samples import (
     MAX_IMAGES_BYTES,
-    MAX_NAMES,
-    MAX_POINTS,
     MAX_PROMPT_TOKENS,
     MAX_SEQUENCE_TOKENS,
     MAX_SEQUENCES,
-    SERVER,
-    Curves,
     KeptImage,
     KeptSample,
     KeptSamples,
     KeptSequence,
-    RecentStep,
-    RecentSteps,
     SampleContent,
     TrainedAnswer,
     keep_sample,
     new_sample,
-    thin_points,
 )
+from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.telemetry import metrics
 from tinsmith.telemetry.tracing import Tracing

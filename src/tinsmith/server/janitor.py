@@ -32,7 +32,7 @@ from tinsmith.runtime.background import Backoff
 from tinsmith.runtime.clocks import WatchedClock
 from tinsmith.storage.directories import Directories
 from tinsmith.store import usage
-from tinsmith.store.history import RETENTION_S
+from tinsmith.store.kept_samples import RETENTION_S
 from tinsmith.store.models import unload_request
 
 TryLock = Callable[[], AbstractContextManager[bool]]

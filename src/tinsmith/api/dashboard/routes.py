@@ -29,8 +29,9 @@ from tinsmith.api.queries import Limit, Order, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import NotFoundError
-from tinsmith.store.history import Outline, Point, RecentStep
+from tinsmith.store.curves import Outline, Point
 from tinsmith.store.overview import SORTS, Row
+from tinsmith.store.recent_steps import RecentStep
 from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {

@@ -22,7 +22,7 @@ from tinsmith.api.queries import Order, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import NotFoundError, NotSupportedError
-from tinsmith.store.history import AnswerNotes, KeptSample, KeptSequence, SampleContent
+from tinsmith.store.kept_samples import AnswerNotes, KeptSample, KeptSequence, SampleContent
 from tinsmith.wire.fields import ClosedBody, Number, OneOf, Text, iso
 
 PREVIEW_TOKENS = 24
