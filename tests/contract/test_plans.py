@@ -43,7 +43,7 @@ from tinsmith.db.schema import KEYS, METADATA
 from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.server.janitor import Janitor
 from tinsmith.storage.directories import Directories
-from tinsmith.store.overview import DatabaseCounts
+from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.wire.bodies import PROTO_TYPE
 
 SMALL = {"engines", "tenants", "keys", "batch_worker"}

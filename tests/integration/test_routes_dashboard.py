@@ -21,9 +21,9 @@ from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.schema import BATCH_JOBS, FUTURES, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.store.curves import Curves
+from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.kept_samples import KeptSequence, SampleContent, TrainedAnswer, keep_sample, new_sample
-from tinsmith.store.overview import DatabaseCounts
 from tinsmith.store.recent_steps import RecentStep
 from tinsmith.types import tokens_digest
 

@@ -481,6 +481,10 @@ BATCH_JOBS = sa.Table(
     sqlite_autoincrement=True,
 )
 
+ACTIVE_JOB = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
+TERMINAL_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
+"""All statuses of a bulk job."""
+
 BATCH_STATES = sa.Table(
     "batch_state",
     METADATA,

@@ -76,12 +76,13 @@ from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.curves import Curves
 from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
-from tinsmith.store.overview import DatabaseCounts, Overview
+from tinsmith.store.overview import Overview
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses

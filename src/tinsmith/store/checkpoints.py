@@ -26,8 +26,8 @@ from tinsmith.store.models import NewModel, ids_of_project, lora_columns
 from tinsmith.types import LoraSpec
 
 KINDS = ("weights", "sampler_weights", "external_weights")
-_SCAN_ROWS = 500
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SCAN_ROWS = 500  # of a search with filters outside SQL
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Checkpoints:
 
     def of_run(self, tenant_id: str, training_run_id: str) -> list[Checkpoint]:
         condition = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
-        return [Checkpoint(**row._mapping) for row in self._db.rows(_newest_first(condition))]
+        return self._list(_newest_first(condition))
 
     def page(
         self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
@@ -152,7 +152,7 @@ class Checkpoints:
         """A page of the tenant's checkpoints (of one project), newest first, and their total."""
         of_tenant = CHECKPOINTS.c.tenant_id == tenant_id
         if project_id is not None:
-            of_tenant = of_tenant & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
+            of_tenant &= CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
         rows, total = self._db.page(_newest_first(of_tenant), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
 
@@ -177,15 +177,18 @@ class Checkpoints:
         created_at, directory = CHECKPOINTS.c.created_at, CHECKPOINTS.c.directory
         condition = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.kind.in_(search.kinds)
         if search.base_models is not None:
-            condition = condition & CHECKPOINTS.c.base_model.in_(search.base_models)
+            condition &= CHECKPOINTS.c.base_model.in_(search.base_models)
         if search.project_ids is not None:
             of_projects = [
                 CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id)) for project_id in search.project_ids
             ]
-            condition = condition & sa.or_(sa.false(), *of_projects)
+            condition &= sa.or_(sa.false(), *of_projects)
         if after is not None:
-            condition = condition & ((created_at < after[0]) | ((created_at == after[0]) & (directory < after[1])))
+            condition &= (created_at < after[0]) | ((created_at == after[0]) & (directory < after[1]))
         query = _newest_first(condition).order_by(directory.desc()).limit(_SCAN_ROWS)
+        return self._list(query)
+
+    def _list(self, query: sa.Select) -> list[Checkpoint]:
         return [Checkpoint(**row._mapping) for row in self._db.rows(query)]
 
     def creation_time(self, tenant_id: str, directory: str) -> float | None:
@@ -234,7 +237,7 @@ class Checkpoints:
         self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
-        self._check_own(tenant_id, ref)
+        self._refuse_other_tenant(tenant_id, ref)
         expires_at = None if ttl_s is None else now() + ttl_s
         with self._db.write() as connection:
             connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
@@ -244,16 +247,16 @@ class Checkpoints:
         """Publish or unpublish; returns whether the state changed. A repetition is not an error, since the SDK would
         retry a 409 for minutes.
         """
-        self._check_own(tenant_id, ref)
-        other = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
+        self._refuse_other_tenant(tenant_id, ref)
+        is_changed = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
         with self._db.write() as connection:
-            if connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount != 1:
+            if connection.execute(CHECKPOINTS.update().where(is_changed).values(public=public)).rowcount != 1:
                 return False
             event = "checkpoint_published" if public else "checkpoint_unpublished"
             connection.execute(_audit_entry(tenant_id, event, ref))
         return True
 
-    def _check_own(self, tenant_id: str, ref: CheckpointRef) -> None:
+    def _refuse_other_tenant(self, tenant_id: str, ref: CheckpointRef) -> None:
         if self.get(tenant_id, ref).tenant_id != tenant_id:
             raise NotFoundError(f"checkpoint {ref.path!r} belongs to another tenant")
 
@@ -287,7 +290,7 @@ class Checkpoints:
         """Delete expired checkpoints, and return them."""
         expired = CHECKPOINTS.c.expires_at < now()
         swept = []
-        for checkpoint in [Checkpoint(**row._mapping) for row in self._db.rows(sa.select(CHECKPOINTS).where(expired))]:
+        for checkpoint in self._list(sa.select(CHECKPOINTS).where(expired)):
             with self._db.write() as connection:
                 # The condition is repeated, because the checkpoint may have been overwritten.
                 if not connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired)).rowcount:

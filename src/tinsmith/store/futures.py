@@ -35,55 +35,17 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.telemetry.tracing import CURRENT
 from tinsmith.types import Pending
 
-_DELETE_BATCH = 500
-
-
-@dataclass(frozen=True, slots=True)
-class FutureUsage:
-    """The token counts of a settled future."""
-
-    request_id: str
-    tenant_id: str
-    session_id: str
-    base_model: str
-    kind: str
-    state: str
-    num_tokens: int
-    prefill_tokens: int | None
-    cached_tokens: int | None
-    sampled_tokens: int | None
-    settled_at: float | None
-
-
-_USAGE_COLUMNS = [FUTURES.c[name] for name in FutureUsage.__dataclass_fields__]
-
-
-_CANCEL = ":cancel"
-# The engine or sampler of a sample or its run (`cluster.ownership`).
-_WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
-    MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
-)
-_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
-
-
-def cancel_target(request_id: str) -> str:
-    """The target of a cancellation: a sample, or a sampling session for all of its samples."""
-    return request_id.rpartition(_CANCEL)[0]
-
-
-def deletion(request_id: str) -> sa.Executable:
-    """A statement for the transaction that settles a request without keeping its row."""
-    return FUTURES.delete().where(FUTURES.c.request_id == request_id)
-
-
-# The kinds that change a model's state or versions; their bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
+"""The kinds that change a model's state or versions; their bodies are kept until two snapshots cover them."""
+
+RENUMBERED_FIELDS = {"save_weights_for_sampler": "sampling_session_seq_id"}
+"""Kind of request -> the field that the SDK numbers anew each time it sends the same request again. The first number
+counts, since the result names the sampling session.
+"""
+
 UNBOUNDED = 2**62
-_COPIED_COLUMNS = (
-    *("request_id", "tenant_id", "session_id", "base_model", "kind", "model_id", "sampling_session_id", "seq_id"),
-    *("num_tokens", "executor"),
-)
-"""The columns with the values of a NewFuture's fields."""
+_CANCEL = ":cancel"
+_DELETE_BATCH = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +118,32 @@ class Settlement:
     work_times: WorkTimes | None = None
 
 
-# Statements of every request, built once: building and hashing them takes longer than their execution by SQLite.
+@dataclass(frozen=True, slots=True)
+class FutureUsage:
+    """The token counts of a settled future."""
+
+    request_id: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    state: str
+    num_tokens: int
+    prefill_tokens: int | None
+    cached_tokens: int | None
+    sampled_tokens: int | None
+    settled_at: float | None
+
+
+# Statements of every request are built once: building and hashing them takes longer than their execution by SQLite.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+_COPIED_COLUMNS = (
+    *("request_id", "tenant_id", "session_id", "base_model", "kind", "model_id", "sampling_session_id", "seq_id"),
+    *("num_tokens", "executor"),
+)
+"""The columns with the values of a NewFuture's fields."""
+
+# Submission.
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
 _ADD_BODY = Statement(BODIES.insert())
 _ADD_RESULT = Statement(RESULTS.insert())
@@ -166,6 +152,8 @@ _STORED = Statement(
     .select_from(FUTURES.outerjoin(BODIES, BODIES.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"))
 )
+
+# Outcomes.
 _OUTCOME = Statement(
     sa.select(
         FUTURES.c.state,
@@ -178,15 +166,29 @@ _OUTCOME = Statement(
     .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
+_FILTER_SETTLED = sa.select(FUTURES.c.request_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
+)
+
+# The order in which the samples of a sampling session are settled.
+_EARLIER = FUTURES.alias("earlier")
+_LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
+_NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
+_ORDER_OF = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
+)
+# In a fixed order, so that transactions cannot deadlock.
+_LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
+_LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
+
+# Settlement.
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _BODY = Statement(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
 _FREE = Statement(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(WorkTimes.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
-_NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
-_EARLIER = FUTURES.alias("earlier")
-_LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
-_NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
 _SETTLE = Statement(
     FUTURES.update()
     .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
@@ -197,86 +199,20 @@ _SETTLE = Statement(
         )
     )
 )
-_ORDER_OF = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == sa.bindparam("sampling_session_id"))
-_SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
-    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
-)
-# In a fixed order, so that transactions cannot deadlock.
-_LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
-_LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
-_LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
-_FILTER_SETTLED = sa.select(FUTURES.c.request_id).where(
-    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
-)
 _ADVANCE = Statement(
     MODELS.update()
     .where(MODELS.c.model_id == sa.bindparam("advanced_id"), MODELS.c.applied_seq_id < sa.bindparam("to_seq_id"))
     .values(applied_seq_id=sa.bindparam("to_seq_id"), last_request_at=sa.bindparam("at"))
 )
 
+# Cancellation: the engine or sampler of a sample or its run (`cluster.ownership`).
+_WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
+    MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
+)
+_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
 
-def _text(error: TinsmithError) -> str:
-    """The error's text without characters that databases refuse: Postgres takes no NUL, UTF-8 no lone surrogates."""
-    return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()
-
-
-def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
-    created_at = now()
-    return {
-        **{name: getattr(new, name) for name in _COPIED_COLUMNS},
-        "state": state,
-        "body_bytes": len(new.body) if state == "pending" else 0,
-        "error": _text(refusal) if refusal else None,
-        "category": refusal.category if refusal else None,
-        "result_type": "json" if state == "done" else None,
-        "created_at": created_at,
-        "settled_at": None if state == "pending" else created_at,
-        "settle_order": None,
-        "traceparent": CURRENT.get(),
-    }
-
-
-RENUMBERED_FIELDS = {"save_weights_for_sampler": "sampling_session_seq_id"}
-"""Kind of request -> the field that the SDK numbers anew each time it sends the same request again. The first number
-counts, since the result names the sampling session.
-"""
-
-
-def _same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
-    """Whether the body is the stored one, of which only the length is known once it is freed."""
-    field = RENUMBERED_FIELDS.get(new.kind)
-    fields = orjson.loads(new.body) if field else {}
-    if field not in fields:
-        return body_bytes == len(new.body) and stored in (None, new.body)
-    return stored is None or {**orjson.loads(stored), field: None} == {**fields, field: None}
-
-
-def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
-    """Raise SeqIdTakenError unless `new`, which could not be added, equals the request stored under its request_id.
-
-    The length of a body is always compared, its bytes until it is freed. Requests without a seq_id are not compared,
-    because their request_id names their effect.
-    """
-    stored = _STORED.first(connection, {"request_id": new.request_id})
-    owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
-    if stored is None:
-        raise SeqIdTakenError(
-            f"seq_id {new.seq_id} of {owner} belongs to another request, which was sent without a seq_id and took the "
-            "next number; send all requests of a model with a seq_id, or all without"
-        )
-    kind, body_bytes, packed = stored
-    if new.seq_id is None:
-        return
-    is_same = kind == new.kind
-    if is_same and compare_bodies and body_bytes:
-        is_same = _same_body(
-            new, body_bytes, None if packed is None else zstandard.ZstdDecompressor().decompress(packed)
-        )
-    if not is_same:
-        raise SeqIdTakenError(
-            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only an identical "
-            "request may be sent again under its seq_id, so use the next number"
-        )
+# Retention.
+_USAGE_COLUMNS = [FUTURES.c[name] for name in FutureUsage.__dataclass_fields__]
 
 
 class Futures:
@@ -315,7 +251,7 @@ class Futures:
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if self._add.count(connection, row) == 0:
-                _check_same(connection, new, compare_bodies=refusal is None)
+                _refuse_other_request(connection, new, compare_bodies=refusal is None)
                 return new.request_id
             if packed is not None:
                 _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
@@ -478,27 +414,10 @@ class Futures:
             request_ids = [settlement.request_id for settlement in settlements]
             self._db.lock_rows(connection, _LOCK_SESSIONS, {"request_ids": request_ids})
             for settlement in settlements:
-                error = settlement.error
-                changed = _SETTLE.count(
-                    connection,
-                    {
-                        "settled_id": settlement.request_id,
-                        "state": "failed" if error else "done",
-                        "error": _text(error) if error else None,
-                        "category": error.category if error else None,
-                        "result_type": None if error else settlement.result_type,
-                        "settled_at": settled_at,
-                        **({name: getattr(settlement.cost, name) for name in _COST} if settlement.cost else _NO_COST),
-                        **(
-                            {name: getattr(settlement.work_times, name) for name in _WORK}
-                            if settlement.work_times
-                            else _NO_WORK
-                        ),
-                    },
-                )
+                changed = _SETTLE.count(connection, _settlement_values(settlement, settled_at))
                 if changed != 1:
                     continue  # settled by an earlier engine
-                if settlement.body is not None and error is None:
+                if settlement.body is not None and settlement.error is None:
                     _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     execute(connection, effect)
@@ -522,3 +441,85 @@ class Futures:
 
     def settlement_time(self, request_id: str) -> float | None:
         return self._db.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
+
+
+def cancel_target(request_id: str) -> str:
+    """The target of a cancellation: a sample, or a sampling session for all of its samples."""
+    return request_id.rpartition(_CANCEL)[0]
+
+
+def deletion(request_id: str) -> sa.Executable:
+    """A statement for the transaction that settles a request without keeping its row."""
+    return FUTURES.delete().where(FUTURES.c.request_id == request_id)
+
+
+def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
+    created_at = now()
+    return {
+        **{name: getattr(new, name) for name in _COPIED_COLUMNS},
+        "state": state,
+        "body_bytes": len(new.body) if state == "pending" else 0,
+        "error": _storable_text(refusal) if refusal else None,
+        "category": refusal.category if refusal else None,
+        "result_type": "json" if state == "done" else None,
+        "created_at": created_at,
+        "settled_at": None if state == "pending" else created_at,
+        "settle_order": None,
+        "traceparent": CURRENT.get(),
+    }
+
+
+def _refuse_other_request(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
+    """Raise SeqIdTakenError unless `new`, which could not be added, equals the request stored under its request_id.
+
+    The length of a body is always compared, its bytes until it is freed. Requests without a seq_id are not compared,
+    because their request_id names their effect.
+    """
+    stored = _STORED.first(connection, {"request_id": new.request_id})
+    owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
+    if stored is None:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request, which was sent without a seq_id and took the "
+            "next number; send all requests of a model with a seq_id, or all without"
+        )
+    kind, body_bytes, packed = stored
+    if new.seq_id is None:
+        return
+    is_same = kind == new.kind
+    if is_same and compare_bodies and body_bytes:
+        body = None if packed is None else zstandard.ZstdDecompressor().decompress(packed)
+        is_same = _is_same_body(new, body_bytes, body)
+    if not is_same:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only an identical "
+            "request may be sent again under its seq_id, so use the next number"
+        )
+
+
+def _is_same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool:
+    """Whether the body is the stored one, of which only the length is known once it is freed."""
+    field = RENUMBERED_FIELDS.get(new.kind)
+    fields = orjson.loads(new.body) if field else {}
+    if field not in fields:
+        return body_bytes == len(new.body) and stored in (None, new.body)
+    return stored is None or {**orjson.loads(stored), field: None} == {**fields, field: None}
+
+
+def _settlement_values(settlement: Settlement, settled_at: float) -> dict[str, object]:
+    """The parameters of `_SETTLE`."""
+    error, cost, times = settlement.error, settlement.cost, settlement.work_times
+    return {
+        "settled_id": settlement.request_id,
+        "state": "failed" if error else "done",
+        "error": _storable_text(error) if error else None,
+        "category": error.category if error else None,
+        "result_type": None if error else settlement.result_type,
+        "settled_at": settled_at,
+        **{name: getattr(cost, name, None) for name in _COST},
+        **{name: getattr(times, name, None) for name in _WORK},
+    }
+
+
+def _storable_text(error: TinsmithError) -> str:
+    """The error's text without characters that databases refuse: Postgres takes no NUL, UTF-8 no lone surrogates."""
+    return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()

@@ -1,21 +1,18 @@
-"""Summaries over several tables: a tenant's overview for the dashboard, and counts for Prometheus.
+"""A tenant's overview for the dashboard: its runs, its queue, the engines, and its counts.
 
-The overview's queries are limited to one tenant and use indexes; its queue lengths are for display only. The counts
-cover all tenants. Each scrape reads them through indexes over unfinished work, so that their cost does not grow with
-history. The resident memory of this server's engines comes from the operating system.
+All queries are limited to one tenant and use indexes, except for the engines and for the intervals in which others were
+sampled. Queue lengths are for display only.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import Database
 from tinsmith.db.schema import (
     AUDIT,
     BATCH_JOBS,
@@ -26,81 +23,14 @@ from tinsmith.db.schema import (
     RAN_SAMPLE,
     RESPONSES,
     SESSIONS,
+    TERMINAL_JOB,
     UPLOADS,
 )
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.files import EXTERNAL_UPLOAD
 from tinsmith.store.models import LOADED
-from tinsmith.telemetry.metrics import RowCount
-
-ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
-UNFINISHED_JOB = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
-ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
-"""Not finished and not expired. A finished session stays open for its last requests, but is not active."""
-
-
-class DatabaseCounts:
-    def __init__(self, db: Database, holder: str) -> None:
-        self._db = db
-        self._holder = holder
-
-    def counts(self) -> Iterator[RowCount]:
-        with self._db.read() as connection:
-            yield from self._queues(connection)
-            yield from self._engines(connection)
-            yield from _models(connection)
-            opened = sa.select(sa.func.count()).select_from(SESSIONS).where(ACTIVE_SESSION)
-            yield RowCount("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
-            jobs = BATCH_JOBS.c.status
-            for status, count in connection.execute(
-                sa.select(jobs, sa.func.count()).where(jobs.in_(UNFINISHED_JOB)).group_by(jobs)
-            ):
-                yield RowCount("tinsmith_batch_jobs", (status,), float(count))
-
-    def _queues(self, connection: sa.Connection) -> Iterator[RowCount]:
-        # For the index of the engines' queues, since most requests are settled.
-        query = (
-            sa.select(FUTURES.c.base_model, FUTURES.c.kind, sa.func.count(), sa.func.min(FUTURES.c.created_at))
-            .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), FUTURES.c.state == "pending")
-            .group_by(FUTURES.c.base_model, FUTURES.c.kind)
-        )
-        now_s = now()
-        for base_model, kind, count, oldest in connection.execute(query):
-            yield RowCount("tinsmith_queue_requests", (base_model, kind), float(count))
-            yield RowCount("tinsmith_queue_oldest_seconds", (base_model, kind), max(0.0, now_s - oldest))
-
-    def _engines(self, connection: sa.Connection) -> Iterator[RowCount]:
-        alive = (ENGINES.c.lease_expires_at > self._db.clock()).label("alive")
-        columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.holder, ENGINES.c.pid, alive)
-        for row in connection.execute(sa.select(*columns)):
-            ready = row.state == "ready" and bool(row.alive)
-            yield RowCount("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
-            if row.alive and row.holder == self._holder and (size := resident_bytes(row.pid)):
-                yield RowCount("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
-
-
-def _models(connection: sa.Connection) -> Iterator[RowCount]:
-    lag = sa.func.max(MODELS.c.applied_seq_id - sa.func.coalesce(MODELS.c.snapshot_seq_id, 0))
-    query = (
-        sa.select(MODELS.c.base_model, MODELS.c.state, sa.func.count(), lag)
-        .where(MODELS.c.state.in_(LOADED))
-        .group_by(MODELS.c.base_model, MODELS.c.state)
-    )
-    for base_model, state, count, max_lag in connection.execute(query):
-        yield RowCount("tinsmith_models", (base_model, state), float(count))
-        if state == "ready":
-            yield RowCount("tinsmith_snapshot_lag_operations", (base_model,), float(max_lag))
-
-
-def resident_bytes(pid: int) -> int:
-    """The resident memory of a process; 0 where the system does not report it."""
-    try:
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
-    except (OSError, IndexError):
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
+from tinsmith.store.sessions import IS_ACTIVE
 
 Row = dict[str, Any]
 """A row of a summary; its keys are those of the dashboard's JSON."""
@@ -113,10 +43,15 @@ _RUN_COLUMNS = [
 ]
 _LANE = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
 _RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+_RUN_NAMES = (
+    *(MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT),
+    sa.cast(MODELS.c.user_metadata, sa.Text),
+)
+"""The columns in which a run is searched."""
+
 SORTS: Mapping[str, sa.ColumnElement[object]] = {
     name: MODELS.c[name] for name in ("created_at", "last_request_at", "base_model", "lora_rank", "state", "model_id")
 }
-
 
 MAX_LOADS = 10_000
 """The newest loads of a tenant from which a lineage is computed."""
@@ -144,23 +79,7 @@ class Overview:
         self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
     ) -> tuple[list[Row], int]:
         """A page of the tenant's runs and their total; each word of `search` must be part of one of the run's names."""
-        condition = MODELS.c.tenant_id == tenant_id
-        metadata = sa.cast(MODELS.c.user_metadata, sa.Text)
-        searched_columns = (
-            MODELS.c.model_id,
-            MODELS.c.base_model,
-            MODELS.c.state,
-            SESSIONS.c.display_name,
-            _PROJECT,
-            metadata,
-        )
-        for word in search.lower().split():
-            condition &= sa.or_(
-                *(
-                    sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True)
-                    for name in searched_columns
-                )
-            )
+        condition = sa.and_(MODELS.c.tenant_id == tenant_id, *(_contains(word) for word in search.lower().split()))
         key, tie_breaker = SORTS[sort], MODELS.c.model_id
         order = (key.desc(), tie_breaker.desc()) if descending else (key.asc(), tie_breaker.asc())
         query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(condition).order_by(*order)
@@ -168,21 +87,20 @@ class Overview:
         return [_row_dict(row) for row in rows], total
 
     def run(self, tenant_id: str, model_id: str) -> Row:
-        of_run = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
-        row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(of_run))
+        row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(_is_run(tenant_id, model_id)))
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         return _row_dict(row)
 
     def describe(self, tenant_id: str, model_id: str, changes: Mapping[str, str]) -> None:
         """Change entries of a run's user_metadata; an empty value removes one. Raises NotFoundError."""
-        of_run = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+        is_run = _is_run(tenant_id, model_id)
         with self._db.write() as connection:
-            row = connection.execute(sa.select(MODELS.c.user_metadata).where(of_run).with_for_update()).first()
+            row = connection.execute(sa.select(MODELS.c.user_metadata).where(is_run).with_for_update()).first()
             if row is None:
                 raise NotFoundError(f"model_id {model_id!r} is unknown")
             metadata = {name: value for name, value in {**(row[0] or {}), **changes}.items() if value != ""}
-            connection.execute(MODELS.update().where(of_run).values(user_metadata=metadata))
+            connection.execute(MODELS.update().where(is_run).values(user_metadata=metadata))
 
     def lineage(self, tenant_id: str, model_id: str, limit: int) -> list[CheckpointLoad]:
         """The loads among a run's ancestors, then among its descendants, each nearest first; at most `limit`.
@@ -197,16 +115,7 @@ class Overview:
         )
         rows = self._db.rows(query)
         loads = [CheckpointLoad(row.details["tinker_path"], row.details["model_id"], row.created_at) for row in rows]
-        loads = list({(load.path, load.model_id): load for load in loads}.values())
-        links: dict[tuple[str, str], CheckpointLoad] = {}
-        for near, far in (("model_id", "parent"), ("parent", "model_id")):
-            level, visited = {model_id}, {model_id}
-            while level:
-                step = [load for load in loads if getattr(load, near) in level]
-                links |= {(load.path, load.model_id): load for load in step}
-                level = {getattr(load, far) for load in step} - visited
-                visited |= level
-        return list(links.values())[:limit]
+        return _trace_lineage(loads, model_id)[:limit]
 
     def list_waiting(self, tenant_id: str) -> list[Row]:
         """The tenant's unfinished requests by base model, kind and lane (model or sampling session), oldest first."""
@@ -234,14 +143,8 @@ class Overview:
         of_others = (FUTURES.c.tenant_id != tenant_id) & (FUTURES.c.settled_at >= since)
         times = (FUTURES.c.started_at, sa.func.coalesce(FUTURES.c.ran_at, FUTURES.c.settled_at))
         query = sa.select(*times).where(of_others, sa.text(RAN_SAMPLE))
-        rows = sorted(tuple(row) for row in self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(limit)))
-        merged: list[tuple[float, float]] = []
-        for start, end in rows:
-            if merged and start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((start, end))
-        return merged
+        rows = self._db.rows(query.order_by(FUTURES.c.settled_at.desc()).limit(limit))
+        return _merge_intervals((start, end) for start, end in rows)
 
     def count_sampled_tokens(self, tenant_id: str, since: float) -> int:
         """The sampled tokens of the tenant's samples settled since `since`."""
@@ -275,7 +178,7 @@ class Overview:
             "runs": _count(MODELS, MODELS.c.tenant_id == tenant_id),
             "loaded_runs": _count(MODELS, (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)),
             "sessions": _count(SESSIONS, sessions),
-            "active_sessions": _count(SESSIONS, sessions & ACTIVE_SESSION),
+            "active_sessions": _count(SESSIONS, sessions & IS_ACTIVE),
             "checkpoints": _count(CHECKPOINTS, stored),
             "checkpoint_bytes": _sum(CHECKPOINTS.c.size_bytes, stored),
             "upload_bytes": _sum(UPLOADS.c.size_bytes, uploads & (UPLOADS.c.purpose == EXTERNAL_UPLOAD)),
@@ -284,10 +187,44 @@ class Overview:
             "file_bytes": _sum(UPLOADS.c.size_bytes, uploads & (UPLOADS.c.purpose != EXTERNAL_UPLOAD)),
             "response_bytes": _sum(RESPONSES.c.size_bytes, RESPONSES.c.tenant_id == tenant_id),
             "jobs": _count(BATCH_JOBS, jobs),
-            "unfinished_jobs": _count(BATCH_JOBS, jobs & BATCH_JOBS.c.status.not_in(ENDED_JOB)),
+            "unfinished_jobs": _count(BATCH_JOBS, jobs & BATCH_JOBS.c.status.not_in(TERMINAL_JOB)),
         }
         with self._db.read() as connection:
             return {name: int(connection.scalar(query) or 0) for name, query in queries.items()}
+
+
+def _is_run(tenant_id: str, model_id: str) -> sa.ColumnElement[bool]:
+    return (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+
+
+def _contains(word: str) -> sa.ColumnElement[bool]:
+    """The condition that a word is part of one of a run's names."""
+    return sa.or_(*(sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True) for name in _RUN_NAMES))
+
+
+def _trace_lineage(loads: Sequence[CheckpointLoad], model_id: str) -> list[CheckpointLoad]:
+    """The loads among a run's ancestors, then among its descendants, each nearest first."""
+    distinct_loads = list({(load.path, load.model_id): load for load in loads}.values())
+    links: dict[tuple[str, str], CheckpointLoad] = {}
+    for near, far in (("model_id", "parent"), ("parent", "model_id")):
+        level, visited = {model_id}, {model_id}
+        while level:
+            step = [load for load in distinct_loads if getattr(load, near) in level]
+            links |= {(load.path, load.model_id): load for load in step}
+            level = {getattr(load, far) for load in step} - visited
+            visited |= level
+    return list(links.values())
+
+
+def _merge_intervals(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals, in order and without overlaps."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
 
 
 def _count(table: sa.Table, condition: sa.ColumnElement[bool]) -> sa.Select:

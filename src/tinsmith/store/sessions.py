@@ -30,6 +30,9 @@ _DELETE_BATCH = 100
 POLL_HEARTBEAT_S = 15.0
 """Interval at which a poll counts as a heartbeat; longer than that of the SDK's heartbeats, 10 s."""
 
+IS_ACTIVE = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
+"""Not finished and not expired. A finished session stays open for its last requests, but is not active."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSession:

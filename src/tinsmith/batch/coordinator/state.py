@@ -43,17 +43,17 @@ from tinsmith.batch.types import (
     staging_of,
 )
 from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ACTIVE_JOB as ACTIVE
 from tinsmith.db.schema import BATCH_JOBS as JOBS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
 from tinsmith.db.schema import BATCH_ROW_ERRORS as ROW_ERRORS
 from tinsmith.db.schema import BATCH_STATES as STATES
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
+from tinsmith.db.schema import TERMINAL_JOB as TERMINAL
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import SERVER, job_line
 from tinsmith.errors import NotFoundError, UserError
 
-ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
-TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 MAX_INFRA_RETRIES = 20
 """How often a batch is tried again after the loss of its worker, before it fails."""
 PAGE = 10_000
