@@ -19,7 +19,8 @@ from httpx import Response
 from safetensors.numpy import save
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
-from tinsmith.api.routes import external_uploads, links
+from tinsmith.api import links
+from tinsmith.api.routes import external_uploads
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.db.schema import UPLOADS
 
