@@ -19,7 +19,7 @@ VERSIONED := $(addprefix tests/unit/test_,families.py start_check.py wrappers.py
 	$(addprefix tests/e2e/test_,journeys.py sampling_live.py numerics_live.py)
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
-	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
+	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy mutants \
 	format bench bench-quick bench-gpu release clean
 
 demo: $(STAMP)
@@ -126,6 +126,11 @@ lint-deploy:
 # Every property, with twenty times the examples, and others in each run.
 test-fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-20} $(PYTEST) --timeout 7200 -m hypothesis
+
+# Small changes of ten modules, each of which a test should notice: docs/mutants.md. MUTANTS is how many of each module
+# (or all), MUTANTS_SEED which, MODULES which modules.
+mutants: $(STAMP)
+	$(ISOLATED) $(BIN)/python scripts/mutants --mutants $${MUTANTS:-40} --seed $${MUTANTS_SEED:-1} $(MODULES)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

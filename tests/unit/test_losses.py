@@ -67,7 +67,7 @@ def test_each_formula_and_its_derivative_equal_a_float64_loop(loss_fn: str, seed
         CLIP_HIGH: rng.uniform(1.0, 3.0, n).astype(F32),
         "sequence_ratio_mask": (rng.random(n) < 0.7).astype(F32),
     }
-    config = {"beta": 0.3, "kl_coeff": 0.7}
+    config = {"beta": 0.3, "kl_coeff": 0.7, DUAL_CLIP: float(rng.choice([0.0, 1.3]))}
     expected = loss(loss_fn, lp, inputs, config)
     expected.backward()
     x32 = {name: torch.from_numpy(array) for name, array in inputs.items()}

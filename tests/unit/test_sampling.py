@@ -20,12 +20,14 @@ def _draws(
     top_k: int = -1,
     top_p: float = 1.0,
     uniforms: np.ndarray | None = None,
+    min_p: float | None = None,
 ) -> DrawParams:
     return DrawParams(
         temperature_B=np.full(num, temperature, np.float32),
         top_k_B=np.full(num, top_k),
         top_p_B=np.full(num, top_p),
         uniform_B=np.random.default_rng(0).random(num) if uniforms is None else uniforms,
+        min_p_B=None if min_p is None else np.full(num, min_p),
     )
 
 
@@ -62,7 +64,7 @@ def _truncate(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
 
 
 def test_the_logprob_is_that_of_the_full_vocabulary_at_the_sampling_temperature():
-    for temperature in (0.3, 1.0, 2.5):
+    for temperature in (0.3, 1.0, 2.0, 2.5):
         logits = _logits(32, 500)
         full_logprobs = _log_softmax(logits, temperature)
         chosen = choose(logits, _draws(32, temperature=temperature, top_k=5, top_p=0.8))
@@ -144,7 +146,8 @@ def test_tokens_come_as_often_as_their_probability_says(num_vocab: int, temperat
 
 @pytest.mark.parametrize("num_vocab", [50, 400])
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), [(1, 1.0), (5, 1.0), (200, 1.0), (-1, 0.5), (-1, 0.999), (10, 0.7), (200, 0.9), (-1, 1e-6)]
+    ("top_k", "top_p"),
+    [(1, 1.0), (5, 1.0), (200, 1.0), (-1, 0.5), (-1, 0.999), (0, 0.999), (10, 0.7), (200, 0.9), (-1, 1e-6)],
 )
 def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_k: int, top_p: float):
     for scale in (0.1, 3.0):
@@ -153,6 +156,45 @@ def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_
         frequencies = _frequencies(logits, 4_000, top_k=top_k, top_p=top_p)
         np.testing.assert_allclose(frequencies, expected, atol=1.01 / 4_000)
         assert not frequencies[expected == 0].any()
+
+
+@pytest.mark.parametrize("num_vocab", [50, 400])
+@pytest.mark.parametrize(("top_k", "top_p"), [(-1, 1.0), (4, 1.0), (-1, 0.8), (200, 0.999)])
+def test_min_p_keeps_the_tokens_that_have_this_share_of_the_largest_probability(
+    num_vocab: int, top_k: int, top_p: float
+):
+    for min_p, scale in ((0.3, 0.5), (0.02, 2.0)):
+        logits = _logits(1, num_vocab, scale=scale)[0]
+        probs = np.exp(_log_softmax(logits))
+        likely = np.where(probs >= min_p * probs.max(), probs, 0.0)
+        expected = _truncate(likely / likely.sum(), top_k, top_p)
+        frequencies = _frequencies(logits, 4_000, top_k=top_k, top_p=top_p, min_p=min_p)
+        np.testing.assert_allclose(frequencies, expected, atol=1.01 / 4_000)
+        assert not frequencies[expected == 0].any() and not likely.all()
+
+
+def test_a_min_p_of_one_keeps_all_of_the_likeliest_tokens():
+    logits = torch.zeros(100)
+    logits[7:] = -0.01
+    assert _frequencies(logits, 700, min_p=1.0)[:7].tolist() == [1 / 7] * 7
+
+
+def test_min_p_changes_neither_a_greedy_row_nor_a_logprob():
+    logits = _logits(16, 300)
+    chosen = choose(logits.clone(), _draws(16, temperature=0.0, min_p=0.5))
+    assert torch.equal(chosen.token_ids_B, logits.argmax(-1))
+    drawn = choose(logits.clone(), _draws(16, min_p=0.2))
+    expected = _log_softmax(logits)[np.arange(16), drawn.token_ids_B.numpy()]
+    np.testing.assert_allclose(drawn.logprobs_B.numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_vocab", [50, 64, 300])
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.5}])
+def test_a_uniform_next_to_one_draws_a_token_that_has_weight(num_vocab: int, params: dict[str, float]):
+    ends = np.array([0.0, 1 - 2.0**-53, 1.0])
+    logits = torch.full((3, num_vocab), -torch.inf)
+    logits[:, 2:4] = 0.0
+    assert choose(logits, _draws(3, uniforms=ends, **params)).token_ids_B.tolist() == [2, 3, 3]
 
 
 def test_rows_that_are_sorted_whole_give_the_tokens_that_candidates_give():
@@ -196,7 +238,9 @@ def test_each_row_is_drawn_as_alone_beside_any_others():
         top_k_B=rng.choice([-1, 3, 200], 24),
         top_p_B=rng.choice([1.0, 0.6], 24),
         uniform_B=rng.random(24),
+        min_p_B=rng.choice([0.0, 0.3], 24),
     )
+    assert draws.min_p_B is not None
     together = choose(logits.clone(), draws)
     for row in range(24):
         row_slice = slice(row, row + 1)
@@ -207,6 +251,7 @@ def test_each_row_is_drawn_as_alone_beside_any_others():
                 draws.top_k_B[row_slice],
                 draws.top_p_B[row_slice],
                 draws.uniform_B[row_slice],
+                draws.min_p_B[row_slice],
             ),
         )
         assert single.token_ids_B[0] == together.token_ids_B[row]
