@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,27 @@ from hypothesis import strategies as st
 from support.float64_reference import loss
 from support.properties import examples
 from tinsmith.errors import UserError
-from tinsmith.losses import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, LOSSES, ROLLOUT_MAX, check_pass, dense, resolve_config
-from tinsmith.losses.formulas import Columns, sequence_log_ratios
-from tinsmith.types import Array, Datum, ModelShape, Pass, SparseRows
+from tinsmith.losses import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    DUAL_CLIP,
+    EXACT_INTEGER,
+    LOSS_ID,
+    LOSSES,
+    MAX_TARGETS_PER_DATUM,
+    ROLLOUT_LOGPROBS,
+    ROLLOUT_MAX,
+    check_pass,
+    cross_entropy_weights,
+    dense,
+    elementwise_cross_entropy,
+    loss_id_of,
+    resolve_config,
+    rollout_weights,
+    token_weight,
+)
+from tinsmith.losses.formulas import Columns, LossTerms, sequence_log_ratios
+from tinsmith.types import Array, CustomLoss, Datum, LossInput, ModelShape, Pass, SparseRows
 
 SHAPE = ModelShape("base", "/nowhere", vocab_size=50, max_context_length=8, arch="X")
 F32, I64 = np.float32, np.int64
@@ -81,6 +100,139 @@ def test_each_formula_and_its_derivative_equal_a_float64_loop(loss_fn: str, seed
     assert lp.grad is not None
     assert float(terms.loss_P.double().sum()) == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
     torch.testing.assert_close(terms.dloss_dlogprob_P.double(), lp.grad, rtol=1e-4, atol=1e-5)
+
+
+def terms_of(loss_fn: str, ratios: list[float], advantages: list[float], **config: float) -> LossTerms:
+    """The terms of tokens with these ratios, which are also their sequences', clipped to [0.5, 2]."""
+    log_ratio = torch.tensor(ratios, dtype=torch.float32).log()
+    old = torch.full_like(log_ratio, -1.0)
+    low, high = torch.full_like(log_ratio, 0.5), torch.full_like(log_ratio, 2.0)
+    x = Columns(old + log_ratio, old, torch.tensor(advantages), low, high, log_ratio)
+    return LOSSES[loss_fn].formula(x, config)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "advantages", "config", "clipped"),
+    [
+        ("ppo", [1.0, 1.0, 1.0, 1.0], {}, [0, 0, 0, 1]),
+        ("ppo", [-1.0, -1.0, -1.0, -1.0], {}, [1, 0, 0, 0]),
+        ("ppo", [-1.0, -1.0, -1.0, -1.0], {DUAL_CLIP: 1.25}, [1, 0, 1, 1]),
+        ("ppo", [1.0, 1.0, 1.0, 1.0], {DUAL_CLIP: 1.25}, [0, 0, 0, 1]),
+        ("gspo", [1.0, 1.0, -1.0, -1.0], {}, [0, 0, 0, 0]),
+        ("gspo", [-1.0, -1.0, 1.0, 1.0], {}, [1, 0, 0, 1]),
+        ("cispo", [1.0, -1.0, 1.0, -1.0], {}, [1, 0, 0, 1]),
+        ("importance_sampling", [1.0, -1.0, 1.0, -1.0], {}, [0, 0, 0, 0]),
+        ("dro", [1.0, -1.0, 1.0, -1.0], {"beta": 0.1}, [0, 0, 0, 0]),
+        ("stable_reinforce", [1.0, -1.0, 1.0, -1.0], {"kl_coeff": 0.1}, [0, 0, 0, 0]),
+    ],
+)
+def test_terms_have_the_ratio_and_whether_its_clip_ends_the_gradient(
+    loss_fn: str, advantages: list[float], config: dict[str, float], clipped: list[int]
+) -> None:
+    ratios = [0.25, 1.0, 1.5, 4.0]
+    terms = terms_of(loss_fn, ratios, advantages, **config)
+    torch.testing.assert_close(terms.ratio_P, torch.tensor(ratios))
+    assert terms.clipped_P.tolist() == clipped
+    if loss_fn != "cispo":  # whose clipped ratio still multiplies a gradient
+        assert [value == 0 for value in terms.dloss_dlogprob_P.tolist()] == [bool(value) for value in clipped]
+
+
+def test_cross_entropy_has_no_ratio_and_clips_nothing() -> None:
+    terms = terms_of("cross_entropy", [0.25, 4.0], [1.0, 2.0])
+    assert (terms.ratio_P.tolist(), terms.clipped_P.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+
+
+def test_a_sequences_ratio_is_the_mean_over_its_counted_tokens_and_zero_without_any() -> None:
+    logprob, old = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]), torch.tensor([-2.0, -4.0, -9.0, -1.0, -1.0])
+    counted = torch.tensor([True, True, False, False, False])
+    means = sequence_log_ratios(logprob, old, counted, torch.tensor([0, 0, 0, 1, 1]), 2)
+    assert means.tolist() == [1.5, 1.5, 1.5, 0.0, 0.0]
+
+
+def test_rollout_weights_are_ratios_of_the_two_policies_up_to_a_bound() -> None:
+    datum = policy(**{"logprobs": np.array([-1, -1, -1], F32), ROLLOUT_LOGPROBS: np.array([-1, 0, -3], F32)})
+    weights = rollout_weights(datum, {ROLLOUT_MAX: 2.0})
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(weights, [1.0, np.exp(-1.0), 2.0], rtol=1e-6)
+
+
+def test_targets_without_weights_have_the_weight_one() -> None:
+    datum = Datum(np.arange(2, dtype=np.int32), {"target_tokens": np.ones((2, 3), I64)})
+    assert cross_entropy_weights(datum).tolist() == [[1.0] * 3] * 2
+    assert cross_entropy_weights(plain(weights=(0, 2, 3))).tolist() == [0, 2, 3]
+
+
+def test_the_loss_of_a_pair_is_zero_without_weight_and_infinite_on_overflow() -> None:
+    weights, logprobs = np.array([0, 2, -1, 3e38], F32), np.array([-np.inf, -1.5, -2, -100], F32)
+    assert elementwise_cross_entropy(weights, logprobs).tolist() == [0.0, 3.0, -2.0, np.inf]
+
+
+def test_a_loss_per_token_counts_weights_advantages_or_nothing() -> None:
+    assert token_weight(pass_of(plain(weights=(0, 1.5, -1.5)), plain())) == 6
+    assert token_weight(pass_of(policy(advantages=np.array([0, -2, 1], F32)), policy(), loss_fn="ppo")) == 5
+    assert token_weight(pass_of(plain(), loss_fn="custom")) is None
+
+
+def test_a_custom_loss_is_named_by_its_id_alone() -> None:
+    assert loss_id_of(pass_of(plain(), config={"anything": 1.0})) is None
+    assert loss_id_of(pass_of(plain(), loss_fn="unknown")) is None
+    custom = pass_of(plain(), loss_fn="custom", config={LOSS_ID: "loss-1"})
+    assert loss_id_of(custom) == "loss-1" and resolve_config(custom) == {}
+    for config in ({}, {LOSS_ID: 1.0}, {LOSS_ID: "loss-1", "beta": 1.0}):
+        with pytest.raises(UserError, match="'custom' takes one text, 'loss_id'"):
+            loss_id_of(pass_of(plain(), loss_fn="custom", config=config))
+
+
+def check_custom(rank: int, **inputs: Array) -> None:
+    datum = plain()
+    loss = CustomLoss("mine", (LossInput("logprobs", 1), LossInput("extra", rank)), ())
+    request = pass_of(Datum(datum.tokens_N, {**datum.inputs, **inputs}), loss_fn="custom", config={LOSS_ID: "loss-1"})
+    check_pass(replace(request, custom_loss=loss), SHAPE)
+
+
+def test_a_custom_loss_gets_every_input_that_it_reads_with_its_rank() -> None:
+    check_custom(1, extra=np.ones(7, F32))
+    check_custom(2, extra=np.ones((2, 5), I64))
+    check_custom(0, extra=np.ones(1, F32))
+    check_custom(2, extra=sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))
+    refused: list[tuple[int, dict[str, Array], str]] = [
+        (1, {}, "['extra'] is missing; custom loss 'mine' reads it"),
+        (1, {"extra": np.ones((2, 5), F32)}, "['extra'] has rank 2; custom loss 'mine' declared 1"),
+        (0, {"extra": np.ones(2, F32)}, "['extra'] has rank 1; custom loss 'mine' declared 0"),
+        (1, {"extra": np.ones(1, bool)}, "['extra'] is 1 values of bool; it must be float32 or int64"),
+        (1, {"extra": np.zeros(MAX_TARGETS_PER_DATUM + 1, F32)}, f"at most {MAX_TARGETS_PER_DATUM}"),
+        (2, {"extra": sparse(2, 3, [0, 1, 2], [0, 3], [7, 9])}, "col_indices reach from 0 to 3"),
+    ]
+    for rank, inputs, message in refused:
+        with pytest.raises(UserError, match=re.escape(message)):
+            check_custom(rank, **inputs)
+
+
+def test_values_at_their_bounds_are_admitted() -> None:
+    last_token = SHAPE.vocab_size - 1
+    check_pass(pass_of(plain((0, last_token, 1), (0, last_token, 1))), SHAPE)
+    exact = np.array([EXACT_INTEGER, -EXACT_INTEGER, 0])
+    check_pass(pass_of(policy(advantages=exact), loss_fn="dro"), SHAPE)
+    for config in ({CLIP_LOW: 1.1, CLIP_HIGH: 1.1}, {CLIP_LOW: 0.0}, {DUAL_CLIP: 1.001}, {ROLLOUT_MAX: 0.001}):
+        check_pass(pass_of(policy(), loss_fn="ppo", config=config), SHAPE)
+    clips = {CLIP_LOW: np.array([0, 1, 1.2], F32), CLIP_HIGH: np.array([0, 1, 1.2], F32)}
+    check_pass(pass_of(policy(**clips), policy(**{CLIP_LOW: clips[CLIP_LOW]}), loss_fn="ppo"), SHAPE)
+    num_columns = MAX_TARGETS_PER_DATUM // 2
+    check_pass(pass_of(two_sparse(sparse(2, num_columns, [0, 1, 2], [0, num_columns - 1], [7, 9]))), SHAPE)
+    silent = policy(sequence_ratio_mask=np.zeros(3, F32), advantages=np.zeros(3, F32))
+    check_pass(pass_of(silent, loss_fn="gspo"), SHAPE)
+
+
+@pytest.mark.parametrize("name", [CLIP_LOW, CLIP_HIGH])
+def test_one_clip_per_token_is_checked_against_the_configured_other(name: str) -> None:
+    config = {CLIP_LOW: 0.9, CLIP_HIGH: 1.1}
+    value = {CLIP_LOW: 1.15, CLIP_HIGH: 0.85}[name]
+    bad = policy(**{name: np.array([1, value, 1], F32)})
+    with pytest.raises(UserError, match=re.escape("data[1].loss_fn_inputs: clip_low_threshold must lie between 0")):
+        check_pass(pass_of(policy(), bad, loss_fn="ppo", config=config), SHAPE)
+    negative = policy(**{CLIP_LOW: np.array([1, -0.1, 1], F32)})
+    with pytest.raises(UserError, match=re.escape("is not given is 0.9 or 1.1")):
+        check_pass(pass_of(negative, loss_fn="ppo", config=config), SHAPE)
 
 
 def test_a_weight_of_zero_silences_an_impossible_target() -> None:

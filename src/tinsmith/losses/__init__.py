@@ -327,8 +327,9 @@ def _check_clips(data: Sequence[Datum], config: Mapping[str, float]) -> None:
         low, high = datum.inputs.get(CLIP_LOW), datum.inputs.get(CLIP_HIGH)
         if low is None and high is None:
             continue
-        low_N = np.asarray(config[CLIP_LOW]) if low is None else floats(low)
-        high_N = np.asarray(config[CLIP_HIGH]) if high is None else floats(high)
+        # Compared as the formulas do, in float32: there 1.2 per token is not above a configured 1.2.
+        low_N = np.asarray(config[CLIP_LOW], np.float32) if low is None else floats(low)
+        high_N = np.asarray(config[CLIP_HIGH], np.float32) if high is None else floats(high)
         if (low_N > high_N).any() or (low_N < 0).any():
             raise UserError(
                 f"data[{index}].loss_fn_inputs: {CLIP_LOW} must lie between 0 and {CLIP_HIGH} at every position "
