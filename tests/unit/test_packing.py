@@ -14,8 +14,10 @@ from torch import Tensor
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import PackedCausal, Window
-from tinsmith.backends.torch.batch import Example, examples_of, pack
-from tinsmith.types import Datum, LoraSpec, Pass
+from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.vision import ImageInput
+from tinsmith.losses import CLIP_HIGH, CLIP_LOW, ROLLOUT_LOGPROBS
+from tinsmith.types import Array, Datum, Image, LoraSpec, Pass, SparseRows
 
 torch.set_num_threads(1)
 
@@ -63,6 +65,109 @@ def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[in
         assert (np.diff(batch.pass_P) != 0).sum() == len(set(batch.pass_P)) - 1
         for e, start in zip(batch.examples, np.cumsum([0, *batch.lengths]), strict=False):
             assert np.array_equal(batch.positions_T[start : start + e.num_tokens], np.arange(e.num_tokens))
+
+
+def examples_with(loss_fn: str, *data: Datum, pass_index: int = 0, **config: float) -> list[Example]:
+    return examples_of(Pass("r", "m", data, loss_fn, config, False), pass_index, adapter())
+
+
+def policy_datum(length: int, **inputs: Array) -> Datum:
+    columns: dict[str, Array] = {
+        "target_tokens": np.arange(length),
+        "logprobs": np.linspace(-2, -1, length, dtype=np.float32),
+        "advantages": np.ones(length, np.float32),
+    }
+    return Datum(np.arange(length, dtype=np.int32), {**columns, **inputs})
+
+
+def targets_datum(length: int, num_targets: int, **inputs: Array) -> Datum:
+    """A datum with several targets per token, numbered from 0."""
+    targets = np.arange(length * num_targets).reshape(length, num_targets)
+    return Datum(np.arange(100, 100 + length, dtype=np.int32), {"target_tokens": targets, **inputs})
+
+
+def test_pairs_and_rows_of_a_micro_batch_refer_to_each_other() -> None:
+    weights = np.array([[0, 0, 0], [0, 4, 5]], np.float32)
+    wide = examples_with("cross_entropy", targets_datum(2, 3, weights=weights), pass_index=4)
+    narrow = examples_with("cross_entropy", targets_datum(3, 1), pass_index=7)
+    batch = MicroBatch((*wide, *narrow))
+    assert batch.whole is batch and batch.targets_P[batch.pairs].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert batch.lengths == [2, 3] and batch.tokens_T.tolist() == [100, 101, 100, 101, 102]
+    assert batch.tokens_T.dtype == np.int64 and batch.positions_T.tolist() == [0, 1, 0, 1, 2]
+    assert batch.row_P.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
+    assert batch.example_P.tolist() == [0] * 6 + [1] * 3 and batch.example_starts.tolist() == [0, 6, 9]
+    assert batch.pass_P.tolist() == [4] * 6 + [7] * 3
+    assert batch.of_pairs([False, True]).tolist() == [False] * 6 + [True] * 3
+    assert batch.column_P("weight").tolist() == [0, 0, 0, 0, 4, 5, 1, 1, 1]
+    assert batch.rows_with(batch.column_P("weight") != 0).tolist() == [False, True, True, True, True]
+
+
+def test_an_example_has_weight_if_one_of_its_pairs_has() -> None:
+    for weights, has_weight in (([0, 0, -0.5], True), ([0, 0, 0], False)):
+        (converted,) = examples_with("cross_entropy", targets_datum(3, 1, weights=np.array([weights], np.float32).T))
+        assert converted.has_weight is has_weight
+
+
+def test_inputs_become_columns_and_those_left_out_have_their_defaults() -> None:
+    clips = {CLIP_LOW: np.array([0.5, 0.25], np.float32), CLIP_HIGH: np.array([2, 4], np.float32)}
+    mask = np.array([0, 1], np.float32)
+    for loss_fn, inputs, config, expected in (
+        ("ppo", {}, {}, {"low": [0.8] * 2, "high": [1.2] * 2, "ratio_mask": [1, 1]}),
+        ("ppo", {}, {CLIP_LOW: 0.5, CLIP_HIGH: 3.0}, {"low": [0.5] * 2, "high": [3] * 2}),
+        ("ppo", clips, {}, {"low": [0.5, 0.25], "high": [2, 4], "old_logprob": [-2, -1], "weight": [1, 1]}),
+        ("gspo", {"sequence_ratio_mask": mask}, {}, {"ratio_mask": [0, 1]}),
+        ("ppo", {"sequence_ratio_mask": mask, "weights": mask}, {}, {"ratio_mask": [1, 1], "weight": [1, 1]}),
+        ("dro", {"advantages": np.array([-1, 3])}, {}, {"weight": [-1, 3], "low": [0, 0], "high": [0, 0]}),
+        ("cross_entropy", {}, {}, {"weight": [1, 1], "old_logprob": [0, 0], "ratio_mask": [1, 1]}),
+        ("cross_entropy", {"weights": mask}, {}, {"weight": [0, 1]}),
+        ("custom", {"weights": mask}, {"loss_id": "l"}, {"weight": [1, 1], "old_logprob": [0, 0]}),
+    ):
+        (converted,) = examples_with(loss_fn, policy_datum(2, **inputs), **config)  # type: ignore[arg-type]
+        assert converted.columns.keys() == set(COLUMNS)
+        assert all(column.dtype == np.float32 and column.shape == (2,) for column in converted.columns.values())
+        for name, values in expected.items():
+            np.testing.assert_allclose(converted.columns[name], values, rtol=1e-6, err_msg=f"{loss_fn}: {name}")
+
+
+def test_rollout_logprobs_weigh_the_advantages_of_the_losses_that_take_them() -> None:
+    rollout = np.array([-2 - np.log(1.5), -1 + np.log(2.0)], np.float32)
+    for loss_fn, expected in (("cispo", [1.5, 0.5]), ("dro", [1.0, 1.0])):
+        (converted,) = examples_with(loss_fn, policy_datum(2, **{ROLLOUT_LOGPROBS: rollout}))
+        np.testing.assert_allclose(converted.columns["weight"], expected, rtol=1e-5)
+
+
+def test_sparse_targets_become_dense_pairs() -> None:
+    targets = SparseRows(np.array([7, 9]), np.array([0, 1, 2]), np.array([1, 0]), (2, 3))
+    weights = SparseRows(np.array([0.5, 2], np.float32), targets.crow_indices, targets.col_indices, (2, 3))
+    first, second = examples_with("cross_entropy", targets_datum(1, 1), targets_datum(2, 3, weights=weights))
+    assert (first.datum_index, second.datum_index, second.target_shape) == (0, 1, (2, 3))
+    assert second.columns["weight"].tolist() == [0, 0.5, 0, 2, 0, 0]
+    (converted,) = examples_with("cross_entropy", targets_datum(2, 3, target_tokens=targets))
+    assert converted.targets_P.tolist() == [0, 7, 0, 9, 0, 0] and converted.targets_P.dtype == np.int64
+
+
+def test_images_go_with_their_datum() -> None:
+    images = tuple(Image("data[1]", b"", "png", 8, 8, start, count, b"") for start, count in ((1, 2), (4, 3)))
+    placed = ImageInput(images, np.zeros((3, 8), np.int64), bidirectional=True)
+    request = Pass("r", "m", (targets_datum(2, 1), targets_datum(8, 1)), "cross_entropy", {}, False)
+    plain, with_images = examples_of(request, 0, adapter(), [None, placed])
+    assert (plain.placed, with_images.placed) == (None, placed)
+    batch = MicroBatch((plain, with_images))
+    assert batch.has_images and batch.largest_image == 3
+    assert [tuple(span) for span in batch.pieces] == [(None, 0, 2), (placed, 0, 8)]
+    (absent, seen) = batch.seen
+    assert absent is None and seen is not None and seen.tolist() == [1, 3, 3, 4, 7, 7, 7, 8]
+    without = MicroBatch((plain,))
+    assert (without.has_images, without.largest_image, without.seen) == (False, 0, [None])
+
+
+def test_packing_puts_long_examples_first_and_fills_the_budget_to_its_last_token() -> None:
+    owner, other = adapter(), adapter()
+    lengths = [(owner, 1, 0, 3), (other, 0, 0, 2), (owner, 0, 0, 4), (owner, 0, 1, 6), (owner, 0, 2, 4)]
+    batches = pack([example(*fields) for fields in lengths], 10)
+    order = [[(e.adapter is owner, e.pass_index, e.datum_index) for e in batch.examples] for batch in batches]
+    assert order == [[(True, 0, 1), (True, 0, 0)], [(True, 0, 2), (True, 1, 0), (False, 0, 0)]]
+    assert pack([], 10) == []
 
 
 def reference(
