@@ -195,6 +195,8 @@ def test_a_custom_loss_gets_every_input_that_it_reads_with_its_rank() -> None:
     check_custom(2, extra=np.ones((2, 5), I64))
     check_custom(0, extra=np.ones(1, F32))
     check_custom(2, extra=sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))
+    several_targets = Datum(np.arange(3, dtype=np.int32), {"target_tokens": np.ones((3, 4), I64)})
+    check_pass(pass_of(several_targets, loss_fn="custom", config={LOSS_ID: "loss-1"}), SHAPE)
     refused: list[tuple[int, dict[str, Array], str]] = [
         (1, {}, "['extra'] is missing; custom loss 'mine' reads it"),
         (1, {"extra": np.ones((2, 5), F32)}, "['extra'] has rank 2; custom loss 'mine' declared 1"),
@@ -311,6 +313,7 @@ REFUSED: list[tuple[Pass, str]] = [
      "['sequence_ratio_mask'] is zero everywhere"),
     (pass_of(two_sparse(sparse(2, 3, [0, 2, 1], [0, 2], [7, 9]))),
      "crow_indices must be 3 ascending numbers from 0 to 2"),
+    (pass_of(two_sparse(sparse(2, 3, [1, 1, 2], [0, 2], [7, 9]))), "crow_indices must be 3 ascending numbers from 0"),
     (pass_of(two_sparse(sparse(2, 3, [0, 2], [0, 2], [7, 9]))), "crow_indices must be 3 ascending numbers"),
     (pass_of(two_sparse(sparse(2, 3, [0, 1, 3], [0, 2], [7, 9]))), "crow_indices must be 3 ascending numbers"),
     (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 3], [7, 9]))),
