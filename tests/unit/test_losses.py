@@ -261,6 +261,8 @@ def test_good_passes_are_admitted() -> None:
 REFUSED: list[tuple[Pass, str]] = [
     (pass_of(plain(), loss_fn="ppo2"),
      "loss_fn is 'ppo2'; it must be one of cross_entropy, importance_sampling, ppo"),
+    (pass_of(plain(), loss_fn="x" * 79), f"loss_fn is '{'x' * 76}...; it must be one of"),
+    (pass_of(plain(), loss_fn="x" * 78), f"loss_fn is '{'x' * 78}'; it must be one of"),
     (pass_of(policy(), loss_fn="ppo", config={"clip": 1.0}),
      "loss_fn_config['clip'] is not a setting of ppo; it takes clip_low_threshold, clip_high"),
     (pass_of(plain(), config={"beta": 1.0}),
