@@ -60,7 +60,7 @@ mutants = module_from_spec(spec_from_loader("mutants", loader))
 sys.modules["mutants"] = mutants
 loader.exec_module(mutants)
 workspace = mutants.Workspace(Path(sys.argv[2]), Path(sys.argv[3]), "boxes")
-score = mutants.score_module(workspace, mutants.Module(("box.py",), ("tests/test_box.py",)), None, "1")
+score = mutants.score_module(workspace, mutants.Module(("box.py",), ("tests/test_box.py",)), list)
 print(mutants.format_table({"box": score}))
 """
 
