@@ -12,7 +12,8 @@ import sqlalchemy as sa
 
 from support.arrived import incoming, pending_ids
 from tinsmith.db.database import Database
-from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS
+from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.db.wakeups import SERVER, engine_mailbox
 from tinsmith.errors import EngineFailedError, GoneError, NotFoundError, SeqIdTakenError, UserError
 from tinsmith.store import futures as futures_module
 from tinsmith.store.futures import (
@@ -230,7 +231,7 @@ def row_of(db: Database, request_id: str) -> sa.Row[tuple[object, ...]]:
 
 def sample(seq_id: int, **fields: object) -> NewFuture:
     future = NewFuture(f"s:sample:9:{seq_id}", "alice", "s", "base", "sample", b"prompt", num_tokens=6)
-    return replace(future, sampling_session_id="s:sample:9", seq_id=seq_id, **fields)  # type: ignore[arg-type]
+    return replace(future, **{"sampling_session_id": "s:sample:9", "seq_id": seq_id, **fields})  # type: ignore[arg-type]
 
 
 def test_a_result_larger_than_the_callers_limit_is_announced_and_not_sent(futures: Futures) -> None:
@@ -440,3 +441,74 @@ def test_an_engines_progress_is_the_time_of_a_models_last_request(futures: Futur
     futures.settle([], {MODEL: 5})
     with db.read() as connection:
         assert connection.scalar(sa.select(MODELS.c.last_request_at)) == advanced_at != 0
+
+
+def test_servers_are_told_of_what_is_settled_and_the_engine_of_what_waits(
+    futures: Futures, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(db, "notify", lambda _connection, mailbox, lines: told.append((mailbox, list(lines))))
+    waiting = futures.submit(sample(1, executor="engine-1"))
+    refused = futures.submit(new(1), UserError("no"))
+    futures.submit(sample(1, executor="engine-1"))
+    futures.settle([Settlement(waiting, b"")], {})
+    assert told == [
+        (engine_mailbox("base", "engine-1"), [waiting]),
+        (engine_mailbox("base", None), [refused]),
+        (SERVER, [refused]),
+        (SERVER, [waiting]),
+    ]
+
+
+def add_session(db: Database, session_id: str, closed_at: float | None) -> None:
+    times = {"created_at": 1.0, "last_heartbeat_at": 1.0, "closed_at": closed_at}
+    row = {"session_id": session_id, "tenant_id": "alice", "state": "active", "reason": "expired", "tags": []}
+    with db.write() as connection:
+        connection.execute(SESSIONS.insert(), {**row, **times})
+
+
+def test_the_waiting_samples_of_closed_sessions_are_cancelled(futures: Futures, db: Database) -> None:
+    add_session(db, "closed", 2.0)
+    add_session(db, "open", None)
+    engine = {"engine_id": "e", "base_model": "base", "pid": 1, "state": "ready", "started_at": 1.0}
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), engine)
+
+    def submit(name: str, seq_id: int, session_id: str = "closed", **fields: object) -> str:
+        request = sample(seq_id, request_id=f"{name}:{seq_id}", session_id=session_id)
+        return futures.submit(replace(request, sampling_session_id=name, **fields))  # type: ignore[arg-type]
+
+    first = [submit("a", seq_id) for seq_id in (1, 2)]
+    moved = submit("a", 3, executor="engine-2")
+    second = submit("b", 1)
+    done, other_base = submit("c", 1), submit("d", 1, base_model="another")
+    still_open = submit("e", 1, "open")
+    futures.submit(replace(new(1), session_id="closed"))
+    futures.settle([Settlement(done, b"")], {})
+    assert futures.cancel_of_closed_sessions() == 2
+    with db.read() as connection:
+        rows = connection.execute(sa.select(FUTURES).where(FUTURES.c.kind == "cancel")).all()
+    assert {(cancel_target(row.request_id), row.executor) for row in rows} == {
+        ("a", None),
+        ("a", "engine-2"),
+        ("b", None),
+    }
+    bodies = futures.bodies([row.request_id for row in rows])
+    assert len(bodies) == 3 and set(bodies.values()) == {b"its session ended (expired)"}
+    futures.settle([Settlement(request_id, b"") for request_id in (*first, moved, second)], {})
+    assert futures.cancel_of_closed_sessions() == 0, f"{other_base} and {still_open} go on"
+
+
+def test_the_cancellation_of_a_runs_sample_goes_to_the_runs_engine(futures: Futures, db: Database) -> None:
+    row = {"sampling_session_id": "s:sample:9", "session_id": "s", "tenant_id": "alice", "base_model": "base"}
+    with db.write() as connection:
+        connection.execute(MODELS.update().values(engine_id="engine-7"))
+        connection.execute(SAMPLERS.insert(), {**row, "model_id": MODEL, "created_at": 1.0})
+    futures.cancel("alice", futures.submit(sample(1)), "not wanted")
+    futures.cancel("alice", futures.submit(sample(2, sampling_session_id="s:sample:8")), "not wanted")
+    with db.read() as connection:
+        rows = connection.execute(sa.select(FUTURES).where(FUTURES.c.kind == "cancel")).all()
+    assert {(cancel_target(row.request_id), row.executor) for row in rows} == {
+        ("s:sample:9:1", "engine-7"),
+        ("s:sample:9:2", None),
+    }
