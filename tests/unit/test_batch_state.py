@@ -30,6 +30,8 @@ from tinsmith.batch.types import (
     staging_of,
 )
 from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH_JOBS as JOBS
+from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
 from tinsmith.db.schema import BATCH_ROW_ERRORS as ROW_ERRORS
 from tinsmith.db.schema import BATCH_STATES as STATES
 from tinsmith.db.schema import BATCH_WORKERS as WORKERS
@@ -789,3 +791,99 @@ def test_a_resumed_job_counts_what_was_completed(jobs: BatchJobs) -> None:
         (6, "PENDING", 0, 0),
     ]
     assert [row["retry_count"] for row in stored] == [0] * 5 and {row["error"] for row in stored} == {None}
+
+
+# Neighbours.
+
+
+def rows_of(db: Database, job_id: int) -> dict[str, list[tuple[object, ...]]]:
+    """Everything that is stored of a job."""
+    with db.read() as connection:
+        return {
+            table.name: sorted(
+                (tuple(row) for row in connection.execute(sa.select(table).where(table.c.job_id == job_id))), key=str
+            )
+            for table in (JOBS, STATES, WORKERS, OUTPUTS, ROW_ERRORS)
+        }
+
+
+def start_busy_job(jobs: BatchJobs) -> JobRecord:
+    """A job with batches in every state, a failed row, a worker and an output, under the token of all jobs here."""
+    job = create_owned_job(jobs, rows=10, max_failed_rows=9)
+    done, retried, split, _dispatched = claim(jobs, job, 4)
+    jobs.record_launch("local", f"w{job.job_id}", job.job_id, "one", "local")
+    settle(jobs, job, (done, outcome(done, failed=1)), (retried, APP), (split, replace(APP, retry=False)))
+    with jobs._db.write() as connection:
+        row = {"job_id": job.job_id, "output_idx": 0, "format": "json", "published_at": 1.0}
+        connection.execute(OUTPUTS.insert(), {**row, **OutputInfo(f"/{job.job_id}", 1, 1, "a" * 64).to_dict()})
+    return jobs.find("alice", job.job_id)
+
+
+def test_nothing_that_happens_to_a_job_changes_its_neighbours(jobs: BatchJobs, db: Database) -> None:
+    before, job, after = (start_busy_job(jobs) for _ in range(3))
+    neighbours = (before.job_id, after.job_id)
+    expected = [rows_of(db, job_id) for job_id in neighbours]
+    name = job.job_id
+    dispatched = [row["batch_idx"] for row in jobs.get_batch_states(name) if row["status"] == "DISPATCHED"]
+    for change in (
+        lambda: jobs.renew(name, "one", -1.0, dispatched),
+        lambda: jobs.renew(name, "one", LEASE_S),
+        lambda: jobs.settle_and_claim(name, "one", [], {"w": 9}, LEASE_S, paid_until={"rows": 1.0}),
+        lambda: jobs.set_machines_aside(name, "one", [{"machine": "m1"}]),
+        lambda: jobs.record_worker(f"w{name}", "127.0.0.1:1", "pid 1"),
+        lambda: jobs.delete_worker(f"w{name}"),
+        lambda: jobs.record_launch("local", f"w{name}", name, "one", "local"),
+        lambda: jobs.release(name, "one"),
+        lambda: jobs.acquire_batch_coordinator(name, "one", "here", LEASE_S),
+        lambda: jobs.save_batch_states(name, "one", range(0, 9, 3), 9, {"etag": "x"}),  # type: ignore[arg-type]
+        lambda: jobs.finish(name, "one", [("json", OutputInfo("/out.jsonl", 9, 1, "b" * 64))]),
+        lambda: jobs.delete_ended_workers(),
+        lambda: jobs.record_cleaned([name]),
+    ):
+        change()
+        assert [rows_of(db, job_id) for job_id in neighbours] == expected
+    assert jobs.find("alice", name).status == "SUCCEEDED"
+    cancelled = start_busy_job(jobs)
+    for change in (
+        lambda: jobs.cancel("alice", cancelled.job_id),
+        lambda: jobs.set_status(cancelled.job_id, "one", "CANCELLED"),
+        lambda: jobs.create("alice", spec(resume_from=cancelled.job_id, max_failed_rows=9)),
+    ):
+        change()
+        assert [rows_of(db, job_id) for job_id in neighbours] == expected
+    failed = end_job(jobs)
+    jobs.purge("alice", failed.job_id)
+    assert [rows_of(db, job_id) for job_id in neighbours] == expected
+
+
+def test_what_is_read_of_a_job_is_its_own(jobs: BatchJobs) -> None:
+    before, job, after = (start_busy_job(jobs) for _ in range(3))
+    with jobs._db.write() as connection:
+        for neighbour in (before, after):
+            of_neighbour = STATES.c.job_id == neighbour.job_id
+            connection.execute(
+                STATES.update().where(of_neighbour, STATES.c.status == "PENDING").values(status="FAILED")
+            )
+    assert [output["path"] for output in jobs.outputs(job.job_id)] == [f"/{job.job_id}"]
+    assert [error["row_idx"] for error in jobs.row_errors(job.job_id)] == [0]
+    assert [worker["worker_id"] for worker in jobs.workers(job.job_id)] == [f"w{job.job_id}"]
+    assert len(jobs.get_batch_states(job.job_id)) == 7
+    assert jobs.work_by_worker(job.job_id) == {"w": {"batches": 1, "rows": 2, "first_row": 6, "retried": 0}}
+    assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1)]
+    assert jobs.failure(job.job_id) is None and jobs.failure(after.job_id) is not None
+    assert jobs.next_retry_in(job.job_id) is not None and jobs.next_retry_in(after.job_id) is None
+    assert jobs.resume_chain(job.job_id) == [job.job_id]
+    assert [schema for schema in jobs.schemas(job.job_id, 0) if schema] == []
+
+
+def test_a_log_is_written_back_while_many_batches_are_stored(
+    jobs: BatchJobs, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "INSERT_CHUNK", 2)
+    monkeypatch.setattr(state, "CHECKPOINT_CHUNKS", 3)
+    checkpoints: list[int] = []
+    monkeypatch.setattr(db, "checkpoint", lambda: checkpoints.append(len(jobs.get_batch_states(job_id))))
+    job_id = jobs.create("alice", spec())
+    jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
+    jobs.save_batch_states(job_id, "one", range(14), 14)
+    assert checkpoints == [6, 12]
