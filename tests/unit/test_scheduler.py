@@ -309,3 +309,16 @@ def test_a_tenant_below_its_share_of_slots_gets_one_in_a_full_sampler(
         assert num_taken == counts[tenant] or inside.get(tenant, 0) + num_taken >= share
     free = max(0, slots - sum(inside.values()))
     assert len(chosen) <= free + share * len(waiting)
+
+
+def test_new_tenants_are_served_in_the_order_of_their_oldest_requests() -> None:
+    arrivals = {"late": (3, 4), "early": (1, 10), "between": (2, 5)}
+    queues = [
+        ModelQueue(tenant, tenant, 0, {seq: pending(at[seq], tenant, tenant, seq, tokens=100) for seq in range(2)})
+        for tenant, at in arrivals.items()
+    ]
+    fairness, order = Fairness(), []
+    for _ in range(3):
+        step, fairness = plan(queues, fairness, 100)
+        order += [request.tenant_id for request in step.passes]
+    assert order == ["early", "between", "late"]
