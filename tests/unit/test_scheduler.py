@@ -322,3 +322,14 @@ def test_new_tenants_are_served_in_the_order_of_their_oldest_requests() -> None:
         step, fairness = plan(queues, fairness, 100)
         order += [request.tenant_id for request in step.passes]
     assert order == ["early", "between", "late"]
+
+
+def test_a_request_too_large_for_what_remains_of_a_step_keeps_no_later_tenant_from_it() -> None:
+    tokens = {"a": (60,), "b": (60,), "c": (35, 5)}
+    queues = [
+        ModelQueue(t, t, 0, {seq: pending(index, t, t, seq, tokens=n) for seq, n in enumerate(tokens[t])})
+        for index, t in enumerate(tokens)
+    ]
+    step, fairness = plan(queues, Fairness(), 100)
+    assert [request.request_id for request in step.passes] == ["a:0", "c:0", "c:1"]
+    assert fairness.order[0] == "b"
