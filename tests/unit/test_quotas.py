@@ -202,13 +202,14 @@ def test_a_full_queue_admits_only_what_the_same_models_queue_waits_for(database:
 
 def test_operations_that_a_model_has_applied_wait_for_nothing(database: Database, clock: Clock) -> None:
     futures = Futures(database)
-    Models(database).create(NewModel("s:train:0", "s", "alice", BASE, LoraSpec(4)))
-    futures.submit(operation("s:train:0", 3))
-    futures.settle([], {"s:train:0": 3})
-    futures.submit(operation("s:train:0", 8))
+    for model_id in ("s:train:0", "s:train:1", "s:train:2"):  # the others have applied nothing
+        Models(database).create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4)))
+    futures.submit(operation("s:train:1", 3))
+    futures.settle([], {"s:train:1": 3})
+    futures.submit(operation("s:train:1", 8))
     quotas = Quotas(database, QuotaLimits(queued_requests=1), clock)
-    quotas.admit(operation("s:train:0", 7))
-    refusal_of(lambda: quotas.admit(operation("s:train:0", 8 + 1)))
+    quotas.admit(operation("s:train:1", 7))
+    refusal_of(lambda: quotas.admit(operation("s:train:1", 8 + 1)))
 
 
 def test_queued_bytes_are_admitted_up_to_the_limit(database: Database, clock: Clock) -> None:
