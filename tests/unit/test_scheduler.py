@@ -333,3 +333,9 @@ def test_a_request_too_large_for_what_remains_of_a_step_keeps_no_later_tenant_fr
     step, fairness = plan(queues, Fairness(), 100)
     assert [request.request_id for request in step.passes] == ["a:0", "c:0", "c:1"]
     assert fairness.order[0] == "b"
+
+
+def test_unspent_tokens_are_carried_up_to_those_of_two_steps() -> None:
+    run = {seq: pending(seq, "a", "a", seq, tokens=50) for seq in range(9)}
+    _, fairness = plan([ModelQueue("a", "a", 0, run)], Fairness({"a": 10**6}, ("a",)), 100)
+    assert fairness.deficits == {"a": 200}
