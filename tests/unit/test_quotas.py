@@ -12,6 +12,7 @@ from support.databases import fresh_url
 from tinsmith.auth import quotas as quotas_module
 from tinsmith.auth.quotas import IDLE_S, LIMITS_REFRESH_S, QuotaLimits, Quotas, read_quotas
 from tinsmith.db.database import Database
+from tinsmith.db.factory import open_database
 from tinsmith.db.schema import CHECKPOINTS, RESPONSES, TENANTS, UPLOADS
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.store.files import EXTERNAL_UPLOAD
@@ -39,7 +40,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    new_database = Database(fresh_url(tmp_path))
+    new_database = open_database(fresh_url(tmp_path))
     yield new_database
     new_database.close()
 
