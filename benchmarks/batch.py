@@ -166,9 +166,9 @@ def publishing(directory: Path) -> tuple[float, int]:
     code = """
 import re, sys, time
 from tinsmith.batch.formats import registry
-from tinsmith.batch.worker import utility
+from tinsmith.batch.worker import io_operations
 began = time.perf_counter()
-winners = utility.CommittedParts(sys.argv[1], 0)
+winners = io_operations.CommittedParts(sys.argv[1], 0)
 batch.OutputWriter.from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")
 print(time.perf_counter() - began, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """

@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import API_KEY, summary, wait_for
+from harness import API_KEY, summary, wait_for
 from tinker import types
 
 MODEL = "tinsmith/nano"

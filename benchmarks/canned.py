@@ -19,7 +19,7 @@ from typing import cast
 
 import numpy as np
 import uvloop
-from measured import wait_for
+from harness import wait_for
 
 from tinsmith.types import PassResult
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE

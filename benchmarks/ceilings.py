@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measured import machine, write_json
+from harness import machine, write_json
 
 SIZE, ROWS = 2048, 64
 NUM_WEIGHTS = 32

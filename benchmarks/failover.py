@@ -23,7 +23,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import random_datum
+from harness import random_datum
 from processes import Service, service
 from tinker import types
 

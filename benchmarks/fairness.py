@@ -38,7 +38,7 @@ import httpx
 import numpy as np
 import sqlalchemy as sa
 import tinker
-from measured import random_datum
+from harness import random_datum
 from tinker import types
 
 from tinsmith.wire import tinker_public_pb2 as pb

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import transformers
 from gpu_page import AGREEMENT, Budget, Figures, Sizes, page, peak_tflops, sampling, training, verdict
-from measured import machine, write_json
+from harness import machine, write_json
 from models import make
 from peers import NEW, PROMPT, prompt
 from training import LEARNING_RATE, RANK, Workload, packed_step, sequences

@@ -33,7 +33,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import httpx
 import sqlalchemy as sa
 import tinker
-from measured import (
+from harness import (
     API_KEY,
     forget_peak,
     machine,

@@ -29,7 +29,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import tinker
 from canned import MODEL as CANNED_MODEL
 from canned import run_canned_server
-from measured import (
+from harness import (
     API_KEY,
     CPU,
     Meet,

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from burst import own_server, processor_seconds
-from measured import API_KEY, summary
+from harness import API_KEY, summary
 
 MODEL = "tinsmith/nano"
 PER_MODEL = 500

@@ -35,7 +35,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from measured import API_KEY, machine, own_server, write_json
+from harness import API_KEY, machine, own_server, write_json
 from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from tinker import types

@@ -27,7 +27,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import random_datum
+from harness import random_datum
 from processes import service
 from tinker import types
 

@@ -31,7 +31,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 import numpy as np
 import tinker
 from burst import own_server
-from measured import API_KEY, summary
+from harness import API_KEY, summary
 from tinker import types
 
 MODEL = "tinsmith/nano"

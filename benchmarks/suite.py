@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from measured import machine, write_json
+from harness import machine, write_json
 from targets import Figures
 from targets import page as page_of_targets
 from turns import Row

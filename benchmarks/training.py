@@ -40,7 +40,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from measured import API_KEY, datum_of, forget_peak, machine, own_server, peak_mib_of, processes, write_json
+from harness import API_KEY, datum_of, forget_peak, machine, own_server, peak_mib_of, processes, write_json
 from models import SIZES, make
 from tinker import types
 from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spread, run_in_turns, serve_requests, spread

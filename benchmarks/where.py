@@ -42,7 +42,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from measured import API_KEY, CPU, Meet, datum_of, machine, own_server, run_together
+from harness import API_KEY, CPU, Meet, datum_of, machine, own_server, run_together
 from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from targets import Figures, find_missed

@@ -22,7 +22,7 @@ from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import sql
 from tinsmith.batch.formats.sql import split_url
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
-from tinsmith.batch.worker import utility
+from tinsmith.batch.worker import io_operations
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
 
@@ -232,7 +232,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
     publish(other, replaced, job_id=2, if_exists="overwrite")
     assert table(url) == [{"m": "x"}]
     for job_id in (1, 2, 3):
-        utility.delete_parts(writer.to_dict(), 0, job_id)
+        io_operations.delete_parts(writer.to_dict(), 0, job_id)
     assert names(url) == {"results"}
 
 

@@ -16,10 +16,10 @@ import sqlalchemy as sa
 import tinker
 from tinker import types
 
-from support.arrived import incoming
 from support.engine_bench import BASE, Bench
 from support.http_harness import BOB, Harness, sample_request
 from support.live import LiveServer, freeze
+from support.pending_requests import incoming
 from support.raw_client import connect, engine_of
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.database import Database, now

@@ -48,7 +48,7 @@ from tinsmith.backends.fake import FakeBackend
 from tinsmith.backends.with_remote_sampler import VersionFiles, open_remote_sampler, split_options, with_remote_sampler
 from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, UserError
-from tinsmith.samplers.remote import attendant
+from tinsmith.samplers.remote import process_guard
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.connection import EngineAccess
 from tinsmith.samplers.remote.dialect import derive_seed
@@ -770,7 +770,7 @@ def test_options_given_by_hand_come_before_ours() -> None:
 def test_what_was_started_ends_with_whoever_started_it(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    command = [sys.executable, attendant.__file__, sys.executable, "-c", script]
+    command = [sys.executable, process_guard.__file__, sys.executable, "-c", script]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     until(lambda: note.exists() and bool(note.read_text()))
     pid = int(note.read_text())

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import structlog
 
-from support.arrived import incoming
 from support.chat_models import make_tool_model
 from support.http_harness import Harness, close, make_harness
+from support.pending_requests import incoming
 from tinsmith.api.ignored_fields import HEADER, MAX_CLIENTS, MAX_HEADER, IgnoredFieldReports, build_header
 from tinsmith.api.openai.generation import CHAT, serve_request
 from tinsmith.base_models import Bases, nano, read_shape

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
+from support.pending_requests import incoming
 from tinsmith.api.openai.generation import CHAT, COMPLETIONS, prepare, serve_request, submit_samples
 from tinsmith.api.openai.streaming import StreamDelta, stream_deltas
 from tinsmith.api.services import Services

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.arrived import incoming
 from support.http_harness import Harness, close, make_harness
+from support.pending_requests import incoming
 from tinsmith.api.openai.generation import RESPONSES, serve_request
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape

@@ -9,7 +9,6 @@ import zstandard
 from starlette.testclient import TestClient
 from tinker.types import GetInfoResponse, UntypedAPIFuture
 
-from support.arrived import incoming
 from support.http_harness import (
     ALICE,
     BASE,
@@ -20,6 +19,7 @@ from support.http_harness import (
     pass_bytes,
     send_pass,
 )
+from support.pending_requests import incoming
 from tinsmith.api.app import create_app
 from tinsmith.base_models import Bases
 from tinsmith.store.models import set_state

@@ -12,8 +12,8 @@ from httpx import Response
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from support.arrived import incoming
 from support.databases import fresh_url
+from support.pending_requests import incoming
 from tinsmith.api.app import create_app
 from tinsmith.api.services import EngineStatus, Services
 from tinsmith.auth.keys import Keys, digest_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinsmith.batch.client.functions import Mapper, describe_function, mapper_of
 from tinsmith.batch.types import JobSpec, pack_payload, unpack_payload
-from tinsmith.batch.worker import utility
+from tinsmith.batch.worker import io_operations
 
 
 def serialize_function(function: Callable[..., object], **options: Any) -> str:  # noqa: ANN401
@@ -20,7 +20,7 @@ def load_mapper(payload: str) -> Mapper:
 
 def spans_of(spec: JobSpec) -> list[tuple[int, int]]:
     """What a worker's plan says: the spans themselves, or their size and the number of rows."""
-    *pages, last = utility.plan(spec)
+    *pages, last = io_operations.plan(spec)
     end = last["end"]
     total, size = end["total_rows"], end.get("batch_size", 0)
     if size:

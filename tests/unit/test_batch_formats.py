@@ -22,7 +22,7 @@ from tinsmith import batch
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, RowRange, part_base, part_name
-from tinsmith.batch.worker import utility
+from tinsmith.batch.worker import io_operations
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
 
@@ -429,12 +429,12 @@ def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> N
     spec = spec_of(tmp_path, batch_error_format=batch.JsonWriter(f"{tmp_path}/err.jsonl").to_dict())
     writer = batch.OutputWriter.from_dict(spec.batch_output_formats[0])
     part = writer.write_part([{"a": 1}], RowRange(0, 0), part_base(writer.path, 7, 0, 1))
-    assert utility.publish_output(spec, 0, 7, [part]).rows == 1
-    info = utility.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
+    assert io_operations.publish_output(spec, 0, 7, [part]).rows == 1
+    info = io_operations.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
     assert info and info.rows == 1
     for path in (writer.path, info.path):
-        utility.delete_staging(path, 7)
-        utility.delete_staging(path, 7)
+        io_operations.delete_staging(path, 7)
+        io_operations.delete_staging(path, 7)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["err.jsonl", "o.jsonl"]
 
 
@@ -465,14 +465,14 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     parts = [[PartInfo(f"/parts/{output}/{index}", index, 7, "a" * 64) for output in (0, 1)] for index in range(500)]
     lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
     (tmp_path / "winners").write_text(lines)
-    winners = utility.CommittedParts(str(tmp_path / "winners"), 1)
+    winners = io_operations.CommittedParts(str(tmp_path / "winners"), 1)
     second_parts = [second for _, second in parts]
     assert len(winners) == 500 and list(winners) == second_parts == list(winners)
     assert winners[0] == second_parts[0] and winners[-1] == second_parts[-1] and winners[7:9] == second_parts[7:9]
     with pytest.raises(IndexError):
         winners[500]
     (tmp_path / "winners").write_text("")
-    assert list(utility.CommittedParts(str(tmp_path / "winners"), 0)) == []
+    assert list(io_operations.CommittedParts(str(tmp_path / "winners"), 0)) == []
 
 
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
     tracemalloc.start()
     try:
-        published = utility.publish_output(spec, 0, 1, utility.CommittedParts(str(tmp_path / "winners"), 0))
+        published = io_operations.publish_output(spec, 0, 1, io_operations.CommittedParts(str(tmp_path / "winners"), 0))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

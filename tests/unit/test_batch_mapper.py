@@ -14,7 +14,7 @@ from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, Limits, MapperStartError, part_base
-from tinsmith.batch.worker import runtime, utility
+from tinsmith.batch.worker import io_operations, runtime
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": index} for index in range(10)]
@@ -56,7 +56,7 @@ class MapperRun:
 
     def output(self, index: int = 0) -> Rows:
         parts = [outcome.parts[index] for outcome in self.outcomes if not outcome.error]
-        path = utility.publish_output(self.spec, index, 1, parts).path
+        path = io_operations.publish_output(self.spec, index, 1, parts).path
         reader = batch.JsonReader(path)
         return reader.download_batch(0, len(reader) - 1, "") if len(reader) else []
 

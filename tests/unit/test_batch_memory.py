@@ -25,7 +25,7 @@ from tinsmith.batch.coordinator import state as states
 from tinsmith.batch.coordinator.state import ERRORS_BYTES, BatchJobs
 from tinsmith.batch.formats.lines import JsonWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo
-from tinsmith.batch.worker import utility
+from tinsmith.batch.worker import io_operations
 from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS, BATCH_ROW_ERRORS, BATCH_STATES
 
@@ -124,11 +124,11 @@ def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
 
 def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     spec = jobs.spec(job_id)
-    winners = utility.CommittedParts(str(directory / "winners"), 0)
-    assert utility.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
+    winners = io_operations.CommittedParts(str(directory / "winners"), 0)
+    assert io_operations.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
     for name, index in (("failures", 1), ("winners", 0)):
         shutil.copyfile(directory / name, directory / "copy")
-        utility._publish(spec, job_id, {"output_idx": index, "path": str(directory / "copy")})
+        io_operations._publish(spec, job_id, {"output_idx": index, "path": str(directory / "copy")})
 
 
 def _export(jobs: BatchJobs, job_id: int, directory: Path) -> None:
@@ -171,7 +171,7 @@ def peak_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
         patched.setattr(jobs_of_clients, "delete_staging", lambda *_: None)
         patched.setattr(states, "PAGE", PAGE)
         patched.setattr(job_run, "FAILED_ROWS_PAGE", PAGE)
-        patched.setattr(utility, "FAILURES_IN_A_PART", PAGE)
+        patched.setattr(io_operations, "FAILURES_IN_A_PART", PAGE)
         measurements = [measure(tmp_path_factory.mktemp(str(count)), count) for count in (FEW, MANY)]
     yield measurements
 
@@ -202,11 +202,11 @@ def test_a_status_has_the_start_of_a_large_row() -> None:
 def test_failed_rows_are_published_in_their_order_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(utility, "FAILURES_IN_A_PART", 3)
+    monkeypatch.setattr(io_operations, "FAILURES_IN_A_PART", 3)
     rows = [{"idx": index, "row": {"text": "t"}} for index in range(10)]
     for count in (0, 1, 3, 10):
         spec = spec_in(tmp_path / str(count))
-        published = utility.publish_errors(spec, 1, iter(rows[:count]))
+        published = io_operations.publish_errors(spec, 1, iter(rows[:count]))
         assert published.rows == count
         reader = batch.JsonReader(published.path)
         assert (reader.download_batch(0, count - 1, "") if count else []) == rows[:count]

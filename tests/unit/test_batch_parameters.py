@@ -25,7 +25,7 @@ from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.operations.base import Answer, RowOperation, SampleResponse
 from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, RowRange, part_base, unpack_payload
-from tinsmith.batch.worker import runtime, utility
+from tinsmith.batch.worker import io_operations, runtime
 from tinsmith.errors import NotSupportedError, UserError
 
 Rows = list[dict[str, Any]]
@@ -265,7 +265,7 @@ def run_steps(data: Dataset, directory: Path, batch_size: int = 3) -> Rows:
     if errors:
         raise ValueError(errors[0])
     parts = [outcome.parts[0] for outcome in sorted(outcomes, key=lambda outcome: outcome.batch_idx)]
-    path = utility.publish_output(spec, 0, 1, parts).path
+    path = io_operations.publish_output(spec, 0, 1, parts).path
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 

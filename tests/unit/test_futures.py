@@ -10,7 +10,7 @@ import orjson
 import pytest
 import sqlalchemy as sa
 
-from support.arrived import incoming, pending_ids
+from support.pending_requests import incoming, pending_ids
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.wakeups import SERVER, engine_mailbox

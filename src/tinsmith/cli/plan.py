@@ -26,7 +26,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit, gib
-from tinsmith.plan.measured import TRAINING_ROWS, measure_matmul
+from tinsmith.plan.measurement import TRAINING_ROWS, measure_matmul
 from tinsmith.plan.memory import DTYPE_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,

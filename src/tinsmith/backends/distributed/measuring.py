@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.plan.measured import measure_matmul, synchronize
+from tinsmith.plan.measurement import measure_matmul, synchronize
 from tinsmith.plan.speed import LinkRate, Rates, all_gather_bytes, all_reduce_bytes
 
 SMALL = 64

@@ -32,7 +32,7 @@ from tinsmith.batch.formats.registry import (
     writer_of_part,
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
-from tinsmith.batch.worker.utility import delete_staging, parts_on_disk
+from tinsmith.batch.worker.io_operations import delete_staging, parts_on_disk
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join

@@ -166,11 +166,11 @@ class LocalPool:
             )
 
     async def warm_up(self) -> None:
-        """Start the processes of the next workers. Only the first, which plans and publishes, has a utility child."""
+        """Start the processes of the next workers. Only the first, which plans and publishes, has a child for IO."""
         num_spares = 0 if self.spec.devices_per_worker else min(self.spec.workers, MAX_SPARES)
         async with self._warming:
             while len(self._spares) < num_spares:
-                roles = ("mapper",) if self._spares else ("mapper", "utility")
+                roles = ("mapper",) if self._spares else ("mapper", "io")
                 self._spares.append(await self._launch(Path(os.devnull), self._environment(None), roles))
         if self._expiry is not None:
             self._expiry.cancel()

@@ -3,7 +3,7 @@
 `python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD [MODULE...]` starts it and imports the modules.
 Messages (`rpc.py`) use two separate descriptors, so that a mapper may print. The first message holds the specification
 of the job and the path of the log. A child in the role `mapper` then reads assignments and replies with an outcome for
-each, or gives it back when it is asked to. One in the role `utility` runs the operations of `utility.py`, replying to
+each, or gives it back when it is asked to. One in the role `io` runs the operations of `io_operations.py`, replying to
 each with messages and an end. The process ends with its input, or with its worker.
 """
 
@@ -63,10 +63,10 @@ def main() -> None:
     if first["role"] == "mapper":
         _map(spec, source, send, careful=bool(first.get("careful")))
     else:
-        from tinsmith.batch.worker import utility
+        from tinsmith.batch.worker import io_operations
 
         for request in source:
-            for message in utility.run(spec, int(first["job_id"]), request):
+            for message in io_operations.run(spec, int(first["job_id"]), request):
                 send(message)
 
 

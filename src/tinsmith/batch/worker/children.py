@@ -1,7 +1,7 @@
 """A worker's children: processes in groups of their own, which can be killed at any time, and their attempts.
 
 `Child` is one process with two pipes of messages (`rpc.py`). `MapperProcess` sends attempts to a child that runs the
-mapper and starts another child when that one dies. `IoProcess` runs operations, in the role `utility`.
+mapper and starts another child when that one dies. `IoProcess` runs operations, in the role `io`.
 
 A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
 both processes map, so it survives a sudden death. If it names several batches, the next child runs these one at a time.
@@ -39,7 +39,7 @@ group had."""
 
 MODULES = {
     "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
-    "utility": ("tinsmith.batch.worker.utility", "tinsmith.batch.formats.lines", "numpy"),
+    "io": ("tinsmith.batch.worker.io_operations", "tinsmith.batch.formats.lines", "numpy"),
 }
 """The imports of a spare child, by role."""
 MIN_PYTHON = (3, 11)
@@ -487,7 +487,7 @@ class IoProcess:
     """The child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
 
     def __init__(self, spec: Message, job_id: int, log_path: Path, spare: Child | None = None) -> None:
-        self._first = {"role": "utility", "spec": spec, "job_id": job_id}
+        self._first = {"role": "io", "spec": spec, "job_id": job_id}
         self._log_path = log_path
         self._spare = spare
         self._lock = threading.Lock()

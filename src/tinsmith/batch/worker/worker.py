@@ -131,7 +131,7 @@ class Worker:
             raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
         self._mapper = MapperProcess(request["spec"], self._log_path, self._spares.pop("mapper", None))
-        self._io_process = IoProcess(request["spec"], self._job_id, self._log_path, self._spares.pop("utility", None))
+        self._io_process = IoProcess(request["spec"], self._job_id, self._log_path, self._spares.pop("io", None))
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
             await asyncio.to_thread(self._mapper.start)

@@ -30,7 +30,6 @@ import structlog
 from tinsmith.errors import EngineFailedError, NotFoundError, TinsmithError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.remote.adapters import LoadedAdapters, Version, WriteFiles
-from tinsmith.samplers.remote.answering import OnDelta, SampleTranslator, new_tokens
 from tinsmith.samplers.remote.connection import (
     FIRST_PAUSE_S,
     PROBE_TIMEOUT_S,
@@ -40,6 +39,7 @@ from tinsmith.samplers.remote.connection import (
 )
 from tinsmith.samplers.remote.dialect import Dialect, EngineCall, EngineReply, EngineRequest, Json, PromptScoring
 from tinsmith.samplers.remote.links import AdapterLinks
+from tinsmith.samplers.remote.translation import OnDelta, SampleTranslator, new_tokens
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
 
 

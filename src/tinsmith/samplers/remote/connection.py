@@ -268,10 +268,10 @@ class EngineConnection:
 
     async def _run_child(self) -> None:
         self._has_child = True
-        attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
+        process_guard = [sys.executable, str(Path(__file__).with_name("process_guard.py"))]
         with self._engine.log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *attendant,
+                *process_guard,
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,

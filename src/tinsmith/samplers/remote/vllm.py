@@ -10,7 +10,7 @@ of its logprobs depends on vLLM's option `--logprobs-mode`; drawing one token at
 With adapters of the unembedding, vLLM 0.32 assigns the rows of a prompt to the adapters of the requests that run beside
 it: an engine on a CPU dies, and one on a GPU would answer wrongly. A prompt that is scored alone is correct if its
 version does not adapt the unembedding. So prompts are scored alone, and prompts of other versions token by token
-(answering.py). An engine with --lora-target-modules that exclude lm_head does not have this problem.
+(translation.py). An engine with --lora-target-modules that exclude lm_head does not have this problem.
 
 Requests name the end tokens, because vLLM reads its own from only one of the model's files. This module knows no
 connection.

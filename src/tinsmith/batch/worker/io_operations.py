@@ -1,6 +1,6 @@
 """The operations of a worker beside mapping: plan, publish, delete, give_up.
 
-They run readers and writers, which may be a user's code, so they run in a worker's child of the role `utility`
+They run readers and writers, which may be a user's code, so they run in a worker's child of the role `io`
 (`children.IoProcess`). Each can be repeated after a crash at any time. `plan` splits the input into spans of rows, in
 order, that cover each row once.
 """

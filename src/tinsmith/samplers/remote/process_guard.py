@@ -1,6 +1,6 @@
 """Runs a command, and ends it with all its children when standard input closes, which any end of the parent causes.
 
-    python attendant.py COMMAND...
+    python process_guard.py COMMAND...
 
 A killed process cannot end its children, and the children of an inference engine hold a device. The command runs in a
 new session. It gets SIGTERM, and SIGKILL after ten seconds; this process then exits with its status. Imports only the
