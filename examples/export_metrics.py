@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
-from tinsmith.settings import client_address
+from tinsmith.settings.environment import client_address
 
 Write = Callable[[int, dict[str, float]], object]
 

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from tinsmith import batch
-from tinsmith.settings import client_address
+from tinsmith.settings.environment import client_address
 
 BASE = "tinsmith/nano"
 ANSWERS = ("amber", "willow", "copper", "tulip")
