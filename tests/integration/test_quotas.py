@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from tinker import types
 from support.databases import fresh_url
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from support.live import LiveServer, serving
+from support.quotas import ManualClock, sample
 from tinsmith.auth import quotas as quotas_module
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import IDLE_S, NAMES, QuotaLimits, Quotas, read_quotas
@@ -29,22 +29,14 @@ from tinsmith.db.schema import BODIES, FUTURES, MODELS, TENANTS
 from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.settings import Settings
-from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.types import LoraSpec
 
 
-@dataclasses.dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -52,10 +44,6 @@ def database(tmp_path: Path) -> Iterator[Database]:
     new_database = open_database(fresh_url(tmp_path))
     yield new_database
     new_database.close()
-
-
-def new(seq_id: int, tenant_id: str = "alice", body: bytes = b"12345", num_tokens: int = 0) -> NewFuture:
-    return NewFuture(f"s:{tenant_id}:{seq_id}", tenant_id, "s", BASE, "sample", body, num_tokens)
 
 
 def harness_with(directory: Path, **limits: int) -> Harness:
@@ -81,74 +69,74 @@ def rows(harness: Harness, table: sa.Table) -> int:
 # Counting.
 
 
-def test_requests_that_wait_are_counted_and_those_that_ended_are_not(database: Database, clock: Clock) -> None:
+def test_requests_that_wait_are_counted_and_those_that_ended_are_not(database: Database, clock: ManualClock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=3), clock)
     for seq_id in range(3):
-        quotas.admit(new(seq_id))
-        futures.submit(new(seq_id))
+        quotas.admit(sample(seq_id))
+        futures.submit(sample(seq_id))
     with pytest.raises(TooManyRequestsError, match="quota queued_requests: 3 requests are queued, the limit is 3"):
-        quotas.admit(new(3))
+        quotas.admit(sample(3))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.now += 1
-    quotas.admit(new(3))
-    futures.submit(new(3))
+    clock.now_s += 1
+    quotas.admit(sample(3))
+    futures.submit(sample(3))
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(4))
+        quotas.admit(sample(4))
 
 
-def test_a_full_queue_is_looked_at_again_soon_and_not_at_once(database: Database, clock: Clock) -> None:
+def test_a_full_queue_is_looked_at_again_soon_and_not_at_once(database: Database, clock: ManualClock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1), clock)
-    quotas.admit(new(0))
-    futures.submit(new(0))
+    quotas.admit(sample(0))
+    futures.submit(sample(0))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.now += 0.1
+    clock.now_s += 0.1
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(1))
-    clock.now += 0.1
-    quotas.admit(new(1))
+        quotas.admit(sample(1))
+    clock.now_s += 0.1
+    quotas.admit(sample(1))
 
 
-def test_bytes_that_wait_are_counted(database: Database, clock: Clock) -> None:
+def test_bytes_that_wait_are_counted(database: Database, clock: ManualClock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_bytes=12), clock)
     for seq_id in range(2):
-        quotas.admit(new(seq_id))
-        futures.submit(new(seq_id))
+        quotas.admit(sample(seq_id))
+        futures.submit(sample(seq_id))
     with pytest.raises(TooManyRequestsError, match="10 bytes are queued and this request has 5, the limit is 12"):
-        quotas.admit(new(2))
-    quotas.admit(new(3, body=b"12"))
+        quotas.admit(sample(2))
+    quotas.admit(sample(3, body=b"12"))
 
 
-def test_a_body_larger_than_the_limit_is_taken_when_nothing_else_waits(database: Database, clock: Clock) -> None:
+def test_a_body_larger_than_the_limit_is_taken_when_nothing_else_waits(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(queued_bytes=3), clock)
-    quotas.admit(new(0))
+    quotas.admit(sample(0))
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(1, body=b"1"))
+        quotas.admit(sample(1, body=b"1"))
 
 
 def test_many_threads_together_are_held_to_the_limit(database: Database) -> None:
-    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=20), Clock())
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=20), ManualClock())
 
     def submit(seq_id: int) -> bool:
         try:
-            quotas.admit(new(seq_id))
+            quotas.admit(sample(seq_id))
         except TooManyRequestsError:
             return False
-        futures.submit(new(seq_id))
+        futures.submit(sample(seq_id))
         return True
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(submit, range(60))) == 20
 
 
-def test_the_usual_request_costs_no_query(database: Database, clock: Clock) -> None:
+def test_the_usual_request_costs_no_query(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(queued_requests=1000, queued_bytes=10**9), clock)
     queries: list[str] = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
     for seq_id in range(100):
-        quotas.admit(new(seq_id))
+        quotas.admit(sample(seq_id))
     assert len([text for text in queries if text.startswith("SELECT")]) <= 2, "one for the limits, one for the counts"
-    clock.now += 1
-    quotas.admit(new(100))
+    clock.now_s += 1
+    quotas.admit(sample(100))
     assert len([text for text in queries if "futures" in text]) == 2
 
 
@@ -161,15 +149,15 @@ def test_the_count_uses_an_index(database: Database) -> None:
     assert "ix_futures_tenant" in plan
 
 
-def test_tenants_do_not_share_a_quota(database: Database, clock: Clock) -> None:
+def test_tenants_do_not_share_a_quota(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=1), clock)
     for tenant_id in ("alice", "bob"):
-        quotas.admit(new(0, tenant_id, num_tokens=1))
+        quotas.admit(sample(0, tenant_id, num_tokens=1))
         with pytest.raises(TooManyRequestsError):
-            quotas.admit(new(1, tenant_id, num_tokens=1))
+            quotas.admit(sample(1, tenant_id, num_tokens=1))
 
 
-def test_a_tenants_own_limits_come_before_the_servers(database: Database, clock: Clock) -> None:
+def test_a_tenants_own_limits_come_before_the_servers(database: Database, clock: ManualClock) -> None:
     Keys(database).create("alice", quotas={"queued_requests": 2})
     Keys(database).create("carol", quotas={"queued_requests": 0})
     with database.write() as connection:
@@ -179,49 +167,49 @@ def test_a_tenants_own_limits_come_before_the_servers(database: Database, clock:
     assert quotas.limits("carol").queued_requests == 0
     assert quotas.limits("dora") == quotas.limits("nobody") == QuotaLimits(queued_requests=1, models=7)
     Keys(database).create("alice", quotas={"queued_requests": 5})
-    clock.now += 10
+    clock.now_s += 10
     assert quotas.limits("alice").queued_requests == 5
 
 
-def test_tokens_of_a_minute_are_counted(database: Database, clock: Clock) -> None:
+def test_tokens_of_a_minute_are_counted(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
     for seq_id in range(6):
-        quotas.admit(new(seq_id, num_tokens=100))
+        quotas.admit(sample(seq_id, num_tokens=100))
     with pytest.raises(TooManyRequestsError, match="600 tokens were admitted within a minute, the limit is 600"):
-        quotas.admit(new(6, num_tokens=1))
-    quotas.admit(new(7, num_tokens=0))
-    clock.now += 1  # ten tokens more
-    quotas.admit(new(8, num_tokens=500))
+        quotas.admit(sample(6, num_tokens=1))
+    quotas.admit(sample(7, num_tokens=0))
+    clock.now_s += 1  # ten tokens more
+    quotas.admit(sample(8, num_tokens=500))
     with pytest.raises(TooManyRequestsError) as refusal:
-        quotas.admit(new(9, num_tokens=1))
+        quotas.admit(sample(9, num_tokens=1))
     assert refusal.value.retry_after_s == 30.0, "49 seconds of debt, but no client is told to wait for longer than this"
-    clock.now += 48.9
+    clock.now_s += 48.9
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(9, num_tokens=1))
-    clock.now += 0.2
-    quotas.admit(new(9, num_tokens=1))
+        quotas.admit(sample(9, num_tokens=1))
+    clock.now_s += 0.2
+    quotas.admit(sample(9, num_tokens=1))
 
 
-def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clock) -> None:
+def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
-    quotas.admit(new(0, num_tokens=1))
-    clock.now += 3600
-    quotas.admit(new(1, num_tokens=60))
+    quotas.admit(sample(0, num_tokens=1))
+    clock.now_s += 3600
+    quotas.admit(sample(1, num_tokens=60))
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(2, num_tokens=1))
+        quotas.admit(sample(2, num_tokens=1))
 
 
-def test_stored_requests_are_not_refused_and_count_once(database: Database, clock: Clock) -> None:
+def test_stored_requests_are_not_refused_and_count_once(database: Database, clock: ManualClock) -> None:
     futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=10), clock)
-    quotas.admit(new(0, num_tokens=6))
-    futures.submit(new(0, num_tokens=6))
+    quotas.admit(sample(0, num_tokens=6))
+    futures.submit(sample(0, num_tokens=6))
     for _ in range(5):
-        quotas.admit(new(0, num_tokens=6))
+        quotas.admit(sample(0, num_tokens=6))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
-    clock.now += 1
-    quotas.admit(new(1, num_tokens=4))
+    clock.now_s += 1
+    quotas.admit(sample(1, num_tokens=4))
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(2, num_tokens=4))
+        quotas.admit(sample(2, num_tokens=4))
 
 
 def test_quotas_are_read_from_a_command_line_by_name() -> None:
@@ -516,20 +504,20 @@ def model(model_id: str) -> NewModel:
 
 
 def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
-    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    database: Database, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quotas_module, "MAX_TENANTS", 10)
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
-    quotas.admit(new(0, "debtor", num_tokens=6000))
+    quotas.admit(sample(0, "debtor", num_tokens=6000))
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(1, "debtor", num_tokens=1))
+        quotas.admit(sample(1, "debtor", num_tokens=1))
     for seq_id in range(100):
-        quotas.admit(new(0, f"tenant-{seq_id}", num_tokens=1))
-        clock.now += 2.0
+        quotas.admit(sample(0, f"tenant-{seq_id}", num_tokens=1))
+        clock.now_s += 2.0
     assert len(quotas._tenants) <= 10 + IDLE_S / 2 + 2
     with pytest.raises(TooManyRequestsError):
-        quotas.admit(new(2, "debtor", num_tokens=1))
-    clock.now += 2000.0
+        quotas.admit(sample(2, "debtor", num_tokens=1))
+    clock.now_s += 2000.0
     for seq_id in range(100):
-        quotas.admit(new(1, f"other-{seq_id}", num_tokens=1))
+        quotas.admit(sample(1, f"other-{seq_id}", num_tokens=1))
     assert "debtor" not in quotas._tenants

@@ -14,7 +14,7 @@ import tinsmith.api.routes.batch as routes
 import tinsmith.server.process as serving
 from support.databases import database_url
 from support.payloads import serialize_function
-from tinsmith.api.app import Services
+from tinsmith.api.services import Services
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.wakeups import job_line

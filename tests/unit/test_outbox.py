@@ -26,7 +26,7 @@ BROKEN = exc.ProgrammingError("UPDATE", None, Exception("no such column"))
 
 @dataclass
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only by calls of its `sleep`."""
 
     now_s: float = 100.0
     pauses_s: list[float] = field(default_factory=list)

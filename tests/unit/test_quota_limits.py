@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from support.databases import fresh_url
+from support.quotas import BASE, ManualClock, sample
 from tinsmith.auth import quotas as quotas_module
 from tinsmith.auth.quotas import IDLE_S, LIMITS_REFRESH_S, QuotaLimits, Quotas, read_quotas
 from tinsmith.db.database import Database
@@ -20,22 +20,10 @@ from tinsmith.store.futures import Futures, NewFuture, Settlement
 from tinsmith.store.models import Models, NewModel
 from tinsmith.types import LoraSpec
 
-BASE = "base"
-
-
-@dataclasses.dataclass
-class Clock:
-    now_s: float = 1000.0
-    readings: int = 0
-
-    def __call__(self) -> float:
-        self.readings += 1
-        return self.now_s
-
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
 
 
 @pytest.fixture
@@ -43,10 +31,6 @@ def database(tmp_path: Path) -> Iterator[Database]:
     new_database = open_database(fresh_url(tmp_path))
     yield new_database
     new_database.close()
-
-
-def sample(seq_id: int, tenant_id: str = "alice", body: bytes = b"12345", num_tokens: int = 0) -> NewFuture:
-    return NewFuture(f"s:{tenant_id}:{seq_id}", tenant_id, "s", BASE, "sample", body, num_tokens)
 
 
 def operation(model_id: str, seq_id: int) -> NewFuture:
@@ -186,7 +170,7 @@ def test_models_are_admitted_below_the_limit_only(database: Database) -> None:
 # The queue.
 
 
-def test_a_full_queue_admits_only_what_the_same_models_queue_waits_for(database: Database, clock: Clock) -> None:
+def test_a_full_queue_admits_only_what_the_same_models_queue_waits_for(database: Database, clock: ManualClock) -> None:
     futures = Futures(database)
     for model_id in ("s:train:0", "s:train:1", "s:train:2"):
         Models(database).create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4)))
@@ -201,7 +185,7 @@ def test_a_full_queue_admits_only_what_the_same_models_queue_waits_for(database:
     refusal_of(lambda: quotas.admit(operation("s:train:1", 4)))
 
 
-def test_operations_that_a_model_has_applied_wait_for_nothing(database: Database, clock: Clock) -> None:
+def test_operations_that_a_model_has_applied_wait_for_nothing(database: Database, clock: ManualClock) -> None:
     futures = Futures(database)
     for model_id in ("s:train:0", "s:train:1", "s:train:2"):  # the others have applied nothing
         Models(database).create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4)))
@@ -213,7 +197,7 @@ def test_operations_that_a_model_has_applied_wait_for_nothing(database: Database
     refusal_of(lambda: quotas.admit(operation("s:train:1", 8 + 1)))
 
 
-def test_queued_bytes_are_admitted_up_to_the_limit(database: Database, clock: Clock) -> None:
+def test_queued_bytes_are_admitted_up_to_the_limit(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(queued_bytes=10), clock)
     quotas.admit(sample(0, body=b"1234"))
     quotas.admit(sample(1, body=b"123456"))
@@ -223,7 +207,7 @@ def test_queued_bytes_are_admitted_up_to_the_limit(database: Database, clock: Cl
     quotas.admit(sample(3, body=b""))
 
 
-def test_each_tenant_has_its_own_count(database: Database, clock: Clock) -> None:
+def test_each_tenant_has_its_own_count(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(queued_requests=1), clock)
     for tenant_id in ("alice", "bob"):
         quotas.admit(sample(0, tenant_id))
@@ -233,7 +217,7 @@ def test_each_tenant_has_its_own_count(database: Database, clock: Clock) -> None
 # Tokens.
 
 
-def test_a_refusal_says_when_the_debt_is_paid(database: Database, clock: Clock) -> None:
+def test_a_refusal_says_when_the_debt_is_paid(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
     quotas.admit(sample(0, num_tokens=64))
     refusal = refusal_of(lambda: quotas.admit(sample(1, num_tokens=1)))
@@ -248,7 +232,7 @@ def test_a_refusal_says_when_the_debt_is_paid(database: Database, clock: Clock) 
     assert refusal_of(lambda: quotas.admit(sample(3, num_tokens=1))).retry_after_s == 0.25
 
 
-def test_a_limit_that_is_lifted_forgets_the_debt(database: Database, clock: Clock) -> None:
+def test_a_limit_that_is_lifted_forgets_the_debt(database: Database, clock: ManualClock) -> None:
     def set_limit(tokens: int) -> None:
         row = {"tenant_id": "alice", "quotas": {"tokens_per_minute": tokens}, "created_at": 1.0}
         with database.write() as connection:
@@ -269,7 +253,7 @@ def test_a_limit_that_is_lifted_forgets_the_debt(database: Database, clock: Cloc
 # Cached state of tenants.
 
 
-def test_limits_are_read_again_after_their_time(database: Database, clock: Clock) -> None:
+def test_limits_are_read_again_after_their_time(database: Database, clock: ManualClock) -> None:
     quotas = Quotas(database, QuotaLimits(models=1), clock)
     assert quotas.limits("alice").models == 1
     with database.write() as connection:
@@ -285,7 +269,12 @@ def test_limits_are_read_again_after_their_time(database: Database, clock: Clock
     [(IDLE_S, 0, True), (IDLE_S - 1, 0, False), (IDLE_S, 60, True), (IDLE_S, 61, False), (IDLE_S + 1, 61, True)],
 )
 def test_a_tenant_is_evicted_when_it_is_idle_and_its_bucket_is_full(
-    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch, idle_s: float, num_tokens: int, is_evicted: bool
+    database: Database,
+    clock: ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+    idle_s: float,
+    num_tokens: int,
+    is_evicted: bool,
 ) -> None:
     monkeypatch.setattr(quotas_module, "MAX_TENANTS", 1)
     quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
@@ -296,7 +285,7 @@ def test_a_tenant_is_evicted_when_it_is_idle_and_its_bucket_is_full(
 
 
 def test_tenants_stay_while_there_is_room_and_few_are_examined_at_once(
-    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    database: Database, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quotas = Quotas(database, QuotaLimits(), clock)
     names = [f"tenant-{index:02}" for index in range(40)]

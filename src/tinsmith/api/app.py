@@ -52,8 +52,6 @@ from tinsmith.api.services import Services
 from tinsmith.batch.operations.sample import VERB
 from tinsmith.wire.fields import show
 
-__all__ = ["Services", "create_app", "create_probe_app"]
-
 HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 
 # Routes are matched in order, so the most frequent requests come first.

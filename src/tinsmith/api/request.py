@@ -81,7 +81,7 @@ class Call:
     @property
     def media_type(self) -> str:
         """The content type of the body, without parameters."""
-        return self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        return bodies.read_media_type(self.request.headers.get("content-type"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """`Database` on SQLite: a file in WAL mode, with readers beside one writer at a time.
 
-Writers of one process queue on a lock; `sqlite` has the lock, the connection pool and the checks of the files. Because
-nobody else writes during a writing transaction, locks of rows and names are not needed. SQLite sends no notifications:
-a writer wakes the processes of its machine by a `Mailbox`.
+Writers of one process queue on a lock; `sqlite` has the lock, the connection pool and the checks of the files. A
+writing transaction is the only one, so locks of rows and names have nothing to do. SQLite sends no notifications: a
+writer wakes the processes of its machine by a `Mailbox`.
 """
 
 from __future__ import annotations

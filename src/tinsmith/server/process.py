@@ -28,9 +28,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
 from tinsmith import base_models as base_models
-from tinsmith.api.app import Services, create_app, create_probe_app
+from tinsmith.api.app import create_app, create_probe_app
 from tinsmith.api.connections import Connection
-from tinsmith.api.services import EngineStatus
+from tinsmith.api.services import EngineStatus, Services
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.auth.quotas import QuotaLimits, Quotas

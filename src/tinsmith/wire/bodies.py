@@ -55,8 +55,13 @@ def check_length(content_length: str | None, limit_bytes: int) -> None:
         raise too_large(limit_bytes)
 
 
+def read_media_type(content_type: str | None) -> str:
+    """Return the media type of a Content-Type header, without its parameters; "" without the header."""
+    return (content_type or "").partition(";")[0].strip().lower()
+
+
 def check_content_type(content_type: str | None, takes: Sequence[str]) -> None:
-    media_type = (content_type or "").partition(";")[0].strip().lower()
+    media_type = read_media_type(content_type)
     if media_type not in takes:
         expected = " or ".join(map(repr, takes))
         raise UnsupportedMediaError(f"the header Content-Type is {show(media_type)}; this path takes {expected}")

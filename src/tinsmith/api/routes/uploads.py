@@ -38,7 +38,7 @@ from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint,
 from tinsmith.store.models import copy_insertion
 from tinsmith.store.usage import usage_increments
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
-from tinsmith.wire.bodies import JSON_TYPE, check_length
+from tinsmith.wire.bodies import JSON_TYPE, check_length, read_media_type
 from tinsmith.wire.fields import (
     MAX_METADATA_BYTES,
     Body,
@@ -70,7 +70,7 @@ async def read_form(
     `reservation` covers the bytes as they arrive.
     """
     content_type = request.headers.get("content-type") or ""
-    if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
+    if read_media_type(content_type) != FORM_TYPE:
         raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; send {FORM_TYPE!r}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaError("the form has a Content-Encoding; send it uncompressed")
