@@ -1,4 +1,4 @@
-"""An installation without the extra `engine`: everything runs but what computes, and that says what it needs."""
+"""A plain installation, without extras: everything runs but what computes, and that says what it needs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from support.live import API_KEY, LiveServer, environment
 from tinsmith import batch
 from tinsmith.batch import Client, Dataset, Job
 
-OF_ENGINES = ("torch", "functorch", "transformers", "triton")
+OF_EXTRAS = ("torch", "functorch", "transformers", "triton", "tinker")
 
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has this one's packages but those of engines."""
+    """The interpreter of an environment that has this one's packages but those of engines and clients."""
     directory = tmp_path_factory.mktemp("base") / "venv"
     venv.create(directory, symlinks=True)
     (packages,) = directory.glob("lib/python*/site-packages")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        if not path.name.startswith(OF_ENGINES):
+        if not path.name.startswith(OF_EXTRAS):
             (packages / path.name).symlink_to(path)
     return directory / "bin" / "python"
 
@@ -53,14 +53,17 @@ def test_an_engine_names_the_packages_that_it_lacks(bare_python: Path, tmp_path:
     )
 
 
-@pytest.mark.parametrize("command", [("demo",), ("rank", "--join", "127.0.0.1:1")])
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [(("demo",), "tinker", "demo"), (("rank", "--join", "127.0.0.1:1"), "torch", "engine")],
+    ids=["demo", "rank"],
+)
 def test_a_command_that_computes_names_the_package_that_it_lacks(
-    bare_python: Path, tmp_path: Path, command: tuple[str, ...]
+    bare_python: Path, tmp_path: Path, command: tuple[str, ...], package: str, extra: str
 ) -> None:
     completed = run(bare_python, tmp_path, *command)
     assert completed.returncode == 2, completed.stderr
-    assert completed.stderr.startswith("error: this command needs t"), completed.stderr
-    assert completed.stderr.endswith(": pip install 'tinsmith[engine]'\n")
+    assert completed.stderr == f"error: this command needs {package}: pip install 'tinsmith[{extra}]'\n"
 
 
 def test_doctor_reports_the_missing_package(bare_python: Path, tmp_path: Path) -> None:
@@ -69,6 +72,7 @@ def test_doctor_reports_the_missing_package(bare_python: Path, tmp_path: Path) -
     assert completed.returncode == 1, completed
     assert details["torch"] == "cannot be imported: No module named 'torch'; pip install 'tinsmith[engine]'"
     assert "sampler" not in details and details["model"].startswith("tinsmith/nano: ")
+    assert "'tinsmith[engine]'" in run(bare_python, tmp_path, "doctor").stdout
 
 
 @pytest.fixture

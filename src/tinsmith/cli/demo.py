@@ -24,6 +24,7 @@ import numpy as np
 import tinker
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -231,8 +232,8 @@ def _show_answers(
     """Print the answers. Returns the shares of correct answers before and after."""
     table = Table("held-out prompt", "correct answer", "before", "after", title="Held-out prompts, greedy")
     for example, old, new in list(zip(examples, before, after, strict=True))[:8]:
-        marks = ["[green]" if example.is_right(text) else "[red]" for text in (old, new)]
-        table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
+        cells = [Text(text, "green" if example.is_right(text) else "red") for text in (old, new)]
+        table.add_row(Text(example.prompt), Text(example.answer), *cells)
     output.print(table)
     old_share, new_share = (
         sum(map(PromptExample.is_right, examples, texts)) / len(examples) for texts in (before, after)

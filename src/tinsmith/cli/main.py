@@ -227,7 +227,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
         raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
     table = plain_table("", "what", "finding")
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, finding.detail)
+        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, escape(finding.detail))
     output.print(table)
     if not all(finding.good for finding in findings):
         raise typer.Exit(1)
@@ -381,7 +381,7 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
         output.print("Press Ctrl-C to stop.", highlight=False)
 
     def announce_stop(polls: int, engines: int) -> None:
-        polls_text = f"answering {polls} held request(s), then " if polls else ""
+        polls_text = f"answering {polls} long poll(s), then " if polls else ""
         runs = f"waiting for {engines} engine process(es) to save their runs" if engines else "exiting"
         output.print(f"Stopping: {polls_text}{runs}.", highlight=False)
 
@@ -425,9 +425,12 @@ def main() -> None:
     except SettingsError as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        if error.name not in list_missing_packages():
+        if error.name == "tinker":
+            message = "this command needs tinker: pip install 'tinsmith[demo]'"
+        elif error.name in list_missing_packages():
+            message = f"this command needs {_engine_extra([error.name])}"
+        else:
             raise
-        message = f"this command needs {_engine_extra([error.name])}"
     else:
         return
     errors.print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)

@@ -361,7 +361,7 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
         sampled = bytes_s / (active * DTYPE_BYTES[workload.dtype])
         yield (
             f"This CPU: at most about {_rounded(trained)} trained tokens/s; {_rounded(sampled)} sampled tokens/s "
-            "for one sequence, more for a batch (estimated from packed matrix products measured here: "
+            "for one sequence, more for a batch (estimated from packed matmuls measured here: "
             f"{operations_s / 1e9:,.0f} GFLOP/s with {TRAINING_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
             "with one; attention and adapters are not counted)"
         )
@@ -396,7 +396,7 @@ def describe_measurement(plan: Plan, rates: Rates) -> Iterator[str]:
     step = step_time(plan, rates, micro_batch(plan))
     rows = micro_batch(plan).rows * plan.degrees.groups
     yield (
-        f"A step of {rows:,} tokens takes about {1e3 * step.total:,.0f} ms: products {1e3 * step.compute:,.0f}, tensor "
+        f"A step of {rows:,} tokens takes about {1e3 * step.total:,.0f} ms: matmuls {1e3 * step.compute:,.0f}, tensor "
         f"{1e3 * step.tensor:,.0f}, context {1e3 * step.context:,.0f}, experts {1e3 * step.experts:,.0f}, stages "
         f"{1e3 * step.stages:,.0f}, layers {1e3 * step.base:,.0f}, gradients {1e3 * step.gradients:,.0f} ms; a sampled "
         f"token {1e3 * token_s(plan, rates):,.2f} ms"

@@ -167,7 +167,7 @@ def log_file(
             raise typer.Exit(INTERRUPTED) from None
         source.send_rest()
     result = {"run": run_id, "points": source.num_points, "left_out": source.num_left_out}
-    suffix = f"; {source.num_left_out} of its lines were not logged whole" if source.num_left_out else ""
+    suffix = f"; {source.num_left_out} of its lines were not logged in full" if source.num_left_out else ""
     print_result(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
     if source.num_left_out:
         raise typer.Exit(INCOMPLETE)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.cli.remote import AsJson, output, plain_table, print_json, print_table
@@ -156,11 +157,11 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
     else:
         table = plain_table("process", "state", "node", "pid", "restarts", "")
         for seat in sorted(seats, key=lambda process: (process.role, process.index)):
-            table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
+            table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), escape(seat.detail))
         print_table(table)
         for role, waiting in (controller_report.get("waiting") or {}).items():
             amounts = ", ".join(f"{amount:,.0f} {base}".strip() for base, amount in waiting.items() if amount)
-            output.print(f"{role}: {controller_report['wanted'].get(role, 0)} wanted; waiting: {amounts or 'nothing'}")
+            output.print(f"{role}: {controller_report['wanted'].get(role, 0)} planned; waiting: {amounts or 'nothing'}")
     if not is_controlled:
         raise typer.Exit(1)
 

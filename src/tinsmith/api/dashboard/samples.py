@@ -32,7 +32,7 @@ MAX_STEP = 2**53 - 1
 
 @listing(
     "/dashboard/samples",
-    "List kept samples, newest first",
+    "List stored samples, newest first",
     answer=fields({"samples": LIST, "cursor": ref("Cursor")}),
     query=SearchQuery,
     filters=("?search={model_id}:0",),
@@ -52,7 +52,7 @@ def samples(call: Call, query: SearchQuery) -> JsonObject:
 @operation(
     "GET",
     "/dashboard/samples/{request_id}",
-    "Read a kept sample token by token",
+    "Read a stored sample token by token",
     answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
 )
 def sample(call: Call) -> JsonObject:
@@ -101,7 +101,7 @@ class AnswerRewardsRequest(ClosedBody):
 @operation(
     "POST",
     "/dashboard/samples/rewards",
-    "Set rewards of kept answers by digest",
+    "Set rewards of stored responses by digest",
     body=AnswerRewardsRequest,
     answer=fields({"updated": COUNT}),
     access=Access.LISTING,
@@ -168,7 +168,7 @@ class GroupsQuery(PageQuery):
 
 @listing(
     "/dashboard/groups",
-    "List kept answers by prompt",
+    "List stored responses by prompt",
     answer=fields({"groups": LIST, "cursor": ref("Cursor")}),
     query=GroupsQuery,
     filters=("?run={model_id}",),

@@ -19,7 +19,7 @@ const SORTS = { newest: "Newest", reward: "Reward", spread: "Reward spread", adv
 const toned = (value) => (isNumber(value) ? h("span", { class: value > 0 ? "good" : value < 0 ? "bad" : null }, signed(value)) : "-");
 
 const ANSWERS = [
-  { label: "Answer", kind: "preview", cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, oneLine(row.begins ?? "") || shortId(row.request_id)) },
+  { label: "Response", kind: "preview", cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, oneLine(row.begins ?? "") || shortId(row.request_id)) },
   { label: "Reward", number: true, cell: (row) => number(row.reward) },
   { label: "Advantage", number: true, cell: (row) => toned(row.advantage) },
   { label: "Tokens", number: true, cell: (row) => count(row.tokens) },
@@ -116,7 +116,7 @@ function known(sequence) {
 
 function answers(sample) {
   return sample.sequences.map((sequence, index) => {
-    const name = sample.sequences.length > 1 ? `Answer ${index + 1}` : "Answer";
+    const name = sample.sequences.length > 1 ? `Response ${index + 1}` : "Response";
     const finite = sequence.logprobs.filter(isNumber);
     const mean = finite.length ? finite.reduce((sum, value) => sum + value, 0) / finite.length : null;
     const about = `${counted(sequence.tokens.length, "token")}${endedBy(sequence.stop_reason)}${mean === null ? "" : `, mean logprob ${mean.toFixed(3)}`}`;
