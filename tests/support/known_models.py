@@ -57,15 +57,15 @@ MODEL is a directory, a `config.json`, or a base model that the server knows. Th
 plan or, where nothing fits, a smaller one. The exit status is 0 if the plan fits, 1 if nothing fits, 2 if the given
 degrees are refused. An engine checks its settings against the same plan before it loads weights.
 
-Speeds of GPUs are estimated from their data sheets, including what devices exchange; a CPU's from matrix products that
-are measured on the spot.
+Speeds of GPUs are estimated from their data sheets, including what devices exchange; a CPU's from matmuls that are
+measured on the spot.
 
 ## What is counted
 
-- **base**: every frozen number in `--dtype` or `--quantize`; on a CPU also a second copy of linears up to 256 MiB.
+- **base**: every frozen parameter in `--dtype` or `--quantize`; on a CPU also a second copy of linears up to 256 MiB.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
   `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
-- **adapters**: on every device, 20 bytes a number (float32 weight, gradient, two moments, the step's gradient), and
+- **adapters**: on every device, 20 bytes a parameter (float32 weight, gradient, two moments, the step's gradient), and
   a copy in the base's format.
 - **activations** of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, twice that of small models, or one
   longer sequence), kept or recomputed by layer. Stages keep those of several micro-batches.
