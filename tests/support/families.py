@@ -116,7 +116,7 @@ ALL_FAMILIES = (
     Family("mistral", "Mistral", "sliding window", {"sliding_window": WINDOW}, core=True),
     Family("gemma2", "Gemma 2", "windows in every other layer, capped scores and logits",
            {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}, core=True),
-    Family("gemma3_text", "Gemma 3 (text)", "windows, a RoPE of their own",
+    Family("gemma3_text", "Gemma 3 (text)", "windows, another RoPE in them",
            {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}, core=True),
     Family("phi3", "Phi-3", "one linear for queries, keys and values, one for gate and up", core=True),

@@ -453,7 +453,7 @@ class TelemetrySettings(SettingsGroup):
     answers only its own machine."""
 
     metrics_tenants: int = Field(default=50, ge=0, le=10_000)
-    """Tenants with labels of their own in `/metrics`; later ones share `other`."""
+    """Most tenants with separate labels in `/metrics`; later ones share `other`."""
 
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """OpenTelemetry collector, such as `http://127.0.0.1:4318` (needs `tinsmith[otel]`); empty means no traces."""
