@@ -1,5 +1,6 @@
 import copy
 import functools
+import io
 import json
 import random
 import subprocess
@@ -10,12 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tools.nano import corpus, evaluate, tasks, tokenizer, train
 from tools.nano.batches import Shape, make_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from support.properties import examples
 from tinsmith.base_models import nano
+from tinsmith.base_models.nano import PromptExample
+from tinsmith.cli.demo import _show_answers
 
 CONVERSATION = [
     {"role": "user", "content": "What is 4 + 5?"},
@@ -233,3 +237,11 @@ def test_nano_answers_heldout_examples(task: str, floor: float) -> None:
     model, loaded = evaluate.load(nano.path())
     examples = evaluate.heldout(task, 60, seed=1)
     assert evaluate.accuracy(model, loaded, examples) >= floor
+
+
+def test_the_demo_shows_the_brackets_of_an_answer() -> None:
+    text = io.StringIO()
+    example = PromptExample("copy", "Say [bold].", "[bold]")
+    shares = _show_answers(Console(file=text, width=120), [example], ["[/red]"], ["[bold]"])
+    assert shares == (0.0, 1.0)
+    assert "[/red]" in text.getvalue() and text.getvalue().count("[bold]") == 3

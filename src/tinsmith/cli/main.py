@@ -284,19 +284,19 @@ def _show_plan(request: PlanRequest, measured: Settings | None, *, as_json: bool
         fields = report.as_json(plan) | {"advice": advice, "command": command, "speeds": speeds}
         print_json(fields | {"launches": report.launches(request, plan)})
         raise typer.Exit(0 if plan.fits else 1)
-    output.print(report.summary(plan), highlight=False, soft_wrap=True)
+    output.print(escape(report.summary(plan)), highlight=False, soft_wrap=True)
     table = plain_table("memory of each device", "")
     for label, size in report.rows(plan):
         table.add_row(label, size)
     output.print(table)
     colour = "green" if plan.fits else "red"
-    output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
-    for words in plan.reasons:
-        output.print(f"  {words}", highlight=False, soft_wrap=True)
+    output.print(f"[{colour}]{escape(report.headline(plan))}[/]", highlight=False, soft_wrap=True)
+    for reason in plan.reasons:
+        output.print(f"  {escape(reason)}", highlight=False, soft_wrap=True)
     for line in speeds:
-        output.print(f"  {line}", highlight=False, soft_wrap=True)
+        output.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
     if advice:
-        output.print(f"  {advice}", highlight=False, soft_wrap=True)
+        output.print(f"  {escape(advice)}", highlight=False, soft_wrap=True)
     for target, line in report.launches(request, plan).items():
         output.print(f"  {target}: {escape(line)}", highlight=False, soft_wrap=True)
     output.print(f"[bold]{escape(command)}[/]", highlight=False, soft_wrap=True)
@@ -366,7 +366,7 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
         names = ", ".join(models)
         if not settings.answers_clients:
             output.print(f"[bold]Tinsmith {__version__}[/] runs the role {settings.role} for {names}", highlight=False)
-            output.print(f"  data in {settings.resolved_data_dir}", highlight=False, soft_wrap=True)
+            output.print(f"  data in {escape(str(settings.resolved_data_dir))}", highlight=False, soft_wrap=True)
             output.print("Press Ctrl-C to stop.", highlight=False)
             return
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")

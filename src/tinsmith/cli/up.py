@@ -157,7 +157,9 @@ def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = Fals
     else:
         table = plain_table("process", "state", "node", "pid", "restarts", "")
         for seat in sorted(seats, key=lambda process: (process.role, process.index)):
-            table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), escape(seat.detail))
+            table.add_row(
+                seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), escape(seat.detail)
+            )
         print_table(table)
         for role, waiting in (controller_report.get("waiting") or {}).items():
             amounts = ", ".join(f"{amount:,.0f} {base}".strip() for base, amount in waiting.items() if amount)

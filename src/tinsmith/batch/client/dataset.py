@@ -476,7 +476,7 @@ def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool)
     if "fn_constructor_kwargs" in effective and not is_class:
         raise ValueError("fn_constructor_kwargs are for a class, and this is a function; use fn_kwargs")
     if {"fn_kwargs", "fn_constructor_kwargs"} <= effective:
-        raise ValueError("a class gets either fn_kwargs or fn_constructor_kwargs when it is constructed; pass one of them")
+        raise ValueError("a class is constructed with either fn_kwargs or fn_constructor_kwargs; pass one of them")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
