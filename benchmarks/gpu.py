@@ -49,7 +49,7 @@ from turns import Child, ChildFailed
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.attention import OFTEN
+from tinsmith.backends.torch.attention import CUDNN_MIN_HITS
 from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.base_models import read_shape
 from tinsmith.plan.memory import MICRO_BATCH
@@ -424,7 +424,7 @@ class Bench:
             # As if both reached a fifth of the peak, with two runs each.
             expected_s = 4 * workload.num_tokens * operations / (0.2 * self.device.peak)
             # A shape takes cuDNN's attention once it has come with several micro-batches.
-            warm = max(1, (OFTEN + 2) // max(1, workload.num_tokens // max(FITTING_TOKENS)))
+            warm = max(1, (CUDNN_MIN_HITS + 2) // max(1, workload.num_tokens // max(FITTING_TOKENS)))
             contestants = [
                 Contestant(
                     "Tinsmith",

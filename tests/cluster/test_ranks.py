@@ -398,14 +398,14 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
 ) -> None:
     create(oracle)
     single, sharded = oracle, load(shape, group, DEGREES["dp2"])
-    trainer, run_one = local_backend(sharded)._trainer, local_backend(sharded)._trainer._run_one
+    trainer, run_one = local_backend(sharded)._trainer, local_backend(sharded)._trainer._run_micro_batch
 
     def run(batch, objectives, *, train):
         if sum(batch.lengths) > 20:
             raise MemoryError("no room on rank 0")
         return run_one(batch, objectives, train=train)
 
-    monkeypatch.setattr(trainer, "_run_one", run)
+    monkeypatch.setattr(trainer, "_run_micro_batch", run)
     rng = np.random.default_rng(4)
     agree_on(single, sharded, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
     # A sequence that does not fit on rank 0 is refused on all ranks.

@@ -12,7 +12,7 @@ if os.environ.get("TEST_DEVICE", "cuda").startswith("cpu"):
     os.environ["TRITON_INTERPRET"] = "1"  # before the next lines import Triton
 
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise_weights, layout_for
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.types import LoraSpec, ModelShape
 
@@ -42,8 +42,8 @@ def create(backend: TorchBackend, model_id: str, spec: LoraSpec) -> None:
 
 def adapter_on(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bool = True) -> Adapter:
     spec = LoraSpec(rank=rank, seed=seed, train_unembed=train_unembed)
-    layout = layout_for(spec, base.adaptable())
-    adapter = Adapter(spec, layout, initialise(layout, seed, base.device), base.dtype)
+    layout = layout_for(spec, base.adaptable_targets())
+    adapter = Adapter(spec, layout, initialise_weights(layout, seed, base.device), base.dtype)
     fill(adapter, seed)
     return adapter
 

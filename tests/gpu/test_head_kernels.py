@@ -13,7 +13,7 @@ from gpu.device import DEVICE, ON_CUDA, create
 from support import tiny_models
 from support.float64_reference import Reference
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.products import add_product_
+from tinsmith.backends.torch.matmul import add_matmul_
 from tinsmith.types import LoraSpec
 from unit.test_torch_backend import fb, make_passes, relative, run, sft
 
@@ -132,7 +132,7 @@ def test_an_adapters_logits_are_added_in_float32() -> None:
     a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((40, 8), (8, 300)))
     out = torch.randn(40, 300, generator=generator)
     actual = out.to(DEVICE, copy=True)
-    add_product_(actual, a.to(DEVICE), b.to(DEVICE), 0.5)
+    add_matmul_(actual, a.to(DEVICE), b.to(DEVICE), 0.5)
     expected = out.double() + 0.5 * (a.double() @ b.double())
     # A CPU rounds the product once.
     assert relative(actual.cpu(), expected) < (1e-6 if ON_CUDA else 2e-3)

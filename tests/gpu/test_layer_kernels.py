@@ -92,11 +92,13 @@ def test_rotations(dtype: torch.dtype, rows: int, heads: int, keys: int, size: i
     expected = *turned.split([heads, keys], 1), values
     grads = [random(len(part[0]), rows, size, dtype=dtype, seed=4 + i) for i, part in enumerate(expected)]
     torch.autograd.backward(expected, [grad.transpose(0, 1) for _, grad in grads])
-    outputs = kernels.turn(x.requires_grad_(), applied_rotation)
+    outputs = kernels.apply_qk_norm_rope(x.requires_grad_(), applied_rotation)
     for ours, theirs in zip(outputs, expected, strict=True):
         near(ours, theirs, dtype)
     with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(kernels.turn(x, applied_rotation), outputs, strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(kernels.apply_qk_norm_rope(x, applied_rotation), outputs, strict=True)
+        )
     torch.autograd.backward(outputs, [grad.transpose(0, 1) for grad, _ in grads])
     assert x.grad is not None and wide.grad is not None
     near(x.grad, wide.grad, dtype)
@@ -106,7 +108,7 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype: torch.dtype) -> None:
     def results(x: Tensor) -> list[Tensor]:
         weight = random(3, 16, dtype=dtype, seed=1)[0]
         x = x.detach().requires_grad_()
-        turned = kernels.turn(x.view(4, 4, 16), rotation(4, 2, 1, 16, weight))
+        turned = kernels.apply_qk_norm_rope(x.view(4, 4, 16), rotation(4, 2, 1, 16, weight))
         torch.autograd.backward(turned, [torch.ones_like(part) for part in turned])
         x, grad = x.detach(), x.grad
         assert grad is not None

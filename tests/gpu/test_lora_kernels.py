@@ -8,8 +8,8 @@ import torch
 
 from gpu.device import DEVICE, ON_CUDA
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
-from tinsmith.backends.torch.lora import DeviceRouting, LoRADelta
-from tinsmith.backends.torch.routing import BLOCK_ROWS, Routing
+from tinsmith.backends.torch.lora import DeviceLoRABatch, LoRADelta
+from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
 from tinsmith.types import LoraSpec
 
 pytest.importorskip("triton")
@@ -53,9 +53,9 @@ def test_rows_of_many_adapters_are_what_each_would_be_alone(dtype: torch.dtype, 
     wide = {
         id(owner): Adapter(owner.spec, layout, owner.compute_P.double(), torch.float64) for owner in trained_adapters
     }
-    routing = Routing.of([wide.get(id(owner)) for owner in adapters], [1] * len(adapters))
-    delta.reference_(expected, x_nI.double(), routing)
-    DeviceRouting.of(adapters, [1] * len(adapters)).add_deltas_(delta, y_nO, x_nI)
+    lora_batch = LoRABatch.of([wide.get(id(owner)) for owner in adapters], [1] * len(adapters))
+    delta.add_reference_(expected, x_nI.double(), lora_batch)
+    DeviceLoRABatch.of(adapters, [1] * len(adapters)).add_deltas_(delta, y_nO, x_nI)
     error = float((y_nO.double() - expected).norm() / expected.norm())
     assert error < (1e-6 if dtype == torch.float32 else 5e-3)
 
@@ -67,6 +67,6 @@ def test_rows_that_are_not_finite_stay_alone() -> None:
     x_nI = torch.ones(20, 256, dtype=DTYPES[-1], device=DEVICE)
     x_nI[3] = float("nan")
     y_nO = torch.zeros(20, 64, dtype=DTYPES[-1], device=DEVICE)
-    DeviceRouting.of([sick_adapter], [20]).add_deltas_(delta, y_nO, x_nI)
+    DeviceLoRABatch.of([sick_adapter], [20]).add_deltas_(delta, y_nO, x_nI)
     is_finite = y_nO.isfinite().all(1)
     assert not is_finite[3] and int(is_finite.sum()) == 19

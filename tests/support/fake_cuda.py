@@ -34,7 +34,7 @@ from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, vision
-from tinsmith.backends.torch.attention import register
+from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention
 from tinsmith.backends.torch.vision import Features, Vision
@@ -292,12 +292,12 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
             (layer_kernels, "_launch", None),
-            (moe, "has_grouped_products", grouped),
+            (moe, "has_grouped_mm", grouped),
             (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),
             (engine, "DecodeGraphs", None),
             (kv_cache, "page_kernels", kernels),
             (paged_attention, "page_kernels", kernels),
-            (trainer, "measure", {}),  # computed on the host, from values
+            (trainer, "compute_metrics", {}),  # computed on the host, from values
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
@@ -316,7 +316,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
 
 def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options: str, on_device: bool = True) -> Any:  # noqa: ANN401
     """A base model of random weights, without its checks."""
-    register()
+    register_attention()
     config = AutoConfig.from_pretrained(shape.path)
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     with no_init_weights():  # one that draws until all numbers are near zero would never end

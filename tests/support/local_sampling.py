@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise_weights, layout_for
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.types import LoraSpec, Sample, SampleResult, SamplingParams
@@ -20,8 +20,8 @@ HOT = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=7)
 
 def make_adapter(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bool = True) -> Adapter:
     spec = LoraSpec(rank=rank, seed=seed, train_unembed=train_unembed)
-    layout = layout_for(spec, base.adaptable())
-    adapter = Adapter(spec, layout, initialise(layout, seed, base.device), base.dtype)
+    layout = layout_for(spec, base.adaptable_targets())
+    adapter = Adapter(spec, layout, initialise_weights(layout, seed, base.device), base.dtype)
     generator = torch.Generator().manual_seed(seed)
     for _, b_Or in adapter.weights.values():
         b_Or.normal_(0, 0.05, generator=generator)

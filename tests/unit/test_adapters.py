@@ -18,7 +18,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.routing import Routing
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -51,9 +51,11 @@ def train(backend: TorchBackend, model_id: str, steps: range) -> list[float]:
 
 def logits(backend: TorchBackend, adapter: Adapter) -> Tensor:
     tokens = torch.arange(3, 15)
-    routing = Routing.of([adapter], [12])
+    lora_batch = LoRABatch.of([adapter], [12])
     with torch.no_grad():
-        return backend.base.logits(backend.base.hidden(tokens, torch.arange(12), PackedCausal([12]), routing), routing)
+        return backend.base.logits(
+            backend.base.hidden(tokens, torch.arange(12), PackedCausal([12]), lora_batch), lora_batch
+        )
 
 
 SUBSETS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True), (True, False, True)]

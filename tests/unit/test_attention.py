@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from support.properties import examples
 from support.tolerances import rounding
 from tinsmith.backends.torch.attention import (
-    FEW_ROWS,
-    KEPT_ROWS,
-    SHORT_ROWS,
+    BMM_MAX_LENGTH,
+    BMM_MIN_ROWS,
+    SAVED_MAX_LENGTH,
     AttentionOptions,
     PackedCausal,
     Window,
     causal_mask,
     decode,
     prefill,
-    reference,
+    reference_attention,
 )
 
 WINDOW = st.builds(Window, st.integers(1, 12), st.booleans())
@@ -53,7 +53,7 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
     mask = None if window is None else causal_mask(length, window, grad)
     options: AttentionOptions = {"scale": 0.3}
     results = []
-    for attend in (prefill, reference):
+    for attend in (prefill, reference_attention):
         leaves = [x.clone().requires_grad_() for x in given_rows]
         out = attend(*leaves, mask, **options)
         results.append([out, *torch.autograd.grad(out, leaves, grad)])
@@ -61,7 +61,9 @@ def test_prefill_is_the_reference_and_so_are_its_gradients(
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("num", "length"), [(1, FEW_ROWS), (5, 27), (128, 1), (2, KEPT_ROWS), (1, SHORT_ROWS)])
+@pytest.mark.parametrize(
+    ("num", "length"), [(1, BMM_MIN_ROWS), (5, 27), (128, 1), (2, SAVED_MAX_LENGTH), (1, BMM_MAX_LENGTH)]
+)
 @pytest.mark.parametrize("value_dim", [16, 24])
 def test_short_bfloat16_sequences_are_as_exact_as_the_reference(num: int, length: int, value_dim: int) -> None:
     """Plain products, values and gradients, beside float64; each sequence alone, so that none reads its neighbours."""
@@ -75,7 +77,7 @@ def test_short_bfloat16_sequences_are_as_exact_as_the_reference(num: int, length
         assert ("ShortCausal" in str(out.grad_fn)) == (attend is prefill)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
-    ours, plain = differentiate(prefill, torch.bfloat16), differentiate(reference, torch.bfloat16)
+    ours, plain = differentiate(prefill, torch.bfloat16), differentiate(reference_attention, torch.bfloat16)
     for actual, other, exact in zip(ours, plain, differentiate(reference_in_float64, torch.float64), strict=True):
         assert (actual - exact).norm() <= 2 * (other - exact).norm() + 1e-2 * exact.norm()
     given_rows[1][0] = float("nan")
@@ -105,7 +107,9 @@ def test_windows_in_blocks_are_the_reference_and_so_are_their_gradients(
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)), strict=True)
     expected = torch.cat(
         [
-            reference(own_q, own_k, own_v, causal_mask(own_q.shape[2], window, q), **options)[0].transpose(0, 1)
+            reference_attention(own_q, own_k, own_v, causal_mask(own_q.shape[2], window, q), **options)[0].transpose(
+                0, 1
+            )
             for own_q, own_k, own_v in parts
         ]
     )
@@ -129,5 +133,5 @@ def test_decode_is_the_reference(
         rows(seed + 2, num, keys, length, 8),
     )
     mask = causal_mask(length, window, q)[-1].expand(num, 1, 1, length)
-    expected = reference(q[:, :, None], k, v, mask, scale=0.3)[:, :, 0]
+    expected = reference_attention(q[:, :, None], k, v, mask, scale=0.3)[:, :, 0]
     torch.testing.assert_close(decode(q, k, v, mask, scale=0.3), expected, rtol=1e-5, atol=1e-5)

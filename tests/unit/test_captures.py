@@ -160,7 +160,7 @@ def limit_tokens(
 ) -> list[int]:
     """Simulate memory for `max_tokens`; return the attempted sizes. With `late`, fail after the backward pass."""
     sizes: list[int] = []
-    run_one = Trainer._run_one
+    run_one = Trainer._run_micro_batch
 
     def run_limited(self: Trainer, batch, *args, **kwargs):
         sizes.append(sum(batch.lengths))
@@ -170,7 +170,7 @@ def limit_tokens(
             raise error
         return run_one(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(Trainer, "_run_one", run_limited)
+    monkeypatch.setattr(Trainer, "_run_micro_batch", run_limited)
     return sizes
 
 

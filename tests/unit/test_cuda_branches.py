@@ -74,8 +74,8 @@ def test_determinism_is_refused_by_name(qwen: ModelShape) -> None:
 )
 def test_grouped_products_are_chosen_by_capability(capability: tuple[int, int], grouped: bool) -> None:
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
-        assert moe.has_grouped_products.__wrapped__(DEVICE) == grouped
-    assert not moe.has_grouped_products.__wrapped__(torch.device("cpu"))
+        assert moe.has_grouped_mm.__wrapped__(DEVICE) == grouped
+    assert not moe.has_grouped_mm.__wrapped__(torch.device("cpu"))
 
 
 def test_keys_are_gathered_where_triton_is_not_installed() -> None:
@@ -194,8 +194,8 @@ def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatc
         return calls[0]
 
     with fake_cuda():
-        assert [step(1024) for _ in range(attention.OFTEN + 2)] == [0] * attention.OFTEN + [3, 3]
+        assert [step(1024) for _ in range(attention.CUDNN_MIN_HITS + 2)] == [0] * attention.CUDNN_MIN_HITS + [3, 3]
         assert [step(1024, train=False), step(1024, dtype=torch.float32)] == [0, 0]
-        assert not any(step(64) for _ in range(attention.OFTEN + 2))
-        assert not any(step(1025 + i) for i in range(attention.MAX_SHAPES + 1)) and len(attention._counts) <= 256
+        assert not any(step(64) for _ in range(attention.CUDNN_MIN_HITS + 2))
+        assert not any(step(1025 + i) for i in range(attention.CUDNN_MAX_SHAPES + 1)) and len(attention._counts) <= 256
         assert step(1024) == 0, "forgotten"

@@ -162,7 +162,7 @@ class _Base(ShardedBase):
         """On the host there is nothing to simulate."""
         return [torch.zeros(1)] if ranks is None else super()._probe(ranks)
 
-    def _compared(self, decoder: Decoder) -> Decoder:
+    def _verify_decoder(self, decoder: Decoder) -> Decoder:
         return decoder
 
 

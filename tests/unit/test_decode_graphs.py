@@ -15,8 +15,8 @@ if not (NAMED and ON_CUDA):
 
 from support import tiny_models
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
+from tinsmith.backends.torch.lora_batch import LoRABatch, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, blocks_of
 from tinsmith.samplers.local import decode_graphs, paged_kernel
 from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -118,10 +118,10 @@ def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
 def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
     base = BaseModel.load(shape, device="cpu", dtype="float32")
     a, b = (adapter_on(base, seed) for seed in (1, 2))
-    routing = Routing.of([None, a, b], [2, 17, 1])
+    lora_batch = LoRABatch.of([None, a, b], [2, 17, 1])
     scale = int(np.float32(a.scale).view(np.int32))
     at_a, at_b = a.compute_P.data_ptr(), b.compute_P.data_ptr()
-    blocks = [block for segment in routing.segments for block in blocks_of(segment)]
+    blocks = [block for segment in lora_batch.segments for block in list_row_blocks(segment)]
     assert blocks == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
 
 

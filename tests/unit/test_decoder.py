@@ -9,12 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import lora, products
+from tinsmith.backends.torch import lora, matmul
 from tinsmith.backends.torch import transformer as decoder_module
-from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise_weights, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.types import LoraSpec, ModelShape
 
 LENGTHS = [3, 17, 1, 20, 2]
@@ -46,8 +46,8 @@ def adapter(
     base: BaseModel, seed: int, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = False
 ) -> Adapter:
     spec = LoraSpec(rank=rank, seed=seed, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
-    layout = layout_for(spec, base.adaptable())
-    flat_P = initialise(layout, seed, base.device)
+    layout = layout_for(spec, base.adaptable_targets())
+    flat_P = initialise_weights(layout, seed, base.device)
     generator = torch.Generator().manual_seed(seed)
     for _, b_Or in layout.views(flat_P).values():
         b_Or.normal_(0, 0.1, generator=generator)
@@ -58,9 +58,9 @@ def forward_both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch
     """Hidden states of the modules and of the fused layers."""
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
-    inputs = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
+    inputs = (tokens_T, positions_T, PackedCausal(LENGTHS), LoRABatch.of(adapters, LENGTHS))
     with torch.no_grad():
-        modules = base.through_modules(*inputs)
+        modules = base.forward_modules(*inputs)
         assert base._fused is not None
         ours = base.hidden(*inputs)
         assert base._fused is not None and base._fused._is_packed, "the two were compared; it is in use"
@@ -80,7 +80,7 @@ def test_hidden_states_are_the_modules_own(tmp_path: Path, arch: str) -> None:
 
 def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
     base = load_base(tmp_path, "llama", "bfloat16")
-    if not products.has_onednn(base.unembedding.weight):
+    if not matmul.has_onednn(base.unembedding.weight):
         pytest.skip("this processor multiplies no bfloat16")
     modules, ours = forward_both(base, [adapter(base, seed, 8) for seed in range(5)])
     assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
@@ -116,12 +116,12 @@ def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> Non
 def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = load_base(tmp_path, "qwen3")
     monkeypatch.setattr(decoder_module, "SPARE_SHARE", 0.0)
-    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), LoRABatch.of([None], [2]))
     with torch.no_grad():
         hidden = base.hidden(*inputs)
         assert base._fused is not None and not base._fused._is_packed
         assert base._fused.packed_bytes == 0
-        torch.testing.assert_close(hidden, base.through_modules(*inputs), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(hidden, base.forward_modules(*inputs), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "qwen2"])  # without and with biases
@@ -135,10 +135,10 @@ def test_large_weights_are_stored_once_and_decode_as_the_modules(
     before = base.num_bytes
     adapters = [adapter(base, seed, 8, unembed=True) for seed in range(len(lengths))]
     modules, ours = forward_both_with(base, list(adapters), lengths)
-    routing = Routing.of(adapters, lengths)
+    lora_batch = LoRABatch.of(adapters, lengths)
     with torch.no_grad():
-        logits = base.next_logits(ours, routing)
-        expected = base.logits(ours, routing)
+        logits = base.next_logits(ours, lora_batch)
+        expected = base.logits(ours, lora_batch)
     assert base._fused is not None and not base._fused._is_packed and base.num_bytes == before
     if dtype == "float32":
         torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
@@ -160,9 +160,9 @@ def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     base = load_base(tmp_path, "qwen3")
     assert base._fused is not None
     monkeypatch.setattr(decoder_module, "silu", torch.relu)
-    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), LoRABatch.of([None], [2]))
     with torch.no_grad():
-        assert torch.equal(base.hidden(*inputs), base.through_modules(*inputs))
+        assert torch.equal(base.hidden(*inputs), base.forward_modules(*inputs))
     assert base._fused is None
 
 
@@ -177,9 +177,9 @@ def forward_both_with(
     base: BaseModel, adapters: list[Adapter | None], lengths: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states of the modules and of the fused layers, for sequences of these lengths."""
-    inputs = (*rows_of(lengths), PackedCausal(lengths), Routing.of(adapters, lengths))
+    inputs = (*rows_of(lengths), PackedCausal(lengths), LoRABatch.of(adapters, lengths))
     with torch.no_grad():
-        return base.through_modules(*inputs), base.hidden(*inputs)
+        return base.forward_modules(*inputs), base.hidden(*inputs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -234,27 +234,27 @@ def test_adapters_that_decode_together_are_batched_from_the_first_step(tmp_path:
     # Sequences of unlike length are padded in bfloat16.
     for lengths, num_batches in (([2, 2, 2], 1), ([7, 8, 8], 1 if dtype == "bfloat16" else 2)):
         modules, _ = forward_both_with(base, [*pool], lengths)
-        once, often = (Routing.of(pool, lengths, repeats=repeats) for repeats in (False, True))
+        once, often = (LoRABatch.of(pool, lengths, repeats=repeats) for repeats in (False, True))
         delta._stack_cache.clear()
         with torch.inference_mode():
-            assert len(delta.work(once)) == 3, "matrices that serve one step are not copied"
+            assert len(delta.groups(once)) == 3, "matrices that serve one step are not copied"
             delta._stack_cache.clear()
             ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), often)
-            assert len(delta.work(often)) == num_batches
+            assert len(delta.groups(often)) == num_batches
         assert float((ours - modules).float().norm() / modules.float().norm()) < (0.03 if dtype == "bfloat16" else 2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: str) -> None:
     base = load_base(tmp_path, "qwen3", dtype)
-    if not products.has_onednn(base.unembedding.weight):
+    if not matmul.has_onednn(base.unembedding.weight):
         pytest.skip("this processor multiplies no bfloat16")
     complete, without_mlp, without_attn = (
         adapter(base, 0, 8, unembed=True),
         adapter(base, 1, 5, mlp=False),
         adapter(base, 2, 3, attn=False),
     )
-    long = lora.JOINED_ROWS + 1
+    long = lora.PACKED_MAX_ROWS + 1
     works: list[tuple[list[Adapter | None], list[int]]] = [
         ([complete], [4]),
         ([None, complete, without_mlp], [3, 2, 5]),
@@ -264,17 +264,22 @@ def test_joined_matrices_of_adapters_equal_the_modules(tmp_path: Path, dtype: st
     for refreshed in range(2):
         for adapters, lengths in works:
             modules, _ = forward_both_with(base, adapters, lengths)
-            routing = Routing.of(adapters, lengths, repeats=True)
+            lora_batch = LoRABatch.of(adapters, lengths, repeats=True)
             with torch.inference_mode():
-                ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), routing)
-                logits, expected = base.next_logits(ours, routing), base.logits(modules, Routing.of(adapters, lengths))
+                ours = base.hidden(*rows_of(lengths), PackedCausal(lengths), lora_batch)
+                logits, expected = (
+                    base.next_logits(ours, lora_batch),
+                    base.logits(modules, LoRABatch.of(adapters, lengths)),
+                )
             if dtype == "float32":
                 torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
                 torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             else:
                 assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
                 assert float((logits - expected).norm() / expected.norm()) < 0.03
-            batched_runs = [run for delta, runs in routing.work.items() for run in runs if delta in run.stacks]
+            batched_runs = [
+                run for delta, runs in lora_batch.groups_by_delta.items() for run in runs if delta in run.stacks
+            ]
             short = {n for owner, n in zip(adapters, lengths, strict=True) if owner is not None and n < long}
             assert {run.length for run in batched_runs} == short
         if not refreshed:
@@ -315,9 +320,9 @@ def test_logits_to_draw_from_are_those_of_the_unembedding(tmp_path: Path, dtype:
     ]  # fmt: skip
     for adapters, lengths in works:
         _, hidden_TD = forward_both_with(base, adapters, lengths)
-        routing = Routing.of(adapters, lengths)
+        lora_batch = LoRABatch.of(adapters, lengths)
         with torch.no_grad():
-            expected, actual = base.logits(hidden_TD, routing), base.next_logits(hidden_TD, routing)
+            expected, actual = base.logits(hidden_TD, lora_batch), base.next_logits(hidden_TD, lora_batch)
         assert actual.dtype == torch.float32
         if dtype == "float32":
             torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
@@ -342,7 +347,7 @@ def test_rotations_reach_as_far_as_positions_go(tmp_path: Path) -> None:
 def test_small_float32_weights_are_packed_unless_mkl_is_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suits_mkl: bool
 ) -> None:
-    monkeypatch.setattr(products, "SUITS_MKL", suits_mkl)
+    monkeypatch.setattr(matmul, "SUITS_MKL", suits_mkl)
     base = load_base(tmp_path, "qwen3")
     modules, ours = forward_both_with(base, [adapter(base, 1, 8)], [5])
     torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from support import tiny_models
 from tinsmith.backends.torch import lora, transformer
-from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise_weights, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.types import LoraSpec, ModelShape
 
 torch.set_num_threads(1)
@@ -41,8 +41,8 @@ def load_base(directory: Path, arch: str, dtype: str = "float32") -> BaseModel:
 
 def adapter(base: BaseModel, seed: int, rank: int, *, attn: bool = True, mlp: bool = True) -> Adapter:
     spec = LoraSpec(rank=rank, seed=seed, train_attn=attn, train_mlp=mlp, train_unembed=False)
-    layout = layout_for(spec, base.adaptable())
-    flat_P = initialise(layout, seed, base.device)
+    layout = layout_for(spec, base.adaptable_targets())
+    flat_P = initialise_weights(layout, seed, base.device)
     generator = torch.Generator().manual_seed(seed)
     for _, b_Or in layout.views(flat_P).values():
         b_Or.normal_(0, 0.1, generator=generator)
@@ -70,7 +70,7 @@ def forward_backward(base: BaseModel, adapters: list[Adapter | None], *, written
     buffers = [a.open_gradients() for a in adapters_by_id.values()]
     base._fused = fused if written else None
     try:
-        hidden_TD = base.hidden(tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
+        hidden_TD = base.hidden(tokens_T, positions_T, PackedCausal(LENGTHS), LoRABatch.of(adapters, LENGTHS))
     finally:
         base._fused = fused
     assert hidden_TD.grad_fn is not None and ("RMSNorm" in type(hidden_TD.grad_fn).__name__) is written
@@ -116,7 +116,7 @@ def test_segments_in_one_batch_get_what_each_gets_alone(
     together = forward_backward(base, adapters)
     assert batched
     batched.clear()
-    monkeypatch.setattr(lora, "BATCHED_ROWS", 0)
+    monkeypatch.setattr(lora, "BATCHED_MAX_ROWS", 0)
     separate = forward_backward(base, adapters)
     assert not batched
     for actual, expected in zip(together, separate, strict=True):
@@ -164,10 +164,10 @@ def test_neighbours_in_a_layout_share_one_matrix(tmp_path: Path) -> None:
 
 def test_adapters_of_the_unembedding_alone_leave_nothing_to_go_back_through(tmp_path: Path) -> None:
     base = load_base(tmp_path, "qwen3")
-    layout = layout_for(LoraSpec(4, None, False, False, True), base.adaptable())
+    layout = layout_for(LoraSpec(4, None, False, False, True), base.adaptable_targets())
     owner = Adapter(LoraSpec(4), layout, torch.zeros(layout.numel), torch.float32)
     tokens = torch.arange(5)
-    assert not base.hidden(tokens, tokens, PackedCausal([5]), Routing.of([owner], [5])).requires_grad
+    assert not base.hidden(tokens, tokens, PackedCausal([5]), LoRABatch.of([owner], [5])).requires_grad
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])

@@ -15,10 +15,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from support.properties import examples
 from tinsmith.backends.torch import moe, optim, recompute
-from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, Trained
+from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, TrainedModel
 from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.moe import MultiLoRAExperts
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import SettingsError
 from tinsmith.types import DimuonParams, LoraSpec
 
@@ -66,12 +66,12 @@ def rows(num: int, seed: int = 0) -> Rows:
     return Rows(torch.randn(num, HIDDEN, generator=generator), index_Tk, torch.rand(num, CHOICES, generator=generator))
 
 
-def call(experts: MultiLoRAExperts, routing: Routing, inputs: Rows) -> Tensor:
-    experts._context.routing = routing
+def call(experts: MultiLoRAExperts, lora_batch: LoRABatch, inputs: Rows) -> Tensor:
+    experts._context.lora_batch = lora_batch
     try:
         return experts(*inputs)
     finally:
-        experts._context.routing = None
+        experts._context.lora_batch = None
 
 
 Leaves = dict[int, dict[str, tuple[Tensor, Tensor]]]
@@ -84,11 +84,11 @@ def leaves_of(adapters: list[Adapter]) -> Leaves:
     }
 
 
-def oracle(module: nn.Module, kind: str, routing: Routing, inputs: Rows, leaves: Leaves) -> Tensor:
+def oracle(module: nn.Module, kind: str, lora_batch: LoRABatch, inputs: Rows, leaves: Leaves) -> Tensor:
     """Row by row, choice by choice, with plain products in float64."""
     interleaved = kind == "interleaved"
     weights = {name: p.double() for name, p in module.named_parameters()}
-    owners = [segment.adapter for segment in routing.segments for _ in range(segment.stop - segment.start)]
+    owners = [segment.adapter for segment in lora_batch.segments for _ in range(segment.stop - segment.start)]
     out = []
     for t, owner in enumerate(owners):
         total = torch.zeros(HIDDEN, dtype=torch.float64)
@@ -131,14 +131,14 @@ def test_results_and_gradients_are_those_of_a_loop_in_float64(
 ) -> None:
     experts, module = make_experts(kind)
     adapters = [adapter(experts, seed + i, rank) for i, rank in enumerate((1, 3, 4))]
-    routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
-    inputs = rows(routing.num_rows, seed)
+    lora_batch = LoRABatch.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+    inputs = rows(lora_batch.num_rows, seed)
     hidden, index, weights = (inputs.hidden_TD.requires_grad_(), inputs.index_Tk, inputs.weights_Tk.requires_grad_())
     buffers = [a.open_gradients() if trained else torch.zeros_like(a.flat_P) for a in adapters]
-    output = call(experts, routing, inputs)
+    output = call(experts, lora_batch, inputs)
     leaves = leaves_of(adapters)
     exact = Rows(hidden.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_())
-    expected = oracle(module, kind, routing, exact, leaves)
+    expected = oracle(module, kind, lora_batch, exact, leaves)
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-4)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
     output.backward(grad)
@@ -161,7 +161,7 @@ def test_without_adapters_rows_get_what_the_module_gives(kind: str) -> None:
     inputs = rows(17)
     expected = module(*inputs)
     assert torch.equal(experts(*inputs), expected)
-    torch.testing.assert_close(call(experts, Routing.of([None], [17]), inputs), expected)
+    torch.testing.assert_close(call(experts, LoRABatch.of([None], [17]), inputs), expected)
     assert {name for name, _ in experts.named_parameters()} == {name for name, _ in module.named_parameters()}
 
 
@@ -169,12 +169,12 @@ def test_without_adapters_rows_get_what_the_module_gives(kind: str) -> None:
 def test_non_finite_values_stay_in_their_rows(kind: str) -> None:
     experts, _ = make_experts(kind)
     broken, sound = adapter(experts, 1, 4), adapter(experts, 2, 4)
-    routing, inputs = Routing.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
-    sound_output = call(experts, routing, inputs)
+    lora_batch, inputs = LoRABatch.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
+    sound_output = call(experts, lora_batch, inputs)
     broken.flat_P.fill_(float("nan"))
     inputs.hidden_TD[9:17] = float("inf")
     buffers = [a.open_gradients() for a in (sound, broken)]
-    output = call(experts, routing, inputs._replace(hidden_TD=inputs.hidden_TD.requires_grad_()))
+    output = call(experts, lora_batch, inputs._replace(hidden_TD=inputs.hidden_TD.requires_grad_()))
     output.backward(torch.ones_like(output))
     assert output[9:17].isnan().all()
     sound_rows = torch.ones(40, dtype=torch.bool)
@@ -191,15 +191,15 @@ def test_an_adapter_without_experts_leaves_them_alone() -> None:
     other = adapter(experts, 1, 4)
     other.compute = {}
     inputs = rows(11)
-    torch.testing.assert_close(call(experts, Routing.of([other], [11]), inputs), module(*inputs))
-    assert not call(experts, Routing.of([other], [11]), inputs).requires_grad
+    torch.testing.assert_close(call(experts, LoRABatch.of([other], [11]), inputs), module(*inputs))
+    assert not call(experts, LoRABatch.of([other], [11]), inputs).requires_grad
 
 
 def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
     experts, _ = make_experts("concatenated")
     first = adapter(experts, 1, 4)
     buffer = first.open_gradients()
-    call(experts, Routing.of([first], [11]), rows(11)).sum().backward()
+    call(experts, LoRABatch.of([first], [11]), rows(11)).sum().backward()
     first.close_gradients()
     assert all(view.any() for pair in first.layout.views(buffer).values() for view in pair)
 
@@ -207,10 +207,10 @@ def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_is_near(kind: str) -> None:
     exact, half = make_experts(kind)[0], make_experts(kind, torch.bfloat16)[0]
-    inputs, routing = rows(50), Routing.of([adapter(exact, 1, 4)], [50])
-    expected = call(exact, routing, inputs)
+    inputs, lora_batch = rows(50), LoRABatch.of([adapter(exact, 1, 4)], [50])
+    expected = call(exact, lora_batch, inputs)
     low = Rows(inputs.hidden_TD.bfloat16(), inputs.index_Tk, inputs.weights_Tk)
-    actual = call(half, Routing.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
+    actual = call(half, LoRABatch.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
     assert actual.dtype == torch.bfloat16
     assert (actual.float() - expected).norm() < 0.03 * expected.norm()
 
@@ -228,21 +228,21 @@ def test_grouped_products_equal_the_float64_loop_without_host_reads(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("HIDDEN", 16), ("INNER", 8)):
             patch.setitem(globals(), name, value)
-        patch.setattr(moe, "has_grouped_products", lambda device: True)
+        patch.setattr(moe, "has_grouped_mm", lambda device: True)
         patch.setattr(moe, "read", None)
         experts, module = make_experts(kind, torch.bfloat16)
         adapters = [adapter(experts, seed + i, rank, torch.bfloat16) for i, rank in enumerate((8, 16, 24))]
-        routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
-        inputs = rows(routing.num_rows, seed)
+        lora_batch = LoRABatch.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+        inputs = rows(lora_batch.num_rows, seed)
         # Small, so that rounding moves no value over the limit, where its gradient ends.
         hidden, weights = (inputs.hidden_TD / 2).bfloat16().requires_grad_(), inputs.weights_Tk.requires_grad_()
         buffers = [a.open_gradients() for a in adapters]
-        output = call(experts, routing, Rows(hidden, inputs.index_Tk, weights))
+        output = call(experts, lora_batch, Rows(hidden, inputs.index_Tk, weights))
         leaves = leaves_of(adapters)
         exact = Rows(
             hidden.detach().double().requires_grad_(), inputs.index_Tk, weights.detach().double().requires_grad_()
         )
-        expected = oracle(module, kind, routing, exact, leaves)
+        expected = oracle(module, kind, lora_batch, exact, leaves)
         grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
         output.backward(grad)
         expected.backward(grad.double())
@@ -269,7 +269,7 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
     context = experts._context
     choice = recompute.Recompute("auto", context)
     choice.wrap(nn.ModuleList([experts]))
-    call(experts, Routing.of([None], [3]), rows(3))
+    call(experts, LoRABatch.of([None], [3]), rows(3))
     needed_bytes = 100 * recompute.SAVED_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
     for free, expected in ((1.01 * needed_bytes / recompute.RECOMPUTE_SHARE, False), (needed_bytes, True)):
         monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
@@ -284,7 +284,8 @@ def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
     before = {name: (a.clone(), b.clone()) for name, (a, b) in dimuon_adapter.weights.items()}
     gradient_P = torch.randn(dimuon_adapter.layout.numel, generator=torch.Generator().manual_seed(0))
     optim.prepare_dimuon(
-        [optim.Clipped(Trained(dimuon_adapter, optimizer_type="dimuon"), gradient_P, 1.0)], DimuonParams(0.1)
+        [optim.ClippedGradient(TrainedModel(dimuon_adapter, optimizer_type="dimuon"), gradient_P, 1.0)],
+        DimuonParams(0.1),
     )()
     for name, gradients in dimuon_adapter.layout.views(gradient_P).items():
         for old, new, stacked in zip(before[name], dimuon_adapter.weights[name], gradients, strict=True):

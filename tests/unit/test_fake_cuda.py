@@ -24,7 +24,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal, Window
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.memory import SAMPLED_ROWS
+from tinsmith.backends.torch.memory import STEP_ROWS
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.engine.__main__ import _options, check_device
 from tinsmith.errors import SettingsError
@@ -440,7 +440,7 @@ def test_limits_follow_the_device_unless_they_are_given(qwen: ModelShape) -> Non
     with fake_cuda():
         backend = open_backend(qwen)
         batcher = backend.sampler._batcher
-        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES, SAMPLED_ROWS)
+        assert (batcher._max_sequences, batcher._max_tokens) == (MAX_SEQUENCES, STEP_ROWS)
         options = SamplerOptions(max_sequences=3, max_tokens_per_step=24, kv_cache_bytes=2**20)
         sampler = LocalSampler(backend.base, backend._versions, options=options)
         assert (sampler._batcher._max_sequences, sampler._batcher._max_tokens) == (3, 24)

@@ -84,13 +84,13 @@ def test_a_decode_step_of_many_adapters_reads_once(
 def test_a_training_step_reads_log_probabilities_once_and_an_optimizer_step_norms_once(
     backend: TorchBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng, measure = np.random.default_rng(0), trainer.measure
+    rng, measure = np.random.default_rng(0), trainer.compute_metrics
 
     def measure_unguarded(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
         with torch._C.DisableTorchFunction():  # metrics are computed from what has been read
             return measure(spec, examples, logprobs)
 
-    monkeypatch.setattr(trainer, "measure", measure_unguarded)
+    monkeypatch.setattr(trainer, "compute_metrics", measure_unguarded)
 
     def data() -> tuple[Datum, ...]:
         tokens = rng.integers(1, tiny_models.VOCAB, 10)

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from support import vision_models
 from support.vision_models import IMAGE, VISION, picture
-from tinsmith.backends.torch.vision import decoded
+from tinsmith.backends.torch.vision import decode_image
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.types import MAX_ASPECT, Image, VisionShape
 from tinsmith.wire import tinker_public_pb2 as pb
@@ -175,6 +175,6 @@ def test_a_damaged_file_is_refused_by_name_or_decoded(form: str, seed: int, num_
     try:
         width, height = check_header(damaged, form, "chunks[0]")
         image = Image("chunks[0]", damaged, form, width, height, 0, 1, b"")
-        assert decoded(image).mode == "RGB"
+        assert decode_image(image).mode == "RGB"
     except UserError as error:
         assert "chunks[0]." in str(error)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from support import tiny_models
 from support.local_sampling import assert_same, make_adapter, make_prompt, make_sample, run
 from support.properties import examples
-from tinsmith.backends.torch.attention import ATTENTION_NAME, register
+from tinsmith.backends.torch.attention import ATTENTION_NAME, register_attention
 from tinsmith.backends.torch.host import Readback
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
@@ -44,7 +44,7 @@ FREE = (Adjustments(logit_bias=((5, 4.0),), min_p=0.05), Adjustments(allowed_tok
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
-    register()
+    register_attention()
     loaded = {}
     for arch in ARCHS:
         shape = tiny_models.make(tmp_path_factory.mktemp(arch), arch)

@@ -28,8 +28,8 @@ from support.local_sampling import (
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -125,10 +125,10 @@ def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
     adapter, prompt = make_adapter(base, 3), make_prompt(20)
     answer = sample_alone(base, make_sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
     tokens = torch.from_numpy(np.concatenate([prompt, answer.tokens_T]).astype(np.int64))
-    routing = Routing([Segment(0, len(tokens), adapter)])
+    lora_batch = LoRABatch([Segment(0, len(tokens), adapter)])
     with torch.no_grad():
-        hidden = base.hidden(tokens, torch.arange(len(tokens)), PackedCausal([len(tokens)]), routing)
-        logprobs = torch.log_softmax(base.logits(hidden, routing), -1)[19:-1]
+        hidden = base.hidden(tokens, torch.arange(len(tokens)), PackedCausal([len(tokens)]), lora_batch)
+        logprobs = torch.log_softmax(base.logits(hidden, lora_batch), -1)[19:-1]
     expected = logprobs.gather(1, tokens[20:, None])[:, 0]
     np.testing.assert_allclose(answer.logprobs_T, expected, atol=1e-5)
 
@@ -286,9 +286,9 @@ def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
     rows: list[int] = []
     logits = base.logits
 
-    def counting(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def counting(hidden_TD: torch.Tensor, lora_batch: LoRABatch) -> torch.Tensor:
         rows.append(len(hidden_TD))
-        return logits(hidden_TD, routing)
+        return logits(hidden_TD, lora_batch)
 
     monkeypatch.setattr(base, "logits", counting)
     monkeypatch.setattr(base, "next_logits", counting)
@@ -380,7 +380,7 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     assert results["a"].sequences[0].tokens_T.tolist() != results["new"].sequences[0].tokens_T.tolist()
     sampler.collect()
     assert sampler._batcher.pool.num_cached == 0
-    assert not sampler._routings, "they hold the adapter"
+    assert not sampler._lora_batches, "they hold the adapter"
     with pytest.raises(NotFoundError, match="'v'"):
         sampler.submit(sample)
     assert not sampler.has_work
@@ -428,8 +428,8 @@ def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_toke
 ):
     logits = base.logits
 
-    def spoil_logits(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
-        logits_TV = logits(hidden_TD, routing)
+    def spoil_logits(hidden_TD: torch.Tensor, lora_batch: LoRABatch) -> torch.Tensor:
+        logits_TV = logits(hidden_TD, lora_batch)
         if len(logits_TV) > 1:
             logits_TV[3, 5] = torch.nan
         return logits_TV

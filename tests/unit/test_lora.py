@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from support import tiny_models
 from support.properties import examples
 from tinsmith.backends import run_to_end
-from tinsmith.backends.torch import TorchBackend, products
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target, Trained, initialise, layout_for
+from tinsmith.backends.torch import TorchBackend, matmul
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, TrainedModel, initialise_weights, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.matmul import HAS_ONEDNN, _suits_onednn
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.optim import norms_and_steps, step_together
-from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
-from tinsmith.backends.torch.routing import Routing, Segment
+from tinsmith.backends.torch.optim import norms_and_steps, step_adapters
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -62,7 +62,7 @@ def test_each_row_uses_its_own_adapter_only(parts: list[tuple[int, int]], bias: 
     linear = nn.Linear(6, 10, bias=bias).requires_grad_(False)
     context = ForwardContext()
     module = MultiLoRALinear("x", "mlp", linear, context)
-    context.routing = Routing.of([owners[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+    context.lora_batch = LoRABatch.of([owners[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
     x = torch.randn(sum(n for n, _ in parts), 6, generator=generator).requires_grad_()
     for owner in owners:
         owner.open_gradients()
@@ -95,28 +95,28 @@ def test_each_row_uses_its_own_adapter_only(parts: list[tuple[int, int]], bias: 
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_a_slice_of_a_routing_routes_the_same_rows(lengths: list[int], data: st.DataObject) -> None:
+def test_a_slice_of_a_lora_batch_has_the_same_adapters(lengths: list[int], data: st.DataObject) -> None:
     target = Target("x", "mlp", 2, 2)
     owners = [None, adapter(1, target, 0), adapter(2, target, 1)]
     chosen = [owners[data.draw(st.integers(0, 2))] for _ in lengths]
-    routing = Routing.of(chosen, lengths)
-    start = data.draw(st.integers(0, routing.num_rows - 1))
-    stop = data.draw(st.integers(start + 1, routing.num_rows))
+    lora_batch = LoRABatch.of(chosen, lengths)
+    start = data.draw(st.integers(0, lora_batch.num_rows - 1))
+    stop = data.draw(st.integers(start + 1, lora_batch.num_rows))
 
-    def rows(r: Routing) -> list[Adapter | None]:
+    def rows(r: LoRABatch) -> list[Adapter | None]:
         return [s.adapter for s in r.segments for _ in range(s.start, s.stop)]
 
-    assert rows(routing.slice(start, stop)) == rows(routing)[start:stop]
+    assert rows(lora_batch.slice(start, stop)) == rows(lora_batch)[start:stop]
 
 
 def test_segments_must_cover_the_rows_without_gaps() -> None:
     with pytest.raises(ValueError, match="does not continue at row 2"):
-        Routing([Segment(0, 2, None), Segment(3, 4, None)])
+        LoRABatch([Segment(0, 2, None), Segment(3, 4, None)])
 
 
 def test_a_is_uniform_as_in_peft_and_b_is_zero() -> None:
     layout = Layout.of(64, [Target("x", "attn", 100, 30)])
-    a, b = layout.views(initialise(layout, 0, CPU))["x"]
+    a, b = layout.views(initialise_weights(layout, 0, CPU))["x"]
     assert float(a.abs().max()) <= 0.1 and float(a.abs().max()) > 0.099
     assert float(a.std()) == pytest.approx(0.1 / 3**0.5, rel=0.03) and not b.any()
 
@@ -148,7 +148,9 @@ def test_the_groups_name_what_they_say(arch: str, tmp_path: Path) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu")
 
     def names(*flags: bool) -> set[str]:
-        return {t.name.rpartition(".")[2] for t in layout_for(LoraSpec(1, None, *flags), base.adaptable()).targets}
+        return {
+            t.name.rpartition(".")[2] for t in layout_for(LoraSpec(1, None, *flags), base.adaptable_targets()).targets
+        }
 
     assert names(True, False, False) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     mlp = {"w1", "w2", "w3"} if arch == "gpt_oss" else {"gate_proj", "up_proj", "down_proj"}
@@ -158,16 +160,16 @@ def test_the_groups_name_what_they_say(arch: str, tmp_path: Path) -> None:
 
 def test_an_adapter_on_a_tied_unembedding_leaves_the_embeddings_alone(qwen: ModelShape) -> None:
     base = BaseModel.load(qwen, device="cpu")
-    layout = layout_for(LoraSpec(4, None, False, False, True), base.adaptable())
+    layout = layout_for(LoraSpec(4, None, False, False, True), base.adaptable_targets())
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     owner = Adapter(LoraSpec(4), layout, flat, torch.float32)
     tokens, plan = torch.arange(5), PackedCausal([5])
     hidden = []
     for row_owner in (None, owner):
-        routing = Routing.of([row_owner], [5])
-        hidden.append(base.hidden(tokens, tokens, plan, routing))
+        lora_batch = LoRABatch.of([row_owner], [5])
+        hidden.append(base.hidden(tokens, tokens, plan, lora_batch))
     assert torch.equal(hidden[0], hidden[1])
-    assert not torch.equal(base.logits(hidden[0], Routing.of([None], [5])), base.logits(hidden[0], routing))
+    assert not torch.equal(base.logits(hidden[0], LoRABatch.of([None], [5])), base.logits(hidden[0], lora_batch))
     assert base.model.get_input_embeddings().weight is base.unembedding.weight
 
 
@@ -203,7 +205,7 @@ def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
     )
-    layers = {t.name: model.base_model.model.get_submodule(t.name) for t in backend.base.adaptable()}
+    layers = {t.name: model.base_model.model.get_submodule(t.name) for t in backend.base.adaptable_targets()}
     for step in range(20):
         data = [sft(rng, n) for n in (12, 30)]
         (result,) = run_to_end(backend.run_passes([Pass("r", "m", tuple(data), "cross_entropy", {}, False)]))
@@ -239,8 +241,8 @@ def sft(rng: np.random.Generator, length: int) -> Datum:
     )
 
 
-def make_trained(seed: int, size: int = 6) -> Trained:
-    return Trained(adapter(2, Target("x", "mlp", size, size), seed))
+def make_trained(seed: int, size: int = 6) -> TrainedModel:
+    return TrainedModel(adapter(2, Target("x", "mlp", size, size), seed))
 
 
 @examples(30)
@@ -275,7 +277,7 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
             optimizer.param_groups[0].update(lr=rate, betas=(beta1, 0.95), eps=1e-8, weight_decay=decay)
             optimizer.step()
             params.append(AdamParams(rate, beta1, 0.95, 1e-8, decay, clip))
-        outcomes = step_together(list(zip(models, params, strict=True)))
+        outcomes = step_adapters(list(zip(models, params, strict=True)))
         assert all(isinstance(outcome, dict) for outcome in outcomes)
     for t, p in zip(models, references, strict=True):
         torch.testing.assert_close(t.adapter.flat_P, p.detach(), rtol=1e-5, atol=1e-6)
@@ -284,10 +286,10 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
 def test_a_step_without_a_gradient_is_a_step_with_zero() -> None:
     model = make_trained(0)
     before = model.adapter.flat_P.clone()
-    (metrics,) = step_together([(model, AdamParams(0.1))])
+    (metrics,) = step_adapters([(model, AdamParams(0.1))])
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
     assert torch.equal(model.adapter.flat_P, before)
-    step_together([(model, AdamParams(0.1, weight_decay=0.5))])
+    step_adapters([(model, AdamParams(0.1, weight_decay=0.5))])
     torch.testing.assert_close(model.adapter.flat_P, before * 0.95)
 
 
@@ -305,12 +307,12 @@ def test_the_norm_of_a_gradient_is_float64s_at_every_size(size: float, length: i
 def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone(
     suits_mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "SUITS_MKL", suits_mkl)
+    monkeypatch.setattr(matmul, "SUITS_MKL", suits_mkl)
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(64, 48, generator=generator)
     a, b = torch.randn(600, 64, generator=generator), wide[:, 16:32]
-    torch.testing.assert_close(product(a, b, torch.float32), (a.double() @ b.double()).float())
-    torch.testing.assert_close(product(a, wide, torch.float32), (a.double() @ wide.double()).float())
+    torch.testing.assert_close(matmul.matmul(a, b, torch.float32), (a.double() @ b.double()).float())
+    torch.testing.assert_close(matmul.matmul(a, wide, torch.float32), (a.double() @ wide.double()).float())
     assert not _suits_onednn(a, b) and _suits_onednn(a, wide) is (HAS_ONEDNN and not suits_mkl)
 
 
@@ -320,7 +322,7 @@ def test_a_product_by_columns_is_the_plain_one(rows: int, inner: int, columns: i
     a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, inner), (inner, columns)))
     expected = a.double() @ b.double()
     for matrix in (b, b.t().contiguous().t()):
-        error = (products._by_columns(a, matrix).double() - expected).norm() / expected.norm()
+        error = (matmul._matmul_by_columns(a, matrix).double() - expected).norm() / expected.norm()
         assert error < 0.004  # the rounding of bfloat16
 
 
@@ -364,11 +366,11 @@ def test_joined_matrices_of_some_outputs_leave_the_others(rows: int) -> None:
     linear, context = nn.Linear(6, 10).requires_grad_(False), ForwardContext()
     module = MultiLoRALinear("m.x", "mlp", linear, context)
     module.divide([("a", 3), ("b", 4)])
-    layout = Layout.of(2, module.adapted)
+    layout = Layout.of(2, module.targets)
     flat_P = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rows))
     joined_adapter = Adapter(LoraSpec(2, alpha=3.0), layout, flat_P, torch.float32)
     x_TI = torch.randn(rows + 2, 6, generator=torch.Generator().manual_seed(1))
-    context.routing = Routing.of([None, joined_adapter], [2, rows], repeats=True)
+    context.lora_batch = LoRABatch.of([None, joined_adapter], [2, rows], repeats=True)
     with torch.no_grad():
         found_TO = module(x_TI)
     expected_TO = linear(x_TI).double()
@@ -376,5 +378,5 @@ def test_joined_matrices_of_some_outputs_leave_the_others(rows: int) -> None:
         a_rI, b_Or = (matrix.double() for matrix in joined_adapter.weights[name])
         expected_TO[2:, columns] += joined_adapter.scale * (x_TI[2:].double() @ a_rI.t() @ b_Or.t())
     torch.testing.assert_close(found_TO.double(), expected_TO, rtol=1e-5, atol=1e-5)
-    has_stack = [module.delta in run.stacks for run in context.routing.work[module.delta]]
+    has_stack = [module.delta in run.stacks for run in context.lora_batch.groups_by_delta[module.delta]]
     assert has_stack == [HAS_ONEDNN]

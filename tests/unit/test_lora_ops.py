@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.backends.torch import lora, routing
+from tinsmith.backends.torch import lora, lora_batch
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout, Target
-from tinsmith.backends.torch.lora import BATCHED_NUMBERS, LoRADelta
-from tinsmith.backends.torch.routing import Routing
+from tinsmith.backends.torch.lora import BATCHED_MAX_ELEMENTS, LoRADelta
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.types import LoraSpec
 
 
@@ -24,7 +24,7 @@ def make(sizes: tuple[int, tuple[int, ...]], rank: int, seed: int, dtype: torch.
     return Adapter(LoraSpec(rank), layout, flat_P, dtype)
 
 
-LARGE = (128, (BATCHED_NUMBERS // 32 + 64, 96))
+LARGE = (128, (BATCHED_MAX_ELEMENTS // 32 + 64, 96))
 
 
 @examples(12)
@@ -48,8 +48,8 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
     gradients = [owner.open_gradients() for owner in owners[3 if fewest else 0 :]]
     y_TO, grad_TI = torch.zeros_like(grad_TO), torch.zeros_like(x_TI)
     for _ in range(2):
-        runs = delta.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))
-        with mock.patch.object(lora, "counts_launches", lambda _: fewest):
+        runs = delta.groups(LoRABatch.of([owners[i] for _, i in parts], [length for length, _ in parts]))
+        with mock.patch.object(lora, "is_launch_bound", lambda _: fewest):
             delta.backward_(grad_TI, grad_TO, x_TI, runs, delta.forward_(y_TO, x_TI, runs))
     expected_TO, expected_TI = torch.zeros_like(y_TO).double(), torch.zeros_like(x_TI).double()
     expected_P = [torch.zeros(owner.layout.numel, dtype=torch.float64) for owner in owners]
@@ -97,23 +97,23 @@ def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
             owners[0].flat_P.mul_(1.5)
             owners[0].refresh()
         expected_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
-        delta.reference_(expected_TO, x_TI, Routing.of(chosen, lengths))
+        delta.add_reference_(expected_TO, x_TI, LoRABatch.of(chosen, lengths))
         with torch.inference_mode():
             for _ in range(3):
                 found_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
-                delta.forward_(found_TO, x_TI, delta.work(Routing.of(chosen, lengths)))
+                delta.forward_(found_TO, x_TI, delta.groups(LoRABatch.of(chosen, lengths)))
                 error = float((found_TO - expected_TO).norm())
                 assert error <= (1e-5 if dtype == torch.float32 else 0.02) * max(float(expected_TO.norm()), 1e-6)
 
 
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
-    bmm, add_products_ = torch.bmm, routing.add_products_
+    bmm, add_products_ = torch.bmm, lora_batch.add_bmm_
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched.append(len(a)) or bmm(a, b))
-    monkeypatch.setattr(routing, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
+    monkeypatch.setattr(lora_batch, "add_bmm_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
         delta = LoRADelta(owners[0].layout.targets)
-        runs = delta.work(Routing.of(owners, [4, 4]))
+        runs = delta.groups(LoRABatch.of(owners, [4, 4]))
         delta.forward_(torch.zeros(8, sum(LARGE[1]), dtype=dtype), torch.zeros(8, 128, dtype=dtype), runs)
         assert batched == expected

@@ -97,7 +97,7 @@ def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
         assert cache.evicted == [] and memory.free() == 0
     with memory.reserved(35):
         assert cache.evicted == [25] and memory.is_reserved
-        assert memory.use() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
+        assert memory.bytes_by_holder() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
     assert not memory.is_reserved and memory.free() == 35
     assert (memory.take_peak(), memory.take_peak()) == (35, 0)
 
@@ -107,7 +107,7 @@ def test_a_shortage_is_refused_with_the_holders_of_memory() -> None:
     with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
         with memory.reserved(11 * 2**20):
             raise AssertionError
-    assert memory.use()[ACTIVATIONS] == 0
+    assert memory.bytes_by_holder()[ACTIVATIONS] == 0
 
 
 def test_what_is_available_is_known_before_anything_is_evicted() -> None:
@@ -122,7 +122,7 @@ def test_without_a_budget_nothing_is_evicted_and_everything_is_counted() -> None
     cache = Holder(40, spare=10)
     memory = manager_of(0, kv_cache=cache)
     with memory.reserved(10**15):
-        assert memory.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.evicted == []
+        assert memory.bytes_by_holder() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.evicted == []
 
 
 # Blocks and sequences.
@@ -190,9 +190,9 @@ def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseMo
         results.update(limited.step())
         steps += 1
         if steps % every == 0 and steps < 200:
-            cache_bytes = memory.use()[KV_CACHE]
+            cache_bytes = memory.bytes_by_holder()[KV_CACHE]
             limited._cache_budget.evict(int(cache_bytes * rng.random()))
-            shrunk += memory.use()[KV_CACHE] < cache_bytes
+            shrunk += memory.bytes_by_holder()[KV_CACHE] < cache_bytes
     assert shrunk > 10
     for request_id, result in finish(expected).items():
         ours = results[request_id]
@@ -242,7 +242,7 @@ class Run:
             yield
 
     def look(self) -> None:
-        use = self.memory.use()
+        use = self.memory.bytes_by_holder()
         self.peak_bytes = max(self.peak_bytes, sum(use.values()))
         for name, num_bytes in use.items():
             self.peaks[name] = max(self.peaks.get(name, 0), num_bytes)
@@ -319,7 +319,7 @@ def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused
     ample.create_model("m", LoraSpec(8, seed=1))
     run_to_end(ample.run_passes([passes_of("m", 0, (210,))]))
     activation_bytes = ample._memory.take_peak()
-    fixed = sum(ample._memory.use().values())
+    fixed = sum(ample._memory.bytes_by_holder().values())
     expected = [run_to_end(ample.run_passes([passes_of("m", 0, (100, 100, 90))]))[0]]
 
     backend = open_backend(shape, recompute="off", memory_budget=fixed + activation_bytes)
@@ -333,14 +333,14 @@ def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert isinstance(refused, UserError)
     assert "a sequence of 256 tokens does not fit" in str(refused) and "of the memory budget of" in str(refused)
-    assert backend._memory.use()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
+    assert backend._memory.bytes_by_holder()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
     assert backend.model_budget_bytes < room, "others should leave"
 
 
 def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
     backend = open_backend(shape)
     backend.create_model("m", LoraSpec(8))
-    fixed = sum(backend._memory.use().values())
+    fixed = sum(backend._memory.bytes_by_holder().values())
     backend = open_backend(shape, recompute="off", memory_budget=fixed + 6 * 2**18)
     backend.create_model("m", LoraSpec(8))
     before = backend.model_budget_bytes
@@ -361,7 +361,7 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
     spare = free.backend.sampler._cache_budget.idle_bytes()
     run_to_end(free.backend.run_passes([passes_of("m", 0)]))
     peak_bytes = free.memory.take_peak()
-    run = start_run(memory_budget=sum(free.memory.use().values()) - spare + int(peak_bytes * 0.9))
+    run = start_run(memory_budget=sum(free.memory.bytes_by_holder().values()) - spare + int(peak_bytes * 0.9))
     run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     assert len(run.backend.sampler._batcher.running) == 12
     assert run.backend.base.recompute.active and run.memory.take_peak() < 0.9 * peak_bytes
@@ -372,7 +372,7 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
 
 def test_a_model_that_no_budget_holds_is_refused_with_the_numbers(shape: ModelShape) -> None:
     small = open_backend(shape)
-    fixed = sum(small._memory.use().values())
+    fixed = sum(small._memory.bytes_by_holder().values())
     backend = open_backend(shape, memory_budget=fixed + 4 * 2**20)
     with pytest.raises(UserError, match=r"a model of rank 256 takes .* in training, and the engine's memory budget"):
         backend.create_model("m", LoraSpec(256))
@@ -392,11 +392,11 @@ def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> 
     backend.create_model("m", LoraSpec(8))
     run_to_end(backend.run_passes([passes_of("m", 0)]))
     backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
-    trained, before = backend._models["m"], backend._memory.use()[MODELS]
+    trained, before = backend._models["m"], backend._memory.bytes_by_holder()[MODELS]
     moments = [moment_P.clone() for moment_P in trained.moments or ()]
-    assert before - trained.offload() == backend._memory.use()[MODELS] < before
+    assert before - trained.offload() == backend._memory.bytes_by_holder()[MODELS] < before
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained.moments_or_zeros(2), moments, strict=True))
-    assert backend._memory.use()[MODELS] == before
+    assert backend._memory.bytes_by_holder()[MODELS] == before
 
 
 # The engine.

@@ -319,5 +319,5 @@ def test_groups_are_those_of_the_engines(llama: Path) -> None:
     from tinsmith.backends.torch import TorchBackend
 
     shape = ModelShape("tiny", str(llama), tiny_models.VOCAB, 256, "x")
-    for target in TorchBackend(shape, device="cpu").base.adaptable():
+    for target in TorchBackend(shape, device="cpu").base.adaptable_targets():
         assert adapters.group_of(target.name) == target.group

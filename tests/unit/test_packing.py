@@ -14,7 +14,7 @@ from torch import Tensor
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import PackedCausal, Window
-from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, build_examples, pack
 from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.losses import CLIP_HIGH, CLIP_LOW, ROLLOUT_LOGPROBS
 from tinsmith.types import Array, Datum, Image, LoraSpec, Pass, SparseRows
@@ -34,7 +34,7 @@ def example(owner: Adapter, pass_index: int, datum_index: int, length: int) -> E
         np.arange(length, dtype=np.int32),
         {"target_tokens": np.arange(length, dtype=np.int64), "weights": np.ones(length, np.float32)},
     )
-    (converted,) = examples_of(Pass("r", "m", (datum,), "cross_entropy", {}, False), pass_index, owner)
+    (converted,) = build_examples(Pass("r", "m", (datum,), "cross_entropy", {}, False), pass_index, owner)
     return Example(
         pass_index,
         datum_index,
@@ -59,16 +59,16 @@ def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[in
     assert sorted(id(e) for e in packed) == sorted(id(e) for e in examples)
     for batch in batches:
         assert sum(batch.lengths) <= budget or len(batch.examples) == 1
-        adapters = [segment.adapter for segment in batch.routing.segments]
+        adapters = [segment.adapter for segment in batch.lora_batch.segments]
         assert len({id(owner) for owner in adapters}) == len(adapters)
-        assert batch.routing.num_rows == len(batch.tokens_T) == len(batch.positions_T)
+        assert batch.lora_batch.num_rows == len(batch.tokens_T) == len(batch.positions_T)
         assert (np.diff(batch.pass_P) != 0).sum() == len(set(batch.pass_P)) - 1
         for e, start in zip(batch.examples, np.cumsum([0, *batch.lengths]), strict=False):
             assert np.array_equal(batch.positions_T[start : start + e.num_tokens], np.arange(e.num_tokens))
 
 
 def examples_with(loss_fn: str, *data: Datum, pass_index: int = 0, **config: float) -> list[Example]:
-    return examples_of(Pass("r", "m", data, loss_fn, config, False), pass_index, adapter())
+    return build_examples(Pass("r", "m", data, loss_fn, config, False), pass_index, adapter())
 
 
 def policy_datum(length: int, **inputs: Array) -> Datum:
@@ -91,15 +91,15 @@ def test_pairs_and_rows_of_a_micro_batch_refer_to_each_other() -> None:
     wide = examples_with("cross_entropy", targets_datum(2, 3, weights=weights), pass_index=4)
     narrow = examples_with("cross_entropy", targets_datum(3, 1), pass_index=7)
     batch = MicroBatch((*wide, *narrow))
-    assert batch.whole is batch and batch.targets_P[batch.pairs].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+    assert batch.full_batch is batch and batch.targets_P[batch.pairs].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2]
     assert batch.lengths == [2, 3] and batch.tokens_T.tolist() == [100, 101, 100, 101, 102]
     assert batch.tokens_T.dtype == np.int64 and batch.positions_T.tolist() == [0, 1, 0, 1, 2]
     assert batch.row_P.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
     assert batch.example_P.tolist() == [0] * 6 + [1] * 3 and batch.example_starts.tolist() == [0, 6, 9]
     assert batch.pass_P.tolist() == [4] * 6 + [7] * 3
-    assert batch.of_pairs([False, True]).tolist() == [False] * 6 + [True] * 3
+    assert batch.expand_to_pairs([False, True]).tolist() == [False] * 6 + [True] * 3
     assert batch.column_P("weight").tolist() == [0, 0, 0, 0, 4, 5, 1, 1, 1]
-    assert batch.rows_with(batch.column_P("weight") != 0).tolist() == [False, True, True, True, True]
+    assert batch.rows_of_pairs(batch.column_P("weight") != 0).tolist() == [False, True, True, True, True]
 
 
 def test_an_example_has_weight_if_one_of_its_pairs_has() -> None:
@@ -150,15 +150,15 @@ def test_images_go_with_their_datum() -> None:
     images = tuple(Image("data[1]", b"", "png", 8, 8, start, count, b"") for start, count in ((1, 2), (4, 3)))
     placed = ImageInput(images, np.zeros((3, 8), np.int64), bidirectional=True)
     request = Pass("r", "m", (targets_datum(2, 1), targets_datum(8, 1)), "cross_entropy", {}, False)
-    plain, with_images = examples_of(request, 0, adapter(), [None, placed])
-    assert (plain.placed, with_images.placed) == (None, placed)
+    plain, with_images = build_examples(request, 0, adapter(), [None, placed])
+    assert (plain.image_input, with_images.image_input) == (None, placed)
     batch = MicroBatch((plain, with_images))
     assert batch.has_images and batch.largest_image == 3
-    assert [tuple(span) for span in batch.pieces] == [(None, 0, 2), (placed, 0, 8)]
-    (absent, seen) = batch.seen
+    assert [tuple(span) for span in batch.input_spans] == [(None, 0, 2), (placed, 0, 8)]
+    (absent, seen) = batch.visible_counts
     assert absent is None and seen is not None and seen.tolist() == [1, 3, 3, 4, 7, 7, 7, 8]
     without = MicroBatch((plain,))
-    assert (without.has_images, without.largest_image, without.seen) == (False, 0, [None])
+    assert (without.has_images, without.largest_image, without.visible_counts) == (False, 0, [None])
 
 
 def test_packing_puts_long_examples_first_and_fills_the_budget_to_its_last_token() -> None:

@@ -12,7 +12,7 @@ from gpu.device import DEVICE, NAMED, ON_CUDA
 if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
-from tinsmith.backends.torch.attention import AttentionOptions, Window, reference, visible
+from tinsmith.backends.torch.attention import AttentionOptions, Window, reference_attention, visibility_mask
 from tinsmith.samplers.local import paged_kernel
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
@@ -52,9 +52,9 @@ def attend_in_float64(
     attention_options = AttentionOptions(**{**options, "sinks_H": None if sinks is None else sinks.double().cpu()})  # pyright: ignore
     for q_HD, blocks_C, length in zip(q_nHD.cpu().double(), table_nC.cpu().long(), lengths, strict=True):
         rows_GKE = store_PSGE.cpu()[blocks_C].flatten(0, 1)[:length].double().transpose(0, 1)
-        mask = visible(torch.tensor([[length - 1]]), length, attention_options.get("window"), torch.float64)
+        mask = visibility_mask(torch.tensor([[length - 1]]), length, attention_options.get("window"), torch.float64)
         k, v = rows_GKE[None, ..., : q_HD.shape[1]], rows_GKE[None, ..., q_HD.shape[1] :]
-        outputs.append(reference(q_HD[None, :, None], k, v, mask, **attention_options)[0, :, 0])
+        outputs.append(reference_attention(q_HD[None, :, None], k, v, mask, **attention_options)[0, :, 0])
     return outputs
 
 

@@ -110,7 +110,7 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
     for name in ("qwen3", "phi3", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text", "nemotron_h", "jamba"):
         family = next(candidate for candidate in families.FAMILIES if candidate.model_type == name)
         base = backend.BaseModel.load(families.make(tmp_path / name, family))
-        targets = base.adaptable()
+        targets = base.adaptable_targets()
         for rank in (1, 8):
             num_elements = sum(int(torch.Size(shape).numel()) for target in targets for shape in target.shapes(rank))
             assert memory.adapter_parameters(read_directory(tmp_path / name), rank) == num_elements

@@ -25,8 +25,8 @@ from support.local_sampling import (
     sample_alone,
 )
 from support.properties import examples
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import UserError
 from tinsmith.samplers.local import prompt_logprobs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -225,9 +225,9 @@ class _Rows:
             self.num_hidden += len(token_ids_T)
             return hidden(token_ids_T, *args)  # pyright: ignore[reportArgumentType]
 
-        def count_logits(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        def count_logits(hidden_TD: torch.Tensor, lora_batch: LoRABatch) -> torch.Tensor:
             self.num_logits += len(hidden_TD)
-            return logits(hidden_TD, routing)
+            return logits(hidden_TD, lora_batch)
 
         monkeypatch.setattr(base, "hidden", count_hidden)
         monkeypatch.setattr(base, "logits", count_logits)
@@ -403,7 +403,7 @@ def test_targets_beyond_the_vocabulary_never_reach_a_step(base: BaseModel):
 
 def test_a_target_row_that_is_not_finite_fails_the_request(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     logits = base.logits
-    monkeypatch.setattr(base, "logits", lambda hidden, routing: logits(hidden, routing).fill_(torch.nan))
+    monkeypatch.setattr(base, "logits", lambda hidden, lora_batch: logits(hidden, lora_batch).fill_(torch.nan))
     outcome = run(LocalSampler(base, {}), make_sample("a", make_prompt(4), prompt_alt_tokens_k=1))["a"]
     assert isinstance(outcome, UserError)
 

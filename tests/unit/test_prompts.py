@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support import tiny_models
 from support.local_sampling import assert_same, make_adapter, make_prompt, make_sample, run, sample_alone
 from support.properties import examples
-from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise_weights, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
@@ -34,7 +34,7 @@ def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dt
     adapters = [make_adapter(base, 1), None, make_adapter(base, 2, rank=8), make_adapter(base, 3), None]
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
-    packed = tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS)
+    packed = tokens_T, positions_T, PackedCausal(LENGTHS), LoRABatch.of(adapters, LENGTHS)
     with torch.inference_mode():
         whole_TD = base.hidden(*packed)
         for rows in ROW_SELECTIONS:
@@ -48,19 +48,19 @@ def test_requested_rows_equal_those_among_all_rows(tmp_path: Path, arch: str, dt
     sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=8),
     rows=st.sets(st.integers(0, 71), min_size=1),
 )
-def test_a_routing_of_some_rows_has_each_one_where_it_was(sizes: list[tuple[int, int]], rows: set[int]) -> None:
-    routing = Routing.of([_placeholder(name) for _, name in sizes], [size for size, _ in sizes])
-    selected = sorted(row % routing.num_rows for row in rows)
+def test_a_lora_batch_of_some_rows_has_each_one_where_it_was(sizes: list[tuple[int, int]], rows: set[int]) -> None:
+    lora_batch = LoRABatch.of([_placeholder(name) for _, name in sizes], [size for size, _ in sizes])
+    selected = sorted(row % lora_batch.num_rows for row in rows)
     selected = sorted(set(selected))
-    owners = [segment.adapter for segment in routing.segments for _ in range(segment.start, segment.stop)]
+    owners = [segment.adapter for segment in lora_batch.segments for _ in range(segment.start, segment.stop)]
     selected_adapters = [
-        segment.adapter for segment in routing.only(selected).segments for _ in range(segment.start, segment.stop)
+        segment.adapter for segment in lora_batch.select(selected).segments for _ in range(segment.start, segment.stop)
     ]
     assert selected_adapters == [owners[row] for row in selected]
 
 
 def _placeholder(name: int) -> Adapter | None:
-    """A placeholder for an adapter; a routing only compares identity."""
+    """A placeholder for an adapter; a LoRA batch only compares identity."""
     return (None, cast(Adapter, "one"), cast(Adapter, "other"))[name]
 
 
@@ -157,20 +157,20 @@ def test_a_prompt_of_nans_leaves_its_neighbours_alone(lengths: Sequence[int]) ->
 def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, groups: dict[str, bool]) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
     spec = LoraSpec(rank=4, seed=1, train_attn=groups.get("attn", True), train_mlp=groups.get("mlp", True))
-    layout = layout_for(spec, base.adaptable())
-    flat_P = initialise(layout, 1, base.device)
+    layout = layout_for(spec, base.adaptable_targets())
+    flat_P = initialise_weights(layout, 1, base.device)
     for _, b_Or in layout.views(flat_P).values():
         b_Or.normal_(0, 0.05, generator=torch.Generator().manual_seed(2))
     adapter = Adapter(spec, layout, flat_P, base.dtype)
     lengths = [40, 130, 126, 50]
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in lengths])
-    routing = Routing.of([None, adapter, adapter, None], lengths)
-    inputs = tokens_T, positions_T, PackedCausal(lengths), routing
+    lora_batch = LoRABatch.of([None, adapter, adapter, None], lengths)
+    inputs = tokens_T, positions_T, PackedCausal(lengths), lora_batch
     with torch.inference_mode():
-        expected_TD = base.through_modules(*inputs).float()
+        expected_TD = base.forward_modules(*inputs).float()
         found_TD = base.hidden(*inputs).float()
-        plain_TD = base.hidden(*inputs[:3], Routing.of([None], [sum(lengths)])).float()
+        plain_TD = base.hidden(*inputs[:3], LoRABatch.of([None], [sum(lengths)])).float()
     adapted_rows = slice(40, 296)
     assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
     assert float((plain_TD - expected_TD)[adapted_rows].norm() / expected_TD[adapted_rows].norm()) > 0.1, (

@@ -25,9 +25,9 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch import recurrent
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
 from tinsmith.samplers.local.states import (
@@ -55,8 +55,8 @@ class Layer(NamedTuple):
     hidden: int
 
     def rows(self, lengths: list[int], seed: int) -> Tensor:
-        """[T, D], and a routing for them."""
-        self.board.routing = Routing([Segment(0, sum(lengths), None)])
+        """[T, D], and a LoRA batch for them."""
+        self.board.lora_batch = LoRABatch([Segment(0, sum(lengths), None)])
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(sum(lengths), self.hidden, generator=generator, dtype=torch.float64)
 
@@ -156,7 +156,7 @@ def recompute_after_cuts(
 def step(
     layer: Layer, x_TD: Tensor, sizes: list[int], states: list[SequenceState | None], cuts: list[set[int]]
 ) -> tuple[Tensor, Recurrence]:
-    layer.board.routing = Routing([Segment(0, len(x_TD), None)])
+    layer.board.lora_batch = LoRABatch([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     sequence_pieces = [
         RecurrentSpan(first, size, state, sorted(sequence_cuts))
@@ -199,7 +199,7 @@ def test_context_ranks_that_hand_over_states_are_one_process(family: str, length
     leaf = x_TD.clone().requires_grad_()
     out = packed(layer, lengths, leaf)
     expected = [out, *torch.autograd.grad((out * weight_TD).sum(), [leaf, *parameters])]
-    layer.board.routing = Routing([Segment(0, num_rows, None)])
+    layer.board.lora_batch = LoRABatch([Segment(0, num_rows, None)])
     layer.module.zero_grad()
     hooks = [
         linear.register_forward_hook(partial(record_event, log))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 from support import tiny_models
 from tinsmith.backends.torch.attention import AttentionProbe, Window
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.servable import check_config, check_layers, refusing
+from tinsmith.backends.torch.servable import check_config, check_layers, raise_settings_errors
 from tinsmith.base_models import read_shape
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
@@ -62,12 +62,12 @@ def test_the_probe_records_attention_options() -> None:
 def test_errors_of_a_model_refuse_it_and_want_of_memory_does_not() -> None:
     with (
         pytest.raises(SettingsError, match=r"tiny/x \(XForCausalLM\) cannot be served: KeyError: 'tinsmith'"),
-        refusing(SHAPE),
+        raise_settings_errors(SHAPE),
     ):
         raise KeyError("tinsmith")
-    with pytest.raises(SettingsError, match=r"^as it is$"), refusing(SHAPE):
+    with pytest.raises(SettingsError, match=r"^as it is$"), raise_settings_errors(SHAPE):
         raise SettingsError("as it is")
-    with pytest.raises(MemoryError), refusing(SHAPE):
+    with pytest.raises(MemoryError), raise_settings_errors(SHAPE):
         raise MemoryError
 
 

@@ -153,13 +153,13 @@ def use_untested_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def show_first_token_only(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-    mask = attention.visible(*args, **kwargs)
+    mask = attention.visibility_mask(*args, **kwargs)
     mask[..., 1:-1] = float("-inf")
     return mask
 
 
 def test_an_untested_release_is_checked_for_a_dense_model_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_check, "visible", show_first_token_only)
+    monkeypatch.setattr(start_check, "visibility_mask", show_first_token_only)
     load(DENSE, tmp_path / "tested")
     use_untested_release(monkeypatch)
     refuse(DENSE, tmp_path / "untested", "a prompt differs from the model's own forward .* and transformers 99.0.0")
@@ -175,7 +175,7 @@ def test_another_refusal_under_an_untested_release_names_the_tested_ones(monkeyp
     use_untested_release(monkeypatch)
     shape = model.ModelShape("tiny/x", "/nowhere", 300, 256, "XForCausalLM")
     for error in (SettingsError("a reason"), KeyError("a reason")):
-        with pytest.raises(SettingsError, match="a reason") as refused, servable.refusing(shape):
+        with pytest.raises(SettingsError, match="a reason") as refused, servable.raise_settings_errors(shape):
             raise error
         assert NAMES_RELEASES.search(str(refused.value))
 
@@ -237,7 +237,7 @@ def test_an_exchange_that_is_not_understood_is_an_error(
     behave: Callable[[Any, Tensor], None], state: MixerState | None, reason: str
 ) -> None:
     context = ForwardContext()
-    context.routing = start_check._base_rows(3)
+    context.lora_batch = start_check._base_rows(3)
     mixer = SequenceMixer(Exchange(behave), context)
     with pytest.raises(ReleaseError, match=reason):
         mixer(torch.ones(1, 3, 4), (0,), state, keep=True)

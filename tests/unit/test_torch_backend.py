@@ -668,7 +668,7 @@ def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
     gradients: list[dict[str, Tensor]] = []
     for together in (False, True):
         for module in (lora, trainer):
-            monkeypatch.setattr(module, "counts_launches", lambda _, together=together: together)
+            monkeypatch.setattr(module, "is_launch_bound", lambda _, together=together: together)
         backend = TorchBackend(shape, device="cpu", dtype=dtype, max_tokens_per_microbatch=64)
         for name in lengths:
             backend.create_model(name, LoraSpec(8 if name == "e" else 4, seed=ord(name)))
@@ -682,7 +682,7 @@ def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
         gradients.append(
             {n: datums.gradient_P for n, datums in backend._models.items() if datums.gradient_P is not None}
         )
-        assert all(datums.adapter.stacked is datums.adapter.gradients is None for datums in backend._models.values())
+        assert all(datums.adapter.stack_slot is datums.adapter.gradients is None for datums in backend._models.values())
     assert gradients[0].keys() == gradients[1].keys() == lengths.keys()
     assert not any(bool(datums.pop("b").isfinite().all()) for datums in gradients)
     for name, gradient_P in gradients[1].items():

@@ -21,7 +21,7 @@ from support.vision_models import IMAGE, picture
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch import vision as images_there
-from tinsmith.backends.torch.adapters import wrapped_name
+from tinsmith.backends.torch.adapters import wrapper_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import AdamParams, Datum, Image, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -164,11 +164,11 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
         if "moe" in shape.arch.lower():  # experts' matrices have other names there; the linears are compared
             views = {name: pair for name, pair in views.items() if ".experts." not in name}
         # Parts of fused projections are one matrix to PEFT: tests/unit/test_recurrent.py has their gradients.
-        views = {name: pair for name, pair in views.items() if f"{wrapped_name(name)}.lora_A" in expected}
+        views = {name: pair for name, pair in views.items() if f"{wrapper_name(name)}.lora_A" in expected}
         assert views
         for name, pair in views.items():
             for letter, actual in zip("AB", pair, strict=True):
-                reference = expected[f"{wrapped_name(name)}.lora_{letter}"]
+                reference = expected[f"{wrapper_name(name)}.lora_{letter}"]
                 np.testing.assert_allclose(
                     actual.reshape(reference.shape), reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max())
                 )
@@ -220,7 +220,7 @@ def test_an_image_is_upright_as_its_file_says(shape: ModelShape) -> None:
     _, (plain,) = vision_models.model_input(png(pixels.transpose(Pillow.Transpose.ROTATE_270)))
     assert turned.num_tokens == plain.num_tokens
     torch.testing.assert_close(base.vision.features(turned), base.vision.features(plain))
-    placed = base.vision.place(turned.num_tokens, (turned,))
+    placed = base.vision.prepare_images(turned.num_tokens, (turned,))
     assert placed is not None and placed.positions_3N[1:].max(1).tolist() == [7, 2]
 
 
@@ -258,7 +258,7 @@ def test_features_are_found_within_one_scope(shape: ModelShape) -> None:
     tokens, images = vision_models.model_input(WIDE)
     embeddings = []
     for scope in ("a", "b", "a"):
-        placed = base.place(tokens, images, scope)
+        placed = base.prepare_images(tokens, images, scope)
         assert placed is not None
         embeddings.append(vision.features(placed.images[0]).embeddings_RD)
     assert len(calls) == 2
@@ -284,8 +284,8 @@ def test_features_give_way_in_a_memory_budget(shape: ModelShape) -> None:
 def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, tmp_path: Path) -> None:
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
     with_tower = TorchBackend(shape, device="cpu")
-    names = [t.name for t in plain.base.adaptable()]
-    assert names == [t.name for t in with_tower.base.adaptable()]
+    names = [t.name for t in plain.base.adaptable_targets()]
+    assert names == [t.name for t in with_tower.base.adaptable_targets()]
     assert names[0].startswith("model.layers.0.")
     assert plain.base.num_bytes < with_tower.base.num_bytes
     for backend in (plain, with_tower):
@@ -337,7 +337,7 @@ def test_positions_are_those_of_transformers(shape: ModelShape) -> None:
     assert base.vision is not None
     model = load_reference_model(shape.path)
     for example in DATA:
-        placed = base.vision.place(len(example.tokens_N), example.images)
+        placed = base.vision.prepare_images(len(example.tokens_N), example.images)
         if placed is None:
             continue
         ids = torch.from_numpy(example.tokens_N.astype(np.int64))[None]

@@ -22,7 +22,7 @@ from support.local_sampling import run
 from support.tolerances import rounding_of_model
 from support.vision_models import END, GEMMA3, IMAGE, START, picture
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import wrapped_name
+from tinsmith.backends.torch.adapters import wrapper_name
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import read_shape
 from tinsmith.chat.tokenizer import ModelTokenizer
@@ -117,7 +117,7 @@ def test_gradients_are_those_of_transformers_alone_and_packed(backend: TorchBack
         assert len(views) == 3 * 7 + 1
         for name, pair in views.items():
             for letter, actual in zip("AB", pair, strict=True):
-                reference = expected[f"{wrapped_name(name)}.lora_{letter}"]
+                reference = expected[f"{wrapper_name(name)}.lora_{letter}"]
                 np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
@@ -131,19 +131,19 @@ def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model
     difference = np.abs(by_image[0] - by_image[1])
     assert difference[:9].max() == 0.0
     assert difference[9:].min() > 1e-4
-    placed = backend.base.place(before.tokens_N, before.images, "")
+    placed = backend.base.prepare_images(before.tokens_N, before.images, "")
     assert placed is not None
-    visible_ends = placed.seen(0, len(before.tokens_N))
+    visible_ends = placed.visible_counts(0, len(before.tokens_N))
     assert visible_ends is not None and visible_ends.tolist() == [*range(1, 10), *[18] * SIZE, *range(19, 25)]
     causal = replace(placed, bidirectional=False)
-    assert causal.seen(0, 24) is None
+    assert causal.visible_counts(0, 24) is None
     base = backend.base
-    base_place = base.place
+    base_place = base.prepare_images
     try:
-        base.place = lambda *_: causal  # type: ignore[method-assign]
+        base.prepare_images = lambda *_: causal  # type: ignore[method-assign]
         wrong = run_pass(backend, "m", before, forward_only=True).logprobs[0]
     finally:
-        base.place = base_place  # type: ignore[method-assign]
+        base.prepare_images = base_place  # type: ignore[method-assign]
     with torch.no_grad():
         assert np.abs(wrong - logprobs(model, before).numpy())[9:].max() > 1e-2
 
@@ -274,7 +274,7 @@ def test_an_image_processor_that_does_otherwise_is_refused(
 def test_a_text_model_has_no_tower_and_the_same_names(shape: ModelShape, backend: TorchBackend, tmp_path: Path) -> None:
     plain = TorchBackend(replace(shape, vision=None), device="cpu")
     assert type(plain.base.model).__name__ == "Gemma3ForCausalLM"
-    assert [t.name for t in plain.base.adaptable()] == [t.name for t in backend.base.adaptable()]
+    assert [t.name for t in plain.base.adaptable_targets()] == [t.name for t in backend.base.adaptable_targets()]
     for candidate in (plain, backend):
         candidate.load("n", backend._models["m"].adapter.spec, Path(shape.path) / "adapter", optimizer=False)
     first, second = (run_pass(candidate, "n", DATA[4], forward_only=True).logprobs[0] for candidate in (plain, backend))

@@ -174,7 +174,7 @@ def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, ref
     vision = backend.base.vision
     assert vision is not None
     results = run(small, *samples)
-    vision.keep_within(0)
+    vision.evict_to(0)
     for sample in samples:
         check(results[sample.request_id], sample, reference)
 

@@ -40,8 +40,8 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer, MixerState, PackedCausal
 from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.lora import anchor
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.recurrent import LayerCache, SequenceMixer
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.types import F32, I64
 
 
@@ -72,7 +72,7 @@ class RowShare(MicroBatch):
         return ranks.sum_context(all_rows)[: len(self.source.tokens_T)]
 
     @property
-    def whole(self) -> MicroBatch:
+    def full_batch(self) -> MicroBatch:
         return self.source
 
     @cached_property
@@ -88,11 +88,11 @@ class RowShare(MicroBatch):
         return self.cut(self.source.positions_T)
 
     @cached_property
-    def routing(self) -> Routing:
+    def lora_batch(self) -> LoRABatch:
         stop = min(self.start + self.num_rows, len(self.source.tokens_T))
-        segments = self.source.routing.slice(self.start, stop).segments if stop > self.start else ()
+        segments = self.source.lora_batch.slice(self.start, stop).segments if stop > self.start else ()
         num_own = max(0, stop - self.start)
-        return Routing([*segments, *([Segment(num_own, self.num_rows, None)] if num_own < self.num_rows else [])])
+        return LoRABatch([*segments, *([Segment(num_own, self.num_rows, None)] if num_own < self.num_rows else [])])
 
     @cached_property
     def targets_P(self) -> I64:

@@ -32,8 +32,8 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Target
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.lora import ForwardContext, anchor
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.moe import MultiLoRAExperts, PairOrder
-from tinsmith.backends.torch.routing import Routing
 from tinsmith.errors import SettingsError
 
 
@@ -44,10 +44,10 @@ class TokenExchange:
         self.ranks = ranks
         self.adapters: Sequence[Adapter] = ()
 
-    def numbers(self, routing: Routing) -> np.ndarray:
+    def numbers(self, lora_batch: LoRABatch) -> np.ndarray:
         """[n]: the number of each row's adapter; 0 is the base model."""
         known = {id(adapter): number for number, adapter in enumerate(self.adapters, 1)}
-        segments = routing.segments
+        segments = lora_batch.segments
         return np.repeat(
             [0 if segment.adapter is None else known[id(segment.adapter)] for segment in segments],
             [segment.stop - segment.start for segment in segments],
@@ -85,7 +85,7 @@ class ExchangedRows:
         by_adapter = received.reshape(num_ranks, -1, num_experts).sum((0, 2)).tolist()
         found = [(adapter, count) for adapter, count in zip((None, *exchange.adapters), by_adapter, strict=True)
                  if count]  # fmt: skip
-        self.routing = Routing.of((adapter for adapter, _ in found), (count for _, count in found))
+        self.lora_batch = LoRABatch.of((adapter for adapter, _ in found), (count for _, count in found))
 
     def by_rank(self, x_nC: Tensor) -> Tensor:
         """[N, C]: each row once for each of its experts, sorted by rank."""
@@ -98,9 +98,9 @@ class ExchangedRows:
 
     def to_rows(self, x_MC: Tensor) -> Tensor:
         """The inverse: [N, C], in the order of rows and their choices."""
-        sorted_MC = x_MC.index_select(0, self.sorted.place_N)
+        sorted_MC = x_MC.index_select(0, self.sorted.sorted_N)
         returned_NC = self._ranks.exchange_experts(sorted_MC, self._num_received, self._num_sent)
-        return returned_NC.index_select(0, self.sent.place_N)
+        return returned_NC.index_select(0, self.sent.sorted_N)
 
     def combine(self, x_NC: Tensor) -> Tensor:
         """[n, C]: the sum over each row's choices."""
@@ -128,18 +128,18 @@ class SpreadExperts(MultiLoRAExperts):
 
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         index_Tk, weights_Tk = choices
-        routing, exchange = self._context.routing, self._exchange
-        assert routing is not None and hidden_TD.shape == (routing.num_rows, self.hidden_features)
+        lora_batch, exchange = self._context.lora_batch, self._exchange
+        assert lora_batch is not None and hidden_TD.shape == (lora_batch.num_rows, self.hidden_features)
         self._choices = index_Tk.shape[1]
         own = exchange.rows_of_tensor_rank(len(hidden_TD))
-        adapter_T = upload(exchange.numbers(routing), hidden_TD.device)
+        adapter_T = upload(exchange.numbers(lora_batch), hidden_TD.device)
         hidden_nD, weights_nk = (_own_rows(x, own, exchange.ranks) for x in (hidden_TD, weights_Tk))
         rows = ExchangedRows(exchange, index_Tk[own], adapter_T[own], self.num_experts)
         sent = _ToExperts.apply(hidden_nD, weights_nk, anchor(hidden_TD.device), rows)
         hidden_MD, weights_M1 = cast("tuple[Tensor, Tensor]", sent)
         out_MD = hidden_MD
         if rows.num_rows:
-            out_MD = self.routed(hidden_MD, rows.index_M1, weights_M1, rows.routing)
+            out_MD = self.forward_experts(hidden_MD, rows.index_M1, weights_M1, rows.lora_batch)
         return _all_rows(cast(Tensor, _ToRows.apply(out_MD, rows)), len(hidden_TD), exchange.ranks)
 
 

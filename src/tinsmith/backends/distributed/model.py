@@ -64,9 +64,9 @@ from tinsmith.backends.torch.attention import AttentionPlan, AttentionProbe, Pac
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import MultiLoRALinear
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, Segment
-from tinsmith.backends.torch.servable import refusing
+from tinsmith.backends.torch.servable import raise_settings_errors
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.backends.torch.vision import ImageRows
 from tinsmith.errors import RanksLostError, SettingsError
@@ -102,7 +102,7 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
     device = "cpu" if ranks.degrees.sharded else str(ranks.device)
     base = ShardedBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
     assert isinstance(base, ShardedBase)
-    with refusing(shape):
+    with raise_settings_errors(shape):
         base.shard(ranks)
     return base
 
@@ -135,10 +135,10 @@ class ShardedBase(BaseModel):
     def frozen_tensors(self) -> list[Tensor]:
         return [each.to_local() if isinstance(each, DTensor) else each for each in super().frozen_tensors()]
 
-    def adaptable(self) -> list[Target]:
+    def adaptable_targets(self) -> list[Target]:
         if self._adaptable is not None:
             return self._adaptable
-        owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in self.targets.values())
+        owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.targets for own in self.targets.values())
         return [
             *(target for targets in owned for target in targets),
             *(target for own in self.experts
@@ -150,8 +150,8 @@ class ShardedBase(BaseModel):
         tokens_T: Tensor,
         positions_T: Tensor,
         plan: AttentionPlan,
-        routing: Routing,
-        wanted: Sequence[int] | None = None,
+        lora_batch: LoRABatch,
+        output_rows: Sequence[int] | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
         if self._ranks is not None and torch.is_grad_enabled():
@@ -159,13 +159,13 @@ class ShardedBase(BaseModel):
             # or none.
             self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
         if self.stage is None:
-            return super().hidden(tokens_T, positions_T, plan, routing, wanted, images)
-        forward = partial(super().hidden, tokens_T, positions_T, plan, routing, wanted)
+            return super().hidden(tokens_T, positions_T, plan, lora_batch, output_rows, images)
+        forward = partial(super().hidden, tokens_T, positions_T, plan, lora_batch, output_rows)
         return self.stage.run(forward, len(tokens_T), alone=isinstance(plan, AttentionProbe))
 
-    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+    def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
         if self.stage is None or self.stage.is_last:
-            return super().logits(hidden_TD, routing)
+            return super().logits(hidden_TD, lora_batch)
         return torch.zeros(len(hidden_TD), self.vocab_size, device=self.device)  # the last stage's results count
 
     def idle(self, *, train: bool) -> None:
@@ -178,7 +178,7 @@ class ShardedBase(BaseModel):
         """[1, D] of a token of the base model, which takes the place of rows."""
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.set_grad_enabled(train):
-            return self.hidden(token_T, token_T, PackedCausal([1], self.device), Routing.of([None], [1]))
+            return self.hidden(token_T, token_T, PackedCausal([1], self.device), LoRABatch.of([None], [1]))
 
     def adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if self.sharding is None:
@@ -250,13 +250,13 @@ class ShardedBase(BaseModel):
         check_stages(name, config, ranks.degrees.pipeline)
         token_T = torch.zeros(2, dtype=torch.int64)
         probe = partial(
-            self.through_modules, token_T, torch.arange(2), AttentionProbe(), Routing([Segment(0, 2, None)])
+            self.forward_modules, token_T, torch.arange(2), AttentionProbe(), LoRABatch([Segment(0, 2, None)])
         )
         layers, embeddings = layers_of(self._decoder, name), self.model.get_input_embeddings()
         boundaries = boundaries_of(layers, probe, 2, name)
         numel = cast(Tensor, embeddings.weight).numel()
         own = own_layers(layers, numel, self.unembedding.weight.numel(), ranks)
-        self._adaptable = self.adaptable()
+        self._adaptable = self.adaptable_targets()
         self.stage = Stage(layers, own, ranks, boundaries)
         if not self.stage.is_first:
             empty(embeddings)
@@ -274,7 +274,7 @@ class ShardedBase(BaseModel):
         """Run each stage by itself: if one fails in an exchange, the others would wait for it."""
         token_T, problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
         try:
-            self.hidden(token_T, token_T, AttentionProbe(), Routing([Segment(0, 1, None)]))
+            self.hidden(token_T, token_T, AttentionProbe(), LoRABatch([Segment(0, 1, None)]))
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
             problem = f"{type(error).__name__}: {error}"
         if found := next((each for each in ranks.gather(problem) if each is not None), None):
@@ -284,7 +284,7 @@ class ShardedBase(BaseModel):
         """The targets in this rank's layers."""
         assert self.stage is not None
         linears = [own for own in self.targets.values() if own is not self.unembedding or self.stage.is_last]
-        owned = [(own.full_target,) if isinstance(own, ShardedLinear) else own.adapted for own in linears]
+        owned = [(own.full_target,) if isinstance(own, ShardedLinear) else own.targets for own in linears]
         parts = [*owned, *(module.targets for module in self.experts)]
         return frozenset(target.name for part in parts for target in part)
 
@@ -351,7 +351,7 @@ class ShardedBase(BaseModel):
         generator = torch.Generator().manual_seed(0)
         adapters, buffers = [], []
         for rank in (4, 2):
-            layout = Layout.of(rank, self.adaptable())
+            layout = Layout.of(rank, self.adaptable_targets())
             flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
             adapters.append(self.adapter(LoraSpec(rank), layout, flat_P))
         num_rows = sum(PROBE_LENGTHS)
@@ -369,16 +369,16 @@ class ShardedBase(BaseModel):
         def forward(_number: int) -> Tensor:
             rows_T, positions_T = (upload(x, self.device) for x in (own.tokens_T, own.positions_T))
             with torch.enable_grad():
-                return self.hidden(rows_T, positions_T, plan, own.routing)
+                return self.hidden(rows_T, positions_T, plan, own.lora_batch)
 
         @torch.no_grad()
         def head(_number: int, states_TD: Tensor) -> Tensor:
             given_TV = upload(own.cut(grad_TV) if isinstance(own, RowShare) else grad_TV, self.device)
-            work = self.unembedding.work(own.routing)
-            logits_TV, inner = self.unembedding.forward_rows(states_TD, work, torch.float32)
+            adapter_groups = self.unembedding.groups(own.lora_batch)
+            logits_TV, a_outputs = self.unembedding.forward_rows(states_TD, adapter_groups, torch.float32)
             results.extend((states_TD, logits_TV))
             grad_TD = self.unembedding.backward_rows(
-                given_TV.to(states_TD.dtype), states_TD, work, inner, need_input=True
+                given_TV.to(states_TD.dtype), states_TD, adapter_groups, a_outputs, need_input=True
             )
             assert grad_TD is not None
             return grad_TD

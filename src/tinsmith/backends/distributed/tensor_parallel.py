@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Gradients, Layout, Target
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
-from tinsmith.backends.torch.routing import Run
+from tinsmith.backends.torch.lora_batch import AdapterGroup
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
 
@@ -131,27 +131,39 @@ class GatheredLinear(ShardedLinear):
     def forward_rows(
         self,
         x_TI: Tensor,
-        work: Sequence[Run],
+        adapter_groups: Sequence[AdapterGroup],
         out_dtype: torch.dtype | None = None,
         frozen_TO: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        y_TO, inner = self.forward_part(x_TI, work, out_dtype, frozen_TO)
-        return self.ranks.gather_tensor(y_TO), inner
+        y_TO, a_outputs = self.forward_part(x_TI, adapter_groups, out_dtype, frozen_TO)
+        return self.ranks.gather_tensor(y_TO), a_outputs
 
     def backward_rows(
-        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
+        self,
+        grad_TO: Tensor,
+        x_TI: Tensor,
+        adapter_groups: Sequence[AdapterGroup],
+        a_outputs: Sequence[Tensor],
+        *,
+        need_input: bool,
     ) -> Tensor | None:
-        grad_TI = self.backward_part(grad_TO[:, self.part].contiguous(), x_TI, work, inner)
+        grad_TI = self.backward_part(grad_TO[:, self.part].contiguous(), x_TI, adapter_groups, a_outputs)
         return grad_TI if need_input else None
 
     def forward_part(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None, frozen_TO: Tensor | None
+        self,
+        x_TI: Tensor,
+        adapter_groups: Sequence[AdapterGroup],
+        out_dtype: torch.dtype | None,
+        frozen_TO: Tensor | None,
     ) -> tuple[Tensor, list[Tensor]]:
-        return super().forward_rows(x_TI, work, out_dtype, frozen_TO)
+        return super().forward_rows(x_TI, adapter_groups, out_dtype, frozen_TO)
 
-    def backward_part(self, own_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+    def backward_part(
+        self, own_TO: Tensor, x_TI: Tensor, adapter_groups: Sequence[AdapterGroup], a_outputs: Sequence[Tensor]
+    ) -> Tensor:
         """[T, I], summed over ranks."""
-        grad_TI = super().backward_rows(own_TO, x_TI, work, inner, need_input=True)
+        grad_TI = super().backward_rows(own_TO, x_TI, adapter_groups, a_outputs, need_input=True)
         assert grad_TI is not None
         return self.ranks.sum_tensor(grad_TI)
 

@@ -26,10 +26,10 @@ from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.host import read
+from tinsmith.backends.torch.lora_batch import AdapterGroup
 from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Run
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE
@@ -78,7 +78,7 @@ class RankedTrainer(Trainer):
         least = LEAST_TOKENS[self._base.device.type == "cuda"]
         return min(limit, max(least, math.ceil(most / (MICRO_BATCHES_PER_STAGE * degrees.pipeline))))
 
-    def _run_all(
+    def _run_micro_batches(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
@@ -117,7 +117,7 @@ class RankedTrainer(Trainer):
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
-                    self._store_logprobs(batch, self._run_one(batch, specs, train=train), checked)
+                    self._store_logprobs(batch, self._run_micro_batch(batch, specs, train=train), checked)
                 elif self._ranks.degrees.in_step:
                     assert isinstance(self._base, ShardedBase)
                     self._base.idle(train=train)
@@ -131,10 +131,10 @@ class RankedTrainer(Trainer):
             return _Shortage(alone, sum(batch.lengths), str(error))
         return None
 
-    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
+    def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities: zeros where another context rank has the row."""
         share = self._share(batch)
-        return _whole(share, super()._run_one(share, specs, train=train))
+        return _whole(share, super()._run_micro_batch(share, specs, train=train))
 
     def _share(self, batch: MicroBatch) -> MicroBatch:
         """This rank's rows."""
@@ -164,7 +164,7 @@ class RankedTrainer(Trainer):
                 if train
                 else (self._head.score(share, hidden_TD), None)
             )
-            self._store_logprobs(share.whole, _whole(share, read(logprob_P)[0]), checked)
+            self._store_logprobs(share.full_batch, _whole(share, read(logprob_P)[0]), checked)
             return grad_TD
 
         idle_rows = int(self._ranks.degrees.in_step)  # other ranks of the stage wait for this one's exchanges
@@ -245,9 +245,9 @@ class _RankedHead(Head):
         agreed_P = self._ranks.broadcast_tensor(torch.from_numpy(weight_P))
         return self._ranks.broadcast_context(agreed_P).numpy()
 
-    def _scored(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
-        own_P = super()._scored(batch, hidden_TD, chosen)
-        all_P = own_P.new_zeros(len(batch.whole.row_P))
+    def _score_examples(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
+        own_P = super()._score_examples(batch, hidden_TD, chosen)
+        all_P = own_P.new_zeros(len(batch.full_batch.row_P))
         all_P[batch.pairs] = own_P
         return self._ranks.sum_context(all_P)
 
@@ -264,26 +264,28 @@ class _ShardedHead(_RankedHead):
         return self._log_sums(self._base.finish_logits_(raw_CW), chunk)[1]
 
     def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        work = self._unembedding.work(chunk.routing)
-        return self._unembedding.forward_part(chunk.hidden_CD, work, torch.float32, frozen_CV)
+        adapter_groups = self._unembedding.groups(chunk.lora_batch)
+        return self._unembedding.forward_part(chunk.hidden_CD, adapter_groups, torch.float32, frozen_CV)
 
-    def _read(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
+    def _read_logprobs(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
         own = self._softmax(raw_CV)
         softmax = own._replace(sums_CS=self._ranks.gather_tensor(own.sums_CS))
         cells_p = torch.where(*self._own_cells(chunk), -1)
         return softmax, cells_p, self._ranks.sum_tensor(softmax.logprobs(cells_p))
 
-    def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _normalise(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         log_sum_C, logprob_p = self._log_sums(logits_CV, chunk)
         return (logits_CV - log_sum_C[:, None]).exp_(), logprob_p
 
-    def _at_targets(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
+    def _target_gradients(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
         is_own_p, cells_p = self._own_cells(chunk)
         # Not a product with zero: the first cell, which stands in for others' targets, may be another tenant's NaN.
         return cells_p, torch.where(is_own_p, grad_p, 0.0)
 
-    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
-        return self._unembedding.backward_part(grad_CV, hidden_CD, work, inner)
+    def _backward(
+        self, grad_CV: Tensor, hidden_CD: Tensor, adapter_groups: Sequence[AdapterGroup], a_outputs: Sequence[Tensor]
+    ) -> Tensor:
+        return self._unembedding.backward_part(grad_CV, hidden_CD, adapter_groups, a_outputs)
 
     @property
     def _unembedding(self) -> GatheredLinear:
@@ -323,7 +325,7 @@ def _whole(share: MicroBatch, logprob_P: F32) -> F32:
     """[P] of the whole micro-batch: zeros where another context rank has the row."""
     if not isinstance(share, RowShare):
         return logprob_P
-    whole_P = np.zeros(len(share.whole.row_P), np.float32)
+    whole_P = np.zeros(len(share.full_batch.row_P), np.float32)
     whole_P[share.pairs] = logprob_P
     return whole_P
 

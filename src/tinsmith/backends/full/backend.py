@@ -13,8 +13,8 @@ from typing import cast
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
 from tinsmith.backends.torch import TorchBackend, checkpoint
-from tinsmith.backends.torch.adapters import Adapter, Trained
-from tinsmith.backends.torch.optim import check_family
+from tinsmith.backends.torch.adapters import Adapter, TrainedModel
+from tinsmith.backends.torch.optim import check_optimizer_type
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape
 
@@ -58,14 +58,14 @@ class FullBackend(TorchBackend):
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         self._check(spec, optimizer_type)
         weights = FullWeights(self._base.layout, self._base.original.flat_P.to(self._home, copy=True))
-        self._models[model_id] = Trained(weights, optimizer_type=optimizer_type)
+        self._models[model_id] = TrainedModel(weights, optimizer_type=optimizer_type)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
         self._check(spec, optimizer_type)
         weights = base.load_weights(self._base.layout, directory, self._home)
-        trained = Trained(weights, optimizer_type=optimizer_type)
+        trained = TrainedModel(weights, optimizer_type=optimizer_type)
         if optimizer:
             checkpoint.load_optimizer(trained, directory, base.flatten_tensors)
             checkpoint.load_gradient(trained, directory, base.flatten_tensors)
@@ -75,7 +75,7 @@ class FullBackend(TorchBackend):
         self._versions[version_id] = base.load_weights(self._base.layout, directory, self._home)
 
     def _write(
-        self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
+        self, trained: TrainedModel, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
     ) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
@@ -95,5 +95,5 @@ class FullBackend(TorchBackend):
                 f"this is an adapter of rank {spec.rank}, and this server trains all weights (backend 'full'); "
                 "load it where adapters are trained"
             )
-        if OPTIMIZERS[check_family(optimizer_type)].for_lora_only:
+        if OPTIMIZERS[check_optimizer_type(optimizer_type)].for_lora_only:
             raise UserError(f"optimizer_config.type is {optimizer_type!r}; all weights are trained by 'adamw' only")

@@ -1,7 +1,7 @@
 """Training of all weights: the model's weights as one flat float32 buffer, and the base, sampler and trainer for them.
 
-`FullWeights` takes the place of an adapter (`Trained`, the trainer, the sampler) but adapts nothing: `FullBase` binds
-it to the model's parameters before rows run, so `compute` is empty. On disk such a model is a directory that
+`FullWeights` takes the place of an adapter (`TrainedModel`, the trainer, the sampler) but adapts nothing: `FullBase`
+binds it to the model's parameters before rows run, so `compute` is empty. On disk such a model is a directory that
 `transformers` loads: `model.safetensors` holds float32 under the model's own names, tied weights once;
 `optimizer.safetensors` and `gradient.safetensors` name each tensor after its parameter.
 
@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tinsmith.backends.torch.adapters import ALIGN, Adapter, Trained
+from tinsmith.backends.torch.adapters import ALIGN, Adapter, TrainedModel
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
+from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, Run, Segment
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -177,7 +177,7 @@ class FullBase(BaseModel):
         positions_T = torch.arange(9, device=self.device)
         with self.training(self.layout.views(buffers[0])), torch.enable_grad():
             plan = PackedCausal([9], self.device)
-            hidden_TD = self.hidden(tokens_T, positions_T, plan, Routing([Segment(0, 9, None)]))
+            hidden_TD = self.hidden(tokens_T, positions_T, plan, LoRABatch([Segment(0, 9, None)]))
             grad_TD = torch.cos(torch.arange(hidden_TD.numel(), device=self.device)).view_as(hidden_TD)
             hidden_TD.backward(grad_TD)
         self.model.set_attn_implementation("eager")
@@ -220,14 +220,14 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
     return FullWeights(layout, layout.fill_buffer(tensors, device))
 
 
-def name_tensors(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
-    """The parts of a flat buffer by parameter name and kind; a `checkpoint.Named`."""
+def name_tensors(trained: TrainedModel, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+    """The parts of a flat buffer by parameter name and kind; a `checkpoint.NameTensors`."""
     views = cast(FullWeights, trained.adapter).layout.views(flat_P.cpu())
     return {f"{name}.{kind}": view for name, view in views.items()}
 
 
-def flatten_tensors(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
-    """A flat buffer of tensors by parameter name and kind; a `checkpoint.Flat`."""
+def flatten_tensors(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
+    """A flat buffer of tensors by parameter name and kind; a `checkpoint.FlattenTensors`."""
     layout = cast(FullWeights, trained.adapter).layout
     parameters = {name: tensors[f"{name}.{kind}"] for name in layout.shapes if f"{name}.{kind}" in tensors}
     _check_shapes(layout, parameters, path)
@@ -268,14 +268,16 @@ class FullSampler(LocalSampler):
 
 
 class FullHead(Head):
-    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+    def _backward(
+        self, grad_CV: Tensor, hidden_CD: Tensor, adapter_groups: Sequence[AdapterGroup], a_outputs: Sequence[Tensor]
+    ) -> Tensor:
         unembedding = self._base.unembedding
         assert unembedding.weight.grad is not None
         unembedding.weight.grad.addmm_(grad_CV.t(), hidden_CD)
         if unembedding.bias is not None:
             assert unembedding.bias.grad is not None
             unembedding.bias.grad += grad_CV.sum(0)
-        return super()._back(grad_CV, hidden_CD, work, inner)
+        return super()._backward(grad_CV, hidden_CD, adapter_groups, a_outputs)
 
 
 class FullTrainer(Trainer):
@@ -291,10 +293,10 @@ class FullTrainer(Trainer):
             examples_by_adapter.setdefault(id(example.adapter), []).append(example)
         return [batch for group in examples_by_adapter.values() for batch in pack(group, self._limit)]
 
-    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
+    def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter
         assert isinstance(weights, FullWeights)
         self._base.bind(weights)
         gradients = weights.parameter_gradients if train else None
         with nullcontext() if gradients is None else self._base.training(gradients):
-            return super()._run_one(batch, specs, train=train)
+            return super()._run_micro_batch(batch, specs, train=train)

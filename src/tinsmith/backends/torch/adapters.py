@@ -1,7 +1,7 @@
 """An adapter's numbers: which linears it has, where each matrix is in one flat buffer, and how it is initialised.
 
-`Trained` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each is
-one flat float32 buffer in the adapter's layout; `optim` knows which moments an optimizer has. A published version
+`TrainedModel` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each
+is one flat float32 buffer in the adapter's layout; `optim` knows which moments an optimizer has. A published version
 shares the weights until they change. Knows no request and no file.
 """
 
@@ -72,7 +72,7 @@ def text_name(path: str) -> str:
     return PLAIN + path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else path
 
 
-def wrapped_name(name: str) -> str:
+def wrapper_name(name: str) -> str:
     """The inverse of `text_name`, for a model with a wrapper."""
     return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
 
@@ -110,7 +110,7 @@ class Layout:
     rank: int
     targets: tuple[Target, ...]
     numel: int
-    places: Mapping[str, tuple[Place, Place]] = field(repr=False, compare=False)
+    spans: Mapping[str, tuple[MatrixSpan, MatrixSpan]] = field(repr=False, compare=False)
     """name -> places of A and B"""
     gaps: tuple[slice, ...] = field(repr=False, compare=False)
 
@@ -120,7 +120,7 @@ class Layout:
 
     def views(self, flat_P: Tensor) -> dict[str, Pair]:
         """name -> (A [r, I], B [O, r]), views of a flat buffer."""
-        return {name: (view_of(flat_P, a), view_of(flat_P, b)) for name, (a, b) in self.places.items()}
+        return {name: (view_matrix(flat_P, a), view_matrix(flat_P, b)) for name, (a, b) in self.spans.items()}
 
 
 @lru_cache(maxsize=256)
@@ -130,14 +130,14 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
     *starts, end = accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0)
     pairs = zip(starts[: len(targets)], starts[len(targets) :], strict=True)
     places = {
-        target.name: (Place.of(a_start, a_shape), Place.of(b_start, b_shape))
+        target.name: (MatrixSpan.of(a_start, a_shape), MatrixSpan.of(b_start, b_shape))
         for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
     }
     gaps = [slice(start + size, start + -(-size // ALIGN) * ALIGN) for start, size in zip(starts, sizes, strict=True)]
     return Layout(rank, targets, end, places, tuple(gap for gap in gaps if gap.start < gap.stop))
 
 
-class MovedTensors:
+class TensorCopies:
     """Copies of tensors on another device. Tensors that were not added stay where they are."""
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
@@ -155,7 +155,7 @@ class Adapter:
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds the operands of products: the same tensors, or
     copies in the model's dtype that `refresh` updates after the weights change, with a new `version`. `delta_matrices`
-    are views of `compute` by LoRADelta. `gradients` and `stacked` are None except during a training step.
+    are views of `compute` by LoRADelta. `gradients` and `stack_slot` are None except during a training step.
     """
 
     __slots__ = (
@@ -168,7 +168,7 @@ class Adapter:
         "layout",
         "scale",
         "spec",
-        "stacked",
+        "stack_slot",
         "version",
         "weights",
     )
@@ -182,7 +182,7 @@ class Adapter:
         self.delta_matrices: dict[object, DeltaMatrices] = {}  # by `lora.LoRADelta`
         self._make_views()
         self.gradients: Gradients | None = None
-        self.stacked: tuple[AdapterStack, int] | None = None
+        self.stack_slot: tuple[AdapterStack, int] | None = None
         self.version = next(_versions)
 
     def open_gradients(self) -> Tensor:
@@ -193,7 +193,7 @@ class Adapter:
     def close_gradients(self) -> None:
         if self.gradients is not None:
             self.gradients.complete_()
-        self.gradients = self.stacked = None
+        self.gradients = self.stack_slot = None
 
     @property
     def num_bytes(self) -> int:
@@ -220,7 +220,7 @@ class Adapter:
     def buffers(self) -> tuple[Tensor, Tensor]:
         return self.flat_P, self.compute_P
 
-    def move(self, moved: MovedTensors) -> None:
+    def move(self, moved: TensorCopies) -> None:
         """Replace the buffers by their copies."""
         self.flat_P, self.compute_P = (moved.of(buffer) for buffer in self.buffers)
         self._make_views()
@@ -234,12 +234,12 @@ class Adapter:
         """An adapter over the same buffers, which must not be written as long as both exist."""
         # Views made in inference mode cannot be differentiated, so each has its own.
         other = copy(self)
-        other.delta_matrices, other.gradients, other.stacked = {}, None, None
+        other.delta_matrices, other.gradients, other.stack_slot = {}, None, None
         return other
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainedModel:
     """`gradient_P` None means that nothing has accumulated; the moments are None before the first step."""
 
     adapter: Adapter
@@ -274,9 +274,9 @@ class Trained:
         """The accumulated gradient."""
         return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P
 
-    def copy(self, *, gradient: bool) -> Trained:
+    def copy(self, *, gradient: bool) -> TrainedModel:
         """A copy that shares nothing; includes the gradient only on request."""
-        return Trained(
+        return TrainedModel(
             self.adapter.snapshot(),
             self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
             None if self.moments is None else tuple(moment.clone() for moment in self.moments),
@@ -311,7 +311,7 @@ class Trained:
         found = [*self.adapter.buffers, *(self.moments or () if moments else ())]
         return found if self.gradient_P is None else [*found, self.gradient_P]
 
-    def move(self, moved: MovedTensors) -> None:
+    def move(self, moved: TensorCopies) -> None:
         """Replace the buffers by their copies. Moments on the host return to a GPU with the next optimizer step."""
         self.adapter.move(moved)
         self.gradient_P = None if self.gradient_P is None else moved.of(self.gradient_P)
@@ -335,7 +335,7 @@ def layout_for(spec: LoraSpec, targets: Iterable[Target]) -> Layout:
     return Layout.of(spec.rank, (target for target in targets if groups[target.group]))
 
 
-def initialise(layout: Layout, seed: int, device: torch.device) -> Tensor:
+def initialise_weights(layout: Layout, seed: int, device: torch.device) -> Tensor:
     """A fresh flat buffer: A uniform within 1/sqrt(I), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero.
 
     Each matrix has its own random stream, keyed by seed and name, drawn on the CPU: a matrix does not depend on the
@@ -363,7 +363,7 @@ class Gradients:
         self._layout = layout
         self._unwritten: set[tuple[str, int]] = set()
         if zeros_P is None:
-            self._unwritten.update((name, matrix) for name in layout.places for matrix in (0, 1))
+            self._unwritten.update((name, matrix) for name in layout.spans for matrix in (0, 1))
             for gap in layout.gaps:
                 self.flat_P[gap].zero_()
 
@@ -373,7 +373,7 @@ class Gradients:
 
     def __getitem__(self, name: str) -> Pair:
         """The buffers of A and B, to add to."""
-        return self.to_add_to((name,), 0), self.to_add_to((name,), 1)
+        return self.accumulator((name,), 0), self.accumulator((name,), 1)
 
     def add_(self, names: Sequence[str], matrix: int, given: Tensor) -> None:
         """Add to the A's (0) or B's (1) of these linears, which are one matrix: see `StackedA`."""
@@ -382,7 +382,7 @@ class Gradients:
             self._unwritten -= keys
             self._joined(names, matrix).copy_(given)
         else:
-            self.to_add_to(names, matrix).add_(given)
+            self.accumulator(names, matrix).add_(given)
 
     def complete_(self) -> None:
         """Write zeros where nothing was added."""
@@ -390,7 +390,7 @@ class Gradients:
             self._views[name][matrix].zero_()
         self._unwritten.clear()
 
-    def to_add_to(self, names: Sequence[str], matrix: int) -> Tensor:
+    def accumulator(self, names: Sequence[str], matrix: int) -> Tensor:
         """Their buffer as one matrix."""
         for name in names:
             if (name, matrix) in self._unwritten:
@@ -400,7 +400,7 @@ class Gradients:
 
     def _joined(self, names: Sequence[str], matrix: int) -> Tensor:
         first = self._views[names[0]][matrix]
-        return first if len(names) == 1 else rows_from(first, sum(len(self._views[name][matrix]) for name in names))
+        return first if len(names) == 1 else extend_rows(first, sum(len(self._views[name][matrix]) for name in names))
 
 
 class AdapterStack:
@@ -415,13 +415,13 @@ class AdapterStack:
         self._start = int(first.compute_P.storage_offset())
         for place, (adapter, zeros_P) in enumerate(zip(adapters, self._gradient_SP.unbind(), strict=True)):
             adapter.gradients = Gradients(adapter.layout, zeros_P.device, zeros_P)
-            adapter.stacked = self, place
+            adapter.stack_slot = self, place
 
     def compute(self, rows: slice, matrix: Tensor) -> Tensor:
         """[S, ..]: a matrix of the first adapter, of each of these."""
         return self._of(self._compute_SP, rows, int(matrix.storage_offset()) - self._start, matrix.shape)
 
-    def gradients(self, rows: slice, place: Place, shape: Sequence[int]) -> Tensor:
+    def gradients(self, rows: slice, place: MatrixSpan, shape: Sequence[int]) -> Tensor:
         """[S, ..]: the gradients, to add to, of a matrix at this place, or of several from there on."""
         return self._of(self._gradient_SP, rows, place.start, shape)
 
@@ -437,7 +437,7 @@ class AdapterStack:
         return flat_SP.as_strided((rows.stop - rows.start, *shape), (size, shape[1], 1), rows.start * size + start)
 
 
-class Place(NamedTuple):
+class MatrixSpan(NamedTuple):
     """Where a matrix, or a stack of matrices, is in a flat buffer."""
 
     start: int
@@ -445,16 +445,16 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, start: int, shape: tuple[int, ...]) -> Place:
+    def of(cls, start: int, shape: tuple[int, ...]) -> MatrixSpan:
         return cls(start, shape, tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))))
 
 
-def view_of(flat_P: Tensor, place: Place) -> Tensor:
+def view_matrix(flat_P: Tensor, place: MatrixSpan) -> Tensor:
     # One call instead of two: a step of many tenants makes thousands of views.
     return flat_P.as_strided(place.shape, place.strides, flat_P.storage_offset() + place.start)
 
 
-def rows_from(a_rI: Tensor, num_rows: int) -> Tensor:
+def extend_rows(a_rI: Tensor, num_rows: int) -> Tensor:
     """The matrix of `num_rows` rows that begins where this one does."""
     return a_rI.as_strided((num_rows, a_rI.shape[1]), (a_rI.shape[1], 1))
 

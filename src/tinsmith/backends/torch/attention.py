@@ -46,7 +46,7 @@ CHUNKED = "chunked_attention"
 INDEXED = frozenset({"DeepseekV32Attention", "GlmMoeDsaAttention"})
 """Attention over the tokens that an indexer selects."""
 
-MAX_WASTE = 0.25
+MAX_PADDING = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
@@ -56,13 +56,13 @@ MAX_FLASH_DIM, MAX_CUDNN_DIM = 256, 128
 CUDNN_CAPABILITY = 9
 """Hopper's, on which cuDNN was measured."""
 
-OFTEN, MAX_SHAPES, CUDNN_ROWS = 4, 256, 1024
+CUDNN_MIN_HITS, CUDNN_MAX_SHAPES, CUDNN_MIN_ROWS = 4, 256, 1024
 """Training in 16 bits on CUDA, sequences of at least CUDNN_ROWS rows take cuDNN's kernel once their shape has come with
 more than OFTEN micro-batches, of the last MAX_SHAPES shapes. It takes 0.6 times as long as FlashAttention, but each new
 shape costs as much as ten micro-batches gain, and most shapes never return.
 """
 
-SHORT_ROWS, KEPT_ROWS, FEW_ROWS = 512, 256, 64
+BMM_MAX_LENGTH, SAVED_MAX_LENGTH, BMM_MIN_ROWS = 512, 256, 64
 """Training in bfloat16 on a CPU, sequences of at most SHORT_ROWS rows, and at least FEW_ROWS rows of them at once, take
 plain batched products: SDPA and its backward take twice as long at a length of 64 or 256, 1.3 times at 512. Backward
 computes the probabilities of sequences of more than KEPT_ROWS again, since nothing in a layer takes more memory.
@@ -129,7 +129,7 @@ class Mixer(Protocol):
         ...
 
 
-class ProbedAttention(NamedTuple):
+class AttentionCall(NamedTuple):
     """Arguments of one attention call: sizes and dtype of what the layer would cache per row, and its options."""
 
     num_keys: int
@@ -145,7 +145,7 @@ class AttentionProbe:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[int, list[ProbedAttention]] = {}
+        self.calls: dict[int, list[AttentionCall]] = {}
         self.states: dict[int, list[MixerState]] = {}
 
     @property
@@ -155,7 +155,7 @@ class AttentionProbe:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        call = ProbedAttention(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
+        call = AttentionCall(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
         self.calls.setdefault(layer, []).append(call)
         return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 
@@ -206,7 +206,7 @@ class PackedCausal:
         return self._unpadded(outputs)
 
     def _is_often(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
-        if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_ROWS or not torch.is_grad_enabled():
+        if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
             return False
         if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._takes_cudnn:
             is_plain = options.get("softcap") is None and options.get("sinks_H") is None
@@ -245,7 +245,7 @@ class PackedCausal:
         if group.seen_nL is not None:
             if (group.starts, window) not in self._masks:
                 cell_1L = torch.arange(length, device=q_THD.device)[None]
-                self._masks[group.starts, window] = visible(cell_1L, length, window, q_THD.dtype, group.seen_nL)
+                self._masks[group.starts, window] = visibility_mask(cell_1L, length, window, q_THD.dtype, group.seen_nL)
             return self._masks[group.starts, window]
         if window is None:
             return None
@@ -271,7 +271,7 @@ def _grouped(
     buckets: list[list[int]] = []
     for i in order:
         longest = lengths[buckets[-1][0]] if buckets else 0
-        if buckets and longest - lengths[i] <= max(16, MAX_WASTE * longest):
+        if buckets and longest - lengths[i] <= max(16, MAX_PADDING * longest):
             buckets[-1].append(i)
         else:
             buckets.append([i])
@@ -322,10 +322,10 @@ class _TakeRows(torch.autograd.Function):
 
 def causal_mask(length: int, window: Window | None, like: Tensor) -> Tensor:
     """[L, L] 0 where a row sees another, -inf elsewhere."""
-    return visible(torch.arange(length, device=like.device)[None], length, window, like.dtype)[0, 0]
+    return visibility_mask(torch.arange(length, device=like.device)[None], length, window, like.dtype)[0, 0]
 
 
-def visible(
+def visibility_mask(
     position_nL: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype, seen_nL: Tensor | None = None
 ) -> Tensor:
     """[n, 1, L, K]: 0 where a row sees one of K positions, else -inf. `seen_nL`: how many positions each row sees from
@@ -345,7 +345,7 @@ def prefill(
 ) -> Tensor:
     """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
-        return reference(q_nHLD, k_nGKD, v_nGKD, mask, **options)
+        return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
     if mask is None and _is_short(q_nHLD):
         return cast(Tensor, _ShortCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
     if q_nHLD.is_cuda and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
@@ -374,9 +374,9 @@ _counts: dict[tuple[int, ...], int] = {}
 def _came_often(shape: tuple[int, ...]) -> bool:
     """Count a micro-batch with this shape."""
     _counts[shape] = count = _counts.pop(shape, 0) + 1
-    if len(_counts) > MAX_SHAPES:
+    if len(_counts) > CUDNN_MAX_SHAPES:
         del _counts[next(iter(_counts))]
-    return count > OFTEN
+    return count > CUDNN_MIN_HITS
 
 
 def _cudnn(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
@@ -389,7 +389,7 @@ def _is_short(q_nHLD: Tensor) -> bool:
     num, _, length, _ = q_nHLD.shape
     if q_nHLD.dtype != torch.bfloat16 or not q_nHLD.is_cpu or not torch.is_grad_enabled():
         return False
-    return length <= SHORT_ROWS and num * length >= FEW_ROWS
+    return length <= BMM_MAX_LENGTH and num * length >= BMM_MIN_ROWS
 
 
 class _ShortCausal(torch.autograd.Function):
@@ -400,7 +400,7 @@ class _ShortCausal(torch.autograd.Function):
         k_NLD, v_NLD = k_nGLD.flatten(0, 1).contiguous(), v_nGLD.flatten(0, 1).contiguous()
         q_NRD = q_nHLD.reshape(len(k_NLD), -1, q_nHLD.shape[-1])
         probs_NRL = _causal_probs(q_NRD, k_NLD, scale)
-        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL if q_nHLD.shape[2] <= KEPT_ROWS else None)
+        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL if q_nHLD.shape[2] <= SAVED_MAX_LENGTH else None)
         ctx.scale, ctx.shapes = scale, (q_nHLD.shape, k_nGLD.shape, v_nGLD.shape)
         return torch.bmm(probs_NRL, v_NLD).view(*q_nHLD.shape[:3], -1)
 
@@ -456,7 +456,7 @@ def _in_blocks(
 def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
     """[n, H, D]: one row per sequence."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
-        return reference(q_nHD[:, :, None], k_nGKD, v_nGKD, mask, **options)[:, :, 0]
+        return reference_attention(q_nHD[:, :, None], k_nGKD, v_nGKD, mask, **options)[:, :, 0]
     # Query heads of one key head act as rows: keys are read once for all of them, and never repeated.
     q_nGRD = q_nHD.unflatten(1, (k_nGKD.shape[1], -1))
     return nn.functional.scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=options["scale"]).flatten(
@@ -464,7 +464,7 @@ def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **option
     )
 
 
-def reference(
+def reference_attention(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """The same in plain arithmetic: the oracle, and the path for capped scores and sinks."""
@@ -553,7 +553,7 @@ class _QueryScale:
         return (y_1TO * (torch.log1p(steps_1T) * self._scale + 1.0)[..., None]).to(y_1TO.dtype)
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register the attention implementation `tinsmith`, without a mask function: the plan makes the masks."""
     AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
@@ -579,7 +579,7 @@ def _dispatch(
     return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
 
 
-def chunk_of(module: nn.Module) -> Window | None:
+def attention_chunk(module: nn.Module) -> Window | None:
     """The chunk of a layer whose own mask has chunks, which transformers does not pass to attention (Llama 4)."""
     config: Any = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
@@ -594,7 +594,7 @@ def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> Att
         AttentionOptions,
         {
             "scale": query.shape[-1] ** -0.5 if scale is None else scale,
-            "window": chunk_of(module) if size is None else Window(cast(int, size)),
+            "window": attention_chunk(module) if size is None else Window(cast(int, size)),
             "softcap": kwargs.pop("softcap", None),
             "sinks_H": kwargs.pop("s_aux", None),
         },

@@ -1,8 +1,8 @@
 """`TorchBackend`: the Backend protocol over one base model in this process.
 
-Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A version is
-immutable; publishing new weights replaces the object, and running samples keep the old one. Called from one thread.
-Knows no SQL and no HTTP.
+Owns the models in training (`TrainedModel`, by model_id) and the published versions (`Adapter`, by version_id). A
+version is immutable; publishing new weights replaces the object, and running samples keep the old one. Called from one
+thread. Knows no SQL and no HTTP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
-from tinsmith.backends.torch.adapters import Adapter, Layout, MovedTensors, Trained, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, Layout, TensorCopies, TrainedModel, initialise_weights, layout_for
 from tinsmith.backends.torch.host import FrozenStores
+from tinsmith.backends.torch.matmul import set_precision
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,
@@ -33,13 +34,12 @@ from tinsmith.backends.torch.memory import (
     Evictable,
     MemoryManager,
     StepMemory,
+    format_bytes,
     free_bytes,
-    in_words,
     memory_errors,
     use_expandable_segments,
 )
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.products import set_precision
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
@@ -120,7 +120,7 @@ class TorchBackend:
         self._frozen: FrozenStores | None = None
         self._is_asleep = False
         self._offloads = offload == "on" or self._home.type == "cuda"
-        self._models: dict[str, Trained] = {}
+        self._models: dict[str, TrainedModel] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
         self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
@@ -208,7 +208,7 @@ class TorchBackend:
         def held() -> int:
             return vision.feature_bytes
 
-        memory.register(IMAGES, held, Evictable(held, held, lambda missing: vision.keep_within(held() - missing)))
+        memory.register(IMAGES, held, Evictable(held, held, lambda missing: vision.evict_to(held() - missing)))
         vision.limit_bytes = lambda: memory.limit_of(IMAGES)
 
     def _check_budget(self, memory: MemoryManager, step: StepMemory) -> None:
@@ -224,20 +224,20 @@ class TorchBackend:
             probe_layers(self._base)
         )
         self._least_bytes = max(training, sampling)
-        held = memory.use()
+        held = memory.bytes_by_holder()
         needed = sum(held.values()) + adapter + self._least_bytes
         if needed > memory.budget_bytes:
             raise SettingsError(
-                f"memory_budget is {in_words(memory.budget_bytes)}, and {self._base.shape.name} needs "
-                f"at least {in_words(needed)}: base {in_words(held[BASE])}, a sampler's step "
-                f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
-                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys, values and states of "
-                f"{in_words(sampling)}"
+                f"memory_budget is {format_bytes(memory.budget_bytes)}, and {self._base.shape.name} needs "
+                f"at least {format_bytes(needed)}: base {format_bytes(held[BASE])}, a sampler's step "
+                f"{format_bytes(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training "
+                f"{format_bytes(adapter)}, and for {LEAST_TOKENS} tokens activations of {format_bytes(training)} or "
+                f"keys, values and states of {format_bytes(sampling)}"
             )
 
     def memory_use(self) -> dict[str, int]:
         budget = {"budget": self._memory.budget_bytes} if self._memory.is_limited else {}
-        held = self._memory.use() | {ACTIVATIONS: self._memory.take_peak()}
+        held = self._memory.bytes_by_holder() | {ACTIVATIONS: self._memory.take_peak()}
         return (dict.fromkeys(held, 0) if self._is_asleep else held) | budget
 
     def sleep(self) -> None:
@@ -248,13 +248,13 @@ class TorchBackend:
                 self._frozen = FrozenStores(self._base.frozen_tensors())
             trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=True)]
             others = [buffer for each in self._moved_adapters() for buffer in each.buffers]
-            moved = MovedTensors(HOST, [*trained, *others])
+            moved = TensorCopies(HOST, [*trained, *others])
             self._frozen.release()
         # From here on nothing can fail.
         self._is_asleep, self._home = True, HOST
         self._move(moved)
         if self._base.vision is not None:
-            self._base.vision.keep_within(0)
+            self._base.vision.evict_to(0)
         del moved, trained, others
         self._return_memory()
 
@@ -267,7 +267,7 @@ class TorchBackend:
             try:
                 self._frozen.restore()
                 trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=False)]
-                moved = MovedTensors(device, trained)
+                moved = TensorCopies(device, trained)
             except BaseException:
                 self._frozen.release()
                 self._return_memory()
@@ -286,7 +286,7 @@ class TorchBackend:
         """Adapters that leave the device with the models. They stay on the host: files are written from there."""
         return list(self._versions.values())
 
-    def _move(self, moved: MovedTensors) -> None:
+    def _move(self, moved: TensorCopies) -> None:
         for trained in self._models.values():
             trained.move(moved)
         for adapter in self._moved_adapters():
@@ -315,15 +315,15 @@ class TorchBackend:
                 return
             num_bytes -= trained.offload()
 
-    def _add_model(self, model_id: str, trained: Trained) -> None:
+    def _add_model(self, model_id: str, trained: TrainedModel) -> None:
         """Raises UserError if the budget cannot hold the model."""
         memory = self._memory
         if memory.is_limited and not self.has_model(model_id):
             room = memory.budget_bytes - self._base_bytes - self._least_bytes
             if trained.num_bytes > room:
                 raise UserError(
-                    f"a model of rank {trained.adapter.spec.rank} takes {in_words(trained.num_bytes)} in training, and "
-                    f"the engine's memory budget leaves {in_words(max(0, room))} besides the base model"
+                    f"a model of rank {trained.adapter.spec.rank} takes {format_bytes(trained.num_bytes)} in training, "
+                    f"and the engine's memory budget leaves {format_bytes(max(0, room))} besides the base model"
                 )
             memory.evict_for(trained.num_bytes, MODELS)
         self._models[model_id] = trained
@@ -341,8 +341,8 @@ class TorchBackend:
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
-        adapter = self._adapter(spec, layout, initialise(layout, seed, self._home))
-        self._add_model(model_id, Trained(adapter, optimizer_type=optim.check_family(optimizer_type)))
+        adapter = self._adapter(spec, layout, initialise_weights(layout, seed, self._home))
+        self._add_model(model_id, TrainedModel(adapter, optimizer_type=optim.check_optimizer_type(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -377,7 +377,7 @@ class TorchBackend:
             except UserError as error:
                 results[index] = error
         with memory_errors(self._base.device), self._traces.optimizer(), stage("optimizer"):
-            outcomes = optim.step_together([request for _, request in good]) if good else []
+            outcomes = optim.step_adapters([request for _, request in good]) if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
         return results
@@ -399,7 +399,7 @@ class TorchBackend:
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
     def _write(
-        self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
+        self, trained: TrainedModel, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
     ) -> None:
         self._save_adapter(trained.adapter, directory, stacked=stacked, exported=exported)
         if optimizer:
@@ -430,10 +430,10 @@ class TorchBackend:
         if missing:
             # The file was written by other software that adapted only some linears of a group: the rest start fresh.
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
-            fresh = layout.views(initialise(layout, seed, self._home).cpu())
+            fresh = layout.views(initialise_weights(layout, seed, self._home).cpu())
             pairs |= {name: fresh[name] for name in missing}
-        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._home, factor))
-        trained = Trained(adapter, optimizer_type=optim.check_family(optimizer_type))
+        adapter = self._adapter(spec, layout, checkpoint.fill_buffer(layout, pairs, self._home, factor))
+        trained = TrainedModel(adapter, optimizer_type=optim.check_optimizer_type(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
             checkpoint.load_gradient(trained, directory)
@@ -448,12 +448,14 @@ class TorchBackend:
 
     def load_version(self, version_id: str, directory: Path) -> None:
         saved = self._read_adapter(directory)
-        targets = [target for target in self._base.adaptable() if target.name in saved.pairs]
+        targets = [target for target in self._base.adaptable_targets() if target.name in saved.pairs]
         groups = {target.group for target in targets}
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups, saved.alpha)
         layout = Layout.of(saved.rank, targets)
         self._memory.evict_for(4 * layout.numel, VERSIONS)
-        self._versions[version_id] = self._adapter(spec, layout, checkpoint.fill(layout, saved.pairs, self._home))
+        self._versions[version_id] = self._adapter(
+            spec, layout, checkpoint.fill_buffer(layout, saved.pairs, self._home)
+        )
 
     def save_version(self, version_id: str, directory: Path) -> None:
         self.capture_version(version_id).write(directory)
@@ -471,7 +473,7 @@ class TorchBackend:
         if self._sampler is not None:
             self._sampler.collect()
 
-    def _model(self, model_id: str) -> Trained:
+    def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self._models:
             raise UserError(f"model {model_id!r} is not loaded")
         return self._models[model_id]
@@ -481,7 +483,7 @@ class TorchBackend:
             raise UserError(f"lora_config.rank is {spec.rank}; it must be from 1 to {MAX_RANK}")
         if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
             raise UserError("lora_config trains nothing; set train_attn, train_mlp or train_unembed")
-        layout = layout_for(spec, self._base.adaptable())
+        layout = layout_for(spec, self._base.adaptable_targets())
         if not layout.targets:
             raise UserError(f"{self._base.shape.name} has no linears of the groups that lora_config trains")
         return layout
@@ -501,7 +503,7 @@ class TorchBackend:
         )
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:
-        return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable()})
+        return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable_targets()})
 
 
 def _seed_of(model_id: str) -> int:

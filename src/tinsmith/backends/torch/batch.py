@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.routing import Routing
+from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.vision import ImageInput, InputSpan
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
@@ -39,7 +39,7 @@ class Example:
     target_shape: tuple[int, ...]
     targets_P: I64
     columns: Columns32
-    placed: ImageInput | None = None  # of a datum with images
+    image_input: ImageInput | None = None  # of a datum with images
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +57,7 @@ class MicroBatch:
     examples: tuple[Example, ...]
 
     @property
-    def whole(self) -> MicroBatch:
+    def full_batch(self) -> MicroBatch:
         """The micro-batch that this is a part of, if its rows are split over ranks."""
         return self
 
@@ -79,27 +79,30 @@ class MicroBatch:
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     @cached_property
-    def pieces(self) -> list[InputSpan]:
-        return [InputSpan(example.placed, 0, example.num_tokens) for example in self.examples]
+    def input_spans(self) -> list[InputSpan]:
+        return [InputSpan(example.image_input, 0, example.num_tokens) for example in self.examples]
 
     @cached_property
-    def seen(self) -> list[I64 | None]:
-        """The `seen` argument of `PackedCausal`."""
-        return [example.placed.seen(0, example.num_tokens) if example.placed else None for example in self.examples]
+    def visible_counts(self) -> list[I64 | None]:
+        """The `visible_counts` argument of `PackedCausal`."""
+        return [
+            example.image_input.visible_counts(0, example.num_tokens) if example.image_input else None
+            for example in self.examples
+        ]
 
     @cached_property
     def has_images(self) -> bool:
-        return any(example.placed for example in self.examples)
+        return any(example.image_input for example in self.examples)
 
     @cached_property
     def largest_image(self) -> int:
         """Tokens of the largest image; 0 without one."""
-        placed = (example.placed for example in self.examples if example.placed)
+        placed = (example.image_input for example in self.examples if example.image_input)
         return max((image.num_tokens for each in placed for image in each.images), default=0)
 
     @cached_property
-    def routing(self) -> Routing:
-        return Routing.of([example.adapter for example in self.examples], self.lengths)
+    def lora_batch(self) -> LoRABatch:
+        return LoRABatch.of([example.adapter for example in self.examples], self.lengths)
 
     @cached_property
     def targets_P(self) -> I64:
@@ -124,21 +127,21 @@ class MicroBatch:
     def pass_P(self) -> I64:
         return np.array([example.pass_index for example in self.examples])[self.example_P]
 
-    def of_pairs(self, flags: Sequence[bool]) -> npt.NDArray[np.bool_]:
+    def expand_to_pairs(self, flags: Sequence[bool]) -> npt.NDArray[np.bool_]:
         """[P] The flag of each pair's example."""
         return np.array(flags, np.bool_)[self.example_P]
 
     def column_P(self, name: str) -> F32:
         return np.concatenate([example.columns[name] for example in self.examples])
 
-    def rows_with(self, chosen_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def rows_of_pairs(self, chosen_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """[T] Whether a row has a chosen pair."""
         rows_T = np.zeros(len(self.tokens_T), np.bool_)
         rows_T[self.row_P[chosen_P]] = True
         return rows_T
 
 
-def examples_of(
+def build_examples(
     request: Pass, pass_index: int, adapter: Adapter, placed: Sequence[ImageInput | None] | None = None
 ) -> list[Example]:
     """The examples of a checked pass. Raises the errors of `losses.check_pass`. `placed`: one entry per datum."""

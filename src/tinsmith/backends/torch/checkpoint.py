@@ -38,9 +38,9 @@ from tinsmith.backends.torch.adapters import (
     Layout,
     Pair,
     Target,
-    Trained,
+    TrainedModel,
     text_name,
-    wrapped_name,
+    wrapper_name,
 )
 from tinsmith.errors import UserError
 from tinsmith.types import OPTIMIZERS
@@ -85,7 +85,7 @@ class _Experts(NamedTuple):
         by_expert, by_output = a_RI.view(num, -1, a_RI.shape[1]), b_OR.view(len(b_OR), -1, num)
         return by_output.permute(2, 1, 0).flatten(0, 1), by_expert.permute(2, 1, 0).flatten(1)
 
-    def checked(self, parameter: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
+    def check_pair(self, parameter: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
         """A and B of one parameter from PEFT's pair. Raises UserError unless they have these sizes."""
         assert self.down.experts is not None
         name = f"{self.path}.{parameter}"
@@ -105,7 +105,7 @@ class _Experts(NamedTuple):
         return slice(0, gate.out_features), slice(gate.out_features, None)
 
 
-def names(targets: Iterable[Target]) -> set[str]:
+def list_peft_names(targets: Iterable[Target]) -> set[str]:
     """Names of tensors in PEFT's format that are not targets themselves."""
     targets = list(targets)
     return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)} | _split_linears(
@@ -113,7 +113,7 @@ def names(targets: Iterable[Target]) -> set[str]:
     ).keys()
 
 
-def understood_options(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
+def supported_settings(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
     """The SETTINGS whose values are those that `adapter_settings` writes for some of these targets."""
     rank, alpha, ranks = config["r"], config["lora_alpha"], config.get("rank_pattern")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not isinstance(ranks, dict):
@@ -181,7 +181,7 @@ def is_parameter(target: Target) -> bool:
     return target.experts is None and target.name.rpartition(".")[2] in RESERVED
 
 
-def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, Pair]:
+def convert_to_peft(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, Pair]:
     """The same adapter in PEFT's format."""
     out = dict(weights)
     for linear_name, parts in _split_linears(targets).items():
@@ -204,7 +204,7 @@ def packed(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, 
     return out
 
 
-def unpacked(
+def convert_from_peft(
     pairs: Mapping[str, Sequence[Tensor | None]], targets: Iterable[Target], rank: int
 ) -> dict[str, Sequence[Tensor | None]]:
     """The adapter in our format; `pairs` may be in PEFT's. A matrix missing from the file is None. Raises UserError if
@@ -221,9 +221,9 @@ def unpacked(
         num_experts, num_outer = experts.num_experts, len(experts.outer)
         width, hidden = experts.down.in_features, experts.down.out_features
         outer_sizes = (num_experts * num_outer * rank, hidden), (num_outer * width, num_outer * rank * num_experts)
-        outer_a, outer_b = experts.checked(experts.outer_parameter, outer, outer_sizes)
+        outer_a, outer_b = experts.check_pair(experts.outer_parameter, outer, outer_sizes)
         inner_sizes = (num_experts * rank, width), (hidden, rank * num_experts)
-        inner_a, inner_b = experts.checked(DOWN, inner, inner_sizes)
+        inner_a, inner_b = experts.check_pair(DOWN, inner, inner_sizes)
         a_ERD = outer_a.view(num_experts, num_outer * rank, hidden)
         b_EGR = outer_b.view(num_outer * width, num_outer * rank, num_experts).permute(2, 0, 1)
         rest_EGR = b_EGR.clone()
@@ -329,7 +329,7 @@ def save_adapter(
     a stacked adapter gives Tinker's name, since the base's files hold no weights of it.
     """
     targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
-    alpha = written_alpha(adapter.spec.alpha)
+    alpha = peft_alpha(adapter.spec.alpha)
     settings = {} if stacked else adapter_settings(targets, adapter.layout.rank, alpha)
     adapted = [target.name for target in targets] if not settings else peft_linears(targets)
     path_of = text_name
@@ -337,11 +337,11 @@ def save_adapter(
         path_of = _tinker_name(tied_head)
         module_names = [path_of(name) for name in module_names]
     elif any(name.startswith(WRAPPED) for name in module_names):
-        path_of = wrapped_name
+        path_of = wrapper_name
     if "target_parameters" in settings:
         settings["target_parameters"] = [path_of(name) for name in cast("list[str]", settings["target_parameters"])]
     tensors = {}
-    for name, (a_rI, b_Or) in (packed(weights, targets) if settings else weights).items():
+    for name, (a_rI, b_Or) in (convert_to_peft(weights, targets) if settings else weights).items():
         tensors[f"{PREFIX}{path_of(name)}.lora_A.weight"] = a_rI.contiguous()
         tensors[f"{PREFIX}{path_of(name)}.lora_B.weight"] = b_Or.contiguous()
     config = {
@@ -377,12 +377,12 @@ def _tinker_name(tied_head: str | None) -> Callable[[str], str]:
     return path_of
 
 
-def written_alpha(alpha: float) -> int | float:
+def peft_alpha(alpha: float) -> int | float:
     """The alpha of adapter_config.json: PEFT and inference engines declare an integer, and accept a fraction."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def fill(layout: Layout, pairs: Mapping[str, Pair], device: torch.device, factor: float = 1.0) -> Tensor:
+def fill_buffer(layout: Layout, pairs: Mapping[str, Pair], device: torch.device, factor: float = 1.0) -> Tensor:
     """A flat buffer with these matrices, which must be the layout's; each B is multiplied by `factor`."""
     flat_P = torch.zeros(layout.numel)
     for name, (a_rI, b_Or) in layout.views(flat_P).items():
@@ -393,14 +393,14 @@ def fill(layout: Layout, pairs: Mapping[str, Pair], device: torch.device, factor
     return flat_P.to(device)
 
 
-Named = Callable[["Trained", Tensor, str], dict[str, Tensor]]
+NameTensors = Callable[["TrainedModel", Tensor, str], dict[str, Tensor]]
 """Maps a model's flat buffer [P] to tensors of a file, whose names end in `kind`."""
 
-Flat = Callable[["Trained", Mapping[str, Tensor], str, Path], Tensor]
+FlattenTensors = Callable[["TrainedModel", Mapping[str, Tensor], str, Path], Tensor]
 """The inverse. Raises UserError unless every tensor of the model is present, in its shape."""
 
 
-def named_pairs(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+def name_pairs(trained: TrainedModel, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
     tensors = {}
     for name, (a_rI, b_Or) in trained.adapter.layout.views(flat_P.cpu()).items():
         tensors[f"{name}.lora_A.{kind}"] = a_rI
@@ -408,7 +408,7 @@ def named_pairs(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor
     return tensors
 
 
-def _flat_pairs(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
+def _flat_pairs(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
     layout, device = trained.adapter.layout, trained.adapter.flat_P.device
     try:
         pairs = {
@@ -422,10 +422,10 @@ def _flat_pairs(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path
         sizes = target.shapes(layout.rank)
         if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
             raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
-    return fill(layout, pairs, device)
+    return fill_buffer(layout, pairs, device)
 
 
-def save_optimizer(trained: Trained, directory: Path, named: Named = named_pairs) -> None:
+def save_optimizer(trained: TrainedModel, directory: Path, named: NameTensors = name_pairs) -> None:
     names = OPTIMIZERS[trained.optimizer_type].state
     moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
     tensors = {"step": trained.step.cpu()}
@@ -434,7 +434,7 @@ def save_optimizer(trained: Trained, directory: Path, named: Named = named_pairs
     write_tensors(tensors, directory / OPTIMIZER_FILE)
 
 
-def save_gradient(trained: Trained, directory: Path, named: Named = named_pairs) -> None:
+def save_gradient(trained: TrainedModel, directory: Path, named: NameTensors = name_pairs) -> None:
     """Writes nothing if no gradient has accumulated."""
     if trained.gradient_P is not None:
         write_tensors(named(trained, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
@@ -448,7 +448,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
     if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
-    known = targets.keys() | names(targets.values())
+    known = targets.keys() | list_peft_names(targets.values())
     head = next((name for name, target in targets.items() if target.group == "unembed"), UNEMBED_TOKENS)
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
@@ -460,7 +460,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
             raise UserError(f"{WEIGHTS_FILE}: {key!r} is {tensor.dtype}; weights must be floating-point numbers")
         pairs.setdefault(name, [None, None])[last == "B"] = tensor.float()
     complete = {}
-    for name, (a_rI, b_Or) in unpacked(pairs, targets.values(), rank).items():
+    for name, (a_rI, b_Or) in convert_from_peft(pairs, targets.values(), rank).items():
         sizes = targets[name].shapes(rank)
         if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
             raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
@@ -470,7 +470,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     return AdapterFile(rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha), complete)
 
 
-def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
+def load_optimizer(trained: TrainedModel, directory: Path, flat: FlattenTensors = _flat_pairs) -> None:
     """Raises UserError without optimizer state, or if it belongs to another adapter or optimizer."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
@@ -490,7 +490,7 @@ def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) 
     trained.step = tensors["step"].to(trained.adapter.flat_P.device, copy=True)
 
 
-def load_gradient(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
+def load_gradient(trained: TrainedModel, directory: Path, flat: FlattenTensors = _flat_pairs) -> None:
     """Load the gradient that had accumulated when the files were written, if any."""
     path = directory / GRADIENT_FILE
     if path.is_file():
@@ -514,7 +514,7 @@ def _read_config(directory: Path, targets: Iterable[Target]) -> dict[str, object
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
-    understood = understood_options(config, targets)
+    understood = supported_settings(config, targets)
     found = [name for name in UNSUPPORTED if config.get(name) and name not in understood]
     if found or config.get("bias", "none") != "none":
         raise UserError(f"{CONFIG_FILE} uses {', '.join(found or ['bias'])}, which is not supported here")

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.runtime import JITFunction
 
-NORM_NUMBERS = 512
+NORM_ELEMENTS = 512
 """Numbers of a row for each warp of a norm."""
 
-GATED_NUMBERS = 1024
+GATED_ELEMENTS = 1024
 """Numbers of a row for each program of a gated activation, of four warps."""
 
-HEAD_NUMBERS = 1024
+HEAD_ELEMENTS = 1024
 """Numbers of a row's heads for each program of a rotation, of two warps."""
 
 
@@ -87,7 +87,7 @@ def _halves(x, at, mask, half):
 
 
 @triton.jit
-def _turn_kernel(  # noqa: PLR0913
+def _qk_norm_rope_kernel(  # noqa: PLR0913
     qkv, cos, sine, weight, queries, keys, eps,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _turn_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _turn_gradient_kernel(  # noqa: PLR0913
+def _qk_norm_rope_gradient_kernel(  # noqa: PLR0913
     grad_q, grad_k, grad_v, q_row, q_head, k_row, k_head, v_row, v_head,
     qkv, cos, sine, weight, grad_qkv, eps,
     H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
@@ -182,7 +182,7 @@ def _rows(x: Tensor) -> int:
 
 def _row_tile(size: int) -> dict[str, int]:
     block = _power(size)
-    return {"D": size, "BLOCK": block, "num_warps": min(max(block // NORM_NUMBERS, 1), 16)}
+    return {"D": size, "BLOCK": block, "num_warps": min(max(block // NORM_ELEMENTS, 1), 16)}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 def _gated_block(size: int) -> int:
-    return min(_power(size), GATED_NUMBERS)
+    return min(_power(size), GATED_ELEMENTS)
 
 
 class Rotation(NamedTuple):
@@ -223,44 +223,44 @@ class Rotation(NamedTuple):
     def tile(self, num_heads: int) -> dict[str, int]:
         size = self.cos_T1E.shape[-1]
         half = _power(size // 2)
-        block = min(max(HEAD_NUMBERS // (2 * half), 1), _power(num_heads))
+        block = min(max(HEAD_ELEMENTS // (2 * half), 1), _power(num_heads))
         return {"H": self.num_heads, "G": self.num_keys, "E": size, "BLOCK": block, "HALF": half, "num_warps": 2}
 
 
-def turn(qkv_TNE: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+def apply_qk_norm_rope(qkv_TNE: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [T, H, E] and keys [T, G, E], and a view of the values [T, G, E]. Backward writes the gradient of
     all heads as one tensor.
     """
     if torch.is_grad_enabled():
-        return cast("tuple[Tensor, Tensor, Tensor]", _TurnFunction.apply(qkv_TNE, rotation))
-    return _turned(qkv_TNE, rotation)
+        return cast("tuple[Tensor, Tensor, Tensor]", _QKNormRopeFunction.apply(qkv_TNE, rotation))
+    return _rotate(qkv_TNE, rotation)
 
 
-class _TurnFunction(torch.autograd.Function):
+class _QKNormRopeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv_TNE: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(None if rotation.weight is None else qkv_TNE)
         ctx.rotation = rotation
-        return _turned(qkv_TNE, rotation)
+        return _rotate(qkv_TNE, rotation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _turn_gradient(grads, ctx.saved_tensors[0], ctx.rotation), None
+        return _rotation_gradient(grads, ctx.saved_tensors[0], ctx.rotation), None
 
 
-def _turned(qkv_TNE: Tensor, own: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+def _rotate(qkv_TNE: Tensor, own: Rotation) -> tuple[Tensor, Tensor, Tensor]:
     (num_rows, _, size), num_turned = qkv_TNE.shape, own.num_heads + own.num_keys
     queries = qkv_TNE.new_empty(num_rows, own.num_heads, size)
     keys = qkv_TNE.new_empty(num_rows, own.num_keys, size)
     tile = own.tile(num_turned)
     num_programs = num_rows * _blocks(num_turned, tile["BLOCK"])
     given = qkv_TNE, own.cos_T1E, own.signed_T1E, own.weight
-    _launch(_turn_kernel, num_programs, *given, queries, keys, own.eps, **tile)
+    _launch(_qk_norm_rope_kernel, num_programs, *given, queries, keys, own.eps, **tile)
     return queries, keys, qkv_TNE[:, num_turned:]
 
 
-def _turn_gradient(grads: tuple[Tensor, ...], qkv_TNE: Tensor | None, own: Rotation) -> Tensor:
+def _rotation_gradient(grads: tuple[Tensor, ...], qkv_TNE: Tensor | None, own: Rotation) -> Tensor:
     """`qkv` is needed with norms only."""
     grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
     num_rows, num_all, size = len(grads[0]), own.num_heads + 2 * own.num_keys, grads[0].shape[-1]
@@ -268,5 +268,5 @@ def _turn_gradient(grads: tuple[Tensor, ...], qkv_TNE: Tensor | None, own: Rotat
     tile, strides = own.tile(num_all), [grad.stride(i) for grad in grads for i in (0, 1)]
     num_programs = num_rows * _blocks(num_all, tile["BLOCK"])
     given = qkv_TNE, own.cos_T1E, own.signed_T1E, own.weight
-    _launch(_turn_gradient_kernel, num_programs, *grads, *strides, *given, grad_qkv, own.eps, **tile)
+    _launch(_qk_norm_rope_gradient_kernel, num_programs, *grads, *strides, *given, grad_qkv, own.eps, **tile)
     return grad_qkv

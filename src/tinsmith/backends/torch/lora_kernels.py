@@ -5,7 +5,7 @@ a table on the device, so that a CUDA graph of these launches serves every choic
 without rows do nothing. A sum over inputs is divided among programs whose partial sums the second kernel adds in a
 fixed order: results are the same bits every time. Each row meets only its own adapter's matrices.
 
-`lora.DeviceRouting` is the only user. Importing this module imports Triton, which comes with every CUDA build of torch.
+Only `lora.DeviceLoRABatch` uses it. Importing this module imports Triton, which comes with every CUDA build of torch.
 
 Shapes: n rows, B blocks, I inputs, O outputs, r rank, P parts (linears of a LoRADelta), S splits of a sum.
 """

@@ -28,8 +28,8 @@ from torch import Tensor
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload, upload_all
+from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, Run
 from tinsmith.losses import Loss
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import F32, I64
@@ -37,10 +37,10 @@ from tinsmith.types import F32, I64
 if TYPE_CHECKING:
     from tinsmith.backends.torch.head_kernels import Softmax
 
-CACHED_NUMBERS = 2**18
+CACHED_ELEMENTS = 2**18
 """Float32 numbers that stay in the cache of a CPU's core."""
 
-PRODUCT_CHUNKS, PIECES = 2, 4
+MATMUL_CHUNKS, SUBCHUNKS = 2, 4
 """In bfloat16 on a CPU: the chunks whose products are computed as one, and the pieces of each that become float32."""
 
 
@@ -60,13 +60,13 @@ class Chunk(NamedTuple):
 
     hidden_CD: Tensor
     rows: Tensor | slice
-    routing: Routing
+    lora_batch: LoRABatch
     pairs_p: Tensor | slice
     cells_p: Tensor
     local_p: Tensor
     starts_C: Tensor
     runs: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
-    pieces: list[Chunk]
+    subchunks: list[Chunk]
 
 
 class Head:
@@ -78,7 +78,7 @@ class Head:
         if base.device.type == "cpu" and base.dtype == torch.bfloat16:
             # A CPU rounds products to bfloat16. Kept so and widened in pieces, logits of more rows take no more memory,
             # and their products two thirds of the time.
-            self._chunk_rows, self._piece_rows = PRODUCT_CHUNKS * chunk_rows, max(1, chunk_rows // PIECES)
+            self._chunk_rows, self._piece_rows = MATMUL_CHUNKS * chunk_rows, max(1, chunk_rows // SUBCHUNKS)
 
     @torch.no_grad()
     def score(self, batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Head:
         """[P] log probabilities and [T, D] the loss's gradient; adds the gradients of the unembedding's adapters."""
         logprob_P = torch.empty(len(batch.row_P), device=hidden_TD.device)
         weight_P = self._weights(batch, hidden_TD, specs)[batch.pairs]
-        active_T = batch.rows_with(weight_P != 0)
+        active_T = batch.rows_of_pairs(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
         given = {name: batch.column_P(name) for name in COLUMNS} | {"weight": weight_P}
         columns = dict(zip(given, upload_all([*given.values()], self._base.device), strict=True))
@@ -106,44 +106,44 @@ class Head:
 
     def _score(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, logprob_P: Tensor) -> None:
         for chunk in self._chunks(batch, hidden_TD, rows_R, self._chunk_rows):
-            for piece, frozen_CV in self._pieces(chunk):
+            for piece, frozen_CV in self._iterate_subchunks(chunk):
                 logprob_P[piece.pairs_p] = self._logprobs(piece, frozen_CV)
 
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
         """[p]"""
         raw_CV, _ = self._raw_logits(chunk, frozen_CV)
         if self._has_kernels:
-            return self._read(raw_CV, chunk)[2]
-        return self._normalised(self._base.finish_logits_(raw_CV), chunk)[1]
+            return self._read_logprobs(raw_CV, chunk)[2]
+        return self._normalise(self._base.finish_logits_(raw_CV), chunk)[1]
 
-    def _pieces(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
+    def _iterate_subchunks(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
         """The chunk, or its pieces, each with its part of x W^T in the scratch.
 
         The scratch stays: page faults of its size take a tenth of a step with a large vocabulary.
         """
-        if not chunk.pieces:
+        if not chunk.subchunks:
             yield chunk, None
             return
         unembedding, num_rows = self._base.unembedding, len(chunk.hidden_CD)
         if self._scratch is None or len(self._scratch) < num_rows:
             self._scratch = chunk.hidden_CD.new_empty(num_rows, unembedding.out_features)
         frozen_CV = torch.mm(chunk.hidden_CD, unembedding.weight.t(), out=self._scratch[:num_rows])
-        yield from zip(chunk.pieces, frozen_CV.split(self._piece_rows), strict=True)
+        yield from zip(chunk.subchunks, frozen_CV.split(self._piece_rows), strict=True)
 
     def _differentiate(
         self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
     ) -> Tensor:
         """[C, D]"""
-        work = self._base.unembedding.work(chunk.routing)
-        if not chunk.pieces:
-            grad_CV, inner = self._gradient(chunk, None, specs, columns, logprob_P)
-            return self._back(grad_CV.to(chunk.hidden_CD.dtype), chunk.hidden_CD, work, inner)
-        for piece, frozen_CV in self._pieces(chunk):
+        adapter_groups = self._base.unembedding.groups(chunk.lora_batch)
+        if not chunk.subchunks:
+            grad_CV, a_outputs = self._gradient(chunk, None, specs, columns, logprob_P)
+            return self._backward(grad_CV.to(chunk.hidden_CD.dtype), chunk.hidden_CD, adapter_groups, a_outputs)
+        for piece, frozen_CV in self._iterate_subchunks(chunk):
             assert frozen_CV is not None
             frozen_CV.copy_(self._gradient(piece, frozen_CV, specs, columns, logprob_P)[0])
         assert self._scratch is not None  # where the pieces' gradients are now
-        inner = self._base.unembedding.delta.inner(chunk.hidden_CD, work)
-        return self._back(self._scratch[: len(chunk.hidden_CD)], chunk.hidden_CD, work, inner)
+        a_outputs = self._base.unembedding.delta.shrink(chunk.hidden_CD, adapter_groups)
+        return self._backward(self._scratch[: len(chunk.hidden_CD)], chunk.hidden_CD, adapter_groups, a_outputs)
 
     def _gradient(
         self,
@@ -154,28 +154,28 @@ class Head:
         logprob_P: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
         """[C, V] the gradient of the unembedding's output, and what `_back` needs of the adapters."""
-        raw_CV, inner = self._raw_logits(chunk, frozen_CV)
+        raw_CV, a_outputs = self._raw_logits(chunk, frozen_CV)
         if self._has_kernels:
-            softmax, cells_p, logprob_p = self._read(raw_CV, chunk)
+            softmax, cells_p, logprob_p = self._read_logprobs(raw_CV, chunk)
             logprob_P[chunk.pairs_p] = logprob_p
             grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
-            return softmax.gradient(cells_p, chunk.starts_C, grad_p, chunk.hidden_CD.dtype), inner
+            return softmax.gradient(cells_p, chunk.starts_C, grad_p, chunk.hidden_CD.dtype), a_outputs
         logits_CV = self._base.finish_logits_(raw_CV)
-        probs_CV, logprob_p = self._normalised(logits_CV, chunk)
+        probs_CV, logprob_p = self._normalise(logits_CV, chunk)
         logprob_P[chunk.pairs_p] = logprob_p
         grad_p = self._dloss_dlogprob(chunk, specs, logprob_p, columns)
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
         grad_C = torch.zeros(len(probs_CV), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
         grad_CV = probs_CV.mul_(-grad_C[:, None])
-        grad_CV.view(-1).index_add_(0, *self._at_targets(chunk, grad_p))
-        return self._base.unfinish_gradient_(grad_CV, logits_CV), inner
+        grad_CV.view(-1).index_add_(0, *self._target_gradients(chunk, grad_p))
+        return self._base.unfinish_gradient_(grad_CV, logits_CV), a_outputs
 
     def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """[C, V] float32, not finished, and what `_back` needs of the adapters."""
         unembedding = self._base.unembedding
-        return unembedding.forward_rows(chunk.hidden_CD, unembedding.work(chunk.routing), torch.float32, frozen_CV)
+        return unembedding.forward_rows(chunk.hidden_CD, unembedding.groups(chunk.lora_batch), torch.float32, frozen_CV)
 
-    def _read(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
+    def _read_logprobs(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
         """The rows' softmax, each pair's cell in it, and [p] log probabilities."""
         softmax = self._softmax(raw_CV)
         return softmax, chunk.cells_p, softmax.logprobs(chunk.cells_p)
@@ -183,26 +183,28 @@ class Head:
     def _softmax(self, raw_CV: Tensor) -> Softmax:
         return head_kernels().Softmax.of(raw_CV, self._base.multiplier, self._base.softcap)
 
-    def _normalised(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    def _normalise(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """[C, V] probabilities, in place of the logits unless these are capped, and [p] log probabilities."""
         chosen_p = logits_CV.view(-1)[chunk.cells_p]
         probs_CV = logits_CV if self._base.softcap is None else logits_CV.clone()
         log_sums = []
         # A few rows at a time, which stay in a CPU's cache: half the time of softmax and of another pass for the sums.
-        for own in probs_CV.split(max(1, CACHED_NUMBERS // probs_CV.shape[1]) if probs_CV.is_cpu else len(probs_CV)):
+        for own in probs_CV.split(max(1, CACHED_ELEMENTS // probs_CV.shape[1]) if probs_CV.is_cpu else len(probs_CV)):
             most = own.amax(-1, keepdim=True)
             sums = own.sub_(most).exp_().sum(-1, keepdim=True)
             own.div_(sums)
             log_sums.append(most.add_(sums.log_())[:, 0])
         return probs_CV, chosen_p - torch.cat(log_sums)[chunk.local_p]
 
-    def _at_targets(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
+    def _target_gradients(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
         """Each pair's index into the chunk's flattened logits, and what is added to the gradient there."""
         return chunk.cells_p, grad_p
 
-    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+    def _backward(
+        self, grad_CV: Tensor, hidden_CD: Tensor, adapter_groups: Sequence[AdapterGroup], a_outputs: Sequence[Tensor]
+    ) -> Tensor:
         """[C, D]: the gradient of the hidden states; adds the gradients of the unembedding's adapters."""
-        grad_CD = self._base.unembedding.backward_rows(grad_CV, hidden_CD, work, inner, need_input=True)
+        grad_CD = self._base.unembedding.backward_rows(grad_CV, hidden_CD, adapter_groups, a_outputs, need_input=True)
         assert grad_CD is not None
         return grad_CD
 
@@ -227,11 +229,11 @@ class Head:
 
         Such a loss needs a whole sequence before it can differentiate a token, so its rows are scored first.
         """
-        whole, needed = batch.whole, [specs[example.pass_index].loss.sequence_ratio for example in batch.examples]
+        whole, needed = batch.full_batch, [specs[example.pass_index].loss.sequence_ratio for example in batch.examples]
         if not any(needed):
             return torch.zeros(len(whole.row_P), device=hidden_TD.device)
-        logprob_P = self._scored(batch, hidden_TD, needed)
-        counted_P = self._device((whole.column_P("ratio_mask") != 0) & whole.of_pairs(needed))
+        logprob_P = self._score_examples(batch, hidden_TD, needed)
+        counted_P = self._device((whole.column_P("ratio_mask") != 0) & whole.expand_to_pairs(needed))
         old_P, example_P = self._device(whole.column_P("old_logprob")), self._device(whole.example_P)
         return sequence_log_ratios(logprob_P, old_P, counted_P, example_P, len(whole.examples))
 
@@ -239,22 +241,25 @@ class Head:
         """[P] of the whole micro-batch: each pair's weight. For a custom loss, minus its gradient at log probabilities
         that are scored here.
         """
-        whole, is_custom = batch.whole, [specs[example.pass_index].custom is not None for example in batch.examples]
+        whole, is_custom = (
+            batch.full_batch,
+            [specs[example.pass_index].custom is not None for example in batch.examples],
+        )
         weight_P = whole.column_P("weight")
         if not any(is_custom):
             return weight_P
-        scored_P = torch.from_numpy(read(self._scored(batch, hidden_TD, is_custom))[0])
+        scored_P = torch.from_numpy(read(self._score_examples(batch, hidden_TD, is_custom))[0])
         for example, (start, stop) in zip(whole.examples, pairwise(whole.example_starts.tolist()), strict=True):
             if (custom := specs[example.pass_index].custom) is not None:
                 logprobs = scored_P[start:stop].view(example.target_shape)
                 weight_P[start:stop] = custom.weights(example.datum_index, logprobs).reshape(-1)
         return weight_P
 
-    def _scored(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
+    def _score_examples(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
         """[P] of the whole micro-batch: log probabilities of the chosen examples; 0 elsewhere."""
-        chosen_P = batch.of_pairs(chosen)
+        chosen_P = batch.expand_to_pairs(chosen)
         logprob_P = torch.zeros(len(chosen_P), device=hidden_TD.device)
-        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(chosen_P)), logprob_P)
+        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_of_pairs(chosen_P)), logprob_P)
         return logprob_P
 
     def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, most: int) -> Iterator[Chunk]:
@@ -267,7 +272,7 @@ class Head:
             yield Chunk(
                 hidden_TD[rows],
                 rows,
-                _routing_of_rows(batch.routing, rows_C),
+                _lora_batch_of_rows(batch.lora_batch, rows_C),
                 _adjacent(pairs_p) or pairs,
                 cells_p,
                 local_p,
@@ -303,11 +308,13 @@ def _adjacent(rising: I64) -> slice | None:
     return None
 
 
-def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:
-    bounds = np.searchsorted(rows_C, [segment.start for segment in routing.segments] + [routing.num_rows])
+def _lora_batch_of_rows(lora_batch: LoRABatch, rows_C: I64) -> LoRABatch:
+    bounds = np.searchsorted(rows_C, [segment.start for segment in lora_batch.segments] + [lora_batch.num_rows])
     lengths = np.diff(bounds).tolist()
-    present = [(segment.adapter, length) for segment, length in zip(routing.segments, lengths, strict=True) if length]
-    return Routing.of([adapter for adapter, _ in present], [length for _, length in present])
+    present = [
+        (segment.adapter, length) for segment, length in zip(lora_batch.segments, lengths, strict=True) if length
+    ]
+    return LoRABatch.of([adapter for adapter, _ in present], [length for _, length in present])
 
 
 def _part_of(places: Tensor | slice, start: int, stop: int) -> Tensor | slice:
@@ -333,7 +340,7 @@ def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
     return [(int(pass_p[start]), start, stop) for start, stop in pairwise(starts)]
 
 
-def measure(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
+def compute_metrics(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
     """`logprobs[i]` are those of example i's pairs. Positions of weight 0 count in `tokens:sum` only."""
     columns = {name: np.concatenate([example.columns[name] for example in examples]) for name in COLUMNS}
     columns["logprob"] = np.concatenate([array.reshape(-1) for array in logprobs])

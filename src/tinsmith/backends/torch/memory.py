@@ -85,12 +85,12 @@ VERSIONS_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Evictable:
-    """Bytes that a holder can free: `idle_bytes` without cost for running work, `most_bytes` in all. `evict` receives
-    the number of missing bytes and frees what it can.
+    """Bytes that a holder can free: `idle_bytes` without cost for running work, `evictable_bytes` in all. `evict`
+    receives the number of missing bytes and frees what it can.
     """
 
     idle_bytes: Callable[[], int]
-    most_bytes: Callable[[], int]
+    evictable_bytes: Callable[[], int]
     evict: Callable[[int], None]
 
 
@@ -119,7 +119,7 @@ class MemoryManager:
         if evictable is not None:
             self._evictable[name] = evictable
 
-    def use(self) -> dict[str, int]:
+    def bytes_by_holder(self) -> dict[str, int]:
         """Bytes by holder."""
         return {name: held() for name, held in self._holders.items()} | {ACTIVATIONS: self._reserved}
 
@@ -130,11 +130,11 @@ class MemoryManager:
 
     def free(self) -> float:
         """Unused bytes of the budget; negative if holders exceed it."""
-        return self.budget_bytes - sum(self.use().values()) if self.is_limited else math.inf
+        return self.budget_bytes - sum(self.bytes_by_holder().values()) if self.is_limited else math.inf
 
     def limit_of(self, name: str) -> float:
         """The bytes that a holder may use now without evictions."""
-        return self.free() + self.use()[name]
+        return self.free() + self.bytes_by_holder()[name]
 
     def steady_limit(self) -> float:
         """The bytes that activations or the KV cache can always rely on: what the base model and adapters leave."""
@@ -146,7 +146,7 @@ class MemoryManager:
         if not self.is_limited:
             return math.inf
         others = [evictable for other, evictable in self._evictable.items() if other != name]
-        return self.limit_of(name) + sum(each.idle_bytes() if idle_only else each.most_bytes() for each in others)
+        return self.limit_of(name) + sum(each.idle_bytes() if idle_only else each.evictable_bytes() for each in others)
 
     def evict_for(self, num_bytes: float, name: str) -> bool:
         """Evict others until a holder may use `num_bytes` more; False if that is impossible."""
@@ -162,7 +162,7 @@ class MemoryManager:
     def reserved(self, num_bytes: int) -> Iterator[None]:
         """Reserve memory for a step's activations. Raises OverBudgetError, with the numbers, if it does not fit."""
         if self.is_limited and not self.evict_for(num_bytes, ACTIVATIONS):
-            raise OverBudgetError(f"activations take {in_words(num_bytes)}; {self.described()}")
+            raise OverBudgetError(f"activations take {format_bytes(num_bytes)}; {self.describe_use()}")
         self._reserved += num_bytes
         self._peak = max(self._peak, self._reserved)
         try:
@@ -170,29 +170,31 @@ class MemoryManager:
         finally:
             self._reserved -= num_bytes
 
-    def described(self) -> str:
+    def describe_use(self) -> str:
         """The current holders, for an error message."""
-        parts = ", ".join(f"{name} {in_words(num_bytes)}" for name, num_bytes in self.use().items() if num_bytes)
-        return f"of the memory budget of {in_words(self.budget_bytes)}, {parts or 'nothing'} is held"
+        parts = ", ".join(
+            f"{name} {format_bytes(num_bytes)}" for name, num_bytes in self.bytes_by_holder().items() if num_bytes
+        )
+        return f"of the memory budget of {format_bytes(self.budget_bytes)}, {parts or 'nothing'} is held"
 
 
-def in_words(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     return gib(num_bytes) if num_bytes >= 2**30 else f"{num_bytes / MEBIBYTE:.1f} MiB"
 
 
-SAMPLED_ROWS, FEWER_ROWS = 2048, 512
+STEP_ROWS, LARGE_MODEL_STEP_ROWS = 2048, 512
 """Rows of a sampler's step, unless set. A step needs one layer's activations for each, and logits for some. On a CPU
 larger models take FEWER_ROWS, since samples wait for the prompts of others. In bfloat16 with FEWER_ROWS, 64 samples of
 m50 take 1.15 times as long, 16 of 1,024-token prompts 1.24 times; in float32 1.02 and 1.13 times.
 """
 
-SMALL_NUMBERS, SMALL_WIDE_NUMBERS = 10**8, 10**7
+SMALL_PARAMETERS, SMALL_WIDE_PARAMETERS = 10**8, 10**7
 """The most weights with which a CPU takes SAMPLED_ROWS: in bfloat16, and in wider dtypes."""
 
 
-def sampled_rows(base: BaseModel) -> int:
-    most = SMALL_NUMBERS if base.dtype == torch.bfloat16 else SMALL_WIDE_NUMBERS
-    return FEWER_ROWS if base.device.type == "cpu" and base.num_parameters > most else SAMPLED_ROWS
+def choose_step_rows(base: BaseModel) -> int:
+    most = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
+    return LARGE_MODEL_STEP_ROWS if base.device.type == "cpu" and base.num_parameters > most else STEP_ROWS
 
 
 class _Sizes(NamedTuple):
@@ -207,7 +209,7 @@ class StepMemory:
     """Device memory of a training step while it runs."""
 
     def __init__(self, base: BaseModel, memory: MemoryManager, chunk_rows: int, rows: int | None = None) -> None:
-        self._sampled_rows = rows or sampled_rows(base)
+        self._sampled_rows = rows or choose_step_rows(base)
         self._recompute = base.recompute
         self._memory = memory
         copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]

@@ -39,23 +39,23 @@ from tinsmith.backends.torch.attention import (
     AttentionPlan,
     AttentionProbe,
     PackedCausal,
-    register,
+    register_attention,
     scale_queries,
     select_all_tokens,
 )
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import DeviceRouting, ForwardContext, MultiLoRALinear
-from tinsmith.backends.torch.moe import MultiLoRAExperts, choose_rows, is_experts
+from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.servable import (
     check_config,
     check_layers,
     check_parameters,
     check_stateful_layers,
-    refusing,
+    raise_settings_errors,
 )
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.backends.torch.transformer import Decoder
@@ -94,10 +94,10 @@ class BaseModel:
         self.num_parameters = model.num_parameters()
         quantization.refuse_experts(quantize, model)
         self.tied_head = _tied_head(model)
-        self.targets = _swap_linears(model, self._decoder, self._context, quantization.maker(quantize))
+        self.targets = _swap_linears(model, self._decoder, self._context, quantization.choose_linear_factory(quantize))
         mark_experts(model)
         self.experts = _swap_experts(model, self._context)
-        choose_rows(self._decoder, self._context)
+        dispatch_chosen_rows(self._decoder, self._context)
         select_all_tokens(self._decoder)
         scale_queries(self._decoder)
         self.mixers = wrap_mixers(self._decoder, self._context)
@@ -138,12 +138,12 @@ class BaseModel:
         dtype = choose_dtype(dtype, cuda=device.startswith("cuda"), stored=stored)
         if dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
-        register()
+        register_attention()
         if not any(Path(shape.path).glob("*.safetensors")):
             raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; other formats are not supported")
         # Never load code or pickles from the directory.
         safe = {"trust_remote_code": False, "local_files_only": True}
-        with refusing(shape):
+        with raise_settings_errors(shape):
             model = _loaded(shape, getattr(torch, dtype), safe)
             check_stateful_layers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
@@ -200,11 +200,11 @@ class BaseModel:
                 found += linear.stored_tensors()
         return found
 
-    def adaptable(self) -> list[Target]:
+    def adaptable_targets(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
-        return [*(target for linear in self.targets.values() for target in linear.adapted), *experts]
+        return [*(target for linear in self.targets.values() for target in linear.targets), *experts]
 
-    def place(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> ImageInput | None:
+    def prepare_images(self, tokens_N: I32, images: tuple[Image, ...], scope: str) -> ImageInput | None:
         """The positions of an input with images. Raises UserError if an image cannot be decoded or is not supported.
         Features are cached for inputs of the same `scope`.
         """
@@ -212,9 +212,9 @@ class BaseModel:
             return None
         if self.vision is None:
             raise UserError(f"{images[0].path} is an image, and {self.shape.name} is served for text only")
-        return self.vision.place(len(tokens_N), images, scope)
+        return self.vision.prepare_images(len(tokens_N), images, scope)
 
-    def positions(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
+    def pack_positions(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
         """See `Vision.pack`."""
         assert self.vision is not None
         return self.vision.pack(pieces)
@@ -224,32 +224,38 @@ class BaseModel:
         tokens_T: Tensor,
         positions_T: Tensor,
         plan: AttentionPlan,
-        routing: Routing,
-        wanted: Sequence[int] | None = None,
+        lora_batch: LoRABatch,
+        output_rows: Sequence[int] | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; without gradients, only of the `wanted` rows (ascending) if
+        """[T, D]: hidden states after the final norm; without gradients, only of the `output_rows` rows (ascending) if
         given. With `images`, positions are [3, T] where the model has multimodal RoPE.
         """
-        self._threads.fit(len(tokens_T), len(routing.segments))
+        self._threads.fit(len(tokens_T), len(lora_batch.segments))
         if images is not None:
-            hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing, images)
-            return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
+            hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, images)
+            return (
+                hidden_TD
+                if output_rows is None
+                else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
+            )
         decoder = self._fused
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
-            decoder = self._fused = self._compared(decoder)
+            decoder = self._fused = self._verify_decoder(decoder)
         if decoder is not None:
             recompute = self.recompute.active
-            return decoder.hidden(tokens_T, positions_T, plan, routing, wanted, recompute=recompute)
-        hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing)
-        return hidden_TD if wanted is None else hidden_TD.index_select(0, upload(np.array(wanted), self.device))
+            return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, recompute=recompute)
+        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch)
+        return (
+            hidden_TD if output_rows is None else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
+        )
 
-    def through_modules(
+    def forward_modules(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         plan: AttentionPlan,
-        routing: Routing,
+        lora_batch: LoRABatch,
         images: ImageRows | None = None,
     ) -> Tensor:
         """[T, D]: the same through transformers' modules."""
@@ -258,23 +264,23 @@ class BaseModel:
             embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
             positions = positions_T[:, None] if positions_T.dim() == 2 else positions_T[None]
             inputs = {"position_ids": positions, **images.inputs(embed(tokens_T))}
-        with self._routed(routing, plan, len(tokens_T)):
+        with self._bind_context(lora_batch, plan, len(tokens_T)):
             output = self._decoder(**inputs, use_cache=False, **{PLAN_KEY: plan})
         # Where residuals are float32, so is the output of the last norm.
         return output.last_hidden_state[0].to(self.dtype)
 
-    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
-        """[T, V] float32, without a gradient. The routing covers exactly these rows."""
-        assert routing.num_rows == len(hidden_TD)
-        if isinstance(routing, DeviceRouting):
-            return self.finish_logits_(self.unembedding.device_rows(hidden_TD, routing, torch.float32))
-        work = self.unembedding.work(routing)
-        return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
+    def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
+        """[T, V] float32, without a gradient. The LoRA batch covers exactly these rows."""
+        assert lora_batch.num_rows == len(hidden_TD)
+        if isinstance(lora_batch, DeviceLoRABatch):
+            return self.finish_logits_(self.unembedding.forward_device_rows(hidden_TD, lora_batch, torch.float32))
+        adapter_groups = self.unembedding.groups(lora_batch)
+        return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, adapter_groups, torch.float32)[0])
 
-    def next_logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+    def next_logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
         """The same for rows whose next tokens are sampled, with packed weights if available."""
-        raw_TV = None if self._fused is None else self._fused.logits(hidden_TD, routing)
-        return self.logits(hidden_TD, routing) if raw_TV is None else self.finish_logits_(raw_TV)
+        raw_TV = None if self._fused is None else self._fused.logits(hidden_TD, lora_batch)
+        return self.logits(hidden_TD, lora_batch) if raw_TV is None else self.finish_logits_(raw_TV)
 
     def finish_logits_(self, raw_TV: Tensor) -> Tensor:
         """Scale and cap the unembedding's output in place, as some families do."""
@@ -291,20 +297,20 @@ class BaseModel:
         return grad_TV if self.multiplier == 1.0 else grad_TV.mul_(self.multiplier)
 
     @contextmanager
-    def _routed(self, routing: Routing, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
-        assert routing.num_rows == num_rows
-        self._context.routing, self._context.plan = routing, plan
+    def _bind_context(self, lora_batch: LoRABatch, plan: AttentionPlan, num_rows: int) -> Iterator[None]:
+        assert lora_batch.num_rows == num_rows
+        self._context.lora_batch, self._context.plan = lora_batch, plan
         try:
             yield
         finally:
-            self._context.routing = self._context.plan = None
+            self._context.lora_batch = self._context.plan = None
 
-    def _compared(self, decoder: Decoder) -> Decoder | None:
+    def _verify_decoder(self, decoder: Decoder) -> Decoder | None:
         """The decoder if it agrees with the modules in the current gradient mode, else None."""
         tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
-        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
-        expected, actual = self.through_modules(*inputs), decoder.hidden(*inputs)
+        inputs = (tokens_T, positions_T, PackedCausal([7, 5], self.device), LoRABatch([Segment(0, 12, None)]))
+        expected, actual = self.forward_modules(*inputs), decoder.hidden(*inputs)
         error = float((actual - expected).norm() / expected.norm().clamp_min(1e-6))
         if error < (1e-4 if self.dtype == torch.float32 else 0.05):
             return decoder
@@ -315,10 +321,10 @@ class BaseModel:
         """Use fused layers if they agree with the modules."""
         if self._fused is not None:
             self._fused.prepare()
-            self._leave_files()
-            self._fused = self._compared(self._fused)
+            self._copy_mapped_weights()
+            self._fused = self._verify_decoder(self._fused)
 
-    def _leave_files(self) -> None:
+    def _copy_mapped_weights(self) -> None:
         """Copy what is still a view of a mapped file, with which the pages of joined weights would stay resident. Then
         return to the system what loading has freed.
         """
@@ -330,7 +336,7 @@ class BaseModel:
 
     def _check_layers(self) -> None:
         seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
+        self.forward_modules(token_T, token_T, seen, LoRABatch([Segment(0, 1, None)]))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
@@ -345,11 +351,11 @@ class BaseModel:
         for tokens in ([first, second], [second]):
             lengths = [len(t) for t in tokens]
             plan = PackedCausal(lengths, self.device)
-            routing = Routing([Segment(0, sum(lengths), None)])
+            lora_batch = LoRABatch([Segment(0, sum(lengths), None)])
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
-            hidden_TD = self.through_modules(torch.cat(tokens), positions_T, plan, routing)
-            found.append(self.logits(hidden_TD, routing))
-        reference = self.own_logits(input_ids=second[None])
+            hidden_TD = self.forward_modules(torch.cat(tokens), positions_T, plan, lora_batch)
+            found.append(self.logits(hidden_TD, lora_batch))
+        reference = self.reference_logits(input_ids=second[None])
         self._compare(found[1], reference, "under packed attention")
         self._compare(found[0][len(first) :], reference, "beside another sequence")
 
@@ -369,18 +375,18 @@ class BaseModel:
         image = replace(vision.probe(), start=1)
         tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
         length = len(tokens_T)
-        placed = vision.place(length, (image,))
+        placed = vision.prepare_images(length, (image,))
         assert placed is not None
         positions, rows = vision.pack([InputSpan(placed, 0, length)])
-        routing = Routing([Segment(0, length, None)])
-        plan = PackedCausal([length], self.device, [placed.seen(0, length)])
+        lora_batch = LoRABatch([Segment(0, length, None)])
+        plan = PackedCausal([length], self.device, [placed.visible_counts(0, length)])
         positions_T = torch.from_numpy(positions).to(self.device)
-        hidden_TD = self.through_modules(tokens_T, positions_T, plan, routing, rows)
-        reference = self.own_logits(input_ids=tokens_T[None], **vision.own_inputs(image, tokens_T))
-        self._compare(self.logits(hidden_TD, routing), reference, "with an image")
-        vision.keep_within(0)
+        hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, rows)
+        reference = self.reference_logits(input_ids=tokens_T[None], **vision.reference_inputs(image, tokens_T))
+        self._compare(self.logits(hidden_TD, lora_batch), reference, "with an image")
+        vision.evict_to(0)
 
-    def own_logits(self, **inputs: Tensor) -> Tensor:
+    def reference_logits(self, **inputs: Tensor) -> Tensor:
         """[T, V]: the logits of the model's own forward."""
         self.model.set_attn_implementation("eager")
         logits_TV = self.model(**inputs, use_cache=False).logits[0].float()

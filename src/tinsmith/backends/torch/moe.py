@@ -39,15 +39,15 @@ from transformers.integrations.moe import _default_apply_gate
 from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Target
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.lora import ForwardContext, anchor
-from tinsmith.backends.torch.products import add_product_, product
-from tinsmith.backends.torch.routing import Routing
+from tinsmith.backends.torch.lora_batch import LoRABatch
+from tinsmith.backends.torch.matmul import add_matmul_, matmul
 from tinsmith.errors import SettingsError
 
 GATE, UP, DOWN = "w1", "w3", "w2"
 
 
 @cache
-def has_grouped_products(device: torch.device) -> bool:
+def has_grouped_mm(device: torch.device) -> bool:
     """Whether the device has a grouped kernel for bfloat16; elsewhere torch loops, and reads the sizes for that."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -60,19 +60,19 @@ class _Groups(NamedTuple):
     ends_E: Tensor
     bounds: list[tuple[int, int, int]] | None
 
-    def products(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
+    def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
         """[N, O]: each pair times its expert's matrix."""
         if self.bounds is None:
             return grouped_mm(x_NC, weight_ECO, offs=self.ends_E)
-        return torch.cat([product(x_NC[first:end], weight_ECO[e], x_NC.dtype) for e, first, end in self.bounds])
+        return torch.cat([matmul(x_NC[first:end], weight_ECO[e], x_NC.dtype) for e, first, end in self.bounds])
 
-    def add_products_(self, out_NO: Tensor, x_NC: Tensor, weight_ECO: Tensor, scale: float) -> None:
-        """Add scale * products(x, weight)."""
+    def add_matmul_(self, out_NO: Tensor, x_NC: Tensor, weight_ECO: Tensor, scale: float) -> None:
+        """Add scale * matmul(x, weight)."""
         if self.bounds is None:
             out_NO.add_(grouped_mm(x_NC, weight_ECO, offs=self.ends_E), alpha=scale)
             return
         for expert, first, end in self.bounds:
-            add_product_(out_NO[first:end], x_NC[first:end], weight_ECO[expert], scale)
+            add_matmul_(out_NO[first:end], x_NC[first:end], weight_ECO[expert], scale)
 
     def add_outer_(self, out_ECO: Tensor, x_NC: Tensor, y_NO: Tensor, scale: float) -> None:
         """Add scale * x^T y over each expert's own pairs."""
@@ -80,14 +80,14 @@ class _Groups(NamedTuple):
             out_ECO.add_(grouped_mm(x_NC.t(), y_NO, offs=self.ends_E), alpha=scale)
             return
         for expert, first, end in self.bounds:
-            add_product_(out_ECO[expert], x_NC[first:end].t(), y_NO[first:end], scale)
+            add_matmul_(out_ECO[expert], x_NC[first:end].t(), y_NO[first:end], scale)
 
 
 class PairOrder(NamedTuple):
     """A permutation that sorts pairs."""
 
     pair_N: Tensor  # the unsorted pair (row * k + choice) of each sorted one
-    place_N: Tensor  # the sorted index of each unsorted pair
+    sorted_N: Tensor  # the sorted index of each unsorted pair
 
     @classmethod
     def by(cls, key_N: Tensor) -> PairOrder:
@@ -97,7 +97,7 @@ class PairOrder(NamedTuple):
 
     def to(self, other: PairOrder) -> Tensor | None:
         """For each pair of the other order, its index in this one. None: the orders are the same."""
-        return None if self is other else self.place_N.index_select(0, other.pair_N)
+        return None if self is other else self.sorted_N.index_select(0, other.pair_N)
 
 
 class _Part(NamedTuple):
@@ -136,7 +136,7 @@ class _Dispatch(NamedTuple):
 
     def combine(self, x_NC: Tensor) -> Tensor:
         """[T, C]: the sum over each row's pairs, which are sorted by expert, in the order of its choices."""
-        return x_NC.index_select(0, self.experts.place_N).view(-1, self.num_choices, x_NC.shape[-1]).sum(1)
+        return x_NC.index_select(0, self.experts.sorted_N).view(-1, self.num_choices, x_NC.shape[-1]).sum(1)
 
     def by_segment(self, x_NC: Tensor) -> Tensor:
         return x_NC if self.to_segments is None else x_NC.index_select(0, self.to_segments)
@@ -151,7 +151,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class MultiLoRAExperts(nn.Module):
-    """Keeps the module's own parameters under the same names. Calls the module itself if there is no routing."""
+    """Keeps the module's own parameters under the same names. Calls the module itself if there is no LoRA batch."""
 
     down_proj: Tensor
     down_proj_bias: Tensor
@@ -215,20 +215,22 @@ class MultiLoRAExperts(nn.Module):
 
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
-        routing = self._context.routing
-        if routing is None:
+        lora_batch = self._context.lora_batch
+        if lora_batch is None:
             return self.module(hidden_TD, *choices)
         index_Tk, weights_Tk = choices
         self._choices = index_Tk.shape[1]
-        return self.routed(hidden_TD, index_Tk, weights_Tk, routing)
+        return self.forward_experts(hidden_TD, index_Tk, weights_Tk, lora_batch)
 
-    def routed(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, routing: Routing) -> Tensor:
-        """[T, D]: the weighted sum of each row's experts, with the adapters of this routing."""
-        assert hidden_TD.shape == (routing.num_rows, self.hidden_features)
+    def forward_experts(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, lora_batch: LoRABatch) -> Tensor:
+        """[T, D]: the weighted sum of each row's experts, with the adapters of this LoRA batch."""
+        assert hidden_TD.shape == (lora_batch.num_rows, self.hidden_features)
         names = {target.name for target in self.targets}
         adapters = [s.adapter if s.adapter and not names.isdisjoint(s.adapter.compute) else None
-                    for s in routing.segments]  # fmt: skip
-        call = _Call(self, _dispatch(index_Tk, routing, adapters, self.num_experts, grouped=self._is_grouped(adapters)))
+                    for s in lora_batch.segments]  # fmt: skip
+        call = _Call(
+            self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
+        )
         own = self.module
         if self.has_gate:
             apply_gate = getattr(own, "_apply_gate", None) or partial(_default_apply_gate, own)
@@ -249,10 +251,10 @@ class MultiLoRAExperts(nn.Module):
         """Whether the grouped kernel supports these matrices: each row must begin at a multiple of 16 bytes."""
         sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
         is_half = self.down_proj.dtype == torch.bfloat16
-        return is_half and has_grouped_products(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+        return is_half and has_grouped_mm(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
 
 
-def choose_rows(decoder: nn.Module, context: ForwardContext) -> None:
+def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
     """Give the experts of Llama 4 the rows that chose them. transformers gives each expert all rows, times the router's
     weight, which is zero for others. Raises SettingsError if a row chooses several: experts get weighted inputs.
     """
@@ -269,7 +271,7 @@ def _weighted_inputs(
     context: ForwardContext,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    if context.routing is None:
+    if context.lora_batch is None:
         return own_forward(hidden)
     hidden_TD = hidden.flatten(0, -2)
     scores_TE, logits_TE = mixture.router(hidden_TD)
@@ -289,7 +291,7 @@ class _Call:
     def gate_up(self, hidden_TD: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         """[N, G] before the gate, by segment, and for w1 and w3 the x A^T [n, r] of each part that has it."""
         dispatch, experts = self._dispatch, self._experts
-        y_NG = self._products(dispatch.rows_by_expert(hidden_TD), experts.outer_proj)
+        y_NG = self._expert_matmul(dispatch.rows_by_expert(hidden_TD), experts.outer_proj)
         if experts.has_bias:
             y_NG += self._bias(experts.outer_bias)
         y_NG = dispatch.by_segment(y_NG)
@@ -298,9 +300,9 @@ class _Call:
             inner.append([])
             for part in self._parts(name):
                 (a_1rI, b_EIr), x_nD = part.adapter.compute[name], hidden_TD[part.rows]
-                inner[-1].append(product(x_nD, a_1rI[0].t(), x_nD.dtype))
+                inner[-1].append(matmul(x_nD, a_1rI[0].t(), x_nD.dtype))
                 u_mr = inner[-1][-1].index_select(0, part.row_m)
-                part.groups.add_products_(y_NG[part.pairs, columns], u_mr, b_EIr.mT, part.adapter.scale)
+                part.groups.add_matmul_(y_NG[part.pairs, columns], u_mr, b_EIr.mT, part.adapter.scale)
         return y_NG, inner
 
     def gate_up_backward(
@@ -309,33 +311,33 @@ class _Call:
         """The gradient of the rows, if needed; adds those of A and B to their adapters."""
         dispatch, experts, grad_TD = self._dispatch, self._experts, None
         if need_input:
-            grad_TD = dispatch.combine(self._products(dispatch.by_expert(grad_NG), experts.outer_proj, back=True))
+            grad_TD = dispatch.combine(self._expert_matmul(dispatch.by_expert(grad_NG), experts.outer_proj, back=True))
         for (name, columns), inner_nr in zip(experts.columns.items(), inner, strict=True):
             for part, u_nr in zip(self._parts(name), inner_nr, strict=True):
                 adapter, rows = part.adapter, part.rows
                 (a_1rI, b_EIr), grad_mI = adapter.compute[name], grad_NG[part.pairs, columns].contiguous()
-                grad_nr = part.combine(part.groups.products(grad_mI, b_EIr))
+                grad_nr = part.combine(part.groups.matmul(grad_mI, b_EIr))
                 if adapter.gradients is not None:
                     grad_a_1rI, grad_b_EIr = adapter.gradients[name]
                     part.groups.add_outer_(grad_b_EIr, grad_mI, u_nr.index_select(0, part.row_m), adapter.scale)
-                    add_product_(grad_a_1rI[0], grad_nr.t(), hidden_TD[rows], adapter.scale)
+                    add_matmul_(grad_a_1rI[0], grad_nr.t(), hidden_TD[rows], adapter.scale)
                 if grad_TD is not None:
-                    add_product_(grad_TD[rows], grad_nr, a_1rI[0], adapter.scale)
+                    add_matmul_(grad_TD[rows], grad_nr, a_1rI[0], adapter.scale)
         return grad_TD
 
     def down(self, inner_NI: Tensor, weights_Tk: Tensor) -> tuple[Tensor, list[Tensor]]:
         """[T, D], and each part's combined, weighted x A^T [n, r]."""
         dispatch, experts = self._dispatch, self._experts
-        y_ND = self._products(dispatch.by_expert(inner_NI), experts.down_proj)
+        y_ND = self._expert_matmul(dispatch.by_expert(inner_NI), experts.down_proj)
         if experts.has_bias:
             y_ND += self._bias(experts.down_proj_bias)
-        out_TD = dispatch.combine(y_ND * _sorted(weights_Tk, dispatch.experts)).to(inner_NI.dtype)
-        weight_N1, sums = _sorted(weights_Tk, dispatch.segments), []
+        out_TD = dispatch.combine(y_ND * _sort_weights(weights_Tk, dispatch.experts)).to(inner_NI.dtype)
+        weight_N1, sums = _sort_weights(weights_Tk, dispatch.segments), []
         for part in self._parts(experts.down_name):
             a_ErI, b_1Or = part.adapter.compute[experts.down_name]
-            v_mr = part.groups.products(inner_NI[part.pairs], a_ErI.mT)
+            v_mr = part.groups.matmul(inner_NI[part.pairs], a_ErI.mT)
             sums.append(part.combine((v_mr * weight_N1[part.pairs]).to(v_mr.dtype)))
-            add_product_(out_TD[part.rows], sums[-1], b_1Or[0].t(), part.adapter.scale)
+            add_matmul_(out_TD[part.rows], sums[-1], b_1Or[0].t(), part.adapter.scale)
         return out_TD, sums
 
     def down_backward(
@@ -343,23 +345,23 @@ class _Call:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of the inner rows [N, I] and of the router's weights [T, k]."""
         dispatch, experts, name = self._dispatch, self._experts, self._experts.down_name
-        weight_N1, grad_ND = _sorted(weights_Tk, dispatch.segments), dispatch.rows_by_expert(grad_TD)
+        weight_N1, grad_ND = _sort_weights(weights_Tk, dispatch.segments), dispatch.rows_by_expert(grad_TD)
         # Before the router's weight is applied, so that one product serves both gradients.
-        grad_NI = dispatch.by_segment(self._products(grad_ND, experts.down_proj, back=True))
+        grad_NI = dispatch.by_segment(self._expert_matmul(grad_ND, experts.down_proj, back=True))
         for part, sums_nr in zip(self._parts(name), sums, strict=True):
             adapter, pairs, grad_nD = part.adapter, part.pairs, grad_TD[part.rows]
             a_ErI, b_1Or = adapter.compute[name]
-            grad_mr = product(grad_nD, b_1Or[0], grad_nD.dtype).index_select(0, part.row_m)
-            part.groups.add_products_(grad_NI[pairs], grad_mr, a_ErI, adapter.scale)
+            grad_mr = matmul(grad_nD, b_1Or[0], grad_nD.dtype).index_select(0, part.row_m)
+            part.groups.add_matmul_(grad_NI[pairs], grad_mr, a_ErI, adapter.scale)
             if adapter.gradients is not None:
                 grad_a_ErI, grad_b_1Or = adapter.gradients[name]
                 weighted_mr = (grad_mr * weight_N1[pairs]).to(grad_mr.dtype)
                 part.groups.add_outer_(grad_a_ErI, weighted_mr, inner_NI[pairs], adapter.scale)
-                add_product_(grad_b_1Or[0].t(), sums_nr.t(), grad_nD, adapter.scale)
+                add_matmul_(grad_b_1Or[0].t(), sums_nr.t(), grad_nD, adapter.scale)
         grad_weight_N = (grad_NI * inner_NI).sum(-1)
         if experts.has_bias:
             grad_weight_N += dispatch.by_segment((grad_ND * self._bias(experts.down_proj_bias)).sum(-1))
-        grad_weight_N = grad_weight_N.index_select(0, dispatch.segments.place_N)
+        grad_weight_N = grad_weight_N.index_select(0, dispatch.segments.sorted_N)
         return (grad_NI * weight_N1).to(inner_NI.dtype), grad_weight_N.view(weights_Tk.shape).to(weights_Tk.dtype)
 
     def _parts(self, name: str) -> list[_Part]:
@@ -370,12 +372,12 @@ class _Call:
         """[N, O], by expert."""
         return bias_EO.index_select(0, self._dispatch.expert_N)
 
-    def _products(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
+    def _expert_matmul(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
         """Each expert's pairs times its matrix, or in backward (`back`) times its transpose."""
-        return self._dispatch.groups.products(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
+        return self._dispatch.groups.matmul(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
 
 
-def _sorted(weights_Tk: Tensor, order: PairOrder) -> Tensor:
+def _sort_weights(weights_Tk: Tensor, order: PairOrder) -> Tensor:
     """[N, 1]: the router's weight of each pair."""
     return weights_Tk.reshape(-1, 1).index_select(0, order.pair_N)
 
@@ -411,25 +413,25 @@ class _DownFunction(torch.autograd.Function):
 
 
 def _dispatch(
-    index_Tk: Tensor, routing: Routing, adapters: Sequence[Adapter | None], num_experts: int, *, grouped: bool
+    index_Tk: Tensor, lora_batch: LoRABatch, adapters: Sequence[Adapter | None], num_experts: int, *, grouped: bool
 ) -> _Dispatch:
     """Sort the pairs. Reads group sizes from the device unless the grouped kernel is used."""
     device, num_choices = index_Tk.device, index_Tk.shape[1]
     expert_N, numbers_E = index_Tk.reshape(-1), torch.arange(num_experts, device=device)
     experts = segments = PairOrder.by(expert_N)
     ends = [_ends(expert_N, experts, numbers_E)]
-    if len(routing.segments) > 1:
-        sizes = [num_choices * (stop - start) for start, stop, _ in routing.segments]
+    if len(lora_batch.segments) > 1:
+        sizes = [num_choices * (stop - start) for start, stop, _ in lora_batch.segments]
         segment_N = upload(np.repeat(np.arange(len(sizes)), sizes), device)
         key_N, numbers_K = expert_N + num_experts * segment_N, torch.arange(num_experts * len(sizes), device=device)
         segments = PairOrder.by(key_N)
         ends.append(_ends(key_N, segments, numbers_K))
     on_host = [None] * len(ends) if grouped else read(*ends)
     parts = []
-    for number, ((start, stop, _), adapter) in enumerate(zip(routing.segments, adapters, strict=True)):
+    for number, ((start, stop, _), adapter) in enumerate(zip(lora_batch.segments, adapters, strict=True)):
         if adapter is not None:
             pairs = slice(start * num_choices, stop * num_choices)
-            row_m, place_m = segments.pair_N[pairs] // num_choices - start, segments.place_N[pairs] - pairs.start
+            row_m, place_m = segments.pair_N[pairs] // num_choices - start, segments.sorted_N[pairs] - pairs.start
             own = slice(number * num_experts, (number + 1) * num_experts)
             groups = _groups(ends[-1][own], None if on_host[-1] is None else on_host[-1][own], pairs.start)
             parts.append(_Part(adapter, slice(start, stop), pairs, row_m, place_m, groups))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.backends.torch.adapters import Trained
+from tinsmith.backends.torch.adapters import TrainedModel
 from tinsmith.backends.torch.host import read
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import OPTIMIZERS, AdamParams, DimuonParams, OptimParams
@@ -36,7 +36,7 @@ CLIP_EPSILON = 1e-6
 """torch's clip_grad_norm_ adds this to the norm before dividing."""
 
 
-def check_family(optimizer_type: str) -> str:
+def check_optimizer_type(optimizer_type: str) -> str:
     if optimizer_type not in OPTIMIZERS:
         raise UserError(f"optimizer_config.type is {optimizer_type!r}; it must be one of {', '.join(OPTIMIZERS)}")
     return optimizer_type
@@ -92,16 +92,18 @@ def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tup
     return norms, numbers
 
 
-class Clipped(NamedTuple):
+class ClippedGradient(NamedTuple):
     """A gradient [P] and its clipping factor."""
 
-    trained: Trained
+    trained: TrainedModel
     gradient_P: Tensor
     factor: float
 
 
 @torch.no_grad()
-def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[str, float] | NonFiniteGradientError]:
+def step_adapters(
+    requests: Sequence[tuple[TrainedModel, OptimParams]],
+) -> list[dict[str, float] | NonFiniteGradientError]:
     """Metrics of each checked request, with the gradient's norm before clipping. Drops the gradients.
 
     All or nothing: everything that allocates memory happens before the first number changes.
@@ -109,7 +111,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
     if not requests:
         return []
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
-    groups: dict[OptimParams, list[Clipped]] = {}
+    groups: dict[OptimParams, list[ClippedGradient]] = {}
     gradients = [trained.gradient_or_zeros() for trained, _ in requests]
     norms, steps = norms_and_steps(gradients, [trained.step for trained, _ in requests])
     for (trained, params), gradient_P, norm, step in zip(requests, gradients, norms, steps, strict=True):
@@ -125,7 +127,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": step + 1})
         trained.unshare()
         trained.moments_or_zeros(len(params.state))
-        groups.setdefault(params, []).append(Clipped(trained, gradient_P, factor))
+        groups.setdefault(params, []).append(ClippedGradient(trained, gradient_P, factor))
     changes = [_STEPS[params.family](group, params) for params, group in groups.items()]
     for trained, _ in requests:
         trained.gradient_P = None
@@ -134,7 +136,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
     return outcomes
 
 
-def prepare_adamw(group: Sequence[Clipped], params: OptimParams) -> Callable[[], None]:
+def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
     """One fused pass over all numbers of the group. Nothing changes until the result is called."""
     assert isinstance(params, AdamParams)
     moments = [each.trained.moments_or_zeros(len(params.state)) for each in group]
@@ -172,7 +174,7 @@ RMS = 0.2
 """Root mean square of an update at learning rate 1, typical of AdamW."""
 
 
-def prepare_dimuon(group: Sequence[Clipped], params: OptimParams) -> Callable[[], None]:
+def prepare_dimuon(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
     """Compute the updates. Nothing changes until the result is called, which allocates nothing and cannot fail."""
     changes = [_dimuon_update(each.trained, each.gradient_P * each.factor, params) for each in group]
 
@@ -183,7 +185,7 @@ def prepare_dimuon(group: Sequence[Clipped], params: OptimParams) -> Callable[[]
     return change
 
 
-def _dimuon_update(trained: Trained, gradient_P: Tensor, params: OptimParams) -> Callable[[], None]:
+def _dimuon_update(trained: TrainedModel, gradient_P: Tensor, params: OptimParams) -> Callable[[], None]:
     (momentum_P,) = trained.moments_or_zeros(len(params.state))
     new_momentum_P = torch.lerp(momentum_P, gradient_P, 1 - params.beta1)
     layout = trained.adapter.layout
@@ -223,7 +225,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x_nrc.mT if tall else x_nrc
 
 
-_STEPS: Mapping[str, Callable[[Sequence[Clipped], OptimParams], Callable[[], None]]] = {
+_STEPS: Mapping[str, Callable[[Sequence[ClippedGradient], OptimParams], Callable[[], None]]] = {
     AdamParams.family: prepare_adamw,
     DimuonParams.family: prepare_dimuon,
 }

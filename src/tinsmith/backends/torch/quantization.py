@@ -97,7 +97,7 @@ class QuantisedLinear(MultiLoRALinear):
         return super().__getattr__(name)
 
 
-def maker(kind: str) -> MakeLinear:
+def choose_linear_factory(kind: str) -> MakeLinear:
     """A factory that makes adaptable linears from plain ones. Raises SettingsError if bitsandbytes is missing."""
     if kind not in KINDS:
         raise SettingsError(f"quantize is {kind!r}; choose 'off', 'int8' or 'nf4'")

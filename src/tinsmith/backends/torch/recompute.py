@@ -2,8 +2,8 @@
 
 A decoder layer keeps only its input and runs once more for its gradient: a third more compute for a small part of the
 memory. Each micro-batch is compared with `RECOMPUTE_SHARE` of the free memory, unless the owner has chosen. A layer
-that runs again needs the routing and the plan of its first run, so transformers' own gradient checkpointing cannot be
-used.
+that runs again needs the LoRA batch and the plan of its first run, so transformers' own gradient checkpointing cannot
+be used.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Recompute:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             context = self._context
-            routing, plan = context.routing, context.plan
+            lora_batch, plan = context.lora_batch, context.plan
 
             def again(*args: object, **kwargs: object) -> Tensor:
-                before, (context.routing, context.plan) = (context.routing, context.plan), (routing, plan)
+                before, (context.lora_batch, context.plan) = (context.lora_batch, context.plan), (lora_batch, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    context.routing, context.plan = before
+                    context.lora_batch, context.plan = before
 
             # The base uses no random numbers, so there is no generator state to keep.
             return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)

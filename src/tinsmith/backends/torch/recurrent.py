@@ -4,7 +4,7 @@
 of equal length, so that neither the recurrent state nor the convolution's state passes between sequences, and exchanges
 states through the interface of transformers' caches. A plan (`attention.AttentionPlan.mix`) decides which rows form a
 batch: training pads sequences of similar length on the right, where nothing is kept; sampling takes pieces of equal
-length with the states before them. The module's projections carry adapters as usual, with the routing of the call's
+length with the states before them. The module's projections carry adapters as usual, with the LoRA batch of the call's
 rows.
 
 The module chooses its kernels: transformers uses `flash-linear-attention`, `mamba-ssm` and `causal-conv1d` where
@@ -43,7 +43,7 @@ def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMix
         if is_mixer(module):
             _keep_host_functions(sys.modules[type(module).__module__])
             mixers.append(SequenceMixer(module, context))
-            module.forward = mixers[-1].planned
+            module.forward = mixers[-1].forward_by_plan
     return mixers
 
 
@@ -94,19 +94,19 @@ class SequenceMixer:
             self.state_like = MixerState(*(x if x is None else x[:1].to("meta") for x in cache.state))
         return y_nLD, cache.state if cache is not None else None
 
-    def own_output(self, x_LD: Tensor) -> Tensor:
+    def reference_output(self, x_LD: Tensor) -> Tensor:
         """[L, D]: transformers' module over one sequence, without a cache or a plan."""
         out = self._forward(hidden_states=x_LD[None], attention_mask=None, **self._required)
         return (out if isinstance(out, Tensor) else out[0])[0]
 
     def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: LayerCache | None) -> Tensor:
-        routing = self._context.routing
-        assert routing is not None
-        self._context.routing = routing.for_sequences(starts, x_nLD.shape[1])
+        lora_batch = self._context.lora_batch
+        assert lora_batch is not None
+        self._context.lora_batch = lora_batch.for_sequences(starts, x_nLD.shape[1])
         try:
             out = self._call(x_nLD, cache)
         finally:
-            self._context.routing = routing
+            self._context.lora_batch = lora_batch
         return out if isinstance(out, Tensor) else out[0]
 
     def _call(self, x_nLD: Tensor, cache: LayerCache | None) -> Tensor | tuple[Tensor, ...]:
@@ -119,7 +119,7 @@ class SequenceMixer:
             raise ReleaseError(f"layer {self.layer} ({self.name}) {fault}")
         return out
 
-    def planned(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+    def forward_by_plan(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
         """Replaces the module's forward: [1, T, D] in and out, batched by the plan of the current call."""
         plan = self._context.plan
         if plan is None:

@@ -130,7 +130,7 @@ def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]
 
 
 @contextmanager
-def refusing(shape: ModelShape) -> Iterator[None]:
+def raise_settings_errors(shape: ModelShape) -> Iterator[None]:
     """Turn errors into SettingsError, since a retry would not help; out-of-memory errors pass unchanged. Where the
     installed releases may be the cause, the error names them and those that were tested.
     """

@@ -20,10 +20,17 @@ from typing import Protocol, Unpack
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, Mixer, PackedCausal, prefill, visible
+from tinsmith.backends.torch.attention import (
+    AttentionOptions,
+    AttentionPlan,
+    Mixer,
+    PackedCausal,
+    prefill,
+    visibility_mask,
+)
 from tinsmith.backends.torch.lora import ForwardContext
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.recurrent import SequenceMixer
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.servable import ReleaseError
 from tinsmith.samplers.local.states import Recurrence, RecurrentSpan, SequenceState
 
@@ -47,15 +54,17 @@ class CheckedModel(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+    def forward_modules(
+        self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, lora_batch: LoRABatch
+    ) -> Tensor:
         """[T, D]"""
         ...
 
-    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+    def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
         """[T, V]"""
         ...
 
-    def own_logits(self, *, input_ids: Tensor) -> Tensor:
+    def reference_logits(self, *, input_ids: Tensor) -> Tensor:
         """[T, V]: those of transformers' forward of [1, T] tokens."""
         ...
 
@@ -89,8 +98,8 @@ class _Alone:
     def mix(self, mixer: SequenceMixer, x_TD: Tensor) -> Tensor:
         outputs = []
         for x_LD in x_TD.split(list(self._lengths)):
-            self._context.routing = _base_rows(len(x_LD))
-            outputs.append(mixer.own_output(x_LD))
+            self._context.lora_batch = _base_rows(len(x_LD))
+            outputs.append(mixer.reference_output(x_LD))
         return torch.cat(outputs)
 
 
@@ -100,11 +109,11 @@ def _run_with_gradient(
     """The output, and the gradient of its weighted sum."""
     with torch.enable_grad():
         leaf_TD = x_TD.clone().requires_grad_()
-        context.routing = _base_rows(len(x_TD))
+        context.lora_batch = _base_rows(len(x_TD))
         try:
             y_TD = plan.mix(mixer, leaf_TD)  # pyright: ignore[reportArgumentType]
         finally:
-            context.routing = None
+            context.lora_batch = None
         (gradient_TD,) = torch.autograd.grad((y_TD * weight_TD).sum(), leaf_TD)
     return y_TD.detach(), gradient_TD
 
@@ -142,11 +151,11 @@ def _step(
         spans.append(RecurrentSpan(first, len(x_LD), state, own_cuts))
         first += len(x_LD)
     recurrence = Recurrence(spans, rows[0].device)
-    context.routing = _base_rows(first)
+    context.lora_batch = _base_rows(first)
     try:
         return recurrence.mix(mixer, torch.cat(list(rows))), recurrence
     finally:
-        context.routing = None
+        context.lora_batch = None
 
 
 class _SampledSequence:
@@ -177,7 +186,7 @@ class _SampledSequence:
             k_TGD, v_TGD = (torch.cat(pair) for pair in zip(self._cached[layer], (k_TGD, v_TGD), strict=True))
         self._cached[layer] = k_TGD, v_TGD
         position_1L = torch.arange(self.length, len(k_TGD), device=q_THD.device)[None]
-        mask = visible(position_1L, len(k_TGD), options.get("window"), q_THD.dtype)
+        mask = visibility_mask(position_1L, len(k_TGD), options.get("window"), q_THD.dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
         return prefill(q, k, v, mask, **options)[0].transpose(0, 1)
 
@@ -189,16 +198,16 @@ class _SampledSequence:
 def check_sampling(model: CheckedModel, vocab_size: int) -> None:
     """Sample through the whole model. Raises ReleaseError."""
     tokens_T = (torch.arange(TOKENS, device=model.device) * 7 + 3) % vocab_size
-    expected_TV = model.own_logits(input_ids=tokens_T[None])
+    expected_TV = model.reference_logits(input_ids=tokens_T[None])
     sequence = _SampledSequence(model.device)
 
     def extend(stop: int, difference: str) -> None:
-        start, routing = sequence.length, _base_rows(stop - sequence.length)
+        start, lora_batch = sequence.length, _base_rows(stop - sequence.length)
         sequence.begin(stop - start)
         positions_T = torch.arange(start, stop, device=model.device)
-        hidden_TD = model.through_modules(tokens_T[start:stop], positions_T, sequence, routing)
+        hidden_TD = model.forward_modules(tokens_T[start:stop], positions_T, sequence, lora_batch)
         sequence.finish(stop - start)
-        _compare(model.logits(hidden_TD, routing), expected_TV[start:stop], TOLERANCE[model.dtype], difference)
+        _compare(model.logits(hidden_TD, lora_batch), expected_TV[start:stop], TOLERANCE[model.dtype], difference)
 
     extend(PROMPT, "a prompt differs")
     state = sequence.state
@@ -217,5 +226,5 @@ def _compare(actual: Tensor, expected: Tensor, tolerance: float, difference: str
         raise ReleaseError(f"{difference} from the model's own forward by {error:.2g} (relative)")
 
 
-def _base_rows(num_rows: int) -> Routing:
-    return Routing([Segment(0, num_rows, None)])
+def _base_rows(num_rows: int) -> LoRABatch:
+    return LoRABatch([Segment(0, num_rows, None)])

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Trained
+from tinsmith.backends.torch.adapters import Adapter, AdapterStack, TrainedModel
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
-from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.batch import Example, MicroBatch, build_examples, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.loss import Head, LossSpec, measure
+from tinsmith.backends.torch.loss import Head, LossSpec, compute_metrics
+from tinsmith.backends.torch.matmul import is_launch_bound
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.products import counts_launches
 from tinsmith.backends.torch.profiling import stage
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
@@ -51,7 +51,7 @@ class CheckedPass:
     spec: LossSpec
     examples: list[Example]
     logprobs: list[F32 | None]
-    trained: Trained | None  # None for forward-only
+    trained: TrainedModel | None  # None for forward-only
 
 
 class Trainer:
@@ -72,7 +72,7 @@ class Trainer:
         """
         self._fitting, self._max_tokens, self._limit = sizes, sizes[0], sizes[0]
 
-    def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
+    def run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
         refused: dict[int, UserError] = {}
         while True:
             left = [index for index in range(len(passes)) if index not in refused]
@@ -112,7 +112,7 @@ class Trainer:
         if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
-    def _run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
+    def _run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
         checked = [self._check(index, request, models) for index, request in enumerate(passes)]
         good = [entry for entry in checked if isinstance(entry, CheckedPass)]
         train, score = [], []
@@ -122,7 +122,7 @@ class Trainer:
         batches = [(batch, True) for batch in self._pack(train)]
         batches += [(batch, False) for batch in self._pack(score)]
         specs = {index: entry.spec for index, entry in enumerate(checked) if isinstance(entry, CheckedPass)}
-        buffers = yield from self._run_all(batches, specs, checked)
+        buffers = yield from self._run_micro_batches(batches, specs, checked)
         results = [_result(entry) if isinstance(entry, CheckedPass) else entry for entry in checked]
         failed_adapters = {
             id(entry.trained.adapter)
@@ -154,27 +154,29 @@ class Trainer:
             limit = next((size for size in sizes if recompute.fits(size, device)), min(limit, self._recomputed))
         return pack(examples, limit)
 
-    def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
+    def _accumulate(self, trained: TrainedModel, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
 
-    def _check(self, index: int, request: Pass, models: Mapping[str, Trained]) -> CheckedPass | UserError:
+    def _check(self, index: int, request: Pass, models: Mapping[str, TrainedModel]) -> CheckedPass | UserError:
         trained = models.get(request.model_id)
         if trained is None:
             return UserError(f"model {request.model_id!r} is not loaded")
         try:
             losses.check_pass(request, self._base.shape)
-            placed = [self._base.place(datum.tokens_N, datum.images, request.model_id) for datum in request.data]
+            placed = [
+                self._base.prepare_images(datum.tokens_N, datum.images, request.model_id) for datum in request.data
+            ]
             custom = _custom_run(request)
         except UserError as error:
             return error
         return CheckedPass(
             LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
-            examples_of(request, index, trained.adapter, placed),
+            build_examples(request, index, trained.adapter, placed),
             [None] * len(request.data),
             None if request.forward_only else trained,
         )
 
-    def _run_all(
+    def _run_micro_batches(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
@@ -186,7 +188,7 @@ class Trainer:
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
         # Matrices of several adapters may be stacked while a micro-batch runs.
         stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
-        with self._memory_of(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+        with self._reserve_memory(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches would not free memory for gradients
             try:
                 buffers, stacks = self._open_gradients(adapters)
@@ -194,7 +196,7 @@ class Trainer:
                     if number:
                         yield
                     self._running = batch
-                    self._store_logprobs(batch, self._run_one(batch, specs, train=train), checked)
+                    self._store_logprobs(batch, self._run_micro_batch(batch, specs, train=train), checked)
                 self._running = None
             finally:
                 for adapter in adapters.values():
@@ -209,20 +211,20 @@ class Trainer:
         """Buffers of single adapters by id, and the adapters of a layout that a GPU takes together."""
         groups: dict[int, list[int]] = {}
         for key, adapter in adapters.items():
-            if counts_launches(adapter.flat_P) and type(adapter) is Adapter:
+            if is_launch_bound(adapter.flat_P) and type(adapter) is Adapter:
                 groups.setdefault(id(adapter.layout), []).append(key)
         stacks = [(keys, AdapterStack([adapters[key] for key in keys])) for keys in groups.values() if len(keys) > 1]
         alone = adapters.keys() - {key for keys, _ in stacks for key in keys}
         return {key: adapters[key].open_gradients() for key in alone}, stacks
 
-    def _memory_of(
+    def _reserve_memory(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
     ) -> AbstractContextManager[None]:
         if self.memory is None:
             return nullcontext()
         return self.memory.reserved(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
 
-    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
+    def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
         with stage("forward"):
             hidden_TD = self._hidden(batch, train=train)
@@ -242,16 +244,18 @@ class Trainer:
         """[T, D], differentiable if adapters are trained."""
         device = self._base.device
         tokens_T = upload(batch.tokens_T, device)
-        positions, images = self._base.positions(batch.pieces) if batch.has_images else (batch.positions_T, None)
+        positions, images = (
+            self._base.pack_positions(batch.input_spans) if batch.has_images else (batch.positions_T, None)
+        )
         positions_T = upload(positions, device)
         plan = self._attention_plan(batch)
         if train:
             self._base.recompute.decide(len(tokens_T), device)
         with torch.set_grad_enabled(train):
-            return self._base.hidden(tokens_T, positions_T, plan, batch.routing, images=images)
+            return self._base.hidden(tokens_T, positions_T, plan, batch.lora_batch, images=images)
 
     def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
-        return PackedCausal(batch.lengths, self._base.device, batch.seen if batch.has_images else ())
+        return PackedCausal(batch.lengths, self._base.device, batch.visible_counts if batch.has_images else ())
 
     @staticmethod
     def _store_logprobs(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
@@ -274,7 +278,7 @@ def _custom_run(request: Pass) -> CustomRun | None:
 def _result(entry: CheckedPass) -> PassResult | UserError:
     logprobs = [array for array in entry.logprobs if array is not None]
     if entry.spec.custom is None:
-        metrics = measure(entry.spec, entry.examples, logprobs)
+        metrics = compute_metrics(entry.spec, entry.examples, logprobs)
         return PassResult(tuple(logprobs), metrics, _elementwise(entry, logprobs))
     outcome = entry.spec.custom.finish(logprobs)
     if isinstance(outcome, UserError):
@@ -319,10 +323,10 @@ class DeterministicTrainer(Trainer):
         hidden_TD = super()._hidden(batch, train=True)
         return hidden_TD if train else hidden_TD.detach()
 
-    def _accumulate(self, trained: Trained, buffer_P: Tensor) -> None:
+    def _accumulate(self, trained: TrainedModel, buffer_P: Tensor) -> None:
         trained.gradient_P = buffer_P  # it started from the accumulated gradient
 
-    def _run_all(
+    def _run_micro_batches(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         specs: Mapping[int, LossSpec],
@@ -332,15 +336,15 @@ class DeterministicTrainer(Trainer):
         for number, (batch, train) in enumerate(batches):
             if number:
                 yield
-            own = yield from super()._run_all([(batch, train)], specs, checked)
+            own = yield from super()._run_micro_batches([(batch, train)], specs, checked)
             for key, gradient_P in own.items():
                 if key not in totals:
-                    totals[key] = _accumulated(batch, checked)
+                    totals[key] = _clone_gradient(batch, checked)
                 totals[key] += gradient_P
         return totals
 
 
-def _accumulated(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) -> Tensor:
+def _clone_gradient(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) -> Tensor:
     entry = checked[batch.examples[0].pass_index]
     assert isinstance(entry, CheckedPass) and entry.trained is not None
     return entry.trained.gradient_or_zeros().clone()

@@ -31,9 +31,9 @@ from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, AttentionProbe
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import DeviceRouting, LoRADelta, LoRAProduct, MultiLoRALinear, Recomputed
-from tinsmith.backends.torch.products import frozen_product, has_onednn, linear_product, packed, suits_mkl
-from tinsmith.backends.torch.routing import Routing
+from tinsmith.backends.torch.lora import DeviceLoRABatch, LoRADelta, LoRALinear, MultiLoRALinear, RecomputedFunction
+from tinsmith.backends.torch.lora_batch import LoRABatch
+from tinsmith.backends.torch.matmul import has_onednn, linear_of_few_rows, onednn_linear, pack_weight, suits_mkl
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MAX_PACKED_BYTES
 
@@ -49,7 +49,7 @@ SWAPPED_ROWS = 128
 """Up to this many rows, weights that are not packed are the left operand of their product."""
 
 
-class FusedLinear(LoRAProduct):
+class FusedLinear(LoRALinear):
     """Linears that read the same rows as one product. Their weights become views of one tensor, so nothing is stored
     twice; `pack` makes a second copy for rows without gradients.
     """
@@ -70,30 +70,34 @@ class FusedLinear(LoRAProduct):
 
     def pack(self) -> None:
         if self._has_onednn:
-            self._packed_OI = packed(self.weight)
+            self._packed_OI = pack_weight(self.weight)
 
     def __call__(
-        self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None, before: Recomputed | None = None
+        self,
+        x_TI: Tensor,
+        lora_batch: LoRABatch,
+        dtype: torch.dtype | None = None,
+        before: RecomputedFunction | None = None,
     ) -> Tensor:
         """[T, O]: the linears' outputs, concatenated; in `dtype`, to which the adapters' deltas are added. Rows after
-        the routing's belong to the base model. The linears read what `before` makes of x.
+        the LoRA batch belong to the base model. The linears read what `before` makes of x.
         """
         if torch.is_grad_enabled():
-            return self.with_gradient(x_TI, self.delta.work(routing), before)
+            return self.forward_with_gradient(x_TI, self.delta.groups(lora_batch), before)
         if before is not None:
             x_TI = before.forward(x_TI)
-        if isinstance(routing, DeviceRouting):
-            return self.device_rows(x_TI, routing, dtype)
-        work = self.delta.work(routing)
+        if isinstance(lora_batch, DeviceLoRABatch):
+            return self.forward_device_rows(x_TI, lora_batch, dtype)
+        adapter_groups = self.delta.groups(lora_batch)
         if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
-            return self.forward_rows(x_TI, work, dtype)[0]
+            return self.forward_rows(x_TI, adapter_groups, dtype)[0]
         if self._packed_OI is None:
-            y_TO = frozen_product(x_TI, self.weight, self.bias)
+            y_TO = linear_of_few_rows(x_TI, self.weight, self.bias)
         else:
-            y_TO = linear_product(x_TI, self._packed_OI, self.bias)
+            y_TO = onednn_linear(x_TI, self._packed_OI, self.bias)
         if dtype is not None:
             y_TO = y_TO.to(dtype)
-        self.delta.forward_(y_TO, x_TI, work)
+        self.delta.forward_(y_TO, x_TI, adapter_groups)
         return y_TO
 
 
@@ -181,17 +185,17 @@ class _Call(NamedTuple):
     """Arguments that all layers of one forward share."""
 
     plan: AttentionPlan
-    routing: Routing
+    lora_batch: LoRABatch
     cos_T1E: Tensor
     signed_T1E: Tensor  # the sine, with the sign for exchanged halves
     num_rows: int  # rows after these are padding
 
 
 class _Ending(NamedTuple):
-    """The rows whose final hidden states are wanted: the last layer's MLP computes only these rows."""
+    """The rows whose final hidden states are needed: the last layer's MLP computes only these rows."""
 
     rows_n: Tensor
-    routing: Routing
+    lora_batch: LoRABatch
 
 
 @dataclass(slots=True)
@@ -214,28 +218,30 @@ class _Layer:
         return self.qkv, self.out, self.gate_up, self.down
 
     def forward(self, x_TD: Tensor, call: _Call, ending: _Ending | None = None) -> Tensor:
-        out_TO, routing = self._attend(x_TD, call), call.routing
+        out_TO, lora_batch = self._attend(x_TD, call), call.lora_batch
         if ending is not None:
             x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
-            routing = ending.routing
-        x_TD = x_TD + self.out(out_TO, routing)
-        gate_up = self.gate_up(x_TD, routing, before=self.before_mlp)
-        return x_TD + self.down(gate_up, routing, before=_SWIGLU)
+            lora_batch = ending.lora_batch
+        x_TD = x_TD + self.out(out_TO, lora_batch)
+        gate_up = self.gate_up(x_TD, lora_batch, before=self.before_mlp)
+        return x_TD + self.down(gate_up, lora_batch, before=_SWIGLU)
 
     def _attend(self, x_TD: Tensor, call: _Call) -> Tensor:
         num_rows = call.num_rows
-        qkv = self.qkv(x_TD, call.routing, before=self.before_attention)
+        qkv = self.qkv(x_TD, call.lora_batch, before=self.before_attention)
         qkv = qkv.view(len(x_TD), self.num_heads + 2 * self.num_keys, self.head_dim)
-        queries, keys, values = (_first(x, num_rows) for x in self._turned(qkv, call))
+        queries, keys, values = (_first(x, num_rows) for x in self._apply_qk_norm_rope(qkv, call))
         out_TO = call.plan.attend(self.index, queries, keys, values, **self.attention).flatten(1)
         return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
 
-    def _turned(self, qkv: Tensor, call: _Call) -> Sequence[Tensor]:
+    def _apply_qk_norm_rope(self, qkv: Tensor, call: _Call) -> Sequence[Tensor]:
         """Queries and keys, rotated after their norms, and values."""
         heads, keys, norm = self.num_heads, self.num_keys, self.head_norm
         if qkv.is_cuda:
             kernels, (weight, eps) = _kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            return kernels.turn(qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps))
+            return kernels.apply_qk_norm_rope(
+                qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps)
+            )
         turned, values = qkv.split_with_sizes([heads + keys, keys], 1)
         if norm is not None:
             turned = norm(turned)
@@ -260,7 +266,7 @@ class Decoder:
     @classmethod
     def of(cls, modules: nn.Module, unembedding: MultiLoRALinear) -> Decoder | None:
         """None where the modules differ from these layers in any way."""
-        return cls(modules, unembedding) if are_known(modules) else None
+        return cls(modules, unembedding) if are_supported_layers(modules) else None
 
     def prepare(self) -> None:
         """Join the weights of linears that read the same rows."""
@@ -297,13 +303,13 @@ class Decoder:
         tokens_T: Tensor,
         positions_T: Tensor,
         plan: AttentionPlan,
-        routing: Routing,
-        wanted: Sequence[int] | None = None,
+        lora_batch: LoRABatch,
+        output_rows: Sequence[int] | None = None,
         *,
         recompute: bool = False,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; only of the `wanted` rows (ascending) if given. With `recompute`
-        a layer keeps only its input for its gradient.
+        """[T, D]: hidden states after the final norm; only of the `output_rows` rows (ascending) if given. With
+        `recompute` a layer keeps only its input for its gradient.
         """
         num_rows = len(tokens_T)
         pads = self._head is not None and not torch.is_grad_enabled()
@@ -314,13 +320,15 @@ class Decoder:
         cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
         half = sin_1TE.shape[-1] // 2
         signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
-        call = _Call(plan, routing, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
+        call = _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
         for layer in self._layers[:-1]:
             x_TD = self._through(layer, x_TD, call, recompute=recompute)
         last = self._layers[-1]
-        if wanted is None:
+        if output_rows is None:
             return _first(self._final(self._through(last, x_TD, call, recompute=recompute)), num_rows)
-        return self._final(last.forward(x_TD, call, self._ending(routing, wanted, x_TD.device)))[: len(wanted)]
+        return self._final(last.forward(x_TD, call, self._ending(lora_batch, output_rows, x_TD.device)))[
+            : len(output_rows)
+        ]
 
     @staticmethod
     def _through(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
@@ -329,16 +337,16 @@ class Decoder:
         # The base uses no random numbers, so there is no generator state to keep.
         return checkpoint(layer.forward, x_TD, call, use_reentrant=False, preserve_rng_state=False)
 
-    def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
-        padding = round_up(len(wanted)) - len(wanted) if self._head is not None else 0
-        rows_n = upload(np.array([*wanted, *[wanted[-1]] * padding]), device)
-        return _Ending(rows_n, routing.only(wanted))
+    def _ending(self, lora_batch: LoRABatch, output_rows: Sequence[int], device: torch.device) -> _Ending:
+        padding = round_up(len(output_rows)) - len(output_rows) if self._head is not None else 0
+        rows_n = upload(np.array([*output_rows, *[output_rows[-1]] * padding]), device)
+        return _Ending(rows_n, lora_batch.select(output_rows))
 
-    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
+    def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor | None:
         """[T, V] float32; None without oneDNN. LoRA deltas are rounded separately, as in the
         unembedding's own module.
         """
-        return None if self._head is None else self._head(hidden_TD, routing, torch.float32)
+        return None if self._head is None else self._head(hidden_TD, lora_batch, torch.float32)
 
 
 def round_up(num_rows: int) -> int:
@@ -348,10 +356,10 @@ def round_up(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def are_known(modules: nn.Module) -> bool:
+def are_supported_layers(modules: nn.Module) -> bool:
     """Whether a decoder's layers are exactly those implemented here."""
     layers = getattr(modules, "layers", None)
-    return isinstance(layers, nn.ModuleList) and all(_is_known(layer) for layer in layers)
+    return isinstance(layers, nn.ModuleList) and all(_is_supported_layer(layer) for layer in layers)
 
 
 @torch.no_grad()
@@ -362,7 +370,7 @@ def attention_options_of(modules: nn.Module) -> dict[int, AttentionOptions]:
     return {layer: call.options for layer, (call,) in probe.calls.items()}
 
 
-def _is_known(layer: nn.Module) -> bool:
+def _is_supported_layer(layer: nn.Module) -> bool:
     if type(layer).__name__ not in FUSED_LAYERS:
         return False
     linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]

@@ -100,7 +100,7 @@ class ImageInput:
     positions_3N: I64
     bidirectional: bool = False
 
-    def seen(self, start: int, stop: int) -> I64 | None:
+    def visible_counts(self, start: int, stop: int) -> I64 | None:
         """[stop - start]: for tokens start..stop, the number of tokens that each one sees from the first on; None:
         those up to itself.
         """
@@ -149,7 +149,7 @@ class ImageInput:
 class InputSpan(NamedTuple):
     """Tokens start..stop of a sequence among the rows of a step; `placed` None: without images."""
 
-    placed: ImageInput | None
+    image_input: ImageInput | None
     start: int
     stop: int
 
@@ -193,7 +193,7 @@ class _QwenTower:
         output = self.module(upload(pixels.patches.numpy(), device), grid_thw=pixels.grid_thw.to(device))
         return Features(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
-    def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
+    def reference_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
         """Arguments of the model's own forward for an input with this image, apart from token ids."""
         device, grid_thw = is_image_T.device, pixels.grid_thw
         assert grid_thw is not None
@@ -248,7 +248,7 @@ class _GemmaTower:
         hidden = self.module(pixel_values=upload(pixels.patches.numpy(), device)).last_hidden_state
         return Features(self._projector(hidden)[0], ())
 
-    def own_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
+    def reference_inputs(self, pixels: _Pixels, is_image_T: Tensor) -> dict[str, Tensor]:
         return {"pixel_values": pixels.patches.to(is_image_T.device), "token_type_ids": is_image_T.int()[None]}
 
     def positions(self, length: int, images: Sequence[Image], grids: Sequence[tuple[int, int]]) -> I64:
@@ -302,13 +302,13 @@ class Vision:
         rows, columns = self._shape.grid(2 * side, side)
         return Image("probe", file.getvalue(), "png", 2 * side, side, 0, rows * columns, b"probe")
 
-    def own_inputs(self, image: Image, tokens_T: Tensor) -> dict[str, Tensor]:
+    def reference_inputs(self, image: Image, tokens_T: Tensor) -> dict[str, Tensor]:
         """Arguments of the model's own forward for an input with this image, apart from token ids."""
-        return self._tower.own_inputs(self._read(image, keep=False), tokens_T == self.image_token_id)
+        return self._tower.reference_inputs(self._read(image, keep=False), tokens_T == self.image_token_id)
 
     # Positions.
 
-    def place(self, length: int, images: tuple[Image, ...], scope: str = "") -> ImageInput | None:
+    def prepare_images(self, length: int, images: tuple[Image, ...], scope: str = "") -> ImageInput | None:
         """The positions of an input's tokens. Decodes its images; raises UserError naming the chunk if one is invalid.
 
         Images are cached per `scope`, since a faster answer would reveal that an image was sent before.
@@ -368,17 +368,17 @@ class Vision:
             found = self._tower.features(pixels, self._device)
         self._features[image.digest] = found
         self.feature_bytes += found.num_bytes
-        self.keep_within(min(FEATURE_BYTES, self.limit_bytes()))
+        self.evict_to(min(FEATURE_BYTES, self.limit_bytes()))
         return found
 
-    def keep_within(self, num_bytes: float) -> None:
+    def evict_to(self, num_bytes: float) -> None:
         """Drop the least recently used features until at most `num_bytes` are cached."""
         while self._features and self.feature_bytes > num_bytes:
             _, oldest = self._features.popitem(last=False)
             self.feature_bytes -= oldest.num_bytes
 
     def _read(self, image: Image, *, keep: bool = True) -> _Pixels:
-        pixels, (rows, columns) = self._tower.read(decoded(image))
+        pixels, (rows, columns) = self._tower.read(decode_image(image))
         if rows * columns != image.num_tokens:
             raise UserError(
                 f"{image.path} takes {image.num_tokens} tokens by its header of {image.width} x {image.height} "
@@ -396,7 +396,7 @@ class Vision:
         return pixels
 
 
-def decoded(image: Image) -> Pillow.Image:
+def decode_image(image: Image) -> Pillow.Image:
     """RGB pixels, rotated as the EXIF data say. Raises UserError naming the chunk if the image is invalid."""
     try:
         with warnings.catch_warnings():

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.attention import AttentionOptions, Window
-from tinsmith.backends.torch.products import SUITS_MKL
+from tinsmith.backends.torch.matmul import SUITS_MKL
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.types import I64
 

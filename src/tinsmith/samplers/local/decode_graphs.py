@@ -27,9 +27,9 @@ from torch import Tensor
 from tinsmith.backends.torch.adapters import Layout
 from tinsmith.backends.torch.attention import AttentionOptions, Mixer
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.lora import DeviceRouting
+from tinsmith.backends.torch.lora import DeviceLoRABatch
+from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import BLOCK_ROWS, Segment, blocks_of
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import SequenceRows
 from tinsmith.types import I64
@@ -92,15 +92,15 @@ class DecodeGraphs:
     def clear(self) -> None:
         self._steps.clear()
 
-    def hidden(self, tokens_T: Tensor, rows: Sequence[SequenceRows], routing: DeviceRouting) -> Tensor | None:
+    def hidden(self, tokens_T: Tensor, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> Tensor | None:
         """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph."""
-        key = self._key(rows, routing)
-        inputs = None if key is None else self._build_inputs(key, rows, routing)
+        key = self._key(rows, lora_batch)
+        inputs = None if key is None else self._build_inputs(key, rows, lora_batch)
         if key is None or inputs is None:
             return None
         step, device = self._steps.get(key), self._base.device
         if is_new := step is None:
-            layout = next((segment.layout for segment in routing.segments if segment.layout), None)
+            layout = next((segment.layout for segment in lora_batch.segments if segment.layout), None)
             tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
             self._steps[key] = step = _Step(layout, tokens_n, upload(inputs, device))
         else:
@@ -114,12 +114,12 @@ class DecodeGraphs:
         step.graph.replay()
         return step.hidden_nD[: len(rows)]
 
-    def _key(self, rows: Sequence[SequenceRows], routing: DeviceRouting) -> _Key | None:
-        if not self._can_capture or routing.num_rows != len(rows) or len(rows) > CAPTURE_ROWS[-1]:
+    def _key(self, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> _Key | None:
+        if not self._can_capture or lora_batch.num_rows != len(rows) or len(rows) > CAPTURE_ROWS[-1]:
             return None
         if any(row.start == 0 or row.visible_counts is not None for row in rows):
             return None
-        layouts = {id(segment.layout) for segment in routing.segments if segment.adapter is not None}
+        layouts = {id(segment.layout) for segment in lora_batch.segments if segment.adapter is not None}
         if len(layouts) > 1:
             return None
         num_blocks, width = max(len(row.blocks) for row in rows), MIN_TABLE_WIDTH
@@ -128,11 +128,11 @@ class DecodeGraphs:
         num_rows = next(size for size in CAPTURE_ROWS if size >= len(rows))
         return _Key(num_rows, width, next(iter(layouts), 0))
 
-    def _build_inputs(self, key: _Key, rows: Sequence[SequenceRows], routing: DeviceRouting) -> I64 | None:
+    def _build_inputs(self, key: _Key, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> I64 | None:
         """Positions, slots, numbers of keys, blocks of rows and the block table of the rows, in this order. None if
         the rows have too many adapters.
         """
-        row_blocks = [block for segment in routing.segments for block in blocks_of(segment)]
+        row_blocks = [block for segment in lora_batch.segments for block in list_row_blocks(segment)]
         max_row_blocks = _num_blocks(key)
         if len(row_blocks) > max_row_blocks:
             return None
@@ -159,8 +159,8 @@ class DecodeGraphs:
         positions_n, slots_n, keys_n, blocks, table = step.inputs.split(sizes)
         plan = _Plan(self._cache, slots_n, keys_n.int(), table.int().view(num, -1))
         tables = [] if step.layout is None else [(step.layout, blocks.view(-1, 4))]
-        routing = DeviceRouting([Segment(0, num, None)], tables=tables)
-        return decoder.hidden(step.tokens_n, positions_n, plan, routing)
+        lora_batch = DeviceLoRABatch([Segment(0, num, None)], tables=tables)
+        return decoder.hidden(step.tokens_n, positions_n, plan, lora_batch)
 
     def _capture(self, key: _Key, step: _Step) -> bool:
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import Readback, upload, upload_all
-from tinsmith.backends.torch.lora import DeviceRouting
-from tinsmith.backends.torch.memory import MemoryManager, memory_errors, sampled_rows
+from tinsmith.backends.torch.lora import DeviceLoRABatch
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.memory import MemoryManager, choose_step_rows, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
-from tinsmith.backends.torch.routing import Routing, Segment
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
@@ -81,7 +81,7 @@ EXHAUSTED = (
 MANY_ROWS = 32
 """Adapters with this many rows or more keep their order from step to step, and so reuse their stacked matrices."""
 
-MAX_ROUTINGS = 4
+MAX_LORA_BATCHES = 4
 """Routings in the cache: a step has one for its rows and one for those it samples from."""
 
 MAX_SEQUENCES = 512
@@ -152,7 +152,7 @@ class LocalSampler:
             BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
             max_sequences=states.max_sequences,
-            max_tokens=options.max_tokens_per_step or sampled_rows(base),
+            max_tokens=options.max_tokens_per_step or choose_step_rows(base),
             snapshots=StateSnapshots(states.max_snapshots) if self._keeps_states else None,
         )
         self._deterministic = options.deterministic
@@ -170,7 +170,9 @@ class LocalSampler:
         self._graphs = DecodeGraphs(base, self._cache) if uses_graphs else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
-        self._routings: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], Routing | None] = OrderedDict()
+        self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
+            OrderedDict()
+        )
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
@@ -197,7 +199,7 @@ class LocalSampler:
         max_new_tokens = self._max_new_tokens(sample)
         if grammar := _grammar_of(sample):
             self._grammars.compile(grammar)
-        image_input = self._base.place(sample.prompt_T, sample.images, sample.cache_scope)
+        image_input = self._base.prepare_images(sample.prompt_T, sample.images, sample.cache_scope)
         request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens, image_input)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
@@ -318,7 +320,8 @@ class LocalSampler:
                     self._batcher.snapshots.forget(weights.weights_id)
                 del self._weights[version_id]
         if not self._requests:
-            self._routings.clear()  # they hold adapters; while there are requests, the next routings replace them
+            # They hold adapters; while there are requests, the next LoRA batches replace them.
+            self._lora_batches.clear()
 
     def _max_new_tokens(self, sample: Sample) -> int:
         """Raises UserError if the request can never run."""
@@ -425,9 +428,9 @@ class LocalSampler:
         tokens_T = self._upload_tokens(tokens, spans)
         sizes = [span.stop - span.start for span in spans]
         has_images = any(span.sequence.request.image_input for span in spans)
-        routing = self._routing(adapters, sizes, on_device=not has_images)
-        if self._graphs is not None and isinstance(routing, DeviceRouting):
-            hidden_TD = self._graphs.hidden(tokens_T, rows, routing)
+        lora_batch = self._lora_batch(adapters, sizes, on_device=not has_images)
+        if self._graphs is not None and isinstance(lora_batch, DeviceLoRABatch):
+            hidden_TD = self._graphs.hidden(tokens_T, rows, lora_batch)
             if hidden_TD is not None:
                 for span in spans:
                     self._batcher.advance(span)
@@ -445,7 +448,7 @@ class LocalSampler:
             output_rows = [len(tokens_T) - 1]
         positions_T, images = self._positions(plan, spans)
         hidden_TD = self._base.hidden(
-            tokens_T, positions_T, plan, routing, None if len(output_rows) == len(tokens_T) else output_rows, images
+            tokens_T, positions_T, plan, lora_batch, None if len(output_rows) == len(tokens_T) else output_rows, images
         )
         if recurrence is not None:
             self._store_states(spans, recurrence)
@@ -454,21 +457,21 @@ class LocalSampler:
                 self._batcher.advance(span)
         return list(zip(spans, counts, strict=True)), hidden_TD
 
-    def _routing(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> Routing:
-        """Decode steps repeat their rows: the second routing of these rows is cached, with its stacked matrices. A GPU
-        needs neither; `on_device` is False for rows of modules, which take no DeviceRouting.
+    def _lora_batch(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> LoRABatch:
+        """Decode steps repeat their rows: the second LoRA batch of these rows is cached, with its stacked matrices. A
+        GPU needs neither; `on_device` is False for rows of modules, which take no DeviceLoRABatch.
         """
         if self._graphs is not None:
-            return DeviceRouting.of(adapters, sizes) if on_device else Routing.of(adapters, sizes)
+            return DeviceLoRABatch.of(adapters, sizes) if on_device else LoRABatch.of(adapters, sizes)
         if self._deterministic:
-            return Routing.of(adapters, sizes)
+            return LoRABatch.of(adapters, sizes)
         key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
-        is_repeated = key in self._routings
-        routing = self._routings.pop(key, None) or Routing.of(adapters, sizes, repeats=is_repeated)
-        self._routings[key] = routing if is_repeated else None
-        while len(self._routings) > MAX_ROUTINGS:
-            self._routings.popitem(last=False)
-        return routing
+        is_repeated = key in self._lora_batches
+        lora_batch = self._lora_batches.pop(key, None) or LoRABatch.of(adapters, sizes, repeats=is_repeated)
+        self._lora_batches[key] = lora_batch if is_repeated else None
+        while len(self._lora_batches) > MAX_LORA_BATCHES:
+            self._lora_batches.popitem(last=False)
+        return lora_batch
 
     def _upload_tokens(self, tokens_T: I32, spans: Seq[TokenSpan]) -> Tensor:
         """[T] The tokens on the device, with those that are unread."""
@@ -488,7 +491,7 @@ class LocalSampler:
         if not any(span.sequence.request.image_input for span in spans):
             return plan.positions_T, None
         input_spans = [InputSpan(span.sequence.request.image_input, span.start, span.stop) for span in spans]
-        positions, images = self._base.positions(input_spans)
+        positions, images = self._base.pack_positions(input_spans)
         return upload(positions, self._base.device), images
 
     def _forward_chunks(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
@@ -540,17 +543,17 @@ class LocalSampler:
         state after the chunk.
         """
         num = len(tokens_T)
-        visible_counts = image_input.seen(first, first + num) if image_input is not None else None
+        visible_counts = image_input.visible_counts(first, first + num) if image_input is not None else None
         rows = SequenceRows(first, first + num, [*blocks, *[0] * num], None, visible_counts)
         recurrence = Recurrence([RecurrentSpan(0, num, state)], self._base.device) if self._keeps_states else None
         plan = PagedPlan(cache, [rows], self._base.device, written_rows=output_rows, recurrence=recurrence)
         rows_T = upload(tokens_T, self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None
         if image_input is not None:
-            positions, images = self._base.positions([InputSpan(image_input, first, first + num)])
+            positions, images = self._base.pack_positions([InputSpan(image_input, first, first + num)])
             positions_T = upload(positions, self._base.device)
-        routing = Routing([Segment(0, num, adapter)])
-        hidden_TD = self._base.hidden(rows_T, positions_T, plan, routing, images=images)
+        lora_batch = LoRABatch([Segment(0, num, adapter)])
+        hidden_TD = self._base.hidden(rows_T, positions_T, plan, lora_batch, images=images)
         return hidden_TD[output_rows], recurrence.final_states[0] if recurrence is not None else None
 
     @torch.inference_mode()
@@ -564,7 +567,7 @@ class LocalSampler:
             cache.resize(3)  # block 0 is the null block
             first, state = self._forward_chunk(cache, tokens_T[:num], 0, [1, 2], None, slice(num), None)
             second, _ = self._forward_chunk(cache, tokens_T[num:], num, [1, 2], None, slice(num), state)
-            runs.append([first, second, self._base.logits(second[-1:], Routing([Segment(0, 1, None)]))])
+            runs.append([first, second, self._base.logits(second[-1:], LoRABatch([Segment(0, 1, None)]))])
         if not all(torch.equal(first, second) for first, second in zip(*runs, strict=True)):
             raise SettingsError("repeating a forward gives different bits on this machine: it is not deterministic")
 
@@ -598,10 +601,10 @@ class LocalSampler:
         num_padding = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
         rows = [row for _, row in [*spans, *[spans[-1]] * num_padding]]
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
-        routing = self._routing([*adapters, *[None] * num_padding], [1] * len(rows))
+        lora_batch = self._lora_batch([*adapters, *[None] * num_padding], [1] * len(rows))
         if rows != [*range(len(hidden_TD))]:
             hidden_TD = hidden_TD.index_select(0, upload(np.array(rows), hidden_TD.device))
-        logits_BV = self._base.next_logits(hidden_TD, routing)[: len(spans)]
+        logits_BV = self._base.next_logits(hidden_TD, lora_batch)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
         if self._deterministic:
@@ -696,7 +699,7 @@ class LocalSampler:
 
 def _sequence_rows(span: TokenSpan) -> SequenceRows:
     image_input = span.sequence.request.image_input
-    visible_counts = image_input.seen(span.start, span.stop) if image_input is not None else None
+    visible_counts = image_input.visible_counts(span.start, span.stop) if image_input is not None else None
     return SequenceRows(span.start, span.stop, span.sequence.blocks, span.sequence, visible_counts)
 
 

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
+from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.routing import Routing, Segment
 
 MIN_CACHE_BYTES = 512 * 2**20
 
@@ -180,7 +180,7 @@ def probe_layers(base: BaseModel) -> AttentionProbe:
     probe = AttentionProbe()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
-        base.hidden(token_T, token_T, probe, Routing([Segment(0, 1, None)]))
+        base.hidden(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
     return probe
 
 

@@ -35,7 +35,7 @@ from tinsmith.backends.torch.attention import (
     Window,
     decode,
     prefill,
-    visible,
+    visibility_mask,
 )
 from tinsmith.backends.torch.host import upload, upload_all
 from tinsmith.backends.torch.model import BaseModel
@@ -275,7 +275,7 @@ class PagedPlan:
         if window not in group.masks:
             # Rows without a cache are numbered from 0, as their keys are; padding repeats the last row.
             position_nL = group.positions_nL.view(group.num, group.num_rows)
-            group.masks[window] = visible(position_nL, num_keys, window, k_nGKD.dtype, group.visible_nL)
+            group.masks[window] = visibility_mask(position_nL, num_keys, window, k_nGKD.dtype, group.visible_nL)
         return group.masks[window]
 
 

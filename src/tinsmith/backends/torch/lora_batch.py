@@ -1,6 +1,6 @@
 """Which rows of a packed batch have which adapter, and which neighbours share batched products. Knows no product.
 
-Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, R inner rows of a
+Shapes: T rows of a packed batch, n rows of a segment, S segments of a group, I inputs, O outputs, R inner rows of a
 LoRADelta.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, Layout, LinearB, StackedA
 from tinsmith.backends.torch.host import upload
-from tinsmith.backends.torch.products import add_product_, add_products_
+from tinsmith.backends.torch.matmul import add_bmm_, add_matmul_
 
 MAX_PADDING = 0.25
 """The most rows of padding in a batch of segments, as a share of its own rows, in bfloat16: without it, a training step
@@ -25,13 +25,13 @@ of eight tenants with 24 to 64 rows takes 1.2 times as long, prompts of eight ad
 """
 
 BLOCK_ROWS = 16
-"""Rows of a `DeviceRouting`'s block: the fewest that a tensor core multiplies."""
+"""Rows of a `DeviceLoRABatch`'s block: the fewest that a tensor core multiplies."""
 
 
 Stacks = tuple[list[tuple[StackedA, Tensor]], list[tuple[LinearB, Tensor]]]
 
 
-class Joined(NamedTuple):
+class PackedMatrices(NamedTuple):
     """An adapter's matrices of a LoRADelta in oneDNN's layout: all A's, and all B's with zeros between them, scaled."""
 
     a_RI: Tensor
@@ -50,14 +50,14 @@ class Segment(NamedTuple):
         return None if self.adapter is None else self.adapter.layout
 
 
-class Run:
+class AdapterGroup:
     """Adjacent segments, from row `start` on, with adapters of one layout and scale. The longest has `length` rows, to
     which the others are padded in batched products.
 
     `stacks` caches the matrices of each LoRADelta for the duration of the micro-batch.
     """
 
-    __slots__ = ("_cells_T", "_rows", "_rows_C", "adapters", "length", "lengths", "stacks", "start", "stop")
+    __slots__ = ("_cells_T", "_rows_C", "_stack", "adapters", "length", "lengths", "stacks", "start", "stop")
 
     def __init__(self, start: int, length: int, adapter: Adapter) -> None:
         self.start = start
@@ -65,10 +65,10 @@ class Run:
         self.length = length
         self.lengths = [length]
         self.adapters = [adapter]
-        self.stacks: dict[object, Stacks | Joined] = {}  # by LoRADelta
+        self.stacks: dict[object, Stacks | PackedMatrices] = {}  # by LoRADelta
         self._cells_T: Tensor | None = None
         self._rows_C: Tensor | None = None
-        self._rows: tuple[AdapterStack, slice] | None = None
+        self._stack: tuple[AdapterStack, slice] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Run:
         """The versions of the adapters' weights."""
         return tuple(adapter.version for adapter in self.adapters)
 
-    def takes(self, start: int, length: int, adapter: Adapter) -> bool:
+    def can_join(self, start: int, length: int, adapter: Adapter) -> bool:
         """Whether a segment can join, without or with little padding."""
         first = self.adapters[0]
         if start != self.stop or adapter.layout is not first.layout or adapter.scale != first.scale:
@@ -97,18 +97,18 @@ class Run:
     @property
     def stack(self) -> tuple[AdapterStack, slice] | None:
         """Its adapters as neighbours in a stack; None if they are not."""
-        places = [adapter.stacked for adapter in self.adapters]
-        if self._rows is None and len(places) > 1 and places[0] is not None:
+        places = [adapter.stack_slot for adapter in self.adapters]
+        if self._stack is None and len(places) > 1 and places[0] is not None:
             stack, start = places[0]
             if places == [(stack, start + i) for i in range(len(places))]:
-                self._rows = stack, slice(start, start + len(places))
-        return self._rows
+                self._stack = stack, slice(start, start + len(places))
+        return self._stack
 
-    def rows(self, x_TI: Tensor, *, repeats: bool = False) -> Tensor:
+    def batch_rows(self, x_TI: Tensor, *, repeats: bool = False) -> Tensor:
         """[S, n, I], with zeros for padding; [n, I] of a single segment. `repeats`: padding repeats a segment's last
         row, which takes one operation; for products with zeros there.
         """
-        own_TI = self.own(x_TI)
+        own_TI = self.select_rows(x_TI)
         if len(self.adapters) == 1:
             return own_TI
         if self.is_padded and repeats:
@@ -118,19 +118,19 @@ class Run:
             own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
         return own_TI.view(len(self.adapters), self.length, -1)
 
-    def add_products_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
+    def add_bmm_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
         """Add the products' rows to these rows of `out`."""
-        own_TO = self.own(out_TO)
+        own_TO = self.select_rows(out_TO)
         if a_SnR.dim() == 2:
-            add_product_(own_TO, a_SnR, b_SRO, 1.0)
+            add_matmul_(own_TO, a_SnR, b_SRO, 1.0)
         elif self.is_padded:
             own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
         else:
-            add_products_(own_TO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
+            add_bmm_(own_TO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
 
-    def split(self) -> list[Run]:
+    def split(self) -> list[AdapterGroup]:
         starts = accumulate(self.lengths, initial=self.start)
-        return [Run(*each) for each in zip(starts, self.lengths, self.adapters, strict=False)]
+        return [AdapterGroup(*each) for each in zip(starts, self.lengths, self.adapters, strict=False)]
 
     @property
     def _num_cells(self) -> int:
@@ -140,7 +140,7 @@ class Run:
     def is_padded(self) -> bool:
         return self._num_cells > self.stop - self.start
 
-    def own(self, x_TI: Tensor) -> Tensor:
+    def select_rows(self, x_TI: Tensor) -> Tensor:
         return x_TI if self.stop - self.start == x_TI.shape[0] else x_TI[self.start : self.stop]
 
     def _cells(self, device: torch.device) -> Tensor:
@@ -160,14 +160,14 @@ class Run:
         return self._rows_C
 
 
-class Routing:
+class LoRABatch:
     """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
 
-    `runs` are the segments with an adapter, joined with similar neighbours. `work` caches the runs of each LoRADelta.
-    `repeats`: it is used for several steps of sampling, so that copies of an adapter in another form pay.
+    `groups` are the segments with an adapter, joined with similar neighbours. `work` caches the groups of each
+    LoRADelta. `repeats`: it is used for several steps of sampling, so that copies of an adapter in another form pay.
     """
 
-    __slots__ = ("_by_sequence", "_runs", "num_rows", "repeats", "segments", "work")
+    __slots__ = ("_adapter_groups", "_by_sequence", "groups_by_delta", "num_rows", "repeats", "segments")
 
     def __init__(self, segments: Sequence[Segment], *, repeats: bool = False) -> None:
         self.repeats = repeats
@@ -177,16 +177,16 @@ class Routing:
                 raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
             end = segment.stop
         self.segments = tuple(segments)
-        self._runs: list[Run] | None = None
-        self._by_sequence: dict[tuple[tuple[int, ...], int], Routing] = {}
-        self.work: dict[object, list[Run]] = {}  # by LoRADelta
+        self._adapter_groups: list[AdapterGroup] | None = None
+        self._by_sequence: dict[tuple[tuple[int, ...], int], LoRABatch] = {}
+        self.groups_by_delta: dict[object, list[AdapterGroup]] = {}  # by LoRADelta
         self.num_rows = end
 
     @property
-    def runs(self) -> list[Run]:
-        if self._runs is None:
-            self._runs = _runs(self.segments)
-        return self._runs
+    def adapter_groups(self) -> list[AdapterGroup]:
+        if self._adapter_groups is None:
+            self._adapter_groups = _group_segments(self.segments)
+        return self._adapter_groups
 
     @classmethod
     def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int], *, repeats: bool = False) -> Self:
@@ -201,24 +201,24 @@ class Routing:
             end += length
         return cls(segments, repeats=repeats)
 
-    def only(self, rows: Sequence[int]) -> Routing:
-        """The routing of these rows only, in ascending order, numbered from 0."""
+    def select(self, rows: Sequence[int]) -> LoRABatch:
+        """The LoRA batch of these rows only, in ascending order, numbered from 0."""
         bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
         counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
         kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
         return self.of((adapter for adapter, _ in kept), (count for _, count in kept))
 
-    def for_sequences(self, starts: tuple[int, ...], length: int) -> Routing:
-        """The routing of concatenated sequences of `length` rows each, which begin at these rows."""
+    def for_sequences(self, starts: tuple[int, ...], length: int) -> LoRABatch:
+        """The LoRA batch of concatenated sequences of `length` rows each, which begin at these rows."""
         if (found := self._by_sequence.get((starts, length))) is None:
             stops = [segment.stop for segment in self.segments]
             adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
-            found = self._by_sequence[starts, length] = Routing.of(adapters, [length] * len(starts))
+            found = self._by_sequence[starts, length] = LoRABatch.of(adapters, [length] * len(starts))
         return found
 
-    def slice(self, start: int, stop: int) -> Routing:
-        """The routing of rows start..stop only, numbered from 0."""
-        return Routing(
+    def slice(self, start: int, stop: int) -> LoRABatch:
+        """The LoRA batch of rows start..stop only, numbered from 0."""
+        return LoRABatch(
             [
                 Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.adapter)
                 for segment in self.segments
@@ -227,20 +227,20 @@ class Routing:
         )
 
 
-def _runs(segments: Iterable[Segment]) -> list[Run]:
+def _group_segments(segments: Iterable[Segment]) -> list[AdapterGroup]:
     """Join neighbours of similar length, and equal layout and scale."""
-    runs: list[Run] = []
+    groups: list[AdapterGroup] = []
     for start, stop, adapter in segments:
         if adapter is None:
             continue
-        if runs and runs[-1].takes(start, stop - start, adapter):
-            runs[-1].add(stop - start, adapter)
+        if groups and groups[-1].can_join(start, stop - start, adapter):
+            groups[-1].add(stop - start, adapter)
         else:
-            runs.append(Run(start, stop - start, adapter))
-    return runs
+            groups.append(AdapterGroup(start, stop - start, adapter))
+    return groups
 
 
-def blocks_of(segment: Segment) -> list[tuple[int, int, int, int]]:
+def list_row_blocks(segment: Segment) -> list[tuple[int, int, int, int]]:
     """Address, first row, number of rows and bits of the scale of each block of a segment's rows."""
     start, stop, adapter = segment
     if adapter is None:

@@ -12,27 +12,27 @@ from typing import cast
 import torch
 from torch import Tensor
 
-ONEDNN_ROWS = 16
+ONEDNN_MIN_ROWS = 16
 """From this many rows on a float32 product on a CPU that is not Intel's uses oneDNN: torch's default, MKL, is 1.6 (32
 rows) to 2.5 times (2,048 rows) slower there, also for the narrow products of adapters.
 """
 
-ONEDNN_NUMBERS = 1 << 19
+ONEDNN_MIN_MULTIPLICATIONS = 1 << 19
 """Multiplications in a product from which on oneDNN's higher call overhead pays: at 400,000 it takes 1.5 times as long
 as MKL, at 1.5 million less.
 """
 
-ONEDNN_COLUMN = 256
+ONEDNN_MIN_TRANSPOSED_ROWS = 256
 """Rows from which on computing a weight's gradient by its transpose with oneDNN pays (twice as fast at 1,024)."""
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 
-ADDS_TO_WIDER = torch.__version__ >= "2.11"
+CAN_ADD_TO_WIDER = torch.__version__ >= "2.11"
 """Whether a product on CUDA can be added to a wider sum without a copy, which matters for logits."""
 
-BLOCK_COLUMNS, BLOCK_NUMBERS = 256, 3 << 19
+BLOCK_COLUMNS, BLOCK_MIN_ELEMENTS = 256, 3 << 19
 """Columns at once of a product that oneDNN would compute with one of two threads: 1.5 times as fast if the left operand
 has that many numbers. A step of m50 takes 1.13 times as long without.
 """
@@ -41,17 +41,17 @@ _CPU = Path("/proc/cpuinfo")
 SUITS_MKL = torch.backends.mkl.is_available() and _CPU.exists() and "GenuineIntel" in _CPU.read_text()
 """On Intel's processors MKL is faster than oneDNN: 1.0 to 1.1 times with 2,048 rows, 1.1 to 2 times with 32."""
 
-MKL_NUMBERS = 1 << 17
+MKL_MAX_ELEMENTS = 1 << 17
 """Numbers of a float32 weight up to which MKL beats packed weights there: tiny's layers take half the time."""
 
 # The overload itself: resolving it takes 3 us per call, and a decode step has a hundred calls.
-_linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
+_linear_pointwise = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
 
 
 def set_precision() -> None:
     """Make float32 products exact to float32 (no TF32) and sum bfloat16 products in float32 on every device, so that
     results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
-    `attention.OFTEN`.
+    `attention.CUDNN_MIN_HITS`.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("highest")
@@ -59,12 +59,12 @@ def set_precision() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a @ b in `out_dtype`, without first rounding to the operands' dtype where the device supports it."""
     if out_dtype == a.dtype:
         if _suits_onednn(a, b):
-            return _onednn(a, b)
-        return _by_columns(a, b) if _takes_one_thread(a, b) else a @ b
+            return _onednn_matmul(a, b)
+        return _matmul_by_columns(a, b) if _uses_one_thread(a, b) else a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=out_dtype)
     return (a @ b).to(out_dtype)
@@ -75,30 +75,30 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.is_cuda else x.dtype
 
 
-def column_product(a: Tensor, b: Tensor) -> Tensor:
+def transpose_matmul(a: Tensor, b: Tensor) -> Tensor:
     """a^T @ b with a narrow b: the gradient of a weight."""
     if a.is_cuda:
-        return product(a.t(), b, torch.float32)
-    if len(a) >= ONEDNN_COLUMN and _suits_onednn(b.t(), a):
-        return _onednn(b.t(), a).t()
+        return matmul(a.t(), b, torch.float32)
+    if len(a) >= ONEDNN_MIN_TRANSPOSED_ROWS and _suits_onednn(b.t(), a):
+        return _onednn_matmul(b.t(), a).t()
     return a.t() @ b
 
 
-def column_products(a: Tensor, b: Tensor) -> Tensor:
+def transpose_bmm(a: Tensor, b: Tensor) -> Tensor:
     """The same for stacked matrices."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a.mT, b, out_dtype=torch.float32)
     return torch.bmm(a.mT, b)
 
 
-def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
+def add_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     """out += scale * a @ b; `out` may have a wider dtype than the operands."""
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
-            out.add_(_onednn(a, b), alpha=scale)
+            out.add_(_onednn_matmul(a, b), alpha=scale)
         else:
             out.addmm_(a, b, alpha=scale)
-    elif a.is_cuda and ADDS_TO_WIDER:
+    elif a.is_cuda and CAN_ADD_TO_WIDER:
         torch.addmm(out, a, b, out_dtype=out.dtype, alpha=scale, out=out)
     elif a.is_cuda:
         out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
@@ -107,11 +107,11 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
         out.add_(a @ b, alpha=scale)
 
 
-def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_product_` does."""
+def add_bmm_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_matmul_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
-    elif a.is_cuda and ADDS_TO_WIDER:
+    elif a.is_cuda and CAN_ADD_TO_WIDER:
         torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
     elif a.is_cuda:
         out.add_(torch.bmm(a, b, out_dtype=out.dtype))
@@ -119,18 +119,18 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(torch.bmm(a, b))
 
 
-def counts_launches(x: Tensor) -> bool:
+def is_launch_bound(x: Tensor) -> bool:
     """Whether a product takes less time than its launch, so that few operations matter more than which."""
     return x.is_cuda
 
 
-def write_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def write_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """out = scale * a @ b, a matrix or stacked ones, in one operation. `out` may be columns of a wider matrix."""
     (out.addmm_ if out.dim() == 2 else out.baddbmm_)(a, b, beta=0.0, alpha=scale)  # at 0 it is not read
 
 
 def has_onednn(weight: Tensor) -> bool:
-    """Whether `packed` and `linear_product` take this weight's device and dtype."""
+    """Whether `pack_weight` and `onednn_linear` take this weight's device and dtype."""
     if weight.device.type != "cpu" or not HAS_ONEDNN:
         return False
     if weight.dtype == torch.bfloat16:
@@ -140,36 +140,36 @@ def has_onednn(weight: Tensor) -> bool:
 
 def suits_mkl(weight: Tensor) -> bool:
     """Whether torch's own product with this weight is the fastest for few rows too."""
-    return SUITS_MKL and weight.dtype == torch.float32 and weight.numel() <= MKL_NUMBERS
+    return SUITS_MKL and weight.dtype == torch.float32 and weight.numel() <= MKL_MAX_ELEMENTS
 
 
-def packed(weight: Tensor) -> Tensor:
-    """A copy in oneDNN's layout, for `linear_product` only."""
+def pack_weight(weight: Tensor) -> Tensor:
+    """A copy in oneDNN's layout, for `onednn_linear` only."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
-def frozen_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias of few rows. oneDNN reads a left operand as it is stored, and copies a right one into blocks:
     as (weight @ x^T)^T, 16 rows take 1.05 times as long as with a packed weight instead of 1.4 times.
     """
-    y_TO = linear_product(weight, x).t().contiguous()
+    y_TO = onednn_linear(weight, x).t().contiguous()
     return y_TO if bias is None else y_TO.add_(bias)
 
 
-def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias; the weight may be packed."""
-    return _linear(x, weight, bias, "none", [], "")
+    return _linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _takes_one_thread(a: Tensor, b: Tensor) -> bool:
+def _uses_one_thread(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN uses one of two threads for a product in AMX, which it does if that is about 1,024 x 512."""
     if not HAS_AMX or a.dtype != torch.bfloat16 or not a.is_cpu or torch.get_num_threads() != 2:
         return False
     rows, (inner, columns) = a.shape[0], b.shape
-    return 512 <= rows <= 1024 and 512 <= columns <= 640 and rows * inner >= BLOCK_NUMBERS
+    return 512 <= rows <= 1024 and 512 <= columns <= 640 and rows * inner >= BLOCK_MIN_ELEMENTS
 
 
-def _by_columns(a: Tensor, b: Tensor) -> Tensor:
+def _matmul_by_columns(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
     for own, columns in zip(out.split(BLOCK_COLUMNS, 1), b.split(BLOCK_COLUMNS, 1), strict=True):
         torch.mm(a, columns, out=own)
@@ -180,11 +180,11 @@ def _suits_onednn(a: Tensor, b: Tensor) -> bool:
     if SUITS_MKL or not HAS_ONEDNN or a.dtype != torch.float32 or not a.is_cpu:
         return False
     rows, (inner, columns) = a.shape[0], b.shape
-    if rows < ONEDNN_ROWS or rows * inner * columns < ONEDNN_NUMBERS:
+    if rows < ONEDNN_MIN_ROWS or rows * inner * columns < ONEDNN_MIN_MULTIPLICATIONS:
         return False
     # oneDNN is a thousand times slower on a matrix with gaps.
     return b.is_contiguous() or b.stride() == (1, inner)
 
 
-def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    return linear_product(a, b.t())
+def _onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
+    return onednn_linear(a, b.t())
