@@ -179,9 +179,11 @@ def test_micro_batches_are_as_large_as_their_activations_may_be_kept(
 
 @pytest.mark.extended
 def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, cudnn = [0], attention._cudnn
-    monkeypatch.setattr(attention, "_cudnn", lambda *arguments: calls.append(calls.pop() + 1) or cudnn(*arguments))
-    monkeypatch.setattr(attention, "_counts", {})
+    calls, cudnn = [0], attention._cudnn_attention
+    monkeypatch.setattr(
+        attention, "_cudnn_attention", lambda *arguments: calls.append(calls.pop() + 1) or cudnn(*arguments)
+    )
+    monkeypatch.setattr(attention, "_shape_counts", {})
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
 
     def step(length: int, *, train: bool = True, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -197,5 +199,8 @@ def test_cudnn_is_taken_for_shapes_that_come_back(monkeypatch: pytest.MonkeyPatc
         assert [step(1024) for _ in range(attention.CUDNN_MIN_HITS + 2)] == [0] * attention.CUDNN_MIN_HITS + [3, 3]
         assert [step(1024, train=False), step(1024, dtype=torch.float32)] == [0, 0]
         assert not any(step(64) for _ in range(attention.CUDNN_MIN_HITS + 2))
-        assert not any(step(1025 + i) for i in range(attention.CUDNN_MAX_SHAPES + 1)) and len(attention._counts) <= 256
+        assert (
+            not any(step(1025 + i) for i in range(attention.CUDNN_MAX_SHAPES + 1))
+            and len(attention._shape_counts) <= 256
+        )
         assert step(1024) == 0, "forgotten"

@@ -1,4 +1,4 @@
-"""An adapter's numbers: which linears it has, where each matrix is in one flat buffer, and how it is initialised.
+"""An adapter's parameters: which linears it has, where each matrix is in one flat buffer, and how it is initialised.
 
 `TrainedModel` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each
 is one flat float32 buffer in the adapter's layout; `optim` knows which moments an optimizer has. A published version
@@ -25,7 +25,7 @@ from tinsmith.backends.torch.host import host_copies
 from tinsmith.types import LoraSpec
 
 ALIGN = 16
-"""Every matrix starts at a multiple of this many numbers: 64 bytes, an alignment that suits vector units and tensor
+"""Every matrix starts at a multiple of this many elements: 64 bytes, an alignment that suits vector units and tensor
 cores.
 """
 
@@ -73,7 +73,7 @@ def text_name(path: str) -> str:
 
 
 def wrapper_name(name: str) -> str:
-    """The inverse of `text_name`, for a model with a wrapper."""
+    """A module's path in a model with a wrapper, from that in the standalone text model."""
     return WRAPPED + name.removeprefix(PLAIN) if name.startswith(PLAIN) else name
 
 
@@ -111,7 +111,7 @@ class Layout:
     targets: tuple[Target, ...]
     numel: int
     spans: Mapping[str, tuple[MatrixSpan, MatrixSpan]] = field(repr=False, compare=False)
-    """name -> places of A and B"""
+    """name -> spans of A and B"""
     gaps: tuple[slice, ...] = field(repr=False, compare=False)
 
     @classmethod
@@ -129,12 +129,12 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
     sizes = [math.prod(shape) for matrices in zip(*shapes, strict=True) for shape in matrices]
     *starts, end = accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0)
     pairs = zip(starts[: len(targets)], starts[len(targets) :], strict=True)
-    places = {
+    spans = {
         target.name: (MatrixSpan.of(a_start, a_shape), MatrixSpan.of(b_start, b_shape))
         for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
     }
     gaps = [slice(start + size, start + -(-size // ALIGN) * ALIGN) for start, size in zip(starts, sizes, strict=True)]
-    return Layout(rank, targets, end, places, tuple(gap for gap in gaps if gap.start < gap.stop))
+    return Layout(rank, targets, end, spans, tuple(gap for gap in gaps if gap.start < gap.stop))
 
 
 class TensorCopies:
@@ -142,9 +142,17 @@ class TensorCopies:
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
         """Copies into host memory are pinned where the tensors are on a GPU."""
-        own = list({id(tensor): tensor for tensor in tensors}.values())  # a published version shares its model's
-        copies = host_copies(own) if device.type == "cpu" else [tensor.to(device, non_blocking=True) for tensor in own]
-        self._copies = {id(tensor): (tensor, copy) for tensor, copy in zip(own, copies, strict=True)}
+        distinct_tensors = list(
+            {id(tensor): tensor for tensor in tensors}.values()
+        )  # a published version shares its model's
+        copies = (
+            host_copies(distinct_tensors)
+            if device.type == "cpu"
+            else [tensor.to(device, non_blocking=True) for tensor in distinct_tensors]
+        )
+        self._copies = {
+            id(tensor): (tensor, tensor_copy) for tensor, tensor_copy in zip(distinct_tensors, copies, strict=True)
+        }
 
     def of(self, tensor: Tensor) -> Tensor:
         return self._copies.get(id(tensor), (tensor, tensor))[1]
@@ -153,7 +161,7 @@ class TensorCopies:
 class Adapter:
     """One adapter's weights. Published versions are never written again; see `share`.
 
-    `flat_P` and `weights` (views of it) are float32; `compute` holds the operands of products: the same tensors, or
+    `flat_P` and `weights` (views of it) are float32; `compute` holds the operands of matmuls: the same tensors, or
     copies in the model's dtype that `refresh` updates after the weights change, with a new `version`. `delta_matrices`
     are views of `compute` by LoRADelta. `gradients` and `stack_slot` are None except during a training step.
     """
@@ -279,7 +287,7 @@ class TrainedModel:
         return TrainedModel(
             self.adapter.snapshot(),
             self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
-            None if self.moments is None else tuple(moment.clone() for moment in self.moments),
+            None if self.moments is None else tuple(state.clone() for state in self.moments),
             self.step.clone(),
             self.optimizer_type,
         )
@@ -288,7 +296,7 @@ class TrainedModel:
     def num_bytes(self) -> int:
         """Bytes of device memory, counting a gradient and moments from the start, but not moments on the host."""
         device = self.adapter.flat_P.device
-        moments = 2 if self.moments is None else sum(moment.device == device for moment in self.moments)
+        moments = 2 if self.moments is None else sum(state.device == device for state in self.moments)
         return self.adapter.num_bytes + self.adapter.flat_P.nbytes * (1 + moments)
 
     @property
@@ -297,34 +305,34 @@ class TrainedModel:
         device = self.adapter.flat_P.device
         if self.moments is None or device.type == "cpu":
             return 0
-        return sum(moment.nbytes for moment in self.moments if moment.device == device)
+        return sum(state.nbytes for state in self.moments if state.device == device)
 
     def offload(self) -> int:
         """Move the moments to host memory until the next step; returns the device bytes freed."""
-        if freed := self.offloadable_bytes:
+        if freed_bytes := self.offloadable_bytes:
             assert self.moments is not None
             self.moments = tuple(host_copies(self.moments))
-        return freed
+        return freed_bytes
 
     def buffers(self, *, moments: bool) -> list[Tensor]:
         """The weights, the gradient and, if asked for, the moments."""
-        found = [*self.adapter.buffers, *(self.moments or () if moments else ())]
-        return found if self.gradient_P is None else [*found, self.gradient_P]
+        tensors = [*self.adapter.buffers, *(self.moments or () if moments else ())]
+        return tensors if self.gradient_P is None else [*tensors, self.gradient_P]
 
     def move(self, moved: TensorCopies) -> None:
         """Replace the buffers by their copies. Moments on the host return to a GPU with the next optimizer step."""
         self.adapter.move(moved)
         self.gradient_P = None if self.gradient_P is None else moved.of(self.gradient_P)
-        self.moments = self.moments and tuple(moved.of(moment) for moment in self.moments)
+        self.moments = self.moments and tuple(moved.of(state) for state in self.moments)
 
     def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
         """The moments on the device, created as zeros at the first step."""
         if self.moments is not None:
-            self.moments = tuple(moment.to(self.adapter.flat_P.device) for moment in self.moments)
+            self.moments = tuple(state.to(self.adapter.flat_P.device) for state in self.moments)
         if self.moments is None:
             self.moments = tuple(torch.zeros_like(self.adapter.flat_P) for _ in range(count))
         if self.step.device != self.adapter.flat_P.device:
-            # Filled on the device: copying one number would synchronise.
+            # Filled on the device: copying one element would synchronise.
             self.step = torch.full_like(self.step, float(self.step), device=self.adapter.flat_P.device)
         return self.moments
 
@@ -352,8 +360,8 @@ def initialise_weights(layout: Layout, seed: int, device: torch.device) -> Tenso
 
 class Gradients:
     """The float32 gradients of an adapter's matrices in one flat buffer, undefined until first written: zeros before
-    them would be a pass over memory that costs a step of eight tenants a fifteenth of its time on a CPU. On CUDA, or
-    given, they are zeros: one launch instead of hundreds.
+    them would be one more pass over memory on a CPU. On CUDA, or if `zeros_P` is passed, they are zeros: one launch
+    instead of hundreds.
     """
 
     def __init__(self, layout: Layout, device: torch.device, zeros_P: Tensor | None = None) -> None:
@@ -375,14 +383,14 @@ class Gradients:
         """The buffers of A and B, to add to."""
         return self.accumulator((name,), 0), self.accumulator((name,), 1)
 
-    def add_(self, names: Sequence[str], matrix: int, given: Tensor) -> None:
+    def add_(self, names: Sequence[str], matrix: int, gradient: Tensor) -> None:
         """Add to the A's (0) or B's (1) of these linears, which are one matrix: see `StackedA`."""
         keys = {(name, matrix) for name in names}
         if keys <= self._unwritten:
             self._unwritten -= keys
-            self._joined(names, matrix).copy_(given)
+            self._view_adjacent(names, matrix).copy_(gradient)
         else:
-            self.accumulator(names, matrix).add_(given)
+            self.accumulator(names, matrix).add_(gradient)
 
     def complete_(self) -> None:
         """Write zeros where nothing was added."""
@@ -391,21 +399,21 @@ class Gradients:
         self._unwritten.clear()
 
     def accumulator(self, names: Sequence[str], matrix: int) -> Tensor:
-        """Their buffer as one matrix."""
+        """The buffer of these linears' A's (0) or B's (1) as one matrix, to add to."""
         for name in names:
             if (name, matrix) in self._unwritten:
                 self._unwritten.remove((name, matrix))
                 self._views[name][matrix].zero_()
-        return self._joined(names, matrix)
+        return self._view_adjacent(names, matrix)
 
-    def _joined(self, names: Sequence[str], matrix: int) -> Tensor:
+    def _view_adjacent(self, names: Sequence[str], matrix: int) -> Tensor:
         first = self._views[names[0]][matrix]
         return first if len(names) == 1 else extend_rows(first, sum(len(self._views[name][matrix]) for name in names))
 
 
 class AdapterStack:
     """Adapters of one layout, in a training step on CUDA: the rows of one buffer of matrices and of one of gradients,
-    so that products of neighbours read and write them without copies.
+    so that matmuls of neighbours read and write them without copies.
     """
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
@@ -413,26 +421,26 @@ class AdapterStack:
         self._compute_SP = torch.stack([adapter.compute_P for adapter in adapters])
         self._gradient_SP = torch.zeros(self._compute_SP.shape, device=first.flat_P.device)
         self._start = int(first.compute_P.storage_offset())
-        for place, (adapter, zeros_P) in enumerate(zip(adapters, self._gradient_SP.unbind(), strict=True)):
+        for index, (adapter, zeros_P) in enumerate(zip(adapters, self._gradient_SP.unbind(), strict=True)):
             adapter.gradients = Gradients(adapter.layout, zeros_P.device, zeros_P)
-            adapter.stack_slot = self, place
+            adapter.stack_slot = self, index
 
-    def compute(self, rows: slice, matrix: Tensor) -> Tensor:
-        """[S, ..]: a matrix of the first adapter, of each of these."""
-        return self._of(self._compute_SP, rows, int(matrix.storage_offset()) - self._start, matrix.shape)
+    def compute_view(self, rows: slice, matrix: Tensor) -> Tensor:
+        """[S, ..]: a matrix of the first adapter, in each of these rows."""
+        return self._view_rows(self._compute_SP, rows, int(matrix.storage_offset()) - self._start, matrix.shape)
 
-    def gradients(self, rows: slice, place: MatrixSpan, shape: Sequence[int]) -> Tensor:
-        """[S, ..]: the gradients, to add to, of a matrix at this place, or of several from there on."""
-        return self._of(self._gradient_SP, rows, place.start, shape)
+    def gradient_view(self, rows: slice, span: MatrixSpan, shape: Sequence[int]) -> Tensor:
+        """[S, ..]: the gradients, to add to, of the matrix in this span, or of several from its start on."""
+        return self._view_rows(self._gradient_SP, rows, span.start, shape)
 
     def take_gradients(self) -> list[Tensor]:
-        """A buffer for each adapter that does not keep the others'; the stack is gone."""
+        """A buffer for each adapter that does not keep the others'. Frees the stack."""
         gradient_SP = self._gradient_SP
         del self._gradient_SP, self._compute_SP
         return [gradient_P.clone() for gradient_P in gradient_SP]
 
     @staticmethod
-    def _of(flat_SP: Tensor, rows: slice, start: int, shape: Sequence[int]) -> Tensor:
+    def _view_rows(flat_SP: Tensor, rows: slice, start: int, shape: Sequence[int]) -> Tensor:
         size = flat_SP.shape[1]
         return flat_SP.as_strided((rows.stop - rows.start, *shape), (size, shape[1], 1), rows.start * size + start)
 
@@ -446,12 +454,12 @@ class MatrixSpan(NamedTuple):
 
     @classmethod
     def of(cls, start: int, shape: tuple[int, ...]) -> MatrixSpan:
-        return cls(start, shape, tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))))
+        return cls(start, shape, tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
 
 
-def view_matrix(flat_P: Tensor, place: MatrixSpan) -> Tensor:
+def view_matrix(flat_P: Tensor, span: MatrixSpan) -> Tensor:
     # One call instead of two: a step of many tenants makes thousands of views.
-    return flat_P.as_strided(place.shape, place.strides, flat_P.storage_offset() + place.start)
+    return flat_P.as_strided(span.shape, span.strides, flat_P.storage_offset() + span.start)
 
 
 def extend_rows(a_rI: Tensor, num_rows: int) -> Tensor:
@@ -467,7 +475,7 @@ class DeltaMatrices(NamedTuple):
 
 
 class LinearB(NamedTuple):
-    """One linear's B, with its columns of the outputs and of the inner rows."""
+    """One linear's B, with its columns of the outputs and of x A^T."""
 
     name: str
     columns: slice

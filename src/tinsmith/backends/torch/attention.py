@@ -1,8 +1,9 @@
 """Attention over rows of different sequences: what a model's layers call instead of their own kernel.
 
-`register` adds an attention function to transformers that passes the rows of every layer to the `AttentionPlan` of the
-current call. Training uses `PackedCausal`; a sampler provides a plan with its own cache. No plan may mix rows of two
-sequences, not even under a mask of zeros: 0 * NaN is NaN, and the sequences may belong to different tenants.
+`register_attention` adds an attention function to transformers that passes the rows of every layer to the
+`AttentionPlan` of the current call. Training uses `PackedCausal`; a sampler provides a plan with its own cache. No plan
+may mix rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the sequences may belong to different
+tenants.
 
 Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L; N = n * G, and R the H / G
 query heads of a key head with their L rows each.
@@ -28,7 +29,7 @@ from tinsmith.types import I64
 ATTENTION_NAME = "tinsmith"
 PLAN_KEY = "tinsmith_plan"
 
-_UNDERSTOOD = frozenset(
+_HARMLESS_KEYWORDS = frozenset(
     {
         "position_ids",
         "use_cache",
@@ -57,15 +58,15 @@ CUDNN_CAPABILITY = 9
 """Hopper's, on which cuDNN was measured."""
 
 CUDNN_MIN_HITS, CUDNN_MAX_SHAPES, CUDNN_MIN_ROWS = 4, 256, 1024
-"""Training in 16 bits on CUDA, sequences of at least CUDNN_ROWS rows take cuDNN's kernel once their shape has come with
-more than OFTEN micro-batches, of the last MAX_SHAPES shapes. It takes 0.6 times as long as FlashAttention, but each new
-shape costs as much as ten micro-batches gain, and most shapes never return.
+"""Training in 16 bits on CUDA, sequences of at least CUDNN_MIN_ROWS rows take cuDNN's kernel once their shape has come
+with more than CUDNN_MIN_HITS micro-batches, of the last CUDNN_MAX_SHAPES shapes. It is faster than FlashAttention, but
+each new shape costs more than a few micro-batches gain, and most shapes never return.
 """
 
 BMM_MAX_LENGTH, SAVED_MAX_LENGTH, BMM_MIN_ROWS = 512, 256, 64
-"""Training in bfloat16 on a CPU, sequences of at most SHORT_ROWS rows, and at least FEW_ROWS rows of them at once, take
-plain batched products: SDPA and its backward take twice as long at a length of 64 or 256, 1.3 times at 512. Backward
-computes the probabilities of sequences of more than KEPT_ROWS again, since nothing in a layer takes more memory.
+"""Training in bfloat16 on a CPU, sequences of at most BMM_MAX_LENGTH rows, and at least BMM_MIN_ROWS rows of them at
+once, take plain batched matmuls, which are faster than SDPA and its backward at these lengths. Backward computes the
+probabilities of sequences of more than SAVED_MAX_LENGTH again, since nothing in a layer takes more memory.
 """
 
 
@@ -150,7 +151,7 @@ class AttentionProbe:
 
     @property
     def windows(self) -> dict[int, list[Window | None]]:
-        return {layer: [each.options.get("window") for each in calls] for layer, calls in self.calls.items()}
+        return {layer: [call.options.get("window") for call in calls] for layer, calls in self.calls.items()}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -167,58 +168,59 @@ class AttentionProbe:
 
 
 class PackedCausal:
-    """Sequences packed into one row, each causal within itself. `seen` gives, for a sequence whose rows see later rows,
-    how many rows each one sees from the first on; None for a causal sequence.
+    """Sequences packed into one row, each causal within itself. `visible_counts` gives, for a sequence whose rows see
+    later rows, how many rows each one sees from the first on; None for a causal sequence.
 
     Sequences of similar length share one batched kernel call, padded on the right with copies of their own rows, whose
     results and gradients are dropped.
     """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device | str = "cpu", seen: Sequence[I64 | None] = ()
+        self, lengths: Sequence[int], device: torch.device | str = "cpu", visible_counts: Sequence[I64 | None] = ()
     ) -> None:
         device = torch.device(device)
-        self._groups, row_C, cell_T = _grouped(lengths, device, seen)
-        # The row of each cell of the groups, one group after the other, and the cell of each row; None: the same.
+        self._groups, row_C, cell_T = _group_sequences(lengths, device, visible_counts)
+        # The row of each cell of the groups, one group after the other, and the cell of each row; None if both are in
+        # the same order.
         self._row_C = self._cell_T = None
         if not np.array_equal(row_C, np.arange(len(cell_T))):
             self._row_C, self._cell_T = upload(row_C, device), upload(cell_T, device)
         self._masks: dict[tuple[int | tuple[int, ...], Window | None], Tensor] = {}
-        # The same for all layers and when they run again: checkpoints compare what is saved.
-        self._takes_cudnn: dict[tuple[int, ...], bool] = {}
+        # One choice for all layers and when they run again: checkpoints compare what is saved.
+        self._cudnn_by_shape: dict[tuple[int, ...], bool] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         outputs, window = [], options.get("window")
-        given = zip(self._groups, *(self._padded(x) for x in (q_THD, k_TGD, v_TGD)), strict=True)
-        for group, *qkv in given:
+        inputs = zip(self._groups, *(self._pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True)
+        for group, *qkv in inputs:
             q_nHLD, k_nGLD, v_nGLD = (x_nLHD.transpose(1, 2) for x_nLHD in qkv)
-            if window is not None and group.length > (2 - window.chunked) * window.size and group.seen_nL is None:
-                out_nHLD = _in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
-            elif (mask := self._mask(group, window, q_THD)) is None and self._is_often(
+            if window is not None and group.length > (2 - window.chunked) * window.size and group.visible_nL is None:
+                out_nHLD = _attend_in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
+            elif (mask := self._mask(group, window, q_THD)) is None and self._takes_cudnn(
                 q_nHLD, k_nGLD, v_nGLD, **options
             ):
-                out_nHLD = _cudnn(q_nHLD, k_nGLD, v_nGLD, options["scale"])
+                out_nHLD = _cudnn_attention(q_nHLD, k_nGLD, v_nGLD, options["scale"])
             else:
                 out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options)
             outputs.append(out_nHLD.transpose(1, 2))
-        return self._unpadded(outputs)
+        return self._unpad_groups(outputs)
 
-    def _is_often(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
+    def _takes_cudnn(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
         if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
             return False
-        if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._takes_cudnn:
+        if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._cudnn_by_shape:
             is_plain = options.get("softcap") is None and options.get("sinks_H") is None
             suits = is_plain and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
-            self._takes_cudnn[shape] = suits and _came_often(shape)
-        return self._takes_cudnn[shape]
+            self._cudnn_by_shape[shape] = suits and _count_shape(shape)
+        return self._cudnn_by_shape[shape]
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        pairs = zip(self._groups, self._padded(x_TD), strict=True)
-        return self._unpadded([mixer(x_nLD, group.starts)[0] for group, x_nLD in pairs])
+        pairs = zip(self._groups, self._pad_groups(x_TD), strict=True)
+        return self._unpad_groups([mixer(x_nLD, group.starts)[0] for group, x_nLD in pairs])
 
-    def _padded(self, x: Tensor) -> list[Tensor]:
+    def _pad_groups(self, x: Tensor) -> list[Tensor]:
         """[n, L, ..] of each group, from [T, ..]."""
         cells = x if self._row_C is None else _TakeRows.apply(x, self._row_C, self._cell_T)
         sizes = [len(group.starts) * group.length for group in self._groups]
@@ -229,23 +231,25 @@ class PackedCausal:
             for part, group in zip(parts, self._groups, strict=True)
         ]
 
-    def _unpadded(self, outputs: Sequence[Tensor]) -> Tensor:
+    def _unpad_groups(self, outputs: Sequence[Tensor]) -> Tensor:
         """[T, ..] from [n, L, ..] of each group."""
-        parts = [each.flatten(0, 1) for each in outputs]
+        parts = [output.flatten(0, 1) for output in outputs]
         cells = parts[0] if len(parts) == 1 else torch.cat(parts)
         return cells if self._cell_T is None else _TakeRows.apply(cells, self._cell_T)
 
     def _mask(self, group: _Group, window: Window | None, q_THD: Tensor) -> Tensor | None:
-        """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Made once for all
+        """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Cached for all
         layers.
         """
         length = group.length
         if window is not None and length <= window.size:
             window = None
-        if group.seen_nL is not None:
+        if group.visible_nL is not None:
             if (group.starts, window) not in self._masks:
                 cell_1L = torch.arange(length, device=q_THD.device)[None]
-                self._masks[group.starts, window] = visibility_mask(cell_1L, length, window, q_THD.dtype, group.seen_nL)
+                self._masks[group.starts, window] = visibility_mask(
+                    cell_1L, length, window, q_THD.dtype, group.visible_nL
+                )
             return self._masks[group.starts, window]
         if window is None:
             return None
@@ -259,11 +263,11 @@ class _Group(NamedTuple):
 
     starts: tuple[int, ...]
     length: int
-    seen_nL: Tensor | None = None  # how many cells each one sees; None: those up to itself
+    visible_nL: Tensor | None = None  # how many cells each one sees; None: those up to itself
 
 
-def _grouped(
-    lengths: Sequence[int], device: torch.device, seen: Sequence[I64 | None] = ()
+def _group_sequences(
+    lengths: Sequence[int], device: torch.device, visible_counts: Sequence[I64 | None] = ()
 ) -> tuple[list[_Group], I64, I64]:
     """The groups, the source row of each of their cells, and the cell of each row."""
     starts = [0, *accumulate(lengths)]
@@ -275,48 +279,52 @@ def _grouped(
             buckets[-1].append(i)
         else:
             buckets.append([i])
-    groups, rows, kept = [], [], []
+    groups, rows, is_row_parts = [], [], []
     for bucket in buckets:
         bucket.sort()
-        own, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
-        seen_nL = _seen([(lengths[i], seen[i]) for i in bucket], device) if seen else None
-        groups.append(_Group(own, length, seen_nL))
+        bucket_starts, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
+        visible_nL = (
+            _upload_visible_counts([(lengths[i], visible_counts[i]) for i in bucket], device)
+            if visible_counts
+            else None
+        )
+        groups.append(_Group(bucket_starts, length, visible_nL))
         size_n1, cell_L = np.array([lengths[i] for i in bucket])[:, None], np.arange(length)
-        rows.append((np.array(own)[:, None] + np.minimum(cell_L, size_n1 - 1)).ravel())
-        kept.append((cell_L < size_n1).ravel())
-    row_C, kept_C = np.concatenate(rows), np.concatenate(kept)
+        rows.append((np.array(bucket_starts)[:, None] + np.minimum(cell_L, size_n1 - 1)).ravel())
+        is_row_parts.append((cell_L < size_n1).ravel())
+    row_C, is_row_C = np.concatenate(rows), np.concatenate(is_row_parts)
     cell_T = np.empty(starts[-1], np.int64)
-    cell_T[row_C[kept_C]] = np.flatnonzero(kept_C)
+    cell_T[row_C[is_row_C]] = np.flatnonzero(is_row_C)
     return groups, row_C, cell_T
 
 
-def _seen(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Tensor | None:
+def _upload_visible_counts(members: Sequence[tuple[int, I64 | None]], device: torch.device) -> Tensor | None:
     """[n, L] for sequences of these lengths; None if all are causal."""
-    if all(own is None for _, own in members):
+    if all(counts is None for _, counts in members):
         return None
     longest = max(length for length, _ in members)
-    seen_nL = np.tile(np.arange(longest) + 1, (len(members), 1))
-    for row, (length, own) in zip(seen_nL, members, strict=True):
-        if own is not None:
-            row[:length] = own
-    return upload(seen_nL, device)
+    visible_nL = np.tile(np.arange(longest) + 1, (len(members), 1))
+    for row, (length, counts) in zip(visible_nL, members, strict=True):
+        if counts is not None:
+            row[:length] = counts
+    return upload(visible_nL, device)
 
 
 class _TakeRows(torch.autograd.Function):
-    """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `places` names, for each
-    row of x, the place in `rows` whose gradient it gets; the other places are padding. None: no row is taken twice.
+    """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `cells` names, for each
+    row of x, the index in `rows` whose gradient it gets; the other indices are padding. None: no row is taken twice.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, places: Tensor | None = None) -> Tensor:
-        ctx.rows, ctx.places, ctx.num_rows = rows, places, x.shape[0]
+    def forward(ctx, x: Tensor, rows: Tensor, cells: Tensor | None = None) -> Tensor:
+        ctx.rows, ctx.cells, ctx.num_rows = rows, cells, x.shape[0]
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.places is not None:
-            return grad.index_select(0, ctx.places), None, None
+        if ctx.cells is not None:
+            return grad.index_select(0, ctx.cells), None, None
         return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, ctx.rows, grad), None, None
 
 
@@ -326,14 +334,14 @@ def causal_mask(length: int, window: Window | None, like: Tensor) -> Tensor:
 
 
 def visibility_mask(
-    position_nL: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype, seen_nL: Tensor | None = None
+    position_nL: Tensor, num_keys: int, window: Window | None, dtype: torch.dtype, visible_nL: Tensor | None = None
 ) -> Tensor:
-    """[n, 1, L, K]: 0 where a row sees one of K positions, else -inf. `seen_nL`: how many positions each row sees from
-    the first on, if not those up to its own.
+    """[n, 1, L, K]: 0 where a row sees one of K positions, else -inf. `visible_nL`: how many positions each row sees
+    from the first on, if not those up to its own.
     """
     key_K = torch.arange(num_keys, device=position_nL.device)
     row_nL1 = position_nL[..., None]
-    hidden_nLK = key_K > row_nL1 if seen_nL is None else key_K >= seen_nL[..., None]
+    hidden_nLK = key_K > row_nL1 if visible_nL is None else key_K >= visible_nL[..., None]
     if window is not None:
         hidden_nLK |= key_K < window.first(row_nL1)
     mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=position_nL.device)
@@ -346,11 +354,11 @@ def prefill(
     """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
         return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
-    if mask is None and _is_short(q_nHLD):
-        return cast(Tensor, _ShortCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
+    if mask is None and _suits_bmm(q_nHLD):
+        return cast(Tensor, _BmmCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
     if q_nHLD.is_cuda and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
         # CUDA's other fused kernels need as many key heads as query heads; without one, all scores would be stored.
-        k_nGKD, v_nGKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
+        k_nGKD, v_nGKD = _repeat_heads(q_nHLD, k_nGKD, v_nGKD)
     return nn.functional.scaled_dot_product_attention(
         q_nHLD, k_nGKD, v_nGKD, mask, is_causal=mask is None, scale=options["scale"],
         enable_gqa=q_nHLD.shape[1] != k_nGKD.shape[1],
@@ -368,32 +376,32 @@ def suits_cudnn(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     return suits and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability()[0] == CUDNN_CAPABILITY
 
 
-_counts: dict[tuple[int, ...], int] = {}
+_shape_counts: dict[tuple[int, ...], int] = {}
 
 
-def _came_often(shape: tuple[int, ...]) -> bool:
-    """Count a micro-batch with this shape."""
-    _counts[shape] = count = _counts.pop(shape, 0) + 1
-    if len(_counts) > CUDNN_MAX_SHAPES:
-        del _counts[next(iter(_counts))]
+def _count_shape(shape: tuple[int, ...]) -> bool:
+    """Count a micro-batch with this shape; returns whether there were more than CUDNN_MIN_HITS."""
+    _shape_counts[shape] = count = _shape_counts.pop(shape, 0) + 1
+    if len(_shape_counts) > CUDNN_MAX_SHAPES:
+        del _shape_counts[next(iter(_shape_counts))]
     return count > CUDNN_MIN_HITS
 
 
-def _cudnn(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
+def _cudnn_attention(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
     """Causal attention. The operator itself: choosing it for SDPA takes the host longer than calling it."""
-    own = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    return own(q_nHLD, k_nGLD, v_nGLD, None, True, 0.0, True, False, scale=scale)[0]
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    return attend(q_nHLD, k_nGLD, v_nGLD, None, True, 0.0, True, False, scale=scale)[0]
 
 
-def _is_short(q_nHLD: Tensor) -> bool:
+def _suits_bmm(q_nHLD: Tensor) -> bool:
     num, _, length, _ = q_nHLD.shape
     if q_nHLD.dtype != torch.bfloat16 or not q_nHLD.is_cpu or not torch.is_grad_enabled():
         return False
     return length <= BMM_MAX_LENGTH and num * length >= BMM_MIN_ROWS
 
 
-class _ShortCausal(torch.autograd.Function):
-    """Causal attention by products of whole sequences, as `reference` computes it."""
+class _BmmCausal(torch.autograd.Function):
+    """Causal attention by batched matmuls of whole sequences, as `reference` computes it."""
 
     @staticmethod
     def forward(ctx, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
@@ -407,10 +415,10 @@ class _ShortCausal(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_NRD, k_NLD, v_NLD, kept_NRL = ctx.saved_tensors
-        probs_NRL = _causal_probs(q_NRD, k_NLD, ctx.scale) if kept_NRL is None else kept_NRL
+        q_NRD, k_NLD, v_NLD, saved_NRL = ctx.saved_tensors
+        probs_NRL = _causal_probs(q_NRD, k_NLD, ctx.scale) if saved_NRL is None else saved_NRL
         grad_NRD = grad.reshape(*probs_NRL.shape[:2], -1)
-        # All gradients of scores are scaled here, so that the other products share compiled ones.
+        # All gradients of scores are scaled here, so that the other matmuls share compiled ones.
         grad_probs_NRL = torch.empty_like(probs_NRL).baddbmm_(grad_NRD, v_NLD.mT, beta=0, alpha=ctx.scale)
         grad_scores_NRL = torch.ops.aten._softmax_backward_data(grad_probs_NRL, probs_NRL, -1, probs_NRL.dtype)
         grads = (
@@ -418,21 +426,21 @@ class _ShortCausal(torch.autograd.Function):
             torch.bmm(grad_scores_NRL.mT, q_NRD),
             torch.bmm(probs_NRL.mT, grad_NRD),
         )
-        grad_q, grad_k, grad_v = (own.view(shape) for own, shape in zip(grads, ctx.shapes, strict=True))
+        grad_q, grad_k, grad_v = (gradient.view(shape) for gradient, shape in zip(grads, ctx.shapes, strict=True))
         return grad_q, grad_k, grad_v, None
 
 
 def _causal_probs(q_NRD: Tensor, k_NLD: Tensor, scale: float) -> Tensor:
     mask_RL = causal_mask(k_NLD.shape[1], None, q_NRD).repeat(q_NRD.shape[1] // k_NLD.shape[1], 1)
-    # The product adds the mask and scales: a third less time than passes of their own over the scores.
+    # The matmul adds the mask and scales, which saves two passes over the scores.
     return torch.softmax(torch.baddbmm(mask_RL, q_NRD, k_NLD.mT, alpha=scale), -1)
 
 
-def _in_blocks(
+def _attend_in_blocks(
     q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, size: int, chunked: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor:
     """[n, H, L, D]: causal with a window, in L / size blocks of which each sees itself and, unless `chunked`, the one
-    before, so that masks and scores take at most 2 * size numbers a row instead of L.
+    before, so that masks and scores take at most 2 * size elements a row instead of L.
     """
     missing = -q_nHLD.shape[2] % size
     q_nHBSD, k_nGBSD, v_nGBSD = (
@@ -448,9 +456,9 @@ def _in_blocks(
     keys, values = (torch.cat([x[:, :, :-1], x[:, :, 1:]], 3).transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
     mask = torch.full((size, 2 * size), float("-inf"), dtype=q_nHLD.dtype, device=q_nHLD.device)
     mask = mask.triu_(size + 1) + torch.full_like(mask, float("-inf")).tril_(0)
-    rest = prefill(q_nHBSD[:, :, 1:].transpose(1, 2).flatten(0, 1), keys, values, mask, **options)
-    rest_nHLD = rest.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
-    return torch.cat([first_nHSD, rest_nHLD], 2)[:, :, : q_nHLD.shape[2]]
+    later = prefill(q_nHBSD[:, :, 1:].transpose(1, 2).flatten(0, 1), keys, values, mask, **options)
+    later_nHLD = later.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
+    return torch.cat([first_nHSD, later_nHLD], 2)[:, :, : q_nHLD.shape[2]]
 
 
 def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
@@ -467,8 +475,8 @@ def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **option
 def reference_attention(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """The same in plain arithmetic: the oracle, and the path for capped scores and sinks."""
-    k_nHKD, v_nHKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
+    """Attention in plain arithmetic: the oracle of `prefill`, and the path for capped scores and sinks."""
+    k_nHKD, v_nHKD = _repeat_heads(q_nHLD, k_nGKD, v_nGKD)
     scores_nHLK = (q_nHLD @ k_nHKD.transpose(2, 3)).float() * options["scale"]
     if (softcap := options.get("softcap")) is not None:
         scores_nHLK = softcap * torch.tanh(scores_nHLK / softcap)
@@ -480,7 +488,7 @@ def reference_attention(
     return probs_nHLK.to(v_nHKD.dtype) @ v_nHKD
 
 
-def _repeated(q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values repeated for each query head."""
     repeat = q_nHLD.shape[1] // k_nGKD.shape[1]
     return k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
@@ -503,18 +511,18 @@ def select_all_tokens(decoder: nn.Module) -> None:
     """
     for module in decoder.modules():
         if type(module).__name__ in INDEXED:
-            module.forward = partial(_without_mask, module.forward)
+            module.forward = partial(_forward_without_mask, module.forward)
             if isinstance(module.indexer, nn.Module):
-                module.indexer.forward = partial(_selected, module.indexer.forward)
+                module.indexer.forward = partial(_select_all_tokens, module.indexer.forward)
 
 
-def _without_mask(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+def _forward_without_mask(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = ALL_TOKENS
     return forward(*args, **kwargs)
 
 
-def _selected(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+def _select_all_tokens(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
     return ALL_TOKENS if any(arg is ALL_TOKENS for arg in args) else forward(*args, **kwargs)
 
 
@@ -526,8 +534,10 @@ def scale_queries(decoder: nn.Module) -> None:
         attention: Any = getattr(layer, "self_attn", None)
         if getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope:
             scale = _QueryScale(attention)
-            layer.forward = partial(scale.see, layer.forward)  # no hook: it runs again when activations are recomputed
-            attention.register_forward_pre_hook(scale.choose, with_kwargs=True)
+            layer.forward = partial(
+                scale.record_positions, layer.forward
+            )  # no hook: it runs again when activations are recomputed
+            attention.register_forward_pre_hook(scale.choose_scaling, with_kwargs=True)
             attention.q_proj.register_forward_hook(scale.apply)
 
 
@@ -538,11 +548,11 @@ class _QueryScale:
         self._scale: float = attention.attn_scale
         self._positions = torch.empty(0)
 
-    def see(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+    def record_positions(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._positions = cast(Tensor, kwargs["position_ids"])
         return forward(*args, **kwargs)
 
-    def choose(self, attention: nn.Module, args: object, kwargs: dict[str, object]) -> None:
+    def choose_scaling(self, attention: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         """With a mask, as in the model's own forward, the layer scales its queries itself."""
         self._attention.attn_temperature_tuning = kwargs.get("attention_mask") is not None
 
@@ -600,7 +610,7 @@ def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> Att
         },
     )
     kwargs.pop("dropout", None)
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS_KEYWORDS)
     if unknown:
         raise SettingsError(f"{type(module).__name__} passes unsupported options to attention: {', '.join(unknown)}")
     return options

@@ -1,12 +1,12 @@
 """LoRA adapters over frozen linears: rows of a packed batch, each segment with its own adapter.
 
-A `LoRABatch` says which rows have which adapter. A `LoRADelta` computes the low-rank products of one linear, or of
+A `LoRABatch` says which rows have which adapter. A `LoRADelta` computes the low-rank matmuls of one linear, or of
 several that read the same rows and whose outputs are concatenated, such as queries, keys and values: their A's are one
 matrix where an adapter's layout has them adjacent. A `LoRALinear` is such a linear with its deltas, forward and
 backward; `MultiLoRALinear` replaces a module.
 
 Rows meet only the matrices of their own adapter, so a non-finite number in one adapter never reaches another: some
-segments of similar length are one batched product, whose batch entries are independent; all others are products of
+segments of similar length are one batched matmul, whose batch entries are independent; all others are matmuls of
 their own. Gradients of A and B are added directly to the adapter's float32 buffers during backward; adapters are no
 autograd leaves. Knows no loss, optimizer, file or tenant.
 
@@ -63,19 +63,18 @@ from tinsmith.backends.torch.matmul import (
 )
 
 BATCHED_MAX_ROWS = 128
-"""Neighbouring segments of at most this many rows are batched if their layouts are equal and their lengths similar;
-eight of 96 rows take a bfloat16 step of m50 1.25 times as long one by one. Longer ones gain nothing on a CPU; those of
-an `AdapterStack` are batched at any length.
+"""Neighbouring segments of at most this many rows are batched if their layouts are equal and their lengths similar.
+Longer ones gain nothing on a CPU; those of an `AdapterStack` are batched at any length.
 """
 
 PADDED_MAX_ELEMENTS = 1 << 21
-"""Inputs of a segment of an `AdapterStack` up to which a group with padding is batched: padding copies all rows, and
-products one by one take more launches.
+"""The most elements of a segment's input in an `AdapterStack` with which a group with padding is batched: padding
+copies all rows, and matmuls one by one take more launches.
 """
 
 BATCHED_MAX_ELEMENTS = 1 << 15
-"""In float32 only if no matrix has more numbers: larger products are fast enough one by one, and a batched one needs
-copies of all matrices in one stack. In bfloat16 a batched product is twice as fast at any size.
+"""Float32 segments are batched only if no matrix has more elements: larger matmuls are fast enough one by one, and a
+batched one needs copies of all matrices in one stack. In bfloat16 a batched matmul is faster at any size.
 """
 
 
@@ -83,8 +82,8 @@ MAX_STACKS, MAX_STACK_BYTES = 4, 2**28
 """Stacks that sampling keeps from step to step for each LoRADelta, and the most adapter bytes of a stack."""
 
 PACKED_MAX_ROWS = 32
-"""In sampling, up to this many rows of one adapter take its A's and B's as one matrix each, which are kept as stacks
-are: a decode step of m50 takes 1.1 times as long without.
+"""In sampling, up to this many rows of one adapter take its A's and B's as one packed matrix each, cached as stacks
+are.
 """
 
 
@@ -92,7 +91,7 @@ class DeviceLoRABatch(LoRABatch):
     """A LoRA batch of rows without gradients on a GPU: two launches for each linear, whatever the adapters.
 
     `tables`, or else the segments: for each layout of adapters, its blocks of rows as `lora_kernels.add_deltas_` takes
-    them. A CUDA graph's are filled anew for each group.
+    them. A CUDA graph's are filled anew for each run.
     """
 
     __slots__ = ("_tables",)
@@ -110,23 +109,23 @@ class DeviceLoRABatch(LoRABatch):
     def add_deltas_(self, delta: LoRADelta, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add the adapters' deltas to y, which may have a wider dtype than x."""
         if self._tables is None:
-            self._tables = self._uploaded(x_TI.device)
+            self._tables = self._upload_row_blocks(x_TI.device)
         for layout, blocks_B4 in self._tables:
             if (tables := delta.device_tables(layout, x_TI.device)) is not None:
                 from tinsmith.backends.torch.lora_kernels import add_deltas_
 
                 add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank, BLOCK_ROWS)
 
-    def _uploaded(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
-        layouts = {id(own.layout): own.layout for _, _, own in self.segments if own is not None}
-        blocks = [
-            [each for segment in self.segments if segment.layout is layout for each in list_row_blocks(segment)]
+    def _upload_row_blocks(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
+        layouts = {id(adapter.layout): adapter.layout for _, _, adapter in self.segments if adapter is not None}
+        blocks_by_layout = [
+            [block for segment in self.segments if segment.layout is layout for block in list_row_blocks(segment)]
             for layout in layouts.values()
         ]
-        if not blocks:
+        if not blocks_by_layout:
             return []
-        given = upload(np.array([each for own in blocks for each in own], np.int64), device)
-        return list(zip(layouts.values(), given.split([len(own) for own in blocks]), strict=True))
+        blocks_B4 = upload(np.array([block for blocks in blocks_by_layout for block in blocks], np.int64), device)
+        return list(zip(layouts.values(), blocks_B4.split([len(blocks) for blocks in blocks_by_layout]), strict=True))
 
 
 class LoRADelta:
@@ -141,28 +140,30 @@ class LoRADelta:
         self._device_tables: dict[int, tuple[Layout, tuple[Tensor, Tensor] | None]] = {}
 
     def device_tables(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """`places_P4` and `tiles_C2` of `lora_kernels.add_deltas_`; None if the layout has none of these linears."""
+        """`parts_P4` and `tiles_C2` of `lora_kernels.add_deltas_`; None if the layout has none of these linears."""
         if id(layout) not in self._device_tables:
             self._device_tables[id(layout)] = layout, self._make_device_tables(layout, device)
         return self._device_tables[id(layout)][1]
 
     def _make_device_tables(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        from tinsmith.backends.torch.lora_kernels import tiles_of
+        from tinsmith.backends.torch.lora_kernels import list_tiles
 
-        named = zip(self._names, self._columns, strict=True)
-        found = [(*layout.spans[name], columns) for name, columns in named if name in layout.spans]
-        if not found:
+        named_columns = zip(self._names, self._columns, strict=True)
+        part_spans = [(*layout.spans[name], columns) for name, columns in named_columns if name in layout.spans]
+        if not part_spans:
             return None
-        outputs = [columns.stop - columns.start for *_, columns in found]
-        places = [(a.start, b.start, columns.start, out) for (a, b, columns), out in zip(found, outputs, strict=True)]
-        tables = places, tiles_of(outputs, layout.rank)
-        places_P4, tiles_C2 = (upload(np.array(table, np.int64), device) for table in tables)
-        return places_P4, tiles_C2
+        outputs = [columns.stop - columns.start for *_, columns in part_spans]
+        parts = [
+            (a.start, b.start, columns.start, out) for (a, b, columns), out in zip(part_spans, outputs, strict=True)
+        ]
+        tables = parts, list_tiles(outputs, layout.rank)
+        parts_P4, tiles_C2 = (upload(np.array(table, np.int64), device) for table in tables)
+        return parts_P4, tiles_C2
 
     def groups(self, lora_batch: LoRABatch) -> list[AdapterGroup]:
         """The groups whose adapters have any of these linears; short segments stay batched where that is faster."""
-        if (known := lora_batch.groups_by_delta.get(self)) is not None:
-            return known
+        if (cached_groups := lora_batch.groups_by_delta.get(self)) is not None:
+            return cached_groups
         adapter_groups = lora_batch.groups_by_delta[self] = []
         for group in lora_batch.adapter_groups:
             if group.adapters[0].compute.keys().isdisjoint(self._names):
@@ -171,12 +172,12 @@ class LoRADelta:
             adapter_groups += [group] if is_whole else group.split()
         if lora_batch.repeats:
             for group in adapter_groups:
-                if _is_joined(group):
-                    group.stacks[self] = self._kept(group, self._join)
+                if _is_packed(group):
+                    group.stacks[self] = self._cache_stacks(group, self._pack_matrices)
         return adapter_groups
 
     def add_reference_(self, y_TO: Tensor, x_TI: Tensor, lora_batch: LoRABatch) -> None:
-        """Add each segment's delta to y, one product after another: the oracle of `forward_`."""
+        """Add each segment's delta to y, one matmul after another: the oracle of `forward_`."""
         for start, stop, adapter in lora_batch.segments:
             for name, columns in zip(self._names, self._columns, strict=True):
                 if adapter is not None and name in adapter.compute:
@@ -185,22 +186,22 @@ class LoRADelta:
 
     def shrink(self, x_TI: Tensor, adapter_groups: Sequence[AdapterGroup]) -> list[Tensor]:
         """Each group's scale * x A^T, [n, R] or [S, n, R]."""
-        return [self._inner(x_TI, group) for group in adapter_groups]
+        return [self._shrink_group(x_TI, group) for group in adapter_groups]
 
-    def _inner(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
-        if _writes(x_TI, group):
-            return _written_inner(x_TI, group, self._stacks(group))
-        return (self._single_inner if len(group.adapters) == 1 else self._batched_inner)(x_TI, group)
+    def _shrink_group(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
+        if _is_in_place(x_TI, group):
+            return _shrink_in_place(x_TI, group, self._stacks(group))
+        return (self._shrink_single if len(group.adapters) == 1 else self._shrink_batched)(x_TI, group)
 
     def forward_(self, y_TO: Tensor, x_TI: Tensor, adapter_groups: Sequence[AdapterGroup]) -> list[Tensor]:
         """Add to y; returns `a_outputs`, which backward needs."""
         a_outputs = []
         for group in adapter_groups:
-            if _writes(x_TI, group):
-                a_outputs.append(_written_forward_(y_TO, x_TI, group, self._stacks(group)))
+            if _is_in_place(x_TI, group):
+                a_outputs.append(_forward_in_place_(y_TO, x_TI, group, self._stacks(group)))
             else:
-                own = self._single_forward_ if len(group.adapters) == 1 else self._batched_forward_
-                a_outputs.append(own(y_TO, x_TI, group))
+                forward_group_ = self._forward_single_ if len(group.adapters) == 1 else self._forward_batched_
+                a_outputs.append(forward_group_(y_TO, x_TI, group))
         return a_outputs
 
     def backward_(
@@ -213,13 +214,13 @@ class LoRADelta:
     ) -> None:
         """Add to the gradient of x, if given, and to the adapters' gradients where these exist."""
         for group, u in zip(adapter_groups, a_outputs, strict=True):
-            if _writes(x_TI, group):
-                _written_backward_(grad_TI, grad_TO, x_TI, group, self._stacks(group), u)
+            if _is_in_place(x_TI, group):
+                _backward_in_place_(grad_TI, grad_TO, x_TI, group, self._stacks(group), u)
             else:
-                own = self._single_backward_ if len(group.adapters) == 1 else self._batched_backward_
-                own(grad_TI, grad_TO, x_TI, group, u)
+                backward_group_ = self._backward_single_ if len(group.adapters) == 1 else self._backward_batched_
+                backward_group_(grad_TI, grad_TO, x_TI, group, u)
 
-    def _single_forward_(self, y_TO: Tensor, x_TI: Tensor, group: AdapterGroup) -> Tensor:
+    def _forward_single_(self, y_TO: Tensor, x_TI: Tensor, group: AdapterGroup) -> Tensor:
         (adapter,) = group.adapters
         if isinstance(joined := group.stacks.get(self), PackedMatrices):
             u_nR = onednn_linear(group.select_rows(x_TI), joined.a_RI)
@@ -228,125 +229,127 @@ class LoRADelta:
                 delta_nO
             )  # parts may cover fewer outputs than the linear has
             return u_nR
-        u_nR, own_nO = self._single_inner(x_TI, group), group.select_rows(y_TO)
+        u_nR, y_nO = self._shrink_single(x_TI, group), group.select_rows(y_TO)
         for _, columns, ranks, b_Or in self._matrices(adapter).linears_b:
-            add_matmul_(own_nO[:, columns], u_nR[:, ranks], b_Or.t(), 1.0)
+            add_matmul_(y_nO[:, columns], u_nR[:, ranks], b_Or.t(), 1.0)
         return u_nR
 
-    def _single_inner(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
-        (adapter,), own_nI = group.adapters, group.select_rows(x_TI)
+    def _shrink_single(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
+        (adapter,), x_nI = group.adapters, group.select_rows(x_TI)
         stacked_a = self._matrices(adapter).stacked_a
-        return _concat([matmul(own_nI, each.a_RI.t(), x_TI.dtype) for each in stacked_a], adapter.scale)
+        return _concat_columns([matmul(x_nI, part.a_RI.t(), x_TI.dtype) for part in stacked_a], adapter.scale)
 
-    def _single_backward_(
+    def _backward_single_(
         self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, group: AdapterGroup, u_nR: Tensor
     ) -> None:
         (adapter,), grad_nO = group.adapters, group.select_rows(grad_TO)
         matrices = self._matrices(adapter)
-        grads = [matmul(grad_nO[:, m.columns], m.b_Or, grad_nO.dtype) for m in matrices.linears_b]
-        grad_nR = _concat(grads, adapter.scale)
+        grads = [matmul(grad_nO[:, linear.columns], linear.b_Or, grad_nO.dtype) for linear in matrices.linears_b]
+        grad_nR = _concat_columns(grads, adapter.scale)
         if adapter.gradients is not None:
-            # All columns of x A^T times all outputs: a few large products are faster than only the needed blocks.
-            found_OR = transpose_matmul(grad_nO, u_nR)
+            # All columns of x A^T times all outputs: a few large matmuls are faster than only the needed blocks.
+            gradient_OR = transpose_matmul(grad_nO, u_nR)
             for name, columns, ranks, _ in matrices.linears_b:
-                adapter.gradients.add_((name,), 1, found_OR[columns, ranks])
-            for each in matrices.stacked_a:
-                found_RI = matmul(grad_nR[:, each.ranks].t(), group.select_rows(x_TI), gradient_dtype(x_TI))
-                adapter.gradients.add_(each.names, 0, found_RI)
+                adapter.gradients.add_((name,), 1, gradient_OR[columns, ranks])
+            for part in matrices.stacked_a:
+                gradient_RI = matmul(grad_nR[:, part.ranks].t(), group.select_rows(x_TI), gradient_dtype(x_TI))
+                adapter.gradients.add_(part.names, 0, gradient_RI)
         if grad_TI is not None:
             for _, ranks, a_RI in matrices.stacked_a:
                 add_matmul_(group.select_rows(grad_TI), grad_nR[:, ranks], a_RI, 1.0)
 
-    def _batched_forward_(self, y_TO: Tensor, x_TI: Tensor, group: AdapterGroup) -> Tensor:
-        u_SnR = self._batched_inner(x_TI, group)
+    def _forward_batched_(self, y_TO: Tensor, x_TI: Tensor, group: AdapterGroup) -> Tensor:
+        u_SnR = self._shrink_batched(x_TI, group)
         for first, b_SOr in self._stacks(group)[1]:
             group.add_bmm_(y_TO[:, first.columns], u_SnR[..., first.ranks], b_SOr.mT)
         return u_SnR
 
-    def _batched_inner(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
+    def _shrink_batched(self, x_TI: Tensor, group: AdapterGroup) -> Tensor:
         x_SnI = group.batch_rows(x_TI)
-        return _concat([torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in self._stacks(group)[0]], group.adapters[0].scale)
+        return _concat_columns(
+            [torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in self._stacks(group)[0]], group.adapters[0].scale
+        )
 
-    def _batched_backward_(
+    def _backward_batched_(
         self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, group: AdapterGroup, u_SnR: Tensor
     ) -> None:
         stacked_a, linears_b = self._stacks(group)
         x_SnI, grad_SnO = group.batch_rows(x_TI), group.batch_rows(grad_TO)
-        grads_SnO = [_contiguous(grad_SnO[..., first.columns]) for first, _ in linears_b]
-        grads = [torch.bmm(own_SnO, b_SOr) for own_SnO, (_, b_SOr) in zip(grads_SnO, linears_b, strict=True)]
-        grad_SnR = _concat(grads, group.adapters[0].scale)
-        for own_SnO, (first, _) in zip(grads_SnO, linears_b, strict=True):
-            found_SOr = transpose_bmm(own_SnO, _contiguous(u_SnR[..., first.ranks]))
-            for adapter, found_Or in zip(group.adapters, found_SOr.unbind(), strict=True):
+        grads_SnO = [_make_contiguous(grad_SnO[..., first.columns]) for first, _ in linears_b]
+        grads = [torch.bmm(part_SnO, b_SOr) for part_SnO, (_, b_SOr) in zip(grads_SnO, linears_b, strict=True)]
+        grad_SnR = _concat_columns(grads, group.adapters[0].scale)
+        for part_SnO, (first, _) in zip(grads_SnO, linears_b, strict=True):
+            gradient_SOr = transpose_bmm(part_SnO, _make_contiguous(u_SnR[..., first.ranks]))
+            for adapter, gradient_Or in zip(group.adapters, gradient_SOr.unbind(), strict=True):
                 if adapter.gradients is not None:
-                    adapter.gradients.add_((first.name,), 1, found_Or)
+                    adapter.gradients.add_((first.name,), 1, gradient_Or)
         for first, a_SRI in stacked_a:
-            found_SRI = transpose_bmm(grad_SnR[..., first.ranks], x_SnI)
-            for adapter, found_RI in zip(group.adapters, found_SRI.unbind(), strict=True):
+            gradient_SRI = transpose_bmm(grad_SnR[..., first.ranks], x_SnI)
+            for adapter, gradient_RI in zip(group.adapters, gradient_SRI.unbind(), strict=True):
                 if adapter.gradients is not None:
-                    adapter.gradients.add_(first.names, 0, found_RI)
+                    adapter.gradients.add_(first.names, 0, gradient_RI)
             if grad_TI is not None:
                 group.add_bmm_(grad_TI, grad_SnR[..., first.ranks], a_SRI)
 
     def _stacks(self, group: AdapterGroup) -> Stacks:
         """The A's and B's of a group's adapters, stacked, or its only adapter's; all have the same layout."""
-        if (found := group.stacks.get(self)) is None:
+        if (stacks := group.stacks.get(self)) is None:
             if len(group.adapters) == 1 or group.stack is not None:
-                found = self._views(group)
+                stacks = self._view_stacks(group)
             else:
-                found = self._kept(group, self._stacked) if _is_sampling() else self._stacked(group)
-            group.stacks[self] = found
-        return cast(Stacks, found)
+                stacks = self._cache_stacks(group, self._build_stacks) if _is_sampling() else self._build_stacks(group)
+            group.stacks[self] = stacks
+        return cast(Stacks, stacks)
 
-    def _views(self, group: AdapterGroup) -> Stacks:
+    def _view_stacks(self, group: AdapterGroup) -> Stacks:
         stacked_a, linears_b = self._matrices(group.adapters[0])
-        if (place := group.stack) is None:
-            return [(each, each.a_RI) for each in stacked_a], [(each, each.b_Or) for each in linears_b]
-        stack, rows = place
+        if (stack_rows := group.stack) is None:
+            return [(part, part.a_RI) for part in stacked_a], [(linear, linear.b_Or) for linear in linears_b]
+        stack, rows = stack_rows
         return (
-            [(each, stack.compute(rows, each.a_RI)) for each in stacked_a],
-            [(each, stack.compute(rows, each.b_Or)) for each in linears_b],
+            [(part, stack.compute_view(rows, part.a_RI)) for part in stacked_a],
+            [(linear, stack.compute_view(rows, linear.b_Or)) for linear in linears_b],
         )
 
-    def _kept(
-        self, group: AdapterGroup, make: Callable[[AdapterGroup], Stacks | PackedMatrices]
+    def _cache_stacks(
+        self, group: AdapterGroup, build: Callable[[AdapterGroup], Stacks | PackedMatrices]
     ) -> Stacks | PackedMatrices:
-        """From step to step: the last MAX_STACKS."""
-        if (found := self._stack_cache.get(group.versions)) is None:
-            found = self._stack_cache[group.versions] = make(group)
-        self._used(group)
-        return found
+        """The group's matrices from the cache of the last MAX_STACKS, which lasts from step to step."""
+        if (stacks := self._stack_cache.get(group.versions)) is None:
+            stacks = self._stack_cache[group.versions] = build(group)
+        self._mark_used(group)
+        return stacks
 
-    def _used(self, group: AdapterGroup) -> None:
+    def _mark_used(self, group: AdapterGroup) -> None:
         self._stack_cache.setdefault(group.versions, None)
         self._stack_cache.move_to_end(group.versions)
         while len(self._stack_cache) > MAX_STACKS:
             self._stack_cache.popitem(last=False)
 
-    def _join(self, group: AdapterGroup) -> PackedMatrices:
+    def _pack_matrices(self, group: AdapterGroup) -> PackedMatrices:
         (adapter,) = group.adapters
         stacked_a, linears_b = self._matrices(adapter)
-        a_RI = torch.cat([each.a_RI for each in stacked_a])
+        a_RI = torch.cat([part.a_RI for part in stacked_a])
         b_OR = a_RI.new_zeros(self._columns[-1].stop, len(a_RI))
         for _, columns, ranks, b_Or in linears_b:
             torch.mul(b_Or, adapter.scale, out=b_OR[columns, ranks])
         return PackedMatrices(pack_weight(a_RI), pack_weight(b_OR))
 
-    def _stacked(self, group: AdapterGroup) -> Stacks:
+    def _build_stacks(self, group: AdapterGroup) -> Stacks:
         matrices = [self._matrices(adapter) for adapter in group.adapters]
-        stacked_a = zip(*(share.stacked_a for share in matrices), strict=True)
-        linears_b = zip(*(share.linears_b for share in matrices), strict=True)
+        stacked_a = zip(*(adapter_matrices.stacked_a for adapter_matrices in matrices), strict=True)
+        linears_b = zip(*(adapter_matrices.linears_b for adapter_matrices in matrices), strict=True)
         return (
-            [(some[0], _stack([each.a_RI for each in some])) for some in stacked_a],
-            [(some[0], _stack([linear_b.b_Or for linear_b in some])) for some in linears_b],
+            [(parts[0], _stack_matrices([part.a_RI for part in parts])) for parts in stacked_a],
+            [(linears[0], _stack_matrices([linear.b_Or for linear in linears])) for linears in linears_b],
         )
 
     def _is_worth_stacking(self, group: AdapterGroup, *, repeats: bool) -> bool:
         """In sampling: whether the same adapters run together again, so that their stack serves many steps."""
-        known = group.versions in self._stack_cache
+        is_cached = group.versions in self._stack_cache
         if is_small := group.num_bytes <= MAX_STACK_BYTES:
-            self._used(group)
-        return known or (repeats and is_small)
+            self._mark_used(group)
+        return is_cached or (repeats and is_small)
 
     def _is_batched(self, group: AdapterGroup, *, repeats: bool) -> bool:
         if group.stack is not None and not _is_sampling():
@@ -356,15 +359,15 @@ class LoRADelta:
         if _is_sampling() and not self._is_worth_stacking(group, repeats=repeats):
             return False
         stacked_a, linears_b = self._matrices(group.adapters[0])
-        largest = max(*(each.a_RI.numel() for each in stacked_a), *(linear_b.b_Or.numel() for linear_b in linears_b))
+        largest = max(*(part.a_RI.numel() for part in stacked_a), *(linear_b.b_Or.numel() for linear_b in linears_b))
         return largest <= BATCHED_MAX_ELEMENTS or stacked_a[0].a_RI.dtype == torch.bfloat16
 
     def _matrices(self, adapter: Adapter) -> DeltaMatrices:
         if self not in adapter.delta_matrices:
-            adapter.delta_matrices[self] = self._matrices_of(adapter)
+            adapter.delta_matrices[self] = self._collect_matrices(adapter)
         return adapter.delta_matrices[self]
 
-    def _matrices_of(self, adapter: Adapter) -> DeltaMatrices:
+    def _collect_matrices(self, adapter: Adapter) -> DeltaMatrices:
         stacked_a: list[StackedA] = []
         linears_b: list[LinearB] = []
         end = 0
@@ -375,98 +378,98 @@ class LoRADelta:
             ranks = slice(end, end := end + len(a_rI))
             linears_b.append(LinearB(name, columns, ranks, b_Or))
             if stacked_a and stacked_a[-1].a_RI.storage_offset() + stacked_a[-1].a_RI.numel() == a_rI.storage_offset():
-                names, before, above_RI = stacked_a.pop()
-                joined_RI = extend_rows(above_RI, len(above_RI) + len(a_rI))
-                stacked_a.append(StackedA((*names, name), slice(before.start, end), joined_RI))
+                names, previous_ranks, previous_RI = stacked_a.pop()
+                adjacent_RI = extend_rows(previous_RI, len(previous_RI) + len(a_rI))
+                stacked_a.append(StackedA((*names, name), slice(previous_ranks.start, end), adjacent_RI))
             else:
                 stacked_a.append(StackedA((name,), ranks, a_rI))
         return DeltaMatrices(tuple(stacked_a), tuple(linears_b))
 
 
-def _is_joined(group: AdapterGroup) -> bool:
+def _is_packed(group: AdapterGroup) -> bool:
     if len(group.adapters) > 1 or group.length > PACKED_MAX_ROWS or group.num_bytes > MAX_STACK_BYTES:
         return False
     return has_onednn(group.adapters[0].compute_P)
 
 
-def _stack(matrices: Sequence[Tensor]) -> Tensor:
-    """In sampling stored as forward reads them fastest, 1.1 to 1.3 times as fast; backward reads the other way."""
-    return torch.stack([each.t() for each in matrices]).mT if _is_sampling() else torch.stack(tuple(matrices))
+def _stack_matrices(matrices: Sequence[Tensor]) -> Tensor:
+    """The matrices in one tensor, stored as forward reads them fastest in sampling, otherwise as backward does."""
+    return torch.stack([matrix.t() for matrix in matrices]).mT if _is_sampling() else torch.stack(tuple(matrices))
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    """Batched products of matrices with gaps take four times as long in bfloat16, and no longer in float32."""
+def _make_contiguous(x: Tensor) -> Tensor:
+    """Copy matrices with gaps in bfloat16, for which batched matmuls are slow; in float32 they are not."""
     return x.contiguous() if x.dtype == torch.bfloat16 else x
 
 
-def _writes(x: Tensor, group: AdapterGroup) -> bool:
+def _is_in_place(x: Tensor, group: AdapterGroup) -> bool:
     return is_launch_bound(x) if len(group.adapters) == 1 else group.stack is not None and not _is_sampling()
 
 
-def _written_inner(x_TI: Tensor, group: AdapterGroup, stacks: Stacks) -> Tensor:
-    """The same of one adapter, or of a stack's, in the fewest operations, for devices on which a launch takes longer
-    than a product: each writes or adds where its result belongs.
+def _shrink_in_place(x_TI: Tensor, group: AdapterGroup, stacks: Stacks) -> Tensor:
+    """scale * x A^T of one adapter or of a stack, in the fewest operations, for devices on which a launch takes longer
+    than a matmul: each writes where its result belongs, and so do `_forward_in_place_` and `_backward_in_place_`.
     """
     x_SnI = group.batch_rows(x_TI, repeats=True)
-    return _side_by_side([(x_SnI, a_SRI.mT) for _, a_SRI in stacks[0]], group.adapters[0].scale)
+    return _concat_matmuls([(x_SnI, a_SRI.mT) for _, a_SRI in stacks[0]], group.adapters[0].scale)
 
 
-def _written_forward_(y_TO: Tensor, x_TI: Tensor, group: AdapterGroup, stacks: Stacks) -> Tensor:
-    u_SnR = _written_inner(x_TI, group, stacks)
-    parts = _cut(u_SnR, [own.ranks for own, _ in stacks[1]])
-    for part_Snr, (own, b_SOr) in zip(parts, stacks[1], strict=True):
-        group.add_bmm_(_cut(y_TO, [own.columns])[0], part_Snr, b_SOr.mT)
+def _forward_in_place_(y_TO: Tensor, x_TI: Tensor, group: AdapterGroup, stacks: Stacks) -> Tensor:
+    u_SnR = _shrink_in_place(x_TI, group, stacks)
+    parts = _slice_columns(u_SnR, [linear.ranks for linear, _ in stacks[1]])
+    for part_Snr, (linear, b_SOr) in zip(parts, stacks[1], strict=True):
+        group.add_bmm_(_slice_columns(y_TO, [linear.columns])[0], part_Snr, b_SOr.mT)
     return u_SnR
 
 
-def _written_backward_(
+def _backward_in_place_(
     grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, group: AdapterGroup, stacks: Stacks, u_SnR: Tensor
 ) -> None:
     stacked_a, linears_b = stacks
-    grads_SnO = _cut(group.batch_rows(grad_TO), [own.columns for own, _ in linears_b])
+    grads_SnO = _slice_columns(group.batch_rows(grad_TO), [linear.columns for linear, _ in linears_b])
     pairs = [(part_SnO, b_SOr) for part_SnO, (_, b_SOr) in zip(grads_SnO, linears_b, strict=True)]
-    grads_SnR = _cut(_side_by_side(pairs, group.adapters[0].scale), [own.ranks for own, _ in stacked_a])
+    grads_SnR = _slice_columns(_concat_matmuls(pairs, group.adapters[0].scale), [part.ranks for part, _ in stacked_a])
     if group.adapters[0].gradients is not None:
         add_ = add_matmul_ if u_SnR.dim() == 2 else add_bmm_
-        parts = _cut(u_SnR, [own.ranks for own, _ in linears_b])
-        for part_Snr, grad_SnO, (own, b_SOr) in zip(parts, grads_SnO, linears_b, strict=True):
-            add_(_gradients(group, (own.name,), 1, b_SOr), grad_SnO.mT, part_Snr)
+        parts = _slice_columns(u_SnR, [linear.ranks for linear, _ in linears_b])
+        for part_Snr, grad_SnO, (linear, b_SOr) in zip(parts, grads_SnO, linears_b, strict=True):
+            add_(_gradient_buffer(group, (linear.name,), 1, b_SOr), grad_SnO.mT, part_Snr)
         x_SnI = group.batch_rows(x_TI, repeats=True)
-        for grad_SnR, (own, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
-            add_(_gradients(group, own.names, 0, a_SRI), grad_SnR.mT, x_SnI)
+        for grad_SnR, (part, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
+            add_(_gradient_buffer(group, part.names, 0, a_SRI), grad_SnR.mT, x_SnI)
     if grad_TI is not None:
         for grad_SnR, (_, a_SRI) in zip(grads_SnR, stacked_a, strict=True):
             group.add_bmm_(grad_TI, grad_SnR, a_SRI)
 
 
-def _gradients(group: AdapterGroup, names: Sequence[str], matrix: int, like: Tensor) -> Tensor:
-    """The buffer to add to, of one adapter or of all."""
+def _gradient_buffer(group: AdapterGroup, names: Sequence[str], matrix: int, like: Tensor) -> Tensor:
+    """The buffer of these matrices' gradients, to add to, of one adapter or of a stack."""
     adapter = group.adapters[0]
-    if (place := group.stack) is not None:
-        stack, rows = place
-        return stack.gradients(rows, adapter.layout.spans[names[0]][matrix], like.shape[-2:])
+    if (stack_rows := group.stack) is not None:
+        stack, rows = stack_rows
+        return stack.gradient_view(rows, adapter.layout.spans[names[0]][matrix], like.shape[-2:])
     assert adapter.gradients is not None
     return adapter.gradients.accumulator(names, matrix)
 
 
-def _cut(x: Tensor, columns: Sequence[slice]) -> Sequence[Tensor]:
+def _slice_columns(x: Tensor, columns: Sequence[slice]) -> Sequence[Tensor]:
     if len(columns) == 1 and columns[0].start == 0 and columns[0].stop == x.shape[-1]:
         return (x,)
-    return [x.narrow(-1, own.start, own.stop - own.start) for own in columns]
+    return [x.narrow(-1, span.start, span.stop - span.start) for span in columns]
 
 
-def _side_by_side(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+def _concat_matmuls(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
     """scale * a @ b of each pair, in the columns of one matrix or stack."""
     ends = list(accumulate((b.shape[-1] for _, b in pairs), initial=0))
     out = pairs[0][0].new_empty(*pairs[0][0].shape[:-1], ends[-1])
-    for (a, b), own in zip(pairs, _cut(out, [slice(*span) for span in pairwise(ends)]), strict=True):
-        write_matmul_(own, a, b, scale)
+    for (a, b), columns in zip(pairs, _slice_columns(out, [slice(*span) for span in pairwise(ends)]), strict=True):
+        write_matmul_(columns, a, b, scale)
     return out
 
 
-def _concat(parts: Sequence[Tensor], scale: float) -> Tensor:
-    joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), -1)
-    return joined if scale == 1.0 else joined.mul_(scale)
+def _concat_columns(parts: Sequence[Tensor], scale: float) -> Tensor:
+    concatenated = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), -1)
+    return concatenated if scale == 1.0 else concatenated.mul_(scale)
 
 
 def _is_sampling() -> bool:
@@ -481,7 +484,7 @@ class RecomputedFunction(Protocol):
 
 
 class LoRALinear:
-    """The frozen product y = x W^T + b of one or more linears, plus scale * x A^T B^T for each segment's adapter."""
+    """The frozen linear y = x W^T + b, or several of them, plus scale * x A^T B^T for each segment's adapter."""
 
     weight: Tensor
     bias: Tensor | None
@@ -500,8 +503,8 @@ class LoRALinear:
         out_dtype: torch.dtype | None = None,
         frozen_TO: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """y [T, O], and each group's scale * x A^T, which backward needs. `frozen_TO`: x W^T if it is known, in another
-        dtype than y's.
+        """y [T, O], and each group's scale * x A^T, which backward needs. `frozen_TO`: x W^T if it was computed
+        before, in another dtype than y's.
         """
         dtype = out_dtype or x_TI.dtype
         y_TO = matmul(x_TI, self.weight.t(), dtype) if frozen_TO is None else frozen_TO.to(dtype)
@@ -562,8 +565,8 @@ class _LoRALinearFunction(torch.autograd.Function):
         adapter_groups: list[AdapterGroup],
         before: RecomputedFunction | None,
     ) -> Tensor:
-        own = x if before is None else before.forward(x)
-        y_TO, ctx.a_outputs = linear.forward_rows(own.reshape(-1, linear.in_features), adapter_groups)
+        inputs = x if before is None else before.forward(x)
+        y_TO, ctx.a_outputs = linear.forward_rows(inputs.reshape(-1, linear.in_features), adapter_groups)
         ctx.save_for_backward(x)
         ctx.linear, ctx.adapter_groups, ctx.before = linear, adapter_groups, before
         return y_TO.view(*x.shape[:-1], -1)
@@ -572,10 +575,10 @@ class _LoRALinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (x,) = ctx.saved_tensors
-        own = x if ctx.before is None or not ctx.adapter_groups else ctx.before.forward(x)
+        inputs = x if ctx.before is None or not ctx.adapter_groups else ctx.before.forward(x)
         grad_x = ctx.linear.backward_rows(
             grad.reshape(-1, ctx.linear.out_features),
-            own.reshape(-1, ctx.linear.in_features) if ctx.adapter_groups else x,
+            inputs.reshape(-1, ctx.linear.in_features) if ctx.adapter_groups else x,
             ctx.adapter_groups,
             ctx.a_outputs,
             need_input=ctx.needs_input_grad[0],

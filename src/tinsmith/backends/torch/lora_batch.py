@@ -1,6 +1,6 @@
-"""Which rows of a packed batch have which adapter, and which neighbours share batched products. Knows no product.
+"""Which rows of a packed batch have which adapter, and which neighbours share batched matmuls.
 
-Shapes: T rows of a packed batch, n rows of a segment, S segments of a group, I inputs, O outputs, R inner rows of a
+Shapes: T rows of a packed batch, n rows of a segment, S segments of a group, I inputs, O outputs, R rows of A in a
 LoRADelta.
 """
 
@@ -20,8 +20,8 @@ from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.matmul import add_bmm_, add_matmul_
 
 MAX_PADDING = 0.25
-"""The most rows of padding in a batch of segments, as a share of its own rows, in bfloat16: without it, a training step
-of eight tenants with 24 to 64 rows takes 1.2 times as long, prompts of eight adapters 1.1 times. Not in float32.
+"""The most rows of padding in a group of segments, as a share of its own rows, in bfloat16. Groups are not padded in
+float32, where it gains nothing.
 """
 
 BLOCK_ROWS = 16
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 class AdapterGroup:
     """Adjacent segments, from row `start` on, with adapters of one layout and scale. The longest has `length` rows, to
-    which the others are padded in batched products.
+    which the others are padded in batched matmuls.
 
     `stacks` caches the matrices of each LoRADelta for the duration of the micro-batch.
     """
@@ -96,41 +96,41 @@ class AdapterGroup:
 
     @property
     def stack(self) -> tuple[AdapterStack, slice] | None:
-        """Its adapters as neighbours in a stack; None if they are not."""
-        places = [adapter.stack_slot for adapter in self.adapters]
-        if self._stack is None and len(places) > 1 and places[0] is not None:
-            stack, start = places[0]
-            if places == [(stack, start + i) for i in range(len(places))]:
-                self._stack = stack, slice(start, start + len(places))
+        """The stack that has its adapters as neighbours, and their rows there; None if there is none."""
+        stack_slots = [adapter.stack_slot for adapter in self.adapters]
+        if self._stack is None and len(stack_slots) > 1 and stack_slots[0] is not None:
+            stack, start = stack_slots[0]
+            if stack_slots == [(stack, start + i) for i in range(len(stack_slots))]:
+                self._stack = stack, slice(start, start + len(stack_slots))
         return self._stack
 
     def batch_rows(self, x_TI: Tensor, *, repeats: bool = False) -> Tensor:
         """[S, n, I], with zeros for padding; [n, I] of a single segment. `repeats`: padding repeats a segment's last
-        row, which takes one operation; for products with zeros there.
+        row, which takes one operation; for matmuls with zeros there.
         """
-        own_TI = self.select_rows(x_TI)
+        rows_nI = self.select_rows(x_TI)
         if len(self.adapters) == 1:
-            return own_TI
+            return rows_nI
         if self.is_padded and repeats:
-            own_TI = own_TI.index_select(0, self._sources(x_TI.device))
+            rows_nI = rows_nI.index_select(0, self._sources(x_TI.device))
         elif self.is_padded:
-            padded = own_TI.new_zeros(self._num_cells, own_TI.shape[1])
-            own_TI = padded.index_copy_(0, self._cells(x_TI.device), own_TI)
-        return own_TI.view(len(self.adapters), self.length, -1)
+            padded = rows_nI.new_zeros(self._num_cells, rows_nI.shape[1])
+            rows_nI = padded.index_copy_(0, self._cells(x_TI.device), rows_nI)
+        return rows_nI.view(len(self.adapters), self.length, -1)
 
     def add_bmm_(self, out_TO: Tensor, a_SnR: Tensor, b_SRO: Tensor) -> None:
-        """Add the products' rows to these rows of `out`."""
-        own_TO = self.select_rows(out_TO)
+        """Add the rows of a @ b to these rows of `out`."""
+        out_nO = self.select_rows(out_TO)
         if a_SnR.dim() == 2:
-            add_matmul_(own_TO, a_SnR, b_SRO, 1.0)
+            add_matmul_(out_nO, a_SnR, b_SRO, 1.0)
         elif self.is_padded:
-            own_TO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
+            out_nO.add_(torch.bmm(a_SnR, b_SRO).flatten(0, 1).index_select(0, self._cells(out_TO.device)))
         else:
-            add_bmm_(own_TO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
+            add_bmm_(out_nO.view(len(self.adapters), self.length, -1), a_SnR, b_SRO)
 
     def split(self) -> list[AdapterGroup]:
         starts = accumulate(self.lengths, initial=self.start)
-        return [AdapterGroup(*each) for each in zip(starts, self.lengths, self.adapters, strict=False)]
+        return [AdapterGroup(*segment) for segment in zip(starts, self.lengths, self.adapters, strict=False)]
 
     @property
     def _num_cells(self) -> int:
@@ -144,18 +144,18 @@ class AdapterGroup:
         return x_TI if self.stop - self.start == x_TI.shape[0] else x_TI[self.start : self.stop]
 
     def _cells(self, device: torch.device) -> Tensor:
-        """The padded place of each row."""
+        """The cell of each row in the padded stack."""
         if self._cells_T is None:
-            places = [np.arange(length) + i * self.length for i, length in enumerate(self.lengths)]
-            self._cells_T = upload(np.concatenate(places), device)
+            cells = [np.arange(length) + i * self.length for i, length in enumerate(self.lengths)]
+            self._cells_T = upload(np.concatenate(cells), device)
         return self._cells_T
 
     def _sources(self, device: torch.device) -> Tensor:
-        """The row of each padded place."""
+        """The row of each cell of the padded stack."""
         if self._rows_C is None:
             starts = accumulate(self.lengths, initial=0)
-            places = np.arange(self.length)
-            rows = [start + np.minimum(places, own - 1) for start, own in zip(starts, self.lengths, strict=False)]
+            cells = np.arange(self.length)
+            rows = [start + np.minimum(cells, length - 1) for start, length in zip(starts, self.lengths, strict=False)]
             self._rows_C = upload(np.concatenate(rows), device)
         return self._rows_C
 
@@ -163,8 +163,9 @@ class AdapterGroup:
 class LoRABatch:
     """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
 
-    `groups` are the segments with an adapter, joined with similar neighbours. `work` caches the groups of each
-    LoRADelta. `repeats`: it is used for several steps of sampling, so that copies of an adapter in another form pay.
+    `adapter_groups` are the segments with an adapter, joined with similar neighbours; `groups_by_delta` caches those of
+    each LoRADelta. `repeats`: it is used for several steps of sampling, so that copies of an adapter in another form
+    pay.
     """
 
     __slots__ = ("_adapter_groups", "_by_sequence", "groups_by_delta", "num_rows", "repeats", "segments")
@@ -205,16 +206,16 @@ class LoRABatch:
         """The LoRA batch of these rows only, in ascending order, numbered from 0."""
         bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
         counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
-        kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
-        return self.of((adapter for adapter, _ in kept), (count for _, count in kept))
+        selected = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
+        return self.of((adapter for adapter, _ in selected), (count for _, count in selected))
 
     def for_sequences(self, starts: tuple[int, ...], length: int) -> LoRABatch:
         """The LoRA batch of concatenated sequences of `length` rows each, which begin at these rows."""
-        if (found := self._by_sequence.get((starts, length))) is None:
+        if (lora_batch := self._by_sequence.get((starts, length))) is None:
             stops = [segment.stop for segment in self.segments]
             adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
-            found = self._by_sequence[starts, length] = LoRABatch.of(adapters, [length] * len(starts))
-        return found
+            lora_batch = self._by_sequence[starts, length] = LoRABatch.of(adapters, [length] * len(starts))
+        return lora_batch
 
     def slice(self, start: int, stop: int) -> LoRABatch:
         """The LoRA batch of rows start..stop only, numbered from 0."""

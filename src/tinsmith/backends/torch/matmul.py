@@ -1,6 +1,6 @@
-"""Matrix products in the sizes of models and adapters, each by the fastest kernel that torch has for it.
+"""Matmuls in the sizes of models and adapters, each by the fastest kernel that torch has for it.
 
-Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can be called directly.
+Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's matmul can be called directly.
 """
 
 from __future__ import annotations
@@ -13,43 +13,41 @@ import torch
 from torch import Tensor
 
 ONEDNN_MIN_ROWS = 16
-"""From this many rows on a float32 product on a CPU that is not Intel's uses oneDNN: torch's default, MKL, is 1.6 (32
-rows) to 2.5 times (2,048 rows) slower there, also for the narrow products of adapters.
+"""From this many rows on a float32 matmul on a CPU that is not Intel's uses oneDNN: torch's default, MKL, is slower
+there, also for the narrow matmuls of adapters.
 """
 
 ONEDNN_MIN_MULTIPLICATIONS = 1 << 19
-"""Multiplications in a product from which on oneDNN's higher call overhead pays: at 400,000 it takes 1.5 times as long
-as MKL, at 1.5 million less.
-"""
+"""Multiplications in a matmul from which on oneDNN's higher call overhead pays."""
 
 ONEDNN_MIN_TRANSPOSED_ROWS = 256
-"""Rows from which on computing a weight's gradient by its transpose with oneDNN pays (twice as fast at 1,024)."""
+"""Rows from which on computing a weight's gradient by its transpose with oneDNN pays."""
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 HAS_AMX = torch.cpu._is_amx_tile_supported()
 
 CAN_ADD_TO_WIDER = torch.__version__ >= "2.11"
-"""Whether a product on CUDA can be added to a wider sum without a copy, which matters for logits."""
+"""Whether a matmul on CUDA can be added to a wider sum without a copy, which matters for logits."""
 
 BLOCK_COLUMNS, BLOCK_MIN_ELEMENTS = 256, 3 << 19
-"""Columns at once of a product that oneDNN would compute with one of two threads: 1.5 times as fast if the left operand
-has that many numbers. A step of m50 takes 1.13 times as long without.
+"""Columns at once of a matmul that oneDNN would compute with one of two threads, which pays if the left operand has
+that many elements.
 """
 
 _CPU = Path("/proc/cpuinfo")
 SUITS_MKL = torch.backends.mkl.is_available() and _CPU.exists() and "GenuineIntel" in _CPU.read_text()
-"""On Intel's processors MKL is faster than oneDNN: 1.0 to 1.1 times with 2,048 rows, 1.1 to 2 times with 32."""
+"""On Intel's processors MKL is faster than oneDNN, above all with few rows."""
 
 MKL_MAX_ELEMENTS = 1 << 17
-"""Numbers of a float32 weight up to which MKL beats packed weights there: tiny's layers take half the time."""
+"""Elements of a float32 weight up to which MKL beats packed weights there."""
 
-# The overload itself: resolving it takes 3 us per call, and a decode step has a hundred calls.
+# The overload itself: resolving it takes time in each call, and a decode step has a hundred calls.
 _linear_pointwise = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
 
 
 def set_precision() -> None:
-    """Make float32 products exact to float32 (no TF32) and sum bfloat16 products in float32 on every device, so that
+    """Make float32 matmuls exact to float32 (no TF32) and sum bfloat16 matmuls in float32 on every device, so that
     results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
     `attention.CUDNN_MIN_HITS`.
     """
@@ -71,7 +69,7 @@ def matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def gradient_dtype(x: Tensor) -> torch.dtype:
-    """Of a product that is a weight's gradient: float32 where the device supports it."""
+    """The dtype of a matmul that gives a weight's gradient: float32 where the device supports it."""
     return torch.float32 if x.is_cuda else x.dtype
 
 
@@ -85,7 +83,7 @@ def transpose_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def transpose_bmm(a: Tensor, b: Tensor) -> Tensor:
-    """The same for stacked matrices."""
+    """a^T @ b of each pair of stacked matrices."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a.mT, b, out_dtype=torch.float32)
     return torch.bmm(a.mT, b)
@@ -103,7 +101,7 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     elif a.is_cuda:
         out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
     else:
-        # Widened operands would multiply several times slower; the product is rounded once, the sum is not.
+        # Widened operands would multiply several times slower; the matmul is rounded once, the sum is not.
         out.add_(a @ b, alpha=scale)
 
 
@@ -120,7 +118,7 @@ def add_bmm_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def is_launch_bound(x: Tensor) -> bool:
-    """Whether a product takes less time than its launch, so that few operations matter more than which."""
+    """Whether a matmul takes less time than its launch, so that few operations matter more than which."""
     return x.is_cuda
 
 
@@ -139,7 +137,7 @@ def has_onednn(weight: Tensor) -> bool:
 
 
 def suits_mkl(weight: Tensor) -> bool:
-    """Whether torch's own product with this weight is the fastest for few rows too."""
+    """Whether torch's own matmul with this weight is the fastest for few rows too."""
     return SUITS_MKL and weight.dtype == torch.float32 and weight.numel() <= MKL_MAX_ELEMENTS
 
 
@@ -149,8 +147,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight^T + bias of few rows. oneDNN reads a left operand as it is stored, and copies a right one into blocks:
-    as (weight @ x^T)^T, 16 rows take 1.05 times as long as with a packed weight instead of 1.4 times.
+    """x @ weight^T + bias of few rows, computed as (weight @ x^T)^T: oneDNN reads a left operand as it is stored, and
+    copies a right one into blocks.
     """
     y_TO = onednn_linear(weight, x).t().contiguous()
     return y_TO if bias is None else y_TO.add_(bias)
@@ -162,7 +160,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def _uses_one_thread(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN uses one of two threads for a product in AMX, which it does if that is about 1,024 x 512."""
+    """Whether oneDNN uses one of two threads for a matmul in AMX, which it does if that is about 1,024 x 512."""
     if not HAS_AMX or a.dtype != torch.bfloat16 or not a.is_cpu or torch.get_num_threads() != 2:
         return False
     rows, (inner, columns) = a.shape[0], b.shape
@@ -171,8 +169,8 @@ def _uses_one_thread(a: Tensor, b: Tensor) -> bool:
 
 def _matmul_by_columns(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
-    for own, columns in zip(out.split(BLOCK_COLUMNS, 1), b.split(BLOCK_COLUMNS, 1), strict=True):
-        torch.mm(a, columns, out=own)
+    for block, columns in zip(out.split(BLOCK_COLUMNS, 1), b.split(BLOCK_COLUMNS, 1), strict=True):
+        torch.mm(a, columns, out=block)
     return out
 
 
@@ -182,7 +180,7 @@ def _suits_onednn(a: Tensor, b: Tensor) -> bool:
     rows, (inner, columns) = a.shape[0], b.shape
     if rows < ONEDNN_MIN_ROWS or rows * inner * columns < ONEDNN_MIN_MULTIPLICATIONS:
         return False
-    # oneDNN is a thousand times slower on a matrix with gaps.
+    # oneDNN is slower by orders of magnitude on a matrix with gaps.
     return b.is_contiguous() or b.stride() == (1, inner)
 
 
