@@ -36,7 +36,7 @@ from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, vision
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.model import BaseModel, _attention
+from tinsmith.backends.torch.model import BaseModel, _attention_implementation
 from tinsmith.backends.torch.vision import Features, Vision
 from tinsmith.samplers.local import engine, kv_cache, paged_attention
 from tinsmith.types import ModelShape
@@ -321,7 +321,7 @@ def load(kind: type[BaseModel], shape: ModelShape, dtype: torch.dtype, *options:
     auto = AutoModelForImageTextToText if shape.vision else AutoModelForCausalLM
     with no_init_weights():  # one that draws until all numbers are near zero would never end
         model = auto.from_config(
-            config, dtype=dtype, attn_implementation=_attention(config), experts_implementation="eager"
+            config, dtype=dtype, attn_implementation=_attention_implementation(config), experts_implementation="eager"
         )
     if on_device:
         _move(model)

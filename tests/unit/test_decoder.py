@@ -115,7 +115,7 @@ def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> Non
 
 def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = load_base(tmp_path, "qwen3")
-    monkeypatch.setattr(decoder_module, "SPARE_SHARE", 0.0)
+    monkeypatch.setattr(decoder_module, "PACKED_MEMORY_SHARE", 0.0)
     inputs = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), LoRABatch.of([None], [2]))
     with torch.no_grad():
         hidden = base.hidden(*inputs)

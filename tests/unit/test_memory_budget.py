@@ -93,9 +93,9 @@ def manager_of(budget: int, **holders: Holder) -> MemoryManager:
 def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
     cache = Holder(40, spare=10)
     memory = manager_of(100, base=Holder(50), kv_cache=cache)
-    with memory.reserved(10):
+    with memory.reserve(10):
         assert cache.evicted == [] and memory.free() == 0
-    with memory.reserved(35):
+    with memory.reserve(35):
         assert cache.evicted == [25] and memory.is_reserved
         assert memory.bytes_by_holder() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
     assert not memory.is_reserved and memory.free() == 35
@@ -105,7 +105,7 @@ def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
 def test_a_shortage_is_refused_with_the_holders_of_memory() -> None:
     memory = manager_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
     with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
-        with memory.reserved(11 * 2**20):
+        with memory.reserve(11 * 2**20):
             raise AssertionError
     assert memory.bytes_by_holder()[ACTIVATIONS] == 0
 
@@ -121,7 +121,7 @@ def test_what_is_available_is_known_before_anything_is_evicted() -> None:
 def test_without_a_budget_nothing_is_evicted_and_everything_is_counted() -> None:
     cache = Holder(40, spare=10)
     memory = manager_of(0, kv_cache=cache)
-    with memory.reserved(10**15):
+    with memory.reserve(10**15):
         assert memory.bytes_by_holder() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.evicted == []
 
 
@@ -232,12 +232,12 @@ class Run:
         self.waited = 0
         self.logprobs: list[np.ndarray] = []
         self.answers: dict[str, SampleResult | UserError] = {}
-        self._reserved = self.memory.reserved
-        self.memory.reserved = self.reserve_and_look
+        self._reserve = self.memory.reserve
+        self.memory.reserve = self.reserve_and_look
 
     @contextmanager
     def reserve_and_look(self, num_bytes: int) -> Iterator[None]:
-        with self._reserved(num_bytes):
+        with self._reserve(num_bytes):
             self.look()
             yield
 

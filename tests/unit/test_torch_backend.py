@@ -492,7 +492,7 @@ def test_logits_in_pieces_give_the_results_of_a_whole_chunk(qwen: ModelShape, dt
     for rows in ((64, 64), (64, 5)):
         backend = TorchBackend(qwen, device="cpu", dtype=dtype)
         head = backend._trainer._head
-        head._chunk_rows, head._piece_rows = rows
+        head._chunk_rows, head._subchunk_rows = rows
         for i, spec in enumerate(SPECS):
             backend.create_model(f"m{i}", spec)
             warm(backend, f"m{i}")

@@ -237,8 +237,8 @@ class _RankedHead(Head):
         super().__init__(base, chunk_rows)
         self._ranks = ranks
 
-    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
-        weight_P = super()._weights(batch, hidden_TD, specs)
+    def _pair_weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
+        weight_P = super()._pair_weights(batch, hidden_TD, specs)
         if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
         # The weights decide which rows are differentiated.

@@ -49,8 +49,8 @@ class FullBackend(TorchBackend):
     def _make_sampler(self) -> FullSampler:
         return FullSampler(self._base, self._versions, self._sampler_options())
 
-    def _moved_adapters(self) -> list[Adapter]:
-        return [*super()._moved_adapters(), self._base.original]
+    def _adapters_to_move(self) -> list[Adapter]:
+        return [*super()._adapters_to_move(), self._base.original]
 
     def _after_move(self) -> None:
         self._base.rebind()

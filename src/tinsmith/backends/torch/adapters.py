@@ -228,9 +228,9 @@ class Adapter:
     def buffers(self) -> tuple[Tensor, Tensor]:
         return self.flat_P, self.compute_P
 
-    def move(self, moved: TensorCopies) -> None:
+    def move(self, copies: TensorCopies) -> None:
         """Replace the buffers by their copies."""
-        self.flat_P, self.compute_P = (moved.of(buffer) for buffer in self.buffers)
+        self.flat_P, self.compute_P = (copies.of(buffer) for buffer in self.buffers)
         self._make_views()
 
     def _make_views(self) -> None:
@@ -319,11 +319,11 @@ class TrainedModel:
         tensors = [*self.adapter.buffers, *(self.moments or () if moments else ())]
         return tensors if self.gradient_P is None else [*tensors, self.gradient_P]
 
-    def move(self, moved: TensorCopies) -> None:
+    def move(self, copies: TensorCopies) -> None:
         """Replace the buffers by their copies. Moments on the host return to a GPU with the next optimizer step."""
-        self.adapter.move(moved)
-        self.gradient_P = None if self.gradient_P is None else moved.of(self.gradient_P)
-        self.moments = self.moments and tuple(moved.of(state) for state in self.moments)
+        self.adapter.move(copies)
+        self.gradient_P = None if self.gradient_P is None else copies.of(self.gradient_P)
+        self.moments = self.moments and tuple(copies.of(state) for state in self.moments)
 
     def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
         """The moments on the device, created as zeros at the first step."""

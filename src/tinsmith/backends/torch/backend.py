@@ -58,7 +58,7 @@ MAX_RANK = 256
 
 FITTING_TOKENS = (16_384, 8192, 4096)
 """Tokens of a micro-batch with CUDA and fused layers, unless chosen: the first whose activations may be kept. Small
-models wait for the host, which takes as long for a micro-batch of any size; recomputing takes a third of a step.
+models wait for the host, which takes as long for a micro-batch of any size; recomputing lengthens a step.
 """
 
 LEAST_RANK, LEAST_TOKENS = 8, 256
@@ -72,7 +72,7 @@ class TorchBackend:
     rows whose float32 logits exist at once ('auto': suited to the device). `recompute` ('auto', 'on', 'off') saves
     activations for a third more compute. `deterministic` ('on', 'off') makes every bit of a result independent of the
     other requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the
-    total of device memory in bytes; 0 leaves each part to bounds of its own. `kv_cache_bytes`, `sampler_sequences` and
+    total of device memory in bytes; with 0 each part has a bound of its own. `kv_cache_bytes`, `sampler_sequences` and
     `sampler_step_tokens` limit the sampler; 0 selects a default for the device. `offload` ('auto', 'on'): whether
     `sleep` moves memory, which it does for GPUs only unless this is 'on'. `profile`: the directory of traces, or empty.
     """
@@ -138,8 +138,10 @@ class TorchBackend:
             return
         recompute.fused_bytes = step.activations.token_bytes
         if is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode == "auto":
-            largest, *others = FITTING_TOKENS
-            self._trainer.use_fitting([largest, *others] if recompute.fits(largest, base.device) else others)
+            largest, *smaller_sizes = FITTING_TOKENS
+            self._trainer.use_fitting(
+                [largest, *smaller_sizes] if recompute.fits(largest, base.device) else smaller_sizes
+            )
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -169,7 +171,7 @@ class TorchBackend:
         from tinsmith.samplers.local.paged_attention import describe_kernels
 
         base = self._base
-        found = {
+        kernel_by_part = {
             "device": f"{base.device}, {base.dtype}, no TF32",
             "layers": "fused" if base.has_fused_layers else "transformers' modules",
             "attention": "SDPA",
@@ -178,11 +180,11 @@ class TorchBackend:
             "optimizer": "fused AdamW; Dimuon by matrix shape",
         }
         if base.experts:
-            found["experts"] = ", ".join(sorted({each.kernel for each in base.experts}))
+            kernel_by_part["experts"] = ", ".join(sorted({experts.kernel for experts in base.experts}))
         if base.mixers:
             libraries = [name for name in MIXER_LIBRARIES if find_spec(name)]
-            found["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
-        return found
+            kernel_by_part["mixers"] = f"transformers with {', '.join(libraries) or 'plain torch'}"
+        return kernel_by_part
 
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
         """Raises SettingsError if the budget is too small for any work."""
@@ -203,12 +205,16 @@ class TorchBackend:
 
     @staticmethod
     def _share(memory: MemoryManager, vision: Vision) -> None:
-        """Image features use memory that others leave, and are evicted first."""
+        """Register image features, which use the memory that other holders leave and are evicted first."""
 
-        def held() -> int:
+        def feature_bytes() -> int:
             return vision.feature_bytes
 
-        memory.register(IMAGES, held, Evictable(held, held, lambda missing: vision.evict_to(held() - missing)))
+        memory.register(
+            IMAGES,
+            feature_bytes,
+            Evictable(feature_bytes, feature_bytes, lambda missing: vision.evict_to(feature_bytes() - missing)),
+        )
         vision.limit_bytes = lambda: memory.limit_of(IMAGES)
 
     def _check_budget(self, memory: MemoryManager, step: StepMemory) -> None:
@@ -224,21 +230,21 @@ class TorchBackend:
             probe_layers(self._base)
         )
         self._least_bytes = max(training, sampling)
-        held = memory.bytes_by_holder()
-        needed = sum(held.values()) + adapter + self._least_bytes
-        if needed > memory.budget_bytes:
+        bytes_by_holder = memory.bytes_by_holder()
+        needed_bytes = sum(bytes_by_holder.values()) + adapter + self._least_bytes
+        if needed_bytes > memory.budget_bytes:
             raise SettingsError(
                 f"memory_budget is {format_bytes(memory.budget_bytes)}, and {self._base.shape.name} needs "
-                f"at least {format_bytes(needed)}: base {format_bytes(held[BASE])}, a sampler's step "
-                f"{format_bytes(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training "
+                f"at least {format_bytes(needed_bytes)}: base {format_bytes(bytes_by_holder[BASE])}, a sampler's step "
+                f"{format_bytes(bytes_by_holder[SAMPLING])}, an adapter of rank {LEAST_RANK} in training "
                 f"{format_bytes(adapter)}, and for {LEAST_TOKENS} tokens activations of {format_bytes(training)} or "
                 f"keys, values and states of {format_bytes(sampling)}"
             )
 
     def memory_use(self) -> dict[str, int]:
         budget = {"budget": self._memory.budget_bytes} if self._memory.is_limited else {}
-        held = self._memory.bytes_by_holder() | {ACTIVATIONS: self._memory.take_peak()}
-        return (dict.fromkeys(held, 0) if self._is_asleep else held) | budget
+        bytes_by_holder = self._memory.bytes_by_holder() | {ACTIVATIONS: self._memory.take_peak()}
+        return (dict.fromkeys(bytes_by_holder, 0) if self._is_asleep else bytes_by_holder) | budget
 
     def sleep(self) -> None:
         if self._is_asleep or not self._offloads:
@@ -246,16 +252,16 @@ class TorchBackend:
         with memory_errors(self._base.device):
             if self._frozen is None:
                 self._frozen = FrozenStores(self._base.frozen_tensors())
-            trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=True)]
-            others = [buffer for each in self._moved_adapters() for buffer in each.buffers]
-            moved = TensorCopies(HOST, [*trained, *others])
+            trained = [buffer for model in self._models.values() for buffer in model.buffers(moments=True)]
+            adapter_buffers = [buffer for adapter in self._adapters_to_move() for buffer in adapter.buffers]
+            copies = TensorCopies(HOST, [*trained, *adapter_buffers])
             self._frozen.release()
         # From here on nothing can fail.
         self._is_asleep, self._home = True, HOST
-        self._move(moved)
+        self._move(copies)
         if self._base.vision is not None:
             self._base.vision.evict_to(0)
-        del moved, trained, others
+        del copies, trained, adapter_buffers
         self._return_memory()
 
     def wake_up(self) -> None:
@@ -266,14 +272,14 @@ class TorchBackend:
         with memory_errors(device):
             try:
                 self._frozen.restore()
-                trained = [buffer for each in self._models.values() for buffer in each.buffers(moments=False)]
-                moved = TensorCopies(device, trained)
+                trained = [buffer for model in self._models.values() for buffer in model.buffers(moments=False)]
+                copies = TensorCopies(device, trained)
             except BaseException:
                 self._frozen.release()
                 self._return_memory()
                 raise
         self._is_asleep, self._home = False, device
-        self._move(moved)
+        self._move(copies)
         if self._sampler is not None:
             self._sampler.forget_weight_addresses()
 
@@ -282,15 +288,15 @@ class TorchBackend:
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _moved_adapters(self) -> list[Adapter]:
+    def _adapters_to_move(self) -> list[Adapter]:
         """Adapters that leave the device with the models. They stay on the host: files are written from there."""
         return list(self._versions.values())
 
-    def _move(self, moved: TensorCopies) -> None:
+    def _move(self, copies: TensorCopies) -> None:
         for trained in self._models.values():
-            trained.move(moved)
-        for adapter in self._moved_adapters():
-            adapter.move(moved)
+            trained.move(copies)
+        for adapter in self._adapters_to_move():
+            adapter.move(copies)
         self._after_move()
 
     def _after_move(self) -> None:
@@ -301,8 +307,12 @@ class TorchBackend:
 
     def _versions_bytes(self) -> int:
         """Weights that a version shares with its model are counted with the model."""
-        own = {id(trained.adapter.flat_P) for trained in self._models.values()}
-        counted = {id(adapter.flat_P): adapter for adapter in self._versions.values() if id(adapter.flat_P) not in own}
+        model_buffers = {id(trained.adapter.flat_P) for trained in self._models.values()}
+        counted = {
+            id(adapter.flat_P): adapter
+            for adapter in self._versions.values()
+            if id(adapter.flat_P) not in model_buffers
+        }
         return sum(adapter.num_bytes for adapter in counted.values())
 
     def _offloadable_bytes(self) -> int:
@@ -319,11 +329,12 @@ class TorchBackend:
         """Raises UserError if the budget cannot hold the model."""
         memory = self._memory
         if memory.is_limited and not self.has_model(model_id):
-            room = memory.budget_bytes - self._base_bytes - self._least_bytes
-            if trained.num_bytes > room:
+            available_bytes = memory.budget_bytes - self._base_bytes - self._least_bytes
+            if trained.num_bytes > available_bytes:
                 raise UserError(
                     f"a model of rank {trained.adapter.spec.rank} takes {format_bytes(trained.num_bytes)} in training, "
-                    f"and the engine's memory budget leaves {format_bytes(max(0, room))} besides the base model"
+                    f"and the engine's memory budget leaves {format_bytes(max(0, available_bytes))} besides the base "
+                    "model"
                 )
             memory.evict_for(trained.num_bytes, MODELS)
         self._models[model_id] = trained
@@ -355,8 +366,8 @@ class TorchBackend:
         if not self._memory.is_limited or self._trainer.memory is None:
             return self._model_budget_bytes
         # If a step did not fit, other models are moved out; they return with their next request.
-        room = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
-        return max(1, int(room) - self._trainer.memory.shortage_bytes)
+        share_bytes = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
+        return max(1, int(share_bytes) - self._trainer.memory.shortage_bytes)
 
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes
@@ -512,9 +523,9 @@ def _seed_of(model_id: str) -> int:
 
 def positive(name: str, value: int | str) -> int:
     try:
-        number = int(value)
+        parsed = int(value)
     except ValueError:
-        number = 0
-    if number < 1:
+        parsed = 0
+    if parsed < 1:
         raise SettingsError(f"backend option {name} is {value!r}; it must be a whole number of at least 1")
-    return number
+    return parsed

@@ -30,7 +30,7 @@ COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
 
 @dataclass(frozen=True)
 class Example:
-    """One datum, prepared for the device. `columns` hold one number per pair."""
+    """One datum, prepared for the device. `columns` hold one value per pair."""
 
     pass_index: int
     datum_index: int
@@ -63,7 +63,7 @@ class MicroBatch:
 
     @cached_property
     def pairs(self) -> slice:
-        """Which pairs of the whole micro-batch these are."""
+        """Which pairs of the full micro-batch these are."""
         return slice(None)
 
     @cached_property
@@ -97,8 +97,8 @@ class MicroBatch:
     @cached_property
     def largest_image(self) -> int:
         """Tokens of the largest image; 0 without one."""
-        placed = (example.image_input for example in self.examples if example.image_input)
-        return max((image.num_tokens for each in placed for image in each.images), default=0)
+        image_inputs = (example.image_input for example in self.examples if example.image_input)
+        return max((image.num_tokens for image_input in image_inputs for image in image_input.images), default=0)
 
     @cached_property
     def lora_batch(self) -> LoRABatch:
@@ -142,9 +142,9 @@ class MicroBatch:
 
 
 def build_examples(
-    request: Pass, pass_index: int, adapter: Adapter, placed: Sequence[ImageInput | None] | None = None
+    request: Pass, pass_index: int, adapter: Adapter, image_inputs: Sequence[ImageInput | None] | None = None
 ) -> list[Example]:
-    """The examples of a checked pass. Raises the errors of `losses.check_pass`. `placed`: one entry per datum."""
+    """The examples of a checked pass. Raises the errors of `losses.check_pass`. `image_inputs`: one entry per datum."""
     config = losses.resolve_config(request)
     examples = []
     for datum_index, datum in enumerate(request.data):
@@ -158,7 +158,7 @@ def build_examples(
                 targets.shape,
                 np.asarray(targets, np.int64).reshape(-1),
                 _columns(request, datum, config, targets.size),
-                placed[datum_index] if placed else None,
+                image_inputs[datum_index] if image_inputs else None,
             )
         )
     return examples

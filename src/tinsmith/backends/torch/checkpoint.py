@@ -9,7 +9,7 @@ Tinker's format is ours in memory: `{experts}.w1`, `.w3` and `.w2`, with A or B 
 where they share it. PEFT adapts the two parameters of transformers, `gate_up_proj` and `down_proj`
 (`target_parameters`): gate and up become one adapter of twice the rank, whose B is zero across the halves, and shared
 matrices are repeated for each expert. Experts without a gate have `.w1` and `up_proj` instead. Both formats hold the
-same numbers, and either is read back exactly; a PEFT adapter whose experts share nothing is refused. A linear with an
+same values, and either is read back exactly; a PEFT adapter whose experts share nothing is refused. A linear with an
 adapter for each of several parts is one adapter to PEFT, too: of the sum of their ranks, with a B that is zero across
 the parts.
 
@@ -75,8 +75,8 @@ class _Experts(NamedTuple):
         return GATE_UP if len(self.outer) == 2 else UP
 
     def as_peft(self, pair: Pair) -> Pair:
-        """A [E * r, I] and B [O, r * E] as PEFT stores them; also the inverse. Swapped, they are B and A of each
-        expert, transposed.
+        """A [E * r, I] and B [O, r * E] as PEFT stores them, or such a pair as we store it. Swapped, they are B and A
+        of each expert, transposed.
         """
         assert self.down.experts is not None
         if not self.down.experts.swapped:
@@ -90,9 +90,9 @@ class _Experts(NamedTuple):
         assert self.down.experts is not None
         name = f"{self.path}.{parameter}"
         if not self.down.experts.swapped:
-            return _checked(name, pair, sizes)
+            return _check_sizes(name, pair, sizes)
         (num_a, inputs), (outputs, num_b) = sizes
-        return self.as_peft(_checked(name, pair, ((num_a, outputs), (inputs, num_b))))
+        return self.as_peft(_check_sizes(name, pair, ((num_a, outputs), (inputs, num_b))))
 
     def outer_rows(self) -> tuple[slice, ...]:
         """The output rows of each of `outer` in their parameter."""
@@ -108,12 +108,12 @@ class _Experts(NamedTuple):
 def list_peft_names(targets: Iterable[Target]) -> set[str]:
     """Names of tensors in PEFT's format that are not targets themselves."""
     targets = list(targets)
-    return {name for experts in _modules(targets) for name in (_outer(experts.path), experts.path)} | _split_linears(
-        targets
-    ).keys()
+    return {
+        name for experts in _expert_modules(targets) for name in (_outer_path(experts.path), experts.path)
+    } | _group_parts(targets).keys()
 
 
-def supported_settings(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
+def list_supported_settings(config: Mapping[str, object], targets: Iterable[Target]) -> frozenset[str]:
     """The SETTINGS whose values are those that `adapter_settings` writes for some of these targets."""
     rank, alpha, ranks = config["r"], config["lora_alpha"], config.get("rank_pattern")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or not isinstance(ranks, dict):
@@ -121,26 +121,28 @@ def supported_settings(config: Mapping[str, object], targets: Iterable[Target]) 
     targets = list(targets)
     if (RANK_KEY in ranks) != (_has_gates(targets) and bool(config.get("target_parameters"))):
         return frozenset()
-    times = {name: each for name, each in _multiples(targets).items() if name in ranks}
+    multiples = {suffix: times for suffix, times in _rank_multiples(targets).items() if suffix in ranks}
     patterns = {"rank_pattern": rank, "alpha_pattern": alpha}
-    expected = {name: {key: each * one for key, each in times.items()} for name, one in patterns.items()}
+    expected = {
+        name: {suffix: times * plain for suffix, times in multiples.items()} for name, plain in patterns.items()
+    }
     return frozenset(SETTINGS) if all(config.get(name) == value for name, value in expected.items()) else frozenset()
 
 
 def adapter_settings(targets: Iterable[Target], rank: int, alpha: float) -> dict[str, object]:
     """PEFT's extra settings for an adapter with these targets; empty without experts and parts."""
     targets = list(targets)
-    times, modules = _multiples(targets), list(_modules(targets))
-    if not times and not modules:
+    multiples, modules = _rank_multiples(targets), list(_expert_modules(targets))
+    if not multiples and not modules:
         return {}
     patterns: dict[str, object] = {
-        "rank_pattern": {name: each * rank for name, each in times.items()},
-        "alpha_pattern": {name: each * alpha for name, each in times.items()},
+        "rank_pattern": {suffix: times * rank for suffix, times in multiples.items()},
+        "alpha_pattern": {suffix: times * alpha for suffix, times in multiples.items()},
     }
     if modules:
         linears = [f"{target.name}.weight" for target in targets if is_parameter(target)]
-        own = [f"{experts.path}.{name}" for experts in modules for name in (experts.outer_parameter, DOWN)]
-        patterns["target_parameters"] = own + linears
+        parameters = [f"{experts.path}.{name}" for experts in modules for name in (experts.outer_parameter, DOWN)]
+        patterns["target_parameters"] = parameters + linears
     return patterns
 
 
@@ -152,28 +154,28 @@ def peft_linears(targets: Iterable[Target]) -> list[str]:
     return list(dict.fromkeys(t.part.linear_name if t.part else t.name for t in plain))
 
 
-def _multiples(targets: Iterable[Target]) -> dict[str, int]:
+def _rank_multiples(targets: Iterable[Target]) -> dict[str, int]:
     """Path suffixes, as in PEFT's patterns, for which PEFT's rank is a multiple of ours."""
     targets = list(targets)
     times = {
         linear_name.rpartition(".")[2]: parts[0].part.num_parts
-        for linear_name, parts in _split_linears(targets).items()
+        for linear_name, parts in _group_parts(targets).items()
         if parts[0].part
     }
     return times | ({RANK_KEY: 2} if _has_gates(targets) else {})
 
 
 def _has_gates(targets: Iterable[Target]) -> bool:
-    return any(len(experts.outer) == 2 for experts in _modules(targets))
+    return any(len(experts.outer) == 2 for experts in _expert_modules(targets))
 
 
-def _split_linears(targets: Iterable[Target]) -> dict[str, list[Target]]:
+def _group_parts(targets: Iterable[Target]) -> dict[str, list[Target]]:
     """Path of a linear -> the parts of it that carry adapters, in order."""
-    found: dict[str, list[Target]] = {}
+    parts_by_linear: dict[str, list[Target]] = {}
     for target in targets:
         if target.part is not None:
-            found.setdefault(target.part.linear_name, []).append(target)
-    return found
+            parts_by_linear.setdefault(target.part.linear_name, []).append(target)
+    return parts_by_linear
 
 
 def is_parameter(target: Target) -> bool:
@@ -182,24 +184,24 @@ def is_parameter(target: Target) -> bool:
 
 
 def convert_to_peft(weights: Mapping[str, Pair], targets: Iterable[Target]) -> dict[str, Pair]:
-    """The same adapter in PEFT's format."""
+    """An adapter's matrices in PEFT's format, from those in ours."""
     out = dict(weights)
-    for linear_name, parts in _split_linears(targets).items():
+    for linear_name, parts in _group_parts(targets).items():
         pairs = [out.pop(target.name) for target in parts]
         assert parts[0].part is not None
         rank = len(pairs[0][0])
         b_OR = pairs[0][1].new_zeros(parts[0].part.num_rows, rank * len(parts))
-        for number, (rows, (_, b_Or)) in enumerate(zip(_rows(parts), pairs, strict=True)):
-            b_OR[rows, number * rank : (number + 1) * rank] = b_Or
+        for index, (rows, (_, b_Or)) in enumerate(zip(_part_rows(parts), pairs, strict=True)):
+            b_OR[rows, index * rank : (index + 1) * rank] = b_Or
         out[linear_name] = torch.cat([a_rI for a_rI, _ in pairs]), b_OR
-    for experts in _modules(targets):
+    for experts in _expert_modules(targets):
         outer, (down_a, down_b) = [out.pop(target.name) for target in experts.outer], out.pop(experts.down.name)
         num_experts, num_outer, rank = experts.num_experts, len(experts.outer), down_a.shape[1]
         a_RD = torch.cat([a_1rD[0] for a_1rD, _ in outer])
         b_GRE = a_RD.new_zeros(num_outer * experts.down.in_features, num_outer * rank, num_experts)
-        for number, (rows, (_, b_EIr)) in enumerate(zip(experts.outer_rows(), outer, strict=True)):
-            b_GRE[rows, number * rank : (number + 1) * rank] = b_EIr.permute(1, 2, 0)
-        out[_outer(experts.path)] = experts.as_peft((a_RD.repeat(num_experts, 1), b_GRE.flatten(1)))
+        for index, (rows, (_, b_EIr)) in enumerate(zip(experts.outer_rows(), outer, strict=True)):
+            b_GRE[rows, index * rank : (index + 1) * rank] = b_EIr.permute(1, 2, 0)
+        out[_outer_path(experts.path)] = experts.as_peft((a_RD.repeat(num_experts, 1), b_GRE.flatten(1)))
         out[experts.path] = experts.as_peft((down_a.flatten(0, 1), down_b[0].repeat_interleave(num_experts, 1)))
     return out
 
@@ -211,11 +213,11 @@ def convert_from_peft(
     experts do not share the matrices that ours share, or if outputs change that carry no adapter.
     """
     out = dict(pairs)
-    for linear_name, parts in _split_linears(targets).items():
+    for linear_name, parts in _group_parts(targets).items():
         if (pair := out.pop(linear_name, None)) is not None:
-            out |= _parts_of(linear_name, parts, pair, rank)
-    for experts in _modules(targets):
-        outer, inner = (out.pop(name, None) for name in (_outer(experts.path), experts.path))
+            out |= _split_parts(linear_name, parts, pair, rank)
+    for experts in _expert_modules(targets):
+        outer, inner = (out.pop(name, None) for name in (_outer_path(experts.path), experts.path))
         if outer is None and inner is None:
             continue
         num_experts, num_outer = experts.num_experts, len(experts.outer)
@@ -226,16 +228,16 @@ def convert_from_peft(
         inner_a, inner_b = experts.check_pair(DOWN, inner, inner_sizes)
         a_ERD = outer_a.view(num_experts, num_outer * rank, hidden)
         b_EGR = outer_b.view(num_outer * width, num_outer * rank, num_experts).permute(2, 0, 1)
-        rest_EGR = b_EGR.clone()
-        for number, (target, rows) in enumerate(zip(experts.outer, experts.outer_rows(), strict=True)):
-            ranks = slice(number * rank, (number + 1) * rank)
+        unassigned_EGR = b_EGR.clone()
+        for index, (target, rows) in enumerate(zip(experts.outer, experts.outer_rows(), strict=True)):
+            ranks = slice(index * rank, (index + 1) * rank)
             out[target.name] = a_ERD[:1, ranks], b_EGR[:, rows, ranks]
-            rest_EGR[:, rows, ranks] = 0
+            unassigned_EGR[:, rows, ranks] = 0
         b_EDr = inner_b.view(hidden, rank, num_experts).permute(2, 0, 1)
         if not (
             torch.equal(a_ERD, a_ERD[:1].expand_as(a_ERD))
             and torch.equal(b_EDr, b_EDr[:1].expand_as(b_EDr))
-            and not rest_EGR.any()
+            and not unassigned_EGR.any()
         ):
             raise UserError(
                 f"{experts.path}: here all experts share A of gate and of up, and B of {DOWN} (docs/decisions.md); "
@@ -245,46 +247,52 @@ def convert_from_peft(
     return out
 
 
-def _parts_of(linear_name: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int) -> dict[str, Pair]:
+def _split_parts(
+    linear_name: str, parts: Sequence[Target], pair: Sequence[Tensor | None], rank: int
+) -> dict[str, Pair]:
     """The adapter of each part, from one of the summed ranks, or of a single rank, whose A the parts then share."""
     assert parts[0].part is not None
     num_rows, inputs, num_parts = parts[0].part.num_rows, parts[0].in_features, len(parts)
     shares = pair[0] is not None and len(pair[0]) == rank
     width = rank if shares else rank * num_parts
-    a_RI, b_OR = _checked(linear_name, pair, ((width, inputs), (num_rows, width)))
-    found, rest_OR = {}, b_OR.clone()
-    for number, (target, rows) in enumerate(zip(parts, _rows(parts), strict=True)):
-        ranks = slice(None) if shares else slice(number * rank, (number + 1) * rank)
-        found[target.name] = a_RI[ranks], b_OR[rows, ranks]
-        rest_OR[rows, ranks] = 0
-    if rest_OR.any():
-        own_names = ", ".join(target.name.rpartition(".")[2] for target in parts)
+    a_RI, b_OR = _check_sizes(linear_name, pair, ((width, inputs), (num_rows, width)))
+    pairs, unassigned_OR = {}, b_OR.clone()
+    for index, (target, rows) in enumerate(zip(parts, _part_rows(parts), strict=True)):
+        ranks = slice(None) if shares else slice(index * rank, (index + 1) * rank)
+        pairs[target.name] = a_RI[ranks], b_OR[rows, ranks]
+        unassigned_OR[rows, ranks] = 0
+    if unassigned_OR.any():
+        part_names = ", ".join(target.name.rpartition(".")[2] for target in parts)
         raise UserError(
-            f"{linear_name}: here {own_names} carry one adapter each (docs/decisions.md); this one cannot be split"
+            f"{linear_name}: here {part_names} carry one adapter each (docs/decisions.md); this one cannot be split"
         )
-    return found
+    return pairs
 
 
-def _rows(parts: Iterable[Target]) -> list[slice]:
+def _part_rows(parts: Iterable[Target]) -> list[slice]:
     return [slice(t.part.start, t.part.start + t.out_features) for t in parts if t.part is not None]
 
 
-def _modules(targets: Iterable[Target]) -> Iterator[_Experts]:
-    found: dict[str, dict[str, Target]] = {}
+def _expert_modules(targets: Iterable[Target]) -> Iterator[_Experts]:
+    targets_by_path: dict[str, dict[str, Target]] = {}
     for target in targets:
         if target.experts is not None:
             path, _, last = target.name.rpartition(".")
-            found.setdefault(path, {})[last] = target
-    for path, own in found.items():
-        yield _Experts(path, tuple(own[name] for name in ("w1", "w3") if name in own), own["w2"])
+            targets_by_path.setdefault(path, {})[last] = target
+    for path, targets_by_name in targets_by_path.items():
+        yield _Experts(
+            path,
+            tuple(targets_by_name[name] for name in ("w1", "w3") if name in targets_by_name),
+            targets_by_name["w2"],
+        )
 
 
-def _outer(path: str) -> str:
+def _outer_path(path: str) -> str:
     """PEFT wraps a module once per parameter; the first parameter is innermost."""
     return f"{path}.base_layer"
 
 
-def _checked(name: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
+def _check_sizes(name: str, pair: Sequence[Tensor | None] | None, sizes: tuple[Sizes, Sizes]) -> Pair:
     a_rI, b_Or = pair or (None, None)
     if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
         raise UserError(f"{name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
@@ -307,7 +315,7 @@ UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A saved adapter: name -> (A, B). The scale of their product is `alpha / rank`."""
+    """A saved adapter: name -> (A, B). The scale of B @ A is `alpha / rank`."""
 
     rank: int
     alpha: float
@@ -397,7 +405,9 @@ NameTensors = Callable[["TrainedModel", Tensor, str], dict[str, Tensor]]
 """Maps a model's flat buffer [P] to tensors of a file, whose names end in `kind`."""
 
 FlattenTensors = Callable[["TrainedModel", Mapping[str, Tensor], str, Path], Tensor]
-"""The inverse. Raises UserError unless every tensor of the model is present, in its shape."""
+"""Maps tensors of a file to a flat buffer [P]. Raises UserError unless every tensor of the model is present, in its
+shape.
+"""
 
 
 def name_pairs(trained: TrainedModel, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
@@ -425,19 +435,19 @@ def _flat_pairs(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str,
     return fill_buffer(layout, pairs, device)
 
 
-def save_optimizer(trained: TrainedModel, directory: Path, named: NameTensors = name_pairs) -> None:
-    names = OPTIMIZERS[trained.optimizer_type].state
-    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
+def save_optimizer(trained: TrainedModel, directory: Path, name_tensors: NameTensors = name_pairs) -> None:
+    state_names = OPTIMIZERS[trained.optimizer_type].state
+    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in state_names)
     tensors = {"step": trained.step.cpu()}
-    for moment, flat_P in zip(names, moments, strict=True):
-        tensors |= named(trained, flat_P, moment)
+    for state_name, flat_P in zip(state_names, moments, strict=True):
+        tensors |= name_tensors(trained, flat_P, state_name)
     write_tensors(tensors, directory / OPTIMIZER_FILE)
 
 
-def save_gradient(trained: TrainedModel, directory: Path, named: NameTensors = name_pairs) -> None:
+def save_gradient(trained: TrainedModel, directory: Path, name_tensors: NameTensors = name_pairs) -> None:
     """Writes nothing if no gradient has accumulated."""
     if trained.gradient_P is not None:
-        write_tensors(named(trained, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
+        write_tensors(name_tensors(trained, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
 
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
@@ -448,13 +458,13 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
     if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
-    known = targets.keys() | list_peft_names(targets.values())
+    known_names = targets.keys() | list_peft_names(targets.values())
     head = next((name for name, target in targets.items() if target.group == "unembed"), UNEMBED_TOKENS)
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
         name, _, last = text_name(key.removeprefix(PREFIX)).removesuffix(".weight").rpartition(".lora_")
         name = head if name == UNEMBED_TOKENS else name
-        if last not in ("A", "B") or name not in known:
+        if last not in ("A", "B") or name not in known_names:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
         if not tensor.is_floating_point():
             raise UserError(f"{WEIGHTS_FILE}: {key!r} is {tensor.dtype}; weights must be floating-point numbers")
@@ -470,31 +480,33 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     return AdapterFile(rank, alpha * math.sqrt(rank) if config.get("use_rslora") else float(alpha), complete)
 
 
-def load_optimizer(trained: TrainedModel, directory: Path, flat: FlattenTensors = _flat_pairs) -> None:
+def load_optimizer(trained: TrainedModel, directory: Path, flatten_tensors: FlattenTensors = _flat_pairs) -> None:
     """Raises UserError without optimizer state, or if it belongs to another adapter or optimizer."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
     tensors = read_tensors(path)
     family = trained.optimizer_type
-    held = {name.rpartition(".")[2] for name in tensors} - {"step"}
+    saved_names = {name.rpartition(".")[2] for name in tensors} - {"step"}
     if "step" not in tensors or tensors["step"].numel() != 1:
         raise UserError(f"{path.name} has no optimizer step")
-    if held != set(OPTIMIZERS[family].state):
+    if saved_names != set(OPTIMIZERS[family].state):
         raise UserError(
-            f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
-            f"({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
+            f"this checkpoint holds the optimizer state {', '.join(sorted(saved_names))}, which is not that of "
+            f"{family!r} ({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
-    trained.moments = tuple(flat(trained, tensors, moment, path) for moment in OPTIMIZERS[family].state)
+    trained.moments = tuple(
+        flatten_tensors(trained, tensors, state_name, path) for state_name in OPTIMIZERS[family].state
+    )
     # A copy: a view would keep the whole file mapped, and on the disk after its deletion.
     trained.step = tensors["step"].to(trained.adapter.flat_P.device, copy=True)
 
 
-def load_gradient(trained: TrainedModel, directory: Path, flat: FlattenTensors = _flat_pairs) -> None:
+def load_gradient(trained: TrainedModel, directory: Path, flatten_tensors: FlattenTensors = _flat_pairs) -> None:
     """Load the gradient that had accumulated when the files were written, if any."""
     path = directory / GRADIENT_FILE
     if path.is_file():
-        trained.gradient_P = flat(trained, read_tensors(path), "gradient", path)
+        trained.gradient_P = flatten_tensors(trained, read_tensors(path), "gradient", path)
 
 
 def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:
@@ -514,10 +526,10 @@ def _read_config(directory: Path, targets: Iterable[Target]) -> dict[str, object
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
-    understood = supported_settings(config, targets)
-    found = [name for name in UNSUPPORTED if config.get(name) and name not in understood]
-    if found or config.get("bias", "none") != "none":
-        raise UserError(f"{CONFIG_FILE} uses {', '.join(found or ['bias'])}, which is not supported here")
+    supported = list_supported_settings(config, targets)
+    unsupported = [name for name in UNSUPPORTED if config.get(name) and name not in supported]
+    if unsupported or config.get("bias", "none") != "none":
+        raise UserError(f"{CONFIG_FILE} uses {', '.join(unsupported or ['bias'])}, which is not supported here")
     return config
 
 

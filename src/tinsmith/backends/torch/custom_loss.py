@@ -56,13 +56,13 @@ OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, ArithmeticError, Lookup
 """Exceptions of an operation whose arguments do not fit."""
 
 
-def _named(path: str) -> Callable[..., object]:
-    first, *rest = path.split(".")
-    found: object = ROOTS[first]
-    for name in rest:
-        found = getattr(found, name)
-    assert callable(found)
-    return found
+def _resolve_function(path: str) -> Callable[..., object]:
+    root, *names = path.split(".")
+    member: object = ROOTS[root]
+    for name in names:
+        member = getattr(member, name)
+    assert callable(member)
+    return member
 
 
 def _attribute(value: object, name: object) -> object:
@@ -71,7 +71,7 @@ def _attribute(value: object, name: object) -> object:
 
 
 _ATTRIBUTES: Mapping[str, Callable[..., object]] = {name: operator.attrgetter(name) for name in ATTRIBUTES}
-_FUNCTIONS = {name: _attribute if name == "getattr" else _named(name) for name in FUNCTIONS}
+_FUNCTIONS = {name: _attribute if name == "getattr" else _resolve_function(name) for name in FUNCTIONS}
 _METHODS = {name: getattr(Tensor, name) for name in METHODS}
 
 
@@ -143,17 +143,18 @@ class CustomRun:
     def _inputs(self, index: int, logprobs: Tensor) -> list[Tensor]:
         arrays = self._data[index].inputs
         inputs = [logprobs]
-        for each in self._loss.inputs[1:]:
+        for loss_input in self._loss.inputs[1:]:
             # A copy, since a loss may write to its inputs, which are views of the request body.
-            array = np.array(losses.dense(arrays[each.name]))
-            inputs.append(torch.from_numpy(array.reshape(()) if each.rank == 0 else array))
+            array = np.array(losses.dense(arrays[loss_input.name]))
+            inputs.append(torch.from_numpy(array.reshape(()) if loss_input.rank == 0 else array))
         return inputs
 
-    def _check_time(self, started: float, where: str) -> None:
+    def _check_time(self, started: float, node_name: str) -> None:
         # This thread's CPU time, which excludes other work on the machine.
         if self._seconds + time.thread_time() - started > self._max_seconds:
             raise UserError(
-                f"it took more than {self._max_seconds:g} s in all, stopped at {where}; simplify it, or send less data"
+                f"it took more than {self._max_seconds:g} s in all, stopped at {node_name}; simplify it, or "
+                "send less data"
             )
 
 
@@ -176,7 +177,7 @@ class _Bounds:
             if alike and name not in MULTIPLYING and sum(sizes) <= MAX_ELEMENTS:
                 return  # elementwise, a reduction, or a concatenation
             if max(math.prod(sizes), sum(sizes)) <= MAX_ELEMENTS:
-                return  # no broadcast or product of these is larger
+                return  # no broadcast or matmul of these is larger
         if name == "masked_select" or (name == "getitem" and any(tensor.dtype == torch.bool for tensor in tensors[1:])):
             if len(tensors) == 2 and tensors[1].numel() <= tensors[0].numel():
                 return  # a selection from the first
@@ -302,10 +303,10 @@ def _check_result(node: LossNode, result: object) -> None:
             raise UserError(f"{node.name}: {node.target} gives a {type(item).__name__}, which no custom loss may use")
 
 
-def _scalar(what: str, value: object, *, must_be_flat: bool = False) -> Tensor:
+def _scalar(name: str, value: object, *, must_be_flat: bool = False) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or (must_be_flat and value.ndim):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"{what} must be a scalar tensor, and is {shape}")
+        raise UserError(f"{name} must be a scalar tensor, and is {shape}")
     return value.detach() if not must_be_flat else value
 
 
@@ -320,8 +321,8 @@ def _differentiate(loss: Tensor, logprobs: Tensor) -> None:
         raise UserError("its loss does not depend on logprobs, so it has no gradient")
     if not bool(torch.isfinite(logprobs.grad).all()):
         position = int(torch.isfinite(logprobs.grad).reshape(-1).logical_not().nonzero()[0])
-        found = float(logprobs.grad.reshape(-1)[position])
-        raise UserError(f"its gradient at position {position} of logprobs is {found}; it must be finite")
+        gradient = float(logprobs.grad.reshape(-1)[position])
+        raise UserError(f"its gradient at position {position} of logprobs is {gradient}; it must be finite")
 
 
 def _first_line(error: Exception) -> str:

@@ -57,10 +57,10 @@ def _finish(raw, MULTIPLIER: tl.constexpr, SOFTCAP: tl.constexpr):
 @triton.jit
 def _log_sum(x, AXIS: tl.constexpr):
     """log sum exp, which is -inf if all are."""
-    most = tl.max(x, AXIS)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    shift = most if AXIS == 0 else tl.expand_dims(most, 1)
-    return most + tl.log(tl.sum(tl.exp(x - shift), AXIS))
+    largest = tl.max(x, AXIS)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    shift = largest if AXIS == 0 else tl.expand_dims(largest, 1)
+    return largest + tl.log(tl.sum(tl.exp(x - shift), AXIS))
 
 
 @triton.jit
@@ -98,12 +98,12 @@ def _logprob_kernel(  # noqa: PLR0913 - one parameter per argument of a launch
 ):
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     section = tl.arange(0, SECTIONS)
-    given = tl.load(cells_p + pair, pair < num_pairs, other=-1)
-    cell = tl.maximum(given, 0)
-    places = sums_CS + (cell // V * S)[:, None] + section[None, :]
-    sums = tl.load(places, (section < S)[None, :], other=float("-inf"))
+    cells = tl.load(cells_p + pair, pair < num_pairs, other=-1)
+    cell = tl.maximum(cells, 0)
+    sum_addresses = sums_CS + (cell // V * S)[:, None] + section[None, :]
+    sums = tl.load(sum_addresses, (section < S)[None, :], other=float("-inf"))
     logits = _finish(tl.load(raw_CV + cell), MULTIPLIER, SOFTCAP)
-    tl.store(logprob_p + pair, tl.where(given < 0, 0.0, logits - _log_sum(sums, 1)), pair < num_pairs)
+    tl.store(logprob_p + pair, tl.where(cells < 0, 0.0, logits - _log_sum(sums, 1)), pair < num_pairs)
 
 
 @triton.jit(do_not_specialize_on_alignment=["cells_p", "starts_C"])
@@ -134,11 +134,11 @@ def _gradient_kernel(  # noqa: PLR0913 - one parameter per argument of a launch
     onehot = tl.zeros([TILE], tl.float32)
     pair, stop = tl.load(starts_C + row), tl.load(starts_C + row + 1)
     while pair < stop:
-        own = tl.load(grad_p + pair)
-        total += own
+        pair_gradient = tl.load(grad_p + pair)
+        total += pair_gradient
         target = (tl.load(cells_p + pair) - start).to(tl.int32)
         if target >= first and target < first + TILE:
-            onehot += tl.where(columns == target, own, 0.0)
+            onehot += tl.where(columns == target, pair_gradient, 0.0)
         pair += 1
     # d logprob[target] / d logits = onehot(target) - softmax, summed over the row's pairs, and rounded once.
     grad = onehot - total * tl.exp(logits - log_sum)
@@ -163,30 +163,32 @@ class Softmax(NamedTuple):
     def of(cls, raw_CV: Tensor, multiplier: float, softcap: float | None) -> Softmax:
         assert raw_CV.is_contiguous() and raw_CV.dtype == torch.float32
         num_rows, vocab = raw_CV.shape
-        own = cls(raw_CV, raw_CV.new_empty(num_rows, -(-vocab // SECTION)), multiplier, softcap or 0.0)
-        _launch(_sum_kernel, own.sums_CS.numel(), *own._given, own.multiplier, own.softcap, SECTION)
-        return own
+        softmax = cls(raw_CV, raw_CV.new_empty(num_rows, -(-vocab // SECTION)), multiplier, softcap or 0.0)
+        _launch(
+            _sum_kernel, softmax.sums_CS.numel(), *softmax._raw_arguments, softmax.multiplier, softmax.softcap, SECTION
+        )
+        return softmax
 
     def logprobs(self, cells_p: Tensor) -> Tensor:
         """[p] Of each pair, whose cell is its index into the flattened logits; 0 for cell -1."""
         logprob_p = self.raw_CV.new_empty(len(cells_p))
         sizes = len(cells_p), *self._constants, PAIRS
-        _launch(_logprob_kernel, -(-len(cells_p) // PAIRS), *self._given, cells_p, logprob_p, *sizes)
+        _launch(_logprob_kernel, -(-len(cells_p) // PAIRS), *self._raw_arguments, cells_p, logprob_p, *sizes)
         return logprob_p
 
     def gradient(self, cells_p: Tensor, starts_C: Tensor, grad_p: Tensor, dtype: torch.dtype) -> Tensor:
         """[C, V] Of the raw logits, from those of the pairs' log probabilities. Row c's pairs are those from
-        `starts_C[c]` to `starts_C[c + 1]`; it has one number more than there are rows.
+        `starts_C[c]` to `starts_C[c + 1]`; it has one element more than there are rows.
         """
         grad_CV = torch.empty_like(self.raw_CV, dtype=dtype)
         num_rows, vocab = grad_CV.shape
         num_tiles = -(-vocab // TILE)
-        given = *self._given, cells_p, starts_C, grad_p, grad_CV, num_tiles, *self._constants, TILE
-        _launch(_gradient_kernel, num_rows * num_tiles, *given)
+        arguments = *self._raw_arguments, cells_p, starts_C, grad_p, grad_CV, num_tiles, *self._constants, TILE
+        _launch(_gradient_kernel, num_rows * num_tiles, *arguments)
         return grad_CV
 
     @property
-    def _given(self) -> tuple[Tensor, Tensor, int, int]:
+    def _raw_arguments(self) -> tuple[Tensor, Tensor, int, int]:
         return self.raw_CV, self.sums_CS, self.raw_CV.shape[1], self.sums_CS.shape[1]
 
     @property
@@ -194,7 +196,7 @@ class Softmax(NamedTuple):
         return self.multiplier, self.softcap, 1 << (self.sums_CS.shape[1] - 1).bit_length()
 
 
-def _launch(kernel: Any, num_programs: int, raw_CV: Tensor, *given: Tensor | float) -> None:  # noqa: ANN401
+def _launch(kernel: Any, num_programs: int, raw_CV: Tensor, *arguments: Tensor | float) -> None:  # noqa: ANN401
     if num_programs:
         with torch.cuda.device_of(raw_CV):  # Triton launches on the current device
-            kernel[(num_programs,)](raw_CV, *given, num_warps=WARPS)
+            kernel[(num_programs,)](raw_CV, *arguments, num_warps=WARPS)

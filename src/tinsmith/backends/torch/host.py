@@ -39,26 +39,26 @@ class Readback:
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
         if len(tensors) == 1:
-            self._joined = tensors[0]
+            self._concatenated = tensors[0]
         else:  # as bytes, so that values are not converted
-            self._joined = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-        self._copied: torch.cuda.Event | None = None
-        if self._joined.device.type == "cuda":
-            self._joined = self._joined.to("cpu", non_blocking=True)
+            self._concatenated = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        self._copy_event: torch.cuda.Event | None = None
+        if self._concatenated.device.type == "cuda":
+            self._concatenated = self._concatenated.to("cpu", non_blocking=True)
             # Of the tensors' device, which need not be this thread's current one.
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(tensors[0].device))
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record(torch.cuda.current_stream(tensors[0].device))
 
     def values(self) -> list[npt.NDArray[Any]]:
         """With the tensors' shapes and dtypes. Waits for the copy, not for work that was queued after it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        joined = self._joined.cpu().numpy()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        concatenated = self._concatenated.cpu().numpy()
         if len(self._tensors) == 1:
-            return [joined]
+            return [concatenated]
         bounds = pairwise(accumulate((tensor.nbytes for tensor in self._tensors), initial=0))
         return [
-            joined[start:stop].view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+            concatenated[start:stop].view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
             for (start, stop), tensor in zip(bounds, self._tensors, strict=True)
         ]
 
@@ -80,10 +80,10 @@ _NUMPY = {
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, pinned if they come from a GPU. Waits once for all of them."""
     copies = [
-        torch.empty(each.shape, dtype=each.dtype, pin_memory=each.is_cuda).copy_(each, non_blocking=True)
-        for each in tensors
+        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+        for tensor in tensors
     ]
-    _wait_for_copies({each.device for each in tensors})
+    _wait_for_copies({tensor.device for tensor in tensors})
     return copies
 
 
@@ -95,9 +95,9 @@ class FrozenStores:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = (each.untyped_storage() for each in tensors)
+        stores = (tensor.untyped_storage() for tensor in tensors)
         # One for tied weights and views. Weights that a CPU reads from the file as they are have no memory to free.
-        self._stores = list({store._cdata: store for store in found if store.resizable()}.values())
+        self._stores = list({store._cdata: store for store in stores if store.resizable()}.values())
         self._copies: list[Tensor] = []
 
     @property

@@ -2,12 +2,12 @@
 
 Logits of all rows never exist at once: a chunk's logits are computed, read, turned into the gradient of the hidden
 states in place, and dropped. Every pair's log probability is returned; only rows with a pair of non-zero weight are
-differentiated. The unembedding's adapters are applied and trained here. `measure` computes metrics on the host from the
-log probabilities that the client gets, with the formulas of the gradient, and sums in float64. Every metric key has one
-':', whose right side tells the SDK how to combine chunks.
+differentiated. The unembedding's adapters are applied and trained here. `compute_metrics` computes metrics on the host
+from the log probabilities that the client gets, with the formulas of the gradient, and sums in float64. Every metric
+key has one ':', whose right side tells the SDK how to combine chunks.
 
 On CUDA `head_kernels` reads a chunk's logits once for the log probabilities and once for their gradient, which it
-writes in the model's dtype. What the host computes of a call's rows is uploaded at once, before its first product.
+writes in the model's dtype. What the host computes of a call's rows is uploaded at once, before its first matmul.
 
 Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V vocabulary.
 """
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from tinsmith.backends.torch.head_kernels import Softmax
 
 CACHED_ELEMENTS = 2**18
-"""Float32 numbers that stay in the cache of a CPU's core."""
+"""Float32 elements that stay in the cache of a CPU's core."""
 
 MATMUL_CHUNKS, SUBCHUNKS = 2, 4
-"""In bfloat16 on a CPU: the chunks whose products are computed as one, and the pieces of each that become float32."""
+"""In bfloat16 on a CPU: the chunks whose logits are one matmul, and the subchunks of each that become float32."""
 
 
 class LossSpec(NamedTuple):
@@ -54,8 +54,8 @@ class LossSpec(NamedTuple):
 
 class Chunk(NamedTuple):
     """Rows, their pairs, and each pair's index into the chunk's flattened logits and rows. Row c's pairs are those from
-    `starts_C[c]` to `starts_C[c + 1]`. `pieces`: the same rows in smaller chunks, if not all float32 logits may exist
-    at once.
+    `starts_C[c]` to `starts_C[c + 1]`. `subchunks`: the same rows in smaller chunks, if not all float32 logits may
+    exist at once.
     """
 
     hidden_CD: Tensor
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
     cells_p: Tensor
     local_p: Tensor
     starts_C: Tensor
-    runs: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
+    pass_spans: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
     subchunks: list[Chunk]
 
 
@@ -73,12 +73,12 @@ class Head:
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._base = base
         self._has_kernels = base.device.type == "cuda"
-        self._chunk_rows = self._piece_rows = chunk_rows
+        self._chunk_rows = self._subchunk_rows = chunk_rows
         self._scratch: Tensor | None = None
         if base.device.type == "cpu" and base.dtype == torch.bfloat16:
-            # A CPU rounds products to bfloat16. Kept so and widened in pieces, logits of more rows take no more memory,
-            # and their products two thirds of the time.
-            self._chunk_rows, self._piece_rows = MATMUL_CHUNKS * chunk_rows, max(1, chunk_rows // SUBCHUNKS)
+            # A CPU rounds matmuls to bfloat16. Stored so and widened in subchunks, logits of more rows take no more
+            # memory, and their matmuls less time.
+            self._chunk_rows, self._subchunk_rows = MATMUL_CHUNKS * chunk_rows, max(1, chunk_rows // SUBCHUNKS)
 
     @torch.no_grad()
     def score(self, batch: MicroBatch, hidden_TD: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """[P] log probabilities and [T, D] the loss's gradient; adds the gradients of the unembedding's adapters."""
         logprob_P = torch.empty(len(batch.row_P), device=hidden_TD.device)
-        weight_P = self._weights(batch, hidden_TD, specs)[batch.pairs]
+        weight_P = self._pair_weights(batch, hidden_TD, specs)[batch.pairs]
         active_T = batch.rows_of_pairs(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
-        given = {name: batch.column_P(name) for name in COLUMNS} | {"weight": weight_P}
-        columns = dict(zip(given, upload_all([*given.values()], self._base.device), strict=True))
+        host_columns = {name: batch.column_P(name) for name in COLUMNS} | {"weight": weight_P}
+        columns = dict(zip(host_columns, upload_all([*host_columns.values()], self._base.device), strict=True))
         columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs)[batch.pairs]
         grad_TD = torch.zeros_like(hidden_TD)
         for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T), self._chunk_rows):
@@ -106,8 +106,8 @@ class Head:
 
     def _score(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, logprob_P: Tensor) -> None:
         for chunk in self._chunks(batch, hidden_TD, rows_R, self._chunk_rows):
-            for piece, frozen_CV in self._iterate_subchunks(chunk):
-                logprob_P[piece.pairs_p] = self._logprobs(piece, frozen_CV)
+            for subchunk, frozen_CV in self._iterate_subchunks(chunk):
+                logprob_P[subchunk.pairs_p] = self._logprobs(subchunk, frozen_CV)
 
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
         """[p]"""
@@ -117,9 +117,9 @@ class Head:
         return self._normalise(self._base.finish_logits_(raw_CV), chunk)[1]
 
     def _iterate_subchunks(self, chunk: Chunk) -> Iterator[tuple[Chunk, Tensor | None]]:
-        """The chunk, or its pieces, each with its part of x W^T in the scratch.
+        """The chunk, or its subchunks, each with its part of x W^T in the scratch.
 
-        The scratch stays: page faults of its size take a tenth of a step with a large vocabulary.
+        The scratch stays, since page faults of its size take much of a step with a large vocabulary.
         """
         if not chunk.subchunks:
             yield chunk, None
@@ -128,7 +128,7 @@ class Head:
         if self._scratch is None or len(self._scratch) < num_rows:
             self._scratch = chunk.hidden_CD.new_empty(num_rows, unembedding.out_features)
         frozen_CV = torch.mm(chunk.hidden_CD, unembedding.weight.t(), out=self._scratch[:num_rows])
-        yield from zip(chunk.subchunks, frozen_CV.split(self._piece_rows), strict=True)
+        yield from zip(chunk.subchunks, frozen_CV.split(self._subchunk_rows), strict=True)
 
     def _differentiate(
         self, chunk: Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
@@ -138,10 +138,10 @@ class Head:
         if not chunk.subchunks:
             grad_CV, a_outputs = self._gradient(chunk, None, specs, columns, logprob_P)
             return self._backward(grad_CV.to(chunk.hidden_CD.dtype), chunk.hidden_CD, adapter_groups, a_outputs)
-        for piece, frozen_CV in self._iterate_subchunks(chunk):
+        for subchunk, frozen_CV in self._iterate_subchunks(chunk):
             assert frozen_CV is not None
-            frozen_CV.copy_(self._gradient(piece, frozen_CV, specs, columns, logprob_P)[0])
-        assert self._scratch is not None  # where the pieces' gradients are now
+            frozen_CV.copy_(self._gradient(subchunk, frozen_CV, specs, columns, logprob_P)[0])
+        assert self._scratch is not None  # where the subchunks' gradients are now
         a_outputs = self._base.unembedding.delta.shrink(chunk.hidden_CD, adapter_groups)
         return self._backward(self._scratch[: len(chunk.hidden_CD)], chunk.hidden_CD, adapter_groups, a_outputs)
 
@@ -153,7 +153,7 @@ class Head:
         columns: Mapping[str, Tensor],
         logprob_P: Tensor,
     ) -> tuple[Tensor, list[Tensor]]:
-        """[C, V] the gradient of the unembedding's output, and what `_back` needs of the adapters."""
+        """[C, V] the gradient of the unembedding's output, and what `_backward` needs of the adapters."""
         raw_CV, a_outputs = self._raw_logits(chunk, frozen_CV)
         if self._has_kernels:
             softmax, cells_p, logprob_p = self._read_logprobs(raw_CV, chunk)
@@ -171,7 +171,7 @@ class Head:
         return self._base.unfinish_gradient_(grad_CV, logits_CV), a_outputs
 
     def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """[C, V] float32, not finished, and what `_back` needs of the adapters."""
+        """[C, V] float32, not finished, and what `_backward` needs of the adapters."""
         unembedding = self._base.unembedding
         return unembedding.forward_rows(chunk.hidden_CD, unembedding.groups(chunk.lora_batch), torch.float32, frozen_CV)
 
@@ -188,12 +188,14 @@ class Head:
         chosen_p = logits_CV.view(-1)[chunk.cells_p]
         probs_CV = logits_CV if self._base.softcap is None else logits_CV.clone()
         log_sums = []
-        # A few rows at a time, which stay in a CPU's cache: half the time of softmax and of another pass for the sums.
-        for own in probs_CV.split(max(1, CACHED_ELEMENTS // probs_CV.shape[1]) if probs_CV.is_cpu else len(probs_CV)):
-            most = own.amax(-1, keepdim=True)
-            sums = own.sub_(most).exp_().sum(-1, keepdim=True)
-            own.div_(sums)
-            log_sums.append(most.add_(sums.log_())[:, 0])
+        # A few rows at a time, which stay in a CPU's cache: faster than softmax and another pass for the sums.
+        for rows_CV in probs_CV.split(
+            max(1, CACHED_ELEMENTS // probs_CV.shape[1]) if probs_CV.is_cpu else len(probs_CV)
+        ):
+            largest = rows_CV.amax(-1, keepdim=True)
+            sums = rows_CV.sub_(largest).exp_().sum(-1, keepdim=True)
+            rows_CV.div_(sums)
+            log_sums.append(largest.add_(sums.log_())[:, 0])
         return probs_CV, chosen_p - torch.cat(log_sums)[chunk.local_p]
 
     def _target_gradients(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,72 +215,83 @@ class Head:
         chunk: Chunk, specs: Mapping[int, LossSpec], logprob_p: Tensor, columns: Mapping[str, Tensor]
     ) -> Tensor:
         """[p]"""
-        found = []
-        for spec, start, stop in _joined(chunk.runs, specs):
-            pairs = _part_of(chunk.pairs_p, start, stop)
+        gradients = []
+        for spec, start, stop in _merge_pass_spans(chunk.pass_spans, specs):
+            pairs = _slice_indices(chunk.pairs_p, start, stop)
             old, weight, low, high, log_ratio = (
                 columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
             )
             x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
-            found.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P)
-        return torch.cat(found)
+            gradients.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P)
+        return torch.cat(gradients)
 
     def _log_ratios(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> Tensor:
-        """[P] of the whole micro-batch: the mean log ratio of the pair's sequence, for losses that need it; 0
+        """[P] of the full micro-batch: the mean log ratio of the pair's sequence, for losses that need it; 0
         elsewhere.
 
         Such a loss needs a whole sequence before it can differentiate a token, so its rows are scored first.
         """
-        whole, needed = batch.full_batch, [specs[example.pass_index].loss.sequence_ratio for example in batch.examples]
-        if not any(needed):
-            return torch.zeros(len(whole.row_P), device=hidden_TD.device)
-        logprob_P = self._score_examples(batch, hidden_TD, needed)
-        counted_P = self._device((whole.column_P("ratio_mask") != 0) & whole.expand_to_pairs(needed))
-        old_P, example_P = self._device(whole.column_P("old_logprob")), self._device(whole.example_P)
-        return sequence_log_ratios(logprob_P, old_P, counted_P, example_P, len(whole.examples))
+        full_batch, needs_ratio = (
+            batch.full_batch,
+            [specs[example.pass_index].loss.sequence_ratio for example in batch.examples],
+        )
+        if not any(needs_ratio):
+            return torch.zeros(len(full_batch.row_P), device=hidden_TD.device)
+        logprob_P = self._score_examples(batch, hidden_TD, needs_ratio)
+        mask_P = self._device((full_batch.column_P("ratio_mask") != 0) & full_batch.expand_to_pairs(needs_ratio))
+        old_P, example_P = self._device(full_batch.column_P("old_logprob")), self._device(full_batch.example_P)
+        return sequence_log_ratios(logprob_P, old_P, mask_P, example_P, len(full_batch.examples))
 
-    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
-        """[P] of the whole micro-batch: each pair's weight. For a custom loss, minus its gradient at log probabilities
+    def _pair_weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
+        """[P] of the full micro-batch: each pair's weight. For a custom loss, minus its gradient at log probabilities
         that are scored here.
         """
-        whole, is_custom = (
+        full_batch, is_custom = (
             batch.full_batch,
             [specs[example.pass_index].custom is not None for example in batch.examples],
         )
-        weight_P = whole.column_P("weight")
+        weight_P = full_batch.column_P("weight")
         if not any(is_custom):
             return weight_P
         scored_P = torch.from_numpy(read(self._score_examples(batch, hidden_TD, is_custom))[0])
-        for example, (start, stop) in zip(whole.examples, pairwise(whole.example_starts.tolist()), strict=True):
+        for example, (start, stop) in zip(
+            full_batch.examples, pairwise(full_batch.example_starts.tolist()), strict=True
+        ):
             if (custom := specs[example.pass_index].custom) is not None:
                 logprobs = scored_P[start:stop].view(example.target_shape)
                 weight_P[start:stop] = custom.weights(example.datum_index, logprobs).reshape(-1)
         return weight_P
 
     def _score_examples(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
-        """[P] of the whole micro-batch: log probabilities of the chosen examples; 0 elsewhere."""
+        """[P] of the full micro-batch: log probabilities of the chosen examples; 0 elsewhere."""
         chosen_P = batch.expand_to_pairs(chosen)
         logprob_P = torch.zeros(len(chosen_P), device=hidden_TD.device)
         self._score(batch, hidden_TD, np.flatnonzero(batch.rows_of_pairs(chosen_P)), logprob_P)
         return logprob_P
 
-    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, most: int) -> Iterator[Chunk]:
-        groups = [rows_R[first : first + most] for first in range(0, len(rows_R), most)]
-        indices = [_indices(batch, rows_C, self._base.vocab_size) for rows_C in groups]
-        there = iter(upload_all([array for each in indices for array in each], self._base.device) if indices else ())
-        for rows_C, (_, pairs_p, *_) in zip(groups, indices, strict=True):
-            rows, pairs, cells_p, local_p, starts_C = islice(there, 5)
-            rows = _adjacent(rows_C) or rows
+    def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, max_rows: int) -> Iterator[Chunk]:
+        chunks_C = [rows_R[first : first + max_rows] for first in range(0, len(rows_R), max_rows)]
+        indices = [_chunk_indices(batch, rows_C, self._base.vocab_size) for rows_C in chunks_C]
+        uploaded = iter(
+            upload_all([array for chunk_arrays in indices for array in chunk_arrays], self._base.device)
+            if indices
+            else ()
+        )
+        for rows_C, (_, pairs_p, *_) in zip(chunks_C, indices, strict=True):
+            rows, pairs, cells_p, local_p, starts_C = islice(uploaded, 5)
+            rows = _as_slice(rows_C) or rows
             yield Chunk(
                 hidden_TD[rows],
                 rows,
                 _lora_batch_of_rows(batch.lora_batch, rows_C),
-                _adjacent(pairs_p) or pairs,
+                _as_slice(pairs_p) or pairs,
                 cells_p,
                 local_p,
                 starts_C,
-                _runs(batch.pass_P[pairs_p]),
-                [*self._chunks(batch, hidden_TD, rows_C, self._piece_rows)] if len(rows_C) > self._piece_rows else [],
+                _pass_spans(batch.pass_P[pairs_p]),
+                [*self._chunks(batch, hidden_TD, rows_C, self._subchunk_rows)]
+                if len(rows_C) > self._subchunk_rows
+                else [],
             )
 
     def _device(self, array: np.ndarray) -> Tensor:
@@ -291,7 +304,7 @@ def head_kernels() -> ModuleType:
     return import_module("tinsmith.backends.torch.head_kernels")
 
 
-def _indices(batch: MicroBatch, rows_C: I64, vocab_size: int) -> list[I64]:
+def _chunk_indices(batch: MicroBatch, rows_C: I64, vocab_size: int) -> list[I64]:
     """A chunk's rows and pairs, and `cells_p`, `local_p` and `starts_C` of `Chunk`."""
     member_T = np.zeros(len(batch.tokens_T), np.bool_)
     member_T[rows_C] = True
@@ -301,7 +314,7 @@ def _indices(batch: MicroBatch, rows_C: I64, vocab_size: int) -> list[I64]:
     return [rows_C, pairs_p, local_p * vocab_size + batch.targets_P[pairs_p], local_p, starts_C]
 
 
-def _adjacent(rising: I64) -> slice | None:
+def _as_slice(rising: I64) -> slice | None:
     """A slice if the indices are adjacent, which selects without a copy."""
     if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
         return slice(int(rising[0]), int(rising[-1]) + 1)
@@ -317,23 +330,25 @@ def _lora_batch_of_rows(lora_batch: LoRABatch, rows_C: I64) -> LoRABatch:
     return LoRABatch.of([adapter for adapter, _ in present], [length for _, length in present])
 
 
-def _part_of(places: Tensor | slice, start: int, stop: int) -> Tensor | slice:
-    return slice(places.start + start, places.start + stop) if isinstance(places, slice) else places[start:stop]
+def _slice_indices(indices: Tensor | slice, start: int, stop: int) -> Tensor | slice:
+    return slice(indices.start + start, indices.start + stop) if isinstance(indices, slice) else indices[start:stop]
 
 
-def _joined(runs: Sequence[tuple[int, int, int]], specs: Mapping[int, LossSpec]) -> list[tuple[LossSpec, int, int]]:
-    """Each loss with its pairs; neighbours with the same loss and configuration are joined, also across tenants."""
-    found: list[tuple[LossSpec, int, int]] = []
+def _merge_pass_spans(
+    runs: Sequence[tuple[int, int, int]], specs: Mapping[int, LossSpec]
+) -> list[tuple[LossSpec, int, int]]:
+    """Each loss with its pairs; neighbours with equal loss and configuration are merged, also across tenants."""
+    merged: list[tuple[LossSpec, int, int]] = []
     for index, start, stop in runs:
         spec = specs[index]
-        if found and found[-1][0].loss is spec.loss and found[-1][0].config == spec.config:
-            found[-1] = (found[-1][0], found[-1][1], stop)
+        if merged and merged[-1][0].loss is spec.loss and merged[-1][0].config == spec.config:
+            merged[-1] = (merged[-1][0], merged[-1][1], stop)
         else:
-            found.append((spec, start, stop))
-    return found
+            merged.append((spec, start, stop))
+    return merged
 
 
-def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
+def _pass_spans(pass_p: I64) -> list[tuple[int, int, int]]:
     if not len(pass_p):
         return []  # rows that only pad
     starts = [0, *(np.flatnonzero(np.diff(pass_p)) + 1).tolist(), len(pass_p)]
@@ -347,8 +362,8 @@ def compute_metrics(spec: LossSpec, examples: Sequence[Example], logprobs: Seque
     columns["log_ratio"] = np.zeros_like(columns["logprob"])
     if spec.loss.sequence_ratio:
         example_P = np.repeat(np.arange(len(examples)), [len(example.targets_P) for example in examples])
-        needed = (columns[name] for name in ("logprob", "old_logprob", "ratio_mask"))
-        logprob_P, old_P, mask_P = map(torch.from_numpy, needed)
+        ratio_columns = (columns[name] for name in ("logprob", "old_logprob", "ratio_mask"))
+        logprob_P, old_P, mask_P = map(torch.from_numpy, ratio_columns)
         ratio_P = sequence_log_ratios(logprob_P, old_P, mask_P != 0, torch.from_numpy(example_P), len(examples))
         columns["log_ratio"] = ratio_P.numpy()
     active_P = columns["weight"] != 0

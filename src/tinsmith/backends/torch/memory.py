@@ -114,14 +114,14 @@ class MemoryManager:
         """Whether a step has reserved memory for its activations."""
         return self._reserved > 0
 
-    def register(self, name: str, held: Callable[[], int], evictable: Evictable | None = None) -> None:
-        self._holders[name] = held
+    def register(self, name: str, count_bytes: Callable[[], int], evictable: Evictable | None = None) -> None:
+        self._holders[name] = count_bytes
         if evictable is not None:
             self._evictable[name] = evictable
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Bytes by holder."""
-        return {name: held() for name, held in self._holders.items()} | {ACTIVATIONS: self._reserved}
+        return {name: count_bytes() for name, count_bytes in self._holders.items()} | {ACTIVATIONS: self._reserved}
 
     def take_peak(self) -> int:
         """The most bytes of activations since the last call; there are none between steps."""
@@ -138,15 +138,17 @@ class MemoryManager:
 
     def steady_limit(self) -> float:
         """The bytes that activations or the KV cache can always rely on: what the base model and adapters leave."""
-        left = self.budget_bytes - self._holders[BASE]() if self.is_limited else math.inf
-        return (1.0 - MODELS_SHARE - VERSIONS_SHARE) * left
+        remaining_bytes = self.budget_bytes - self._holders[BASE]() if self.is_limited else math.inf
+        return (1.0 - MODELS_SHARE - VERSIONS_SHARE) * remaining_bytes
 
     def available(self, name: str, *, idle_only: bool) -> float:
         """The bytes that a holder may use after evicting others: only what is idle, or all that can be freed."""
         if not self.is_limited:
             return math.inf
-        others = [evictable for other, evictable in self._evictable.items() if other != name]
-        return self.limit_of(name) + sum(each.idle_bytes() if idle_only else each.evictable_bytes() for each in others)
+        other_holders = [evictable for other, evictable in self._evictable.items() if other != name]
+        return self.limit_of(name) + sum(
+            holder.idle_bytes() if idle_only else holder.evictable_bytes() for holder in other_holders
+        )
 
     def evict_for(self, num_bytes: float, name: str) -> bool:
         """Evict others until a holder may use `num_bytes` more; False if that is impossible."""
@@ -159,8 +161,8 @@ class MemoryManager:
         return num_bytes <= self.free()
 
     @contextmanager
-    def reserved(self, num_bytes: int) -> Iterator[None]:
-        """Reserve memory for a step's activations. Raises OverBudgetError, with the numbers, if it does not fit."""
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Reserve memory for a step's activations. Raises OverBudgetError, with the bytes, if it does not fit."""
         if self.is_limited and not self.evict_for(num_bytes, ACTIVATIONS):
             raise OverBudgetError(f"activations take {format_bytes(num_bytes)}; {self.describe_use()}")
         self._reserved += num_bytes
@@ -184,17 +186,16 @@ def format_bytes(num_bytes: float) -> str:
 
 STEP_ROWS, LARGE_MODEL_STEP_ROWS = 2048, 512
 """Rows of a sampler's step, unless set. A step needs one layer's activations for each, and logits for some. On a CPU
-larger models take FEWER_ROWS, since samples wait for the prompts of others. In bfloat16 with FEWER_ROWS, 64 samples of
-m50 take 1.15 times as long, 16 of 1,024-token prompts 1.24 times; in float32 1.02 and 1.13 times.
+larger models take LARGE_MODEL_STEP_ROWS, since samples wait for the prompts of others.
 """
 
 SMALL_PARAMETERS, SMALL_WIDE_PARAMETERS = 10**8, 10**7
-"""The most weights with which a CPU takes SAMPLED_ROWS: in bfloat16, and in wider dtypes."""
+"""The most parameters with which a CPU takes STEP_ROWS: in bfloat16, and in wider dtypes."""
 
 
 def choose_step_rows(base: BaseModel) -> int:
-    most = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
-    return LARGE_MODEL_STEP_ROWS if base.device.type == "cpu" and base.num_parameters > most else STEP_ROWS
+    max_parameters = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
+    return LARGE_MODEL_STEP_ROWS if base.device.type == "cpu" and base.num_parameters > max_parameters else STEP_ROWS
 
 
 class _Sizes(NamedTuple):
@@ -214,9 +215,9 @@ class StepMemory:
         self._memory = memory
         copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]
         self.activations = replace(activations_of(base), logits_bytes=4.0 * copies * chunk_rows * base.vocab_size)
-        self._tower_numbers = tower_activations(base.model.config) if base.vision else 0.0
+        self._tower_elements = tower_activations(base.model.config) if base.vision else 0.0
         vision = base.shape.vision
-        self._most_image_tokens = min(vision.most_tokens, base.max_context_length) if vision else 0
+        self._max_image_tokens = min(vision.most_tokens, base.max_context_length) if vision else 0
         self._dtype = str(base.dtype).removeprefix("torch.")
         self.shortage_bytes = 0
         """The shortage of the last step that did not fit; 0 after a full-size step fitted."""
@@ -225,10 +226,10 @@ class StepMemory:
     def sampling_bytes(self) -> int:
         """Activations of a sampler's step, or of the vision tower for the largest image, whichever is more."""
         rows = self.activations.num_bytes(self._sampled_rows, recompute=True)
-        return max(rows, self._tower_bytes(self._most_image_tokens))
+        return max(rows, self._tower_bytes(self._max_image_tokens))
 
     @contextmanager
-    def reserved(
+    def reserve(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int, *, uncut: bool
     ) -> Iterator[None]:
         """Reserve memory for these micro-batches, one after the other, and all their gradients. `uncut`: their size is
@@ -237,37 +238,37 @@ class StepMemory:
         trained, scored = (max((sum(batch.lengths) for batch, kind in batches if kind == train), default=0)
                            for train in (True, False))  # fmt: skip
         sizes = _Sizes(trained, scored, max((batch.largest_image for batch, _ in batches), default=0))
-        recompute = self._choose(sizes, gradient_bytes)
+        recompute = self._choose_recompute(sizes, gradient_bytes)
         if self._memory.is_limited:
             self._recompute.chosen = recompute
-        needed = self._needed(sizes, recompute=recompute) + gradient_bytes
+        needed_bytes = self._step_bytes(sizes, recompute=recompute) + gradient_bytes
         try:
-            with self._memory.reserved(needed):
+            with self._memory.reserve(needed_bytes):
                 if uncut and batches:
                     self.shortage_bytes = 0
                 yield
         except OverBudgetError:
-            self.shortage_bytes = max(0, int(needed - self._memory.available(ACTIVATIONS, idle_only=False)))
+            self.shortage_bytes = max(0, int(needed_bytes - self._memory.available(ACTIVATIONS, idle_only=False)))
             raise
 
-    def _choose(self, sizes: _Sizes, gradient_bytes: int) -> bool:
+    def _choose_recompute(self, sizes: _Sizes, gradient_bytes: int) -> bool:
         """Whether to recompute activations."""
         ways = {"on": (True,), "off": (False,), "auto": (False, True)}[self._recompute.mode]
         for idle_only in (True, False):
             limit = self._memory.available(ACTIVATIONS, idle_only=idle_only)
             for recompute in ways:
-                if self._needed(sizes, recompute=recompute) + gradient_bytes <= limit:
+                if self._step_bytes(sizes, recompute=recompute) + gradient_bytes <= limit:
                     return recompute
         return ways[-1]
 
-    def _needed(self, sizes: _Sizes, *, recompute: bool) -> int:
+    def _step_bytes(self, sizes: _Sizes, *, recompute: bool) -> int:
         trained = self.activations.num_bytes(sizes.trained, recompute=recompute) if sizes.trained else 0
         scored = replace(self.activations, inputs=0.0).num_bytes(sizes.scored, recompute=True) if sizes.scored else 0
         # Images go through the vision tower before the layers run.
         return max(trained, scored, self._tower_bytes(sizes.image))
 
     def _tower_bytes(self, num_tokens: int) -> int:
-        return plan_memory.tower_bytes(self._tower_numbers, num_tokens, dtype=self._dtype)
+        return plan_memory.tower_bytes(self._tower_elements, num_tokens, dtype=self._dtype)
 
 
 def activations_of(base: BaseModel) -> Activations:
@@ -282,6 +283,6 @@ def activations_of(base: BaseModel) -> Activations:
     except SettingsError:
         config = base.model.config.get_text_config()
         layers, hidden = config.num_hidden_layers, config.hidden_size
-        kept = base.recompute.bytes_per_token() / base.dtype.itemsize
+        saved_elements = base.recompute.bytes_per_token() / base.dtype.itemsize
         logits = plan_memory.logits_bytes(base.vocab_size, cuda=cuda)
-        return Activations(kept, kept / layers, layers * hidden, base.dtype.itemsize, logits)
+        return Activations(saved_elements, saved_elements / layers, layers * hidden, base.dtype.itemsize, logits)

@@ -144,7 +144,7 @@ class BaseModel:
         # Never load code or pickles from the directory.
         safe = {"trust_remote_code": False, "local_files_only": True}
         with raise_settings_errors(shape):
-            model = _loaded(shape, getattr(torch, dtype), safe)
+            model = _load_model(shape, getattr(torch, dtype), safe)
             check_stateful_layers(model.config, model)
             tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
             model = cast(PreTrainedModel, cast(nn.Module, model).to(device))
@@ -194,11 +194,11 @@ class BaseModel:
 
     def frozen_tensors(self) -> list[Tensor]:
         """The weights that never change, as they are stored on the device."""
-        found = [*self.model.parameters(), *self.model.buffers()]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
         for linear in self.targets.values():
             if isinstance(linear, QuantisedLinear):
-                found += linear.stored_tensors()
-        return found
+                tensors += linear.frozen_tensors()
+        return tensors
 
     def adaptable_targets(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]
@@ -214,10 +214,10 @@ class BaseModel:
             raise UserError(f"{images[0].path} is an image, and {self.shape.name} is served for text only")
         return self.vision.prepare_images(len(tokens_N), images, scope)
 
-    def pack_positions(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
+    def pack_positions(self, input_spans: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
         """See `Vision.pack`."""
         assert self.vision is not None
-        return self.vision.pack(pieces)
+        return self.vision.pack(input_spans)
 
     def hidden(
         self,
@@ -258,7 +258,7 @@ class BaseModel:
         lora_batch: LoRABatch,
         images: ImageRows | None = None,
     ) -> Tensor:
-        """[T, D]: the same through transformers' modules."""
+        """[T, D]: hidden states after the final norm, computed by transformers' modules."""
         inputs: dict[str, object] = {"input_ids": tokens_T[None], "position_ids": positions_T[None]}
         if images is not None:
             embed = cast(nn.Embedding, self._decoder.get_input_embeddings())
@@ -278,7 +278,7 @@ class BaseModel:
         return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, adapter_groups, torch.float32)[0])
 
     def next_logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
-        """The same for rows whose next tokens are sampled, with packed weights if available."""
+        """[T, V] float32 logits of rows whose next tokens are sampled, with packed weights if available."""
         raw_TV = None if self._fused is None else self._fused.logits(hidden_TD, lora_batch)
         return self.logits(hidden_TD, lora_batch) if raw_TV is None else self.finish_logits_(raw_TV)
 
@@ -325,7 +325,7 @@ class BaseModel:
             self._fused = self._verify_decoder(self._fused)
 
     def _copy_mapped_weights(self) -> None:
-        """Copy what is still a view of a mapped file, with which the pages of joined weights would stay resident. Then
+        """Copy what is still a view of a mapped file, with which the pages of stacked weights would stay resident. Then
         return to the system what loading has freed.
         """
         if self.device.type == "cpu":
@@ -335,9 +335,9 @@ class BaseModel:
             malloc.trim()
 
     def _check_layers(self) -> None:
-        seen, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward_modules(token_T, token_T, seen, LoRABatch([Segment(0, 1, None)]))
-        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows, seen.states)
+        probe, token_T = AttentionProbe(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward_modules(token_T, token_T, probe, LoRABatch([Segment(0, 1, None)]))
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), probe.windows, probe.states)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)
 
     @torch.no_grad()
@@ -347,17 +347,17 @@ class BaseModel:
         if self.vision is not None:
             self._check_images(self.vision)
         first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
-        found = []
+        logits = []
         for tokens in ([first, second], [second]):
             lengths = [len(t) for t in tokens]
             plan = PackedCausal(lengths, self.device)
             lora_batch = LoRABatch([Segment(0, sum(lengths), None)])
             positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
             hidden_TD = self.forward_modules(torch.cat(tokens), positions_T, plan, lora_batch)
-            found.append(self.logits(hidden_TD, lora_batch))
+            logits.append(self.logits(hidden_TD, lora_batch))
         reference = self.reference_logits(input_ids=second[None])
-        self._compare(found[1], reference, "under packed attention")
-        self._compare(found[0][len(first) :], reference, "beside another sequence")
+        self._compare(logits[1], reference, "under packed attention")
+        self._compare(logits[0][len(first) :], reference, "beside another sequence")
 
     def check_releases(self) -> None:
         """Check the installed releases (`start_check`) if the model has states or a release was not tested; raises
@@ -371,15 +371,15 @@ class BaseModel:
             check_sampling(self, self.shape.vocab_size)
 
     def _check_images(self, vision: Vision) -> None:
-        """The same with an image next to text."""
+        """Compare rows of text and an image with the model's own forward; raises SettingsError if they differ."""
         image = replace(vision.probe(), start=1)
         tokens_T = torch.tensor([1, *[vision.image_token_id] * image.num_tokens, 2, 3], device=self.device)
         length = len(tokens_T)
-        placed = vision.prepare_images(length, (image,))
-        assert placed is not None
-        positions, rows = vision.pack([InputSpan(placed, 0, length)])
+        image_input = vision.prepare_images(length, (image,))
+        assert image_input is not None
+        positions, rows = vision.pack([InputSpan(image_input, 0, length)])
         lora_batch = LoRABatch([Segment(0, length, None)])
-        plan = PackedCausal([length], self.device, [placed.visible_counts(0, length)])
+        plan = PackedCausal([length], self.device, [image_input.visible_counts(0, length)])
         positions_T = torch.from_numpy(positions).to(self.device)
         hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch, rows)
         reference = self.reference_logits(input_ids=tokens_T[None], **vision.reference_inputs(image, tokens_T))
@@ -390,7 +390,7 @@ class BaseModel:
         """[T, V]: the logits of the model's own forward."""
         self.model.set_attn_implementation("eager")
         logits_TV = self.model(**inputs, use_cache=False).logits[0].float()
-        self.model.set_attn_implementation(_attention(self.model.config))
+        self.model.set_attn_implementation(_attention_implementation(self.model.config))
         return logits_TV
 
     def _compare(self, logits: Tensor, reference: Tensor, how: str) -> None:
@@ -402,19 +402,19 @@ class BaseModel:
             )
 
 
-def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
+def _load_model(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> PreTrainedModel:
     """The model. Of a wrapper around a text model, only the text model if transformers has a class for it and images
     are not served. Raises SettingsError if a weight is missing from the files: it would be random.
     """
     config = AutoConfig.from_pretrained(shape.path, **safe)
     check_config(config, shape.max_context_length)
-    own: dict[str, Any] = {}
+    text_options: dict[str, Any] = {}
     auto, text = AutoModelForCausalLM, config.get_text_config()
     # transformers lists the wrapper of Gemma 3 among the causal language models, too.
     is_text_model = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in VISION_TYPES
     if not is_text_model:
         if text is not config and type(text) in AutoModelForCausalLM._model_mapping and shape.vision is None:
-            own = {"config": text, "key_mapping": TEXT_KEYS}
+            text_options = {"config": text, "key_mapping": TEXT_KEYS}
         elif config.model_type in VISION_TYPES:
             auto = AutoModelForImageTextToText
         else:
@@ -422,11 +422,11 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
     loaded = auto.from_pretrained(
         shape.path,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME if own else _attention(config),
+        attn_implementation=ATTENTION_NAME if text_options else _attention_implementation(config),
         experts_implementation="eager",
         use_safetensors=True,
         output_loading_info=True,
-        **own,
+        **text_options,
         **safe,
     )
     model, loading = cast("tuple[PreTrainedModel, dict[str, list[str]]]", loaded)
@@ -441,7 +441,7 @@ def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> Pre
     return model
 
 
-def _attention(config: PreTrainedConfig) -> str | dict[str, str]:
+def _attention_implementation(config: PreTrainedConfig) -> str | dict[str, str]:
     """Our attention for the text model; a vision tower keeps transformers' own, since it is not causal."""
     if "vision_config" not in config.sub_configs:
         return ATTENTION_NAME
@@ -468,11 +468,11 @@ def _swap_linears(
             # Such a linear gets rows in its own order, to which segments do not apply.
             raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if module in mixed.all or mixes_tokens(name) else "mlp"
-        own = text_name(name)
-        targets[own] = (MultiLoRALinear if module is head else make)(own, group, module, context)
+        target_name = text_name(name)
+        targets[target_name] = (MultiLoRALinear if module is head else make)(target_name, group, module, context)
         if module in mixed.parts:
-            targets[own].divide(mixed.parts[module])
-        setattr(model.get_submodule(parent_name), last, targets[own])
+            targets[target_name].divide(mixed.parts[module])
+        setattr(model.get_submodule(parent_name), last, targets[target_name])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
     return targets
@@ -500,6 +500,6 @@ def _swap_experts(model: PreTrainedModel, context: ForwardContext) -> list[Multi
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
     ids: set[int] = set()
     configs = (model.generation_config, model.config.get_text_config(), tokenizer)
-    for found in (getattr(config, "eos_token_id", None) for config in configs):
-        ids.update([found] if isinstance(found, int) else found or [])
+    for token_ids in (getattr(config, "eos_token_id", None) for config in configs):
+        ids.update([token_ids] if isinstance(token_ids, int) else token_ids or [])
     return frozenset(ids)

@@ -52,7 +52,7 @@ def has_grouped_mm(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-class _Groups(NamedTuple):
+class _PairGroups(NamedTuple):
     """Adjacent pairs of one expert. `bounds`: (expert, first, last + 1) for experts with pairs; None where a kernel
     reads the ends on the device.
     """
@@ -107,8 +107,8 @@ class _Part(NamedTuple):
     rows: slice
     pairs: slice
     row_m: Tensor  # row of each pair, relative to the segment
-    place_m: Tensor  # sorted index of each unsorted pair, relative to the segment
-    groups: _Groups
+    sorted_m: Tensor  # sorted index of each unsorted pair, relative to the segment
+    groups: _PairGroups
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +116,7 @@ class _Part(NamedTuple):
 
     def combine(self, x_mC: Tensor) -> Tensor:
         """[n, C]: the sum over each row's pairs, in the order of its choices."""
-        return x_mC.index_select(0, self.place_m).view(self.num_rows, -1, x_mC.shape[-1]).sum(1)
+        return x_mC.index_select(0, self.sorted_m).view(self.num_rows, -1, x_mC.shape[-1]).sum(1)
 
 
 class _Dispatch(NamedTuple):
@@ -125,7 +125,7 @@ class _Dispatch(NamedTuple):
     num_choices: int
     experts: PairOrder
     expert_N: Tensor
-    groups: _Groups
+    groups: _PairGroups
     segments: PairOrder
     to_experts: Tensor | None
     to_segments: Tensor | None
@@ -231,11 +231,11 @@ class MultiLoRAExperts(nn.Module):
         call = _Call(
             self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
         )
-        own = self.module
+        module = self.module
         if self.has_gate:
-            apply_gate = getattr(own, "_apply_gate", None) or partial(_default_apply_gate, own)
+            apply_gate = getattr(module, "_apply_gate", None) or partial(_default_apply_gate, module)
         else:
-            apply_gate = cast(Callable[[Tensor], Tensor], own.act_fn)
+            apply_gate = cast(Callable[[Tensor], Tensor], module.act_fn)
         if not torch.is_grad_enabled():
             return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
         recorded = anchor(hidden_TD.device) if any(adapters) else None
@@ -262,17 +262,17 @@ def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
         if type(module).__name__ == "Llama4TextMoe":
             if module.top_k != 1:
                 raise SettingsError(f"num_experts_per_tok is {module.top_k}; experts of Llama 4 are served with 1")
-            module.forward = partial(_weighted_inputs, module, module.forward, context)
+            module.forward = partial(_forward_weighted_inputs, module, module.forward, context)
 
 
-def _weighted_inputs(
+def _forward_weighted_inputs(
     mixture: Any,  # noqa: ANN401
-    own_forward: Callable[[Tensor], tuple[Tensor, Tensor]],
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]],
     context: ForwardContext,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
     if context.lora_batch is None:
-        return own_forward(hidden)
+        return forward(hidden)
     hidden_TD = hidden.flatten(0, -2)
     scores_TE, logits_TE = mixture.router(hidden_TD)
     index_T1 = logits_TE.argmax(-1, keepdim=True)
@@ -346,7 +346,7 @@ class _Call:
         """The gradients of the inner rows [N, I] and of the router's weights [T, k]."""
         dispatch, experts, name = self._dispatch, self._experts, self._experts.down_name
         weight_N1, grad_ND = _sort_weights(weights_Tk, dispatch.segments), dispatch.rows_by_expert(grad_TD)
-        # Before the router's weight is applied, so that one product serves both gradients.
+        # Before the router's weight is applied, so that one matmul serves both gradients.
         grad_NI = dispatch.by_segment(self._expert_matmul(grad_ND, experts.down_proj, back=True))
         for part, sums_nr in zip(self._parts(name), sums, strict=True):
             adapter, pairs, grad_nD = part.adapter, part.pairs, grad_TD[part.rows]
@@ -419,35 +419,35 @@ def _dispatch(
     device, num_choices = index_Tk.device, index_Tk.shape[1]
     expert_N, numbers_E = index_Tk.reshape(-1), torch.arange(num_experts, device=device)
     experts = segments = PairOrder.by(expert_N)
-    ends = [_ends(expert_N, experts, numbers_E)]
+    ends = [_group_ends(expert_N, experts, numbers_E)]
     if len(lora_batch.segments) > 1:
         sizes = [num_choices * (stop - start) for start, stop, _ in lora_batch.segments]
         segment_N = upload(np.repeat(np.arange(len(sizes)), sizes), device)
         key_N, numbers_K = expert_N + num_experts * segment_N, torch.arange(num_experts * len(sizes), device=device)
         segments = PairOrder.by(key_N)
-        ends.append(_ends(key_N, segments, numbers_K))
+        ends.append(_group_ends(key_N, segments, numbers_K))
     on_host = [None] * len(ends) if grouped else read(*ends)
     parts = []
-    for number, ((start, stop, _), adapter) in enumerate(zip(lora_batch.segments, adapters, strict=True)):
+    for index, ((start, stop, _), adapter) in enumerate(zip(lora_batch.segments, adapters, strict=True)):
         if adapter is not None:
             pairs = slice(start * num_choices, stop * num_choices)
-            row_m, place_m = segments.pair_N[pairs] // num_choices - start, segments.sorted_N[pairs] - pairs.start
-            own = slice(number * num_experts, (number + 1) * num_experts)
-            groups = _groups(ends[-1][own], None if on_host[-1] is None else on_host[-1][own], pairs.start)
-            parts.append(_Part(adapter, slice(start, stop), pairs, row_m, place_m, groups))
-    groups, expert_N = _groups(ends[0], on_host[0], 0), expert_N.index_select(0, experts.pair_N)
-    crossings = segments.to(experts), experts.to(segments)
-    return _Dispatch(num_choices, experts, expert_N, groups, segments, *crossings, parts)
+            row_m, sorted_m = segments.pair_N[pairs] // num_choices - start, segments.sorted_N[pairs] - pairs.start
+            span = slice(index * num_experts, (index + 1) * num_experts)
+            groups = _build_groups(ends[-1][span], None if on_host[-1] is None else on_host[-1][span], pairs.start)
+            parts.append(_Part(adapter, slice(start, stop), pairs, row_m, sorted_m, groups))
+    groups, expert_N = _build_groups(ends[0], on_host[0], 0), expert_N.index_select(0, experts.pair_N)
+    conversions = segments.to(experts), experts.to(segments)
+    return _Dispatch(num_choices, experts, expert_N, groups, segments, *conversions, parts)
 
 
-def _groups(ends_E: Tensor, on_host_E: npt.NDArray[np.int32] | None, first: int) -> _Groups:
+def _build_groups(ends_E: Tensor, on_host_E: npt.NDArray[np.int32] | None, first: int) -> _PairGroups:
     """Groups of pairs that begin at `first`."""
     if on_host_E is None:
-        return _Groups(ends_E - first, None)
+        return _PairGroups(ends_E - first, None)
     spans = pairwise([0, *(on_host_E - first).tolist()])
-    return _Groups(ends_E, [(expert, start, stop) for expert, (start, stop) in enumerate(spans) if stop > start])
+    return _PairGroups(ends_E, [(expert, start, stop) for expert, (start, stop) in enumerate(spans) if stop > start])
 
 
-def _ends(key_N: Tensor, order: PairOrder, numbers_K: Tensor) -> Tensor:
+def _group_ends(key_N: Tensor, order: PairOrder, numbers_K: Tensor) -> Tensor:
     """[K] int32: where the pairs of each key end."""
     return torch.searchsorted(key_N.index_select(0, order.pair_N), numbers_K, right=True, out_int32=True)

@@ -10,10 +10,10 @@ moments decay, their remaining values move the weights, and the step counts.
 Dimuon is Muon on each of the two factors of every adapted linear (docs/optimizers.md). The gradient's running mean is
 orthogonalised, matrix by matrix, by five Newton-Schulz iterations with the coefficients of Jordan's Muon (2024), and
 scaled as Liu et al. (arXiv 2502.16982) do, so that an update is about as large as AdamW's at the same learning rate.
-Matrices of equal shape within one adapter are batched: its numbers do not depend on other adapters of the step. A
+Matrices of equal shape within one adapter are batched: its update does not depend on other adapters of the step. A
 matrix that never had a gradient does not move.
 
-Shapes: P numbers of an adapter, n matrices of one shape, r the smaller size, c the larger.
+Shapes: P elements of an adapter, n matrices of one shape, r the smaller size, c the larger.
 """
 
 from __future__ import annotations
@@ -67,29 +67,33 @@ def check_params(optimizer_type: str, params: OptimParams) -> None:
 
 
 def _norm(gradient_P: Tensor) -> Tensor:
-    """A float64 scalar on the gradient's device. Squares are summed in float32 over `NORM_ROW` numbers, and these sums
-    in float64: float64 throughout would be eight times as slow.
+    """A float64 scalar on the gradient's device. Squares are summed in float32 over `NORM_ROW` elements, and these sums
+    in float64: float64 throughout would be much slower.
     """
     full = gradient_P.numel() // NORM_ROW * NORM_ROW
     rows = torch.linalg.vector_norm(gradient_P[:full].view(-1, NORM_ROW), dim=-1)
-    rest = torch.linalg.vector_norm(gradient_P[full:]).double()
-    return torch.hypot(torch.linalg.vector_norm(rows, dtype=torch.float64), rest)
+    tail = torch.linalg.vector_norm(gradient_P[full:]).double()
+    return torch.hypot(torch.linalg.vector_norm(rows, dtype=torch.float64), tail)
 
 
 def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-    """For many adapters, with one read from their device, and another for norms whose squares exceed float32."""
-    on_device = [place for place, step in enumerate(steps) if step.device == gradients[0].device]
-    norms_N, *counts = read(
+    """Norms of gradients and step counts of many adapters, with one read from their device, and another for norms whose
+    squares exceed float32.
+    """
+    on_device = [index for index, step in enumerate(steps) if step.device == gradients[0].device]
+    norms_N, *device_steps = read(
         torch.stack([_norm(gradient_P) for gradient_P in gradients]), *(steps[i] for i in on_device)
     )
-    norms, counted = norms_N.tolist(), dict(zip(on_device, counts, strict=True))
+    norms, steps_by_index = norms_N.tolist(), dict(zip(on_device, device_steps, strict=True))
     # The step of an adapter without steps is on the host.
-    numbers = [float(counted[place]) if place in counted else float(step) for place, step in enumerate(steps)]
-    if odd := [place for place, norm in enumerate(norms) if not SMALLEST_NORM < norm < math.inf]:
-        exact = read(*(torch.linalg.vector_norm(gradients[place], dtype=torch.float64) for place in odd))
-        for place, norm in zip(odd, exact, strict=True):
-            norms[place] = float(norm)
-    return norms, numbers
+    step_numbers = [
+        float(steps_by_index[index]) if index in steps_by_index else float(step) for index, step in enumerate(steps)
+    ]
+    if imprecise := [index for index, norm in enumerate(norms) if not SMALLEST_NORM < norm < math.inf]:
+        exact = read(*(torch.linalg.vector_norm(gradients[index], dtype=torch.float64) for index in imprecise))
+        for index, norm in zip(imprecise, exact, strict=True):
+            norms[index] = float(norm)
+    return norms, step_numbers
 
 
 class ClippedGradient(NamedTuple):
@@ -106,7 +110,7 @@ def step_adapters(
 ) -> list[dict[str, float] | NonFiniteGradientError]:
     """Metrics of each checked request, with the gradient's norm before clipping. Drops the gradients.
 
-    All or nothing: everything that allocates memory happens before the first number changes.
+    All or nothing: everything that allocates memory happens before the first weight changes.
     """
     if not requests:
         return []
@@ -137,22 +141,22 @@ def step_adapters(
 
 
 def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
-    """One fused pass over all numbers of the group. Nothing changes until the result is called."""
+    """One fused pass over all parameters of the group. Nothing changes until the result is called."""
     assert isinstance(params, AdamParams)
-    moments = [each.trained.moments_or_zeros(len(params.state)) for each in group]
+    moments = [member.trained.moments_or_zeros(len(params.state)) for member in group]
 
     def change() -> None:
-        if clipped := [each for each in group if each.factor != 1.0]:
+        if clipped := [member for member in group if member.factor != 1.0]:
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                [each.gradient_P for each in clipped], [each.factor for each in clipped]
+                [member.gradient_P for member in clipped], [member.factor for member in clipped]
             )
         adamw(
-            [each.trained.adapter.flat_P for each in group],
-            [each.gradient_P for each in group],
+            [member.trained.adapter.flat_P for member in group],
+            [member.gradient_P for member in group],
             [first for first, _ in moments],
             [second for _, second in moments],
             [],
-            [each.trained.step for each in group],
+            [member.trained.step for member in group],
             fused=True,
             lr=params.learning_rate,
             beta1=params.beta1,
@@ -162,8 +166,8 @@ def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Call
             amsgrad=False,
             maximize=False,
         )
-        for each in group:
-            each.trained.adapter.refresh()
+        for member in group:
+            member.trained.adapter.refresh()
 
     return change
 
@@ -176,11 +180,11 @@ RMS = 0.2
 
 def prepare_dimuon(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
     """Compute the updates. Nothing changes until the result is called, which allocates nothing and cannot fail."""
-    changes = [_dimuon_update(each.trained, each.gradient_P * each.factor, params) for each in group]
+    changes = [_dimuon_update(member.trained, member.gradient_P * member.factor, params) for member in group]
 
     def change() -> None:
-        for each in changes:
-            each()
+        for member in changes:
+            member()
 
     return change
 
@@ -193,11 +197,11 @@ def _dimuon_update(trained: TrainedModel, gradient_P: Tensor, params: OptimParam
     for weights, moments in zip(
         layout.views(trained.adapter.flat_P).values(), layout.views(new_momentum_P).values(), strict=True
     ):
-        for weight, moment in zip(weights, moments, strict=True):
-            groups[weight.shape].append((weight, moment))
+        for weight, momentum in zip(weights, moments, strict=True):
+            groups[weight.shape].append((weight, momentum))
     updates: list[tuple[Tensor, Tensor]] = []
     for shape, pairs in groups.items():
-        update = orthogonalise(torch.stack([moment for _, moment in pairs]))
+        update = orthogonalise(torch.stack([momentum for _, momentum in pairs]))
         update *= -params.learning_rate * RMS * math.sqrt(max(shape[-2:]))
         updates += zip([weight for weight, _ in pairs], update.unbind(), strict=True)
 

@@ -60,21 +60,21 @@ class StepTraces:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def training(self, parts: MicroBatches) -> MicroBatches:
+    def training(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same micro-batches, the first of them traced."""
         if self._directory is None:
-            return (yield from parts)
-        number = 0
+            return (yield from micro_batches)
+        num_batches = 0
         self._begin(TRAINING)
         try:
-            with closing(parts):
+            with closing(micro_batches):
                 while True:
                     try:
-                        next(parts)
+                        next(micro_batches)
                     except StopIteration as end:
                         return end.value
-                    number += 1
-                    if number == MICRO_BATCHES:
+                    num_batches += 1
+                    if num_batches == MICRO_BATCHES:
                         self._end(TRAINING)
                     yield
         finally:

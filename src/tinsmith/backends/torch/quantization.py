@@ -1,7 +1,7 @@
 """A quantised frozen base: its linears store codes and scales in place of their weights.
 
-`int8` stores one byte per number and a scale per output (weights only, symmetric); `nf4` half a byte, and a scale per
-64 numbers. bitsandbytes makes the codes, on CPUs and GPUs. A weight is dequantised to the model's dtype only while its
+`int8` stores one byte per weight and a scale per output (weights only, symmetric); `nf4` half a byte, and a scale per
+64 weights. bitsandbytes makes the codes, on CPUs and GPUs. A weight is dequantised to the model's dtype only while its
 linear is multiplied, identically in training and in sampling; so their logprobs agree as they do without quantisation.
 Adapters stay in float32. Embeddings, the unembedding, norms and routers are not quantised; models with routed experts,
 most of whose weights are not linears, are refused.
@@ -23,7 +23,7 @@ from tinsmith.errors import SettingsError
 KINDS = ("off", "int8", "nf4")
 
 BLOCK = 64
-"""Numbers that share a scale in nf4."""
+"""Weights that share a scale in nf4."""
 
 MakeLinear = Callable[[str, str, nn.Linear, ForwardContext], MultiLoRALinear]
 
@@ -86,7 +86,7 @@ class QuantisedLinear(MultiLoRALinear):
         """Bytes of the stored codes and scales."""
         return self._codes.num_bytes
 
-    def stored_tensors(self) -> list[Tensor]:
+    def frozen_tensors(self) -> list[Tensor]:
         """The codes and scales."""
         return self._codes.tensors()
 

@@ -25,8 +25,8 @@ from tinsmith.plan.mixers import count_saved_activations, is_mixer, is_whole
 RECOMPUTE_SHARE = 0.4
 
 SAVED_PER_LINEAR = 2.0
-"""Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and Gemma2),
-the rest covers what backward needs while it runs. An expert is two linears for each of its rows.
+"""Elements per token for each input and output of a linear, including what backward needs while it runs. An expert is
+two linears for each of its rows.
 """
 
 
@@ -51,7 +51,7 @@ class Recompute:
     def wrap(self, decoder: nn.Module) -> None:
         for layer in decoder.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                layer.forward = self._recomputing(layer.forward)
+                layer.forward = self._wrap_forward(layer.forward)
         self.count(decoder)
 
     def count(self, decoder: nn.Module, context: int = 1) -> None:
@@ -83,25 +83,25 @@ class Recompute:
         if self.fused_bytes:
             return self.fused_bytes
         # The number of experts per row is known after the first rows.
-        experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
+        experts = sum(module.features_per_row * module.down_proj.element_size() for module in self._experts)
         return SAVED_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
 
-    def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _wrap_forward(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
             if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             context = self._context
             lora_batch, plan = context.lora_batch, context.plan
 
-            def again(*args: object, **kwargs: object) -> Tensor:
-                before, (context.lora_batch, context.plan) = (context.lora_batch, context.plan), (lora_batch, plan)
+            def rerun(*args: object, **kwargs: object) -> Tensor:
+                outer_state, (context.lora_batch, context.plan) = (context.lora_batch, context.plan), (lora_batch, plan)
                 try:
                     return forward(*args, **kwargs)
                 finally:
-                    context.lora_batch, context.plan = before
+                    context.lora_batch, context.plan = outer_state
 
             # The base uses no random numbers, so there is no generator state to keep.
-            return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(partial(rerun, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
 
         return run
 

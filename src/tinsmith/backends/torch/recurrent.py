@@ -87,8 +87,8 @@ class SequenceMixer:
     ) -> tuple[Tensor, MixerState | None]:
         """`state` may be a cache that takes care of its states itself."""
         cache = state if isinstance(state, LayerCache) else LayerCache(state) if keep or state is not None else None
-        pieces = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
-        outputs = [self._piece(x, starts, cache) for x in pieces]
+        parts_nLD = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
+        outputs = [self._run_part(x, starts, cache) for x in parts_nLD]
         y_nLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if keep and cache is not None and self.state_like is STATELESS:
             self.state_like = MixerState(*(x if x is None else x[:1].to("meta") for x in cache.state))
@@ -99,7 +99,7 @@ class SequenceMixer:
         out = self._forward(hidden_states=x_LD[None], attention_mask=None, **self._required)
         return (out if isinstance(out, Tensor) else out[0])[0]
 
-    def _piece(self, x_nLD: Tensor, starts: tuple[int, ...], cache: LayerCache | None) -> Tensor:
+    def _run_part(self, x_nLD: Tensor, starts: tuple[int, ...], cache: LayerCache | None) -> Tensor:
         lora_batch = self._context.lora_batch
         assert lora_batch is not None
         self._context.lora_batch = lora_batch.for_sequences(starts, x_nLD.shape[1])
@@ -154,19 +154,19 @@ class LayerCache:
     def __init__(self, state: MixerState | None) -> None:
         self.state = state or STATELESS
         self._read: set[str] = set()
-        self._written: set[str] = set()
+        self._updated: set[str] = set()
 
     def begin(self) -> MixerState:
         """The state before a call of the layer."""
         self._read.clear()
-        self._written.clear()
+        self._updated.clear()
         return self.state
 
     def find_fault(self, before: MixerState, num_rows: int) -> str | None:
         """Why the exchange in a call of the layer is not understood, or None. A layer that continues must ask for each
         part of its state, and must give each part back, except that a single row may change it in place.
         """
-        if not self._read | self._written:
+        if not self._read | self._updated:
             return "does not use the cache that it gets"
         if not any(part is not None for part in self.state):
             return "leaves no state in the cache that it gets"
@@ -174,9 +174,9 @@ class LayerCache:
             is_before, is_after = (getattr(state, part) is not None for state in (before, self.state))
             if is_before and not is_after:
                 return f"loses its {part} state"
-            if is_before and part not in self._read | self._written:
+            if is_before and part not in self._read | self._updated:
                 return f"continues without its {part} state"
-            if is_after and part not in self._written and not (is_before and num_rows == 1):
+            if is_after and part not in self._updated and not (is_before and num_rows == 1):
                 return f"does not give its {part} state back"
         return None
 
@@ -206,18 +206,18 @@ class LayerCache:
     ) -> Tensor:
         """[n, C, K + L] or, for sequences that begin, [n, C, L]: the convolution's input."""
         self._refuse_further_states(state_idx)
-        self._written.add(CONV)
+        self._updated.add(CONV)
         before = self.state.conv
-        seen_nCL = conv_states if before is None else torch.cat([before, conv_states], -1)
-        kept_nCK = seen_nCL[..., -conv_kernel_size:]
-        missing = conv_kernel_size - kept_nCK.shape[-1]
-        kept_nCK = nn.functional.pad(kept_nCK, (missing, 0)) if missing else kept_nCK.contiguous()
-        self.state = MixerState(kept_nCK, self.state.recurrent)
-        return seen_nCL
+        input_nCL = conv_states if before is None else torch.cat([before, conv_states], -1)
+        last_nCK = input_nCL[..., -conv_kernel_size:]
+        missing = conv_kernel_size - last_nCK.shape[-1]
+        last_nCK = nn.functional.pad(last_nCK, (missing, 0)) if missing else last_nCK.contiguous()
+        self.state = MixerState(last_nCK, self.state.recurrent)
+        return input_nCL
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
         self._refuse_further_states(state_idx)
-        self._written.add(RECURRENT)
+        self._updated.add(RECURRENT)
         self.state = MixerState(self.state.conv, recurrent_states)
         return recurrent_states
 
@@ -226,7 +226,7 @@ class LayerCache:
         return self.state.recurrent
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        self._written.add(RECURRENT)
+        self._updated.add(RECURRENT)
         self.state = MixerState(None, linear_cache)
 
     def __getattr__(self, name: str) -> object:

@@ -36,7 +36,7 @@ FULL, SLIDING, INDEXED = "full_attention", "sliding_attention", "indexed_attenti
 STATEFUL = frozenset({"linear_attention", "conv", "hybrid"})
 """Kinds of stateful layers; 'hybrid' ones attend, too."""
 
-ALONE = frozenset({"mlp", "moe"})
+TOKENWISE = frozenset({"mlp", "moe"})
 """Kinds of layers that compute each token separately."""
 
 
@@ -46,7 +46,7 @@ def check_config(config: PreTrainedConfig, context: int) -> None:
     name = f"{config.model_type!r}"
     if config.is_encoder_decoder:
         raise SettingsError(f"{name} is an encoder-decoder; only decoder-only models are supported")
-    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING, INDEXED, CHUNKED} - STATEFUL - ALONE)
+    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING, INDEXED, CHUNKED} - STATEFUL - TOKENWISE)
     if other:
         raise SettingsError(
             f"{name} has layers of kind {', '.join(other)}; in every layer a token must attend to all tokens before "
@@ -58,16 +58,16 @@ def check_config(config: PreTrainedConfig, context: int) -> None:
             f"{context}; only sequences of up to {text.index_topk} tokens are served, in which it selects all"
         )
     rope = getattr(text, "rope_parameters", None) or {}
-    for own in (each for each in (rope, *rope.values()) if isinstance(each, dict)):
-        kind, most = own.get("rope_type"), None
+    for rope_config in (candidate for candidate in (rope, *rope.values()) if isinstance(candidate, dict)):
+        kind, max_length = rope_config.get("rope_type"), None
         if kind == "dynamic":
-            most = text.max_position_embeddings
+            max_length = text.max_position_embeddings
         elif kind == "longrope":
-            most = own.get("original_max_position_embeddings")
-        if most is not None and context > most:
+            max_length = rope_config.get("original_max_position_embeddings")
+        if max_length is not None and context > max_length:
             # Cached keys would be those of a shorter sequence, and one tenant would change another's numbers.
             raise SettingsError(
-                f"RoPE of type {kind!r} changes for sequences of more than {most} tokens, and the context is "
+                f"RoPE of type {kind!r} changes for sequences of more than {max_length} tokens, and the context is "
                 f"{context}; only sequences within that length are served"
             )
 
@@ -83,16 +83,16 @@ def check_stateful_layers(config: PreTrainedConfig, model: nn.Module) -> None:
 def check_layers(
     name: str,
     config: PreTrainedConfig,
-    seen: Mapping[int, Sequence[Window | None]],
-    kept: Mapping[int, Sequence[object]] | None = None,
+    windows_by_layer: Mapping[int, Sequence[Window | None]],
+    states_by_layer: Mapping[int, Sequence[object]] | None = None,
 ) -> None:
     """Raises SettingsError unless each layer attended as configured. `kept`: the states, by layer."""
     kinds = _kinds(config)
     window = cast("int | None", getattr(config, "sliding_window", None))
     for layer in range(cast(int, config.num_hidden_layers)):
-        windows = seen.get(layer, ())
-        if kinds and kinds[layer] in STATEFUL | ALONE:
-            _check_stateful(name, layer, kinds[layer], len((kept or {}).get(layer, ())), len(windows))
+        windows = windows_by_layer.get(layer, ())
+        if kinds and kinds[layer] in STATEFUL | TOKENWISE:
+            _check_stateful(name, layer, kinds[layer], len((states_by_layer or {}).get(layer, ())), len(windows))
             continue
         if len(windows) != 1:
             times = "does not attend" if not windows else f"attends {len(windows)} times"
@@ -120,9 +120,9 @@ def _check_stateful(name: str, layer: int, kind: str, num_kept: int, num_attenti
 def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]) -> None:
     """Raises SettingsError if there are experts that cannot carry adapters."""
     mixers = [module for module in decoder.modules() if is_mixer(module)]
-    known = {id(parameter) for module in [*experts, *mixers] for parameter in module.parameters()}
+    known_ids = {id(parameter) for module in [*experts, *mixers] for parameter in module.parameters()}
     for path, parameter in decoder.named_parameters():
-        if parameter.dim() > 2 and id(parameter) not in known:
+        if parameter.dim() > 2 and id(parameter) not in known_ids:
             raise SettingsError(
                 f"{name} cannot be served: {path} holds stacked matrices, such as experts, in a form that cannot carry "
                 "adapters here"

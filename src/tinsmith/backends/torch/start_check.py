@@ -9,7 +9,7 @@ cache and without a plan.
 
 Takes as long as a few forward passes of a few tokens. Knows no adapter, request or tenant.
 
-Shapes: T rows of a call, L rows of a sequence, D hidden size, V vocabulary, H and G query and key heads of D numbers.
+Shapes: T rows of a call, L rows of a sequence, D hidden size, V vocabulary, H and G query and key heads of D elements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tinsmith.backends.torch.servable import ReleaseError
 from tinsmith.samplers.local.states import Recurrence, RecurrentSpan, SequenceState
 
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.1}
-"""Largest relative error. Products of other shapes round differently, and kernels for GPUs may multiply float32 numbers
+"""Largest relative error. Matmuls of other shapes round differently, and kernels for GPUs may multiply float32 values
 with fewer bits; a lost state is an error of 0.3 and more.
 """
 

@@ -75,18 +75,18 @@ class Trainer:
     def run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
         refused: dict[int, UserError] = {}
         while True:
-            left = [index for index in range(len(passes)) if index not in refused]
+            remaining = [index for index in range(len(passes)) if index not in refused]
             self._running = None
             try:
                 with memory_errors(self._base.device):
-                    outcomes = yield from self._run([passes[index] for index in left], models)
-                    results = dict(zip(left, outcomes, strict=True))
+                    outcomes = yield from self._run([passes[index] for index in remaining], models)
+                    results = dict(zip(remaining, outcomes, strict=True))
             except MemoryError as error:
                 if self._running is None:
                     raise  # smaller micro-batches would not help
                 if unfit := self._shrink(self._running, str(error)):
                     index, refusal = unfit
-                    refused[left[index]] = refusal
+                    refused[remaining[index]] = refusal
                 continue
             self._grow()
             results |= refused
@@ -94,15 +94,15 @@ class Trainer:
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         """Memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
-        alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
-        return self._shrink_to(sum(batch.lengths), alone, problem)
+        single_pass = batch.examples[0].pass_index if len(batch.examples) == 1 else None
+        return self._shrink_to(sum(batch.lengths), single_pass, problem)
 
-    def _shrink_to(self, num_tokens: int, alone: int | None, problem: str) -> tuple[int, UserError] | None:
+    def _shrink_to(self, num_tokens: int, single_pass: int | None, problem: str) -> tuple[int, UserError] | None:
         """`alone`: the pass of the micro-batch, if it was a single sequence."""
         self._steps_at_limit = 0
-        if alone is not None:
+        if single_pass is not None:
             text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
-            return alone, UserError(text)
+            return single_pass, UserError(text)
         self._limit = max(1, num_tokens // 2)
         log.warning("out of memory; reducing the size of micro-batches", num_tokens=self._limit, problem=problem)
         return None
@@ -163,7 +163,7 @@ class Trainer:
             return UserError(f"model {request.model_id!r} is not loaded")
         try:
             losses.check_pass(request, self._base.shape)
-            placed = [
+            image_inputs = [
                 self._base.prepare_images(datum.tokens_N, datum.images, request.model_id) for datum in request.data
             ]
             custom = _custom_run(request)
@@ -171,7 +171,7 @@ class Trainer:
             return error
         return CheckedPass(
             LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
-            build_examples(request, index, trained.adapter, placed),
+            build_examples(request, index, trained.adapter, image_inputs),
             [None] * len(request.data),
             None if request.forward_only else trained,
         )
@@ -192,8 +192,8 @@ class Trainer:
             self._running = None  # smaller micro-batches would not free memory for gradients
             try:
                 buffers, stacks = self._open_gradients(adapters)
-                for number, (batch, train) in enumerate(batches):
-                    if number:
+                for index, (batch, train) in enumerate(batches):
+                    if index:
                         yield
                     self._running = batch
                     self._store_logprobs(batch, self._run_micro_batch(batch, specs, train=train), checked)
@@ -214,15 +214,15 @@ class Trainer:
             if is_launch_bound(adapter.flat_P) and type(adapter) is Adapter:
                 groups.setdefault(id(adapter.layout), []).append(key)
         stacks = [(keys, AdapterStack([adapters[key] for key in keys])) for keys in groups.values() if len(keys) > 1]
-        alone = adapters.keys() - {key for keys, _ in stacks for key in keys}
-        return {key: adapters[key].open_gradients() for key in alone}, stacks
+        single_keys = adapters.keys() - {key for keys, _ in stacks for key in keys}
+        return {key: adapters[key].open_gradients() for key in single_keys}, stacks
 
     def _reserve_memory(
         self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
     ) -> AbstractContextManager[None]:
         if self.memory is None:
             return nullcontext()
-        return self.memory.reserved(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
+        return self.memory.reserve(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
 
     def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
@@ -333,11 +333,11 @@ class DeterministicTrainer(Trainer):
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         totals: dict[int, Tensor] = {}
-        for number, (batch, train) in enumerate(batches):
-            if number:
+        for index, (batch, train) in enumerate(batches):
+            if index:
                 yield
-            own = yield from super()._run_micro_batches([(batch, train)], specs, checked)
-            for key, gradient_P in own.items():
+            gradients = yield from super()._run_micro_batches([(batch, train)], specs, checked)
+            for key, gradient_P in gradients.items():
                 if key not in totals:
                     totals[key] = _clone_gradient(batch, checked)
                 totals[key] += gradient_P

@@ -1,10 +1,10 @@
 """Fused decoder layers for the architecture that most families share: fewer and larger kernels than the modules' own.
 
 Llama, Mistral, Qwen2 and Qwen3 have the same layers except for biases, norms of queries and keys, and windows. Here
-linears that read the same rows are one product, and norms and rotations process all heads together. Gradients are
+linears that read the same rows are one matmul, and norms and RoPE process all heads together. Gradients are
 autograd's; a linear is one node with the norm or gated activation before it, which backward computes again. The modules
 remain the reference: layers that differ in any way are refused (`of` returns None), and the base model compares both at
-load. On CUDA devices `layer_kernels` computes what lies between the products.
+load. On CUDA devices `layer_kernels` computes what lies between the matmuls.
 
 For rows without gradients, a small model's weights are packed for oneDNN where a CPU has it. That is a second copy,
 made when the first such rows arrive, if there is enough memory. Knows no loss, sampler or request; attention is the
@@ -42,15 +42,15 @@ OUT = "self_attn.o_proj"
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 
-SPARE_SHARE = 0.25
+PACKED_MEMORY_SHARE = 0.25
 """The largest share of free memory for packed weights."""
 
-SWAPPED_ROWS = 128
-"""Up to this many rows, weights that are not packed are the left operand of their product."""
+SWAPPED_MAX_ROWS = 128
+"""Up to this many rows, weights that are not packed are the left operand of their matmul."""
 
 
 class FusedLinear(LoRALinear):
-    """Linears that read the same rows as one product. Their weights become views of one tensor, so nothing is stored
+    """Linears that read the same rows, as one matmul. Their weights become views of one tensor, so nothing is stored
     twice; `pack` makes a second copy for rows without gradients.
     """
 
@@ -58,7 +58,7 @@ class FusedLinear(LoRALinear):
         self.delta = LoRADelta([linear.target for linear in linears])
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        self.weight = _joined(linears)
+        self.weight = _stack_weights(linears)
         self._packed_OI: Tensor | None = None
         self._has_onednn = has_onednn(self.weight) and not suits_mkl(self.weight)
         biases = [linear.bias for linear in linears]
@@ -89,7 +89,7 @@ class FusedLinear(LoRALinear):
         if isinstance(lora_batch, DeviceLoRABatch):
             return self.forward_device_rows(x_TI, lora_batch, dtype)
         adapter_groups = self.delta.groups(lora_batch)
-        if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_ROWS):
+        if self._packed_OI is None and not (self._has_onednn and len(x_TI) <= SWAPPED_MAX_ROWS):
             return self.forward_rows(x_TI, adapter_groups, dtype)[0]
         if self._packed_OI is None:
             y_TO = linear_of_few_rows(x_TI, self.weight, self.bias)
@@ -101,7 +101,7 @@ class FusedLinear(LoRALinear):
         return y_TO
 
 
-def _kernels() -> ModuleType:
+def _layer_kernels() -> ModuleType:
     """Only where a CUDA tensor was met: other builds of torch have no triton."""
     from tinsmith.backends.torch import layer_kernels
 
@@ -138,19 +138,19 @@ class _Norm:
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return _kernels().rms_norm(x, self.weight, self.eps)
+            return _layer_kernels().rms_norm(x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
-        # In place and in one dtype: a quarter less time than multiplying bfloat16 rows by float32 numbers.
-        own = x * rstd if wide is x else wide.mul_(rstd)
-        return own.mul_(self._wide).to(x.dtype)
+        # In place and in one dtype, which is faster than multiplying bfloat16 rows by float32 values.
+        normalised = x * rstd if wide is x else wide.mul_(rstd)
+        return normalised.mul_(self._wide).to(x.dtype)
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return _kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
+            return _layer_kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         scaled = (grad * self._wide).mul_(rstd)
-        along = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd)
-        return scaled.addcmul_(wide, along, value=-1.0 / x.shape[-1]).to(x.dtype)
+        projection = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd)
+        return scaled.addcmul_(wide, projection, value=-1.0 / x.shape[-1]).to(x.dtype)
 
     def _rstd(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """1 / rms(x), and x in float32."""
@@ -164,13 +164,13 @@ class _SwiGLU:
 
     def forward(self, gate_up: Tensor) -> Tensor:
         if gate_up.is_cuda:
-            return _kernels().swiglu(gate_up)
+            return _layer_kernels().swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         if gate_up.is_cuda:
-            return _kernels().swiglu_gradient(grad, gate_up)
+            return _layer_kernels().swiglu_gradient(grad, gate_up)
         (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)
         torch.mul(grad, silu(gate), out=grad_up)
@@ -191,7 +191,7 @@ class _Call(NamedTuple):
     num_rows: int  # rows after these are padding
 
 
-class _Ending(NamedTuple):
+class _OutputRows(NamedTuple):
     """The rows whose final hidden states are needed: the last layer's MLP computes only these rows."""
 
     rows_n: Tensor
@@ -217,11 +217,11 @@ class _Layer:
     def linears(self) -> tuple[FusedLinear, ...]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def forward(self, x_TD: Tensor, call: _Call, ending: _Ending | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, call: _Call, output: _OutputRows | None = None) -> Tensor:
         out_TO, lora_batch = self._attend(x_TD, call), call.lora_batch
-        if ending is not None:
-            x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
-            lora_batch = ending.lora_batch
+        if output is not None:
+            x_TD, out_TO = x_TD.index_select(0, output.rows_n), out_TO.index_select(0, output.rows_n)
+            lora_batch = output.lora_batch
         x_TD = x_TD + self.out(out_TO, lora_batch)
         gate_up = self.gate_up(x_TD, lora_batch, before=self.before_mlp)
         return x_TD + self.down(gate_up, lora_batch, before=_SWIGLU)
@@ -230,7 +230,7 @@ class _Layer:
         num_rows = call.num_rows
         qkv = self.qkv(x_TD, call.lora_batch, before=self.before_attention)
         qkv = qkv.view(len(x_TD), self.num_heads + 2 * self.num_keys, self.head_dim)
-        queries, keys, values = (_first(x, num_rows) for x in self._apply_qk_norm_rope(qkv, call))
+        queries, keys, values = (_first_rows(x, num_rows) for x in self._apply_qk_norm_rope(qkv, call))
         out_TO = call.plan.attend(self.index, queries, keys, values, **self.attention).flatten(1)
         return pad(out_TO, (0, 0, 0, len(x_TD) - num_rows)) if len(x_TD) > num_rows else out_TO
 
@@ -238,16 +238,16 @@ class _Layer:
         """Queries and keys, rotated after their norms, and values."""
         heads, keys, norm = self.num_heads, self.num_keys, self.head_norm
         if qkv.is_cuda:
-            kernels, (weight, eps) = _kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            kernels, (weight, eps) = _layer_kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.apply_qk_norm_rope(
                 qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps)
             )
-        turned, values = qkv.split_with_sizes([heads + keys, keys], 1)
+        rotated, values = qkv.split_with_sizes([heads + keys, keys], 1)
         if norm is not None:
-            turned = norm(turned)
+            rotated = norm(rotated)
         # x cos + (-x2, x1) sin, with the halves exchanged and the sign folded into the sine.
-        turned = torch.addcmul(turned * call.cos_T1E, turned.roll(self.head_dim // 2, -1), call.signed_T1E)
-        return *turned.split_with_sizes([heads, keys], 1), values
+        rotated = torch.addcmul(rotated * call.cos_T1E, rotated.roll(self.head_dim // 2, -1), call.signed_T1E)
+        return *rotated.split_with_sizes([heads, keys], 1), values
 
 
 class Decoder:
@@ -269,20 +269,20 @@ class Decoder:
         return cls(modules, unembedding) if are_supported_layers(modules) else None
 
     def prepare(self) -> None:
-        """Join the weights of linears that read the same rows."""
+        """Stack the weights of linears that read the same rows."""
         options = attention_options_of(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
         self._layers = [_layer(index, layer, options[index]) for index, layer in enumerate(layers)]
 
     def pack(self) -> bool:
-        """Prepare oneDNN's products of rows without gradients, with packed weights if these are small and fit.
+        """Prepare oneDNN's matmuls of rows without gradients, with packed weights if these are small and fit.
         False if that was done already, or without oneDNN.
         """
         if not self.can_pack:
             return False
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._head = FusedLinear([self._unembedding])
-        self._is_packed = 0 < self.packed_bytes <= SPARE_SHARE * free
+        self._is_packed = 0 < self.packed_bytes <= PACKED_MEMORY_SHARE * free
         self.can_pack = False
         if self._is_packed:
             for linear in (self._head, *(linear for layer in self._layers for linear in layer.linears)):
@@ -314,7 +314,7 @@ class Decoder:
         num_rows = len(tokens_T)
         pads = self._head is not None and not torch.is_grad_enabled()
         if padding := round_up(num_rows) - num_rows if pads else 0:
-            # Repeat the last row: oneDNN compiles each product for each number of rows.
+            # Repeat the last row: oneDNN compiles each matmul for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
@@ -322,25 +322,25 @@ class Decoder:
         signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
         call = _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
         for layer in self._layers[:-1]:
-            x_TD = self._through(layer, x_TD, call, recompute=recompute)
+            x_TD = self._run_layer(layer, x_TD, call, recompute=recompute)
         last = self._layers[-1]
         if output_rows is None:
-            return _first(self._final(self._through(last, x_TD, call, recompute=recompute)), num_rows)
-        return self._final(last.forward(x_TD, call, self._ending(lora_batch, output_rows, x_TD.device)))[
+            return _first_rows(self._final(self._run_layer(last, x_TD, call, recompute=recompute)), num_rows)
+        return self._final(last.forward(x_TD, call, self._select_output(lora_batch, output_rows, x_TD.device)))[
             : len(output_rows)
         ]
 
     @staticmethod
-    def _through(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
+    def _run_layer(layer: _Layer, x_TD: Tensor, call: _Call, *, recompute: bool) -> Tensor:
         if not (recompute and torch.is_grad_enabled()):
             return layer.forward(x_TD, call)
         # The base uses no random numbers, so there is no generator state to keep.
         return checkpoint(layer.forward, x_TD, call, use_reentrant=False, preserve_rng_state=False)
 
-    def _ending(self, lora_batch: LoRABatch, output_rows: Sequence[int], device: torch.device) -> _Ending:
+    def _select_output(self, lora_batch: LoRABatch, output_rows: Sequence[int], device: torch.device) -> _OutputRows:
         padding = round_up(len(output_rows)) - len(output_rows) if self._head is not None else 0
         rows_n = upload(np.array([*output_rows, *[output_rows[-1]] * padding]), device)
-        return _Ending(rows_n, lora_batch.select(output_rows))
+        return _OutputRows(rows_n, lora_batch.select(output_rows))
 
     def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor | None:
         """[T, V] float32; None without oneDNN. LoRA deltas are rounded separately, as in the
@@ -381,16 +381,16 @@ def _is_supported_layer(layer: nn.Module) -> bool:
 
 
 def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
-    own = layer.get_submodule("self_attn")
-    head_dim = cast(int, own.head_dim)
+    self_attention = layer.get_submodule("self_attn")
+    head_dim = cast(int, self_attention.head_dim)
 
     def fuse(*names: str) -> FusedLinear:
         return FusedLinear(linears_of(layer, names))
 
     num_heads, num_keys = (linear.out_features // head_dim for linear in linears_of(layer, QKV[:2]))
     head_norm = None
-    if hasattr(own, "q_norm"):
-        q_norm, k_norm = _norm(own, "q_norm"), _norm(own, "k_norm")
+    if hasattr(self_attention, "q_norm"):
+        q_norm, k_norm = _norm(self_attention, "q_norm"), _norm(self_attention, "k_norm")
         weights = [q_norm.weight.expand(num_heads, -1), k_norm.weight.expand(num_keys, -1)]
         head_norm = _Norm(torch.cat(weights), q_norm.eps)
     return _Layer(
@@ -409,12 +409,12 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
     )
 
 
-def _first(x: Tensor, num_rows: int) -> Tensor:
+def _first_rows(x: Tensor, num_rows: int) -> Tensor:
     """Backward through a slice, even of all rows, copies the gradient into zeros."""
     return x if x.shape[0] == num_rows else x[:num_rows]
 
 
-def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:
+def _stack_weights(linears: Sequence[MultiLoRALinear]) -> Tensor:
     """The weights stacked in one tensor; the linears' own weights become views of it."""
     if len(linears) == 1:
         return linears[0].weight

@@ -5,7 +5,7 @@ whose adapters are on attention, MLP and unembedding of the text model). Each im
 that its features depend on nothing else. They are cached by digest, within bounds and the memory budget.
 
 Two families differ in the rest. `_QwenTower` (Qwen3-VL, Qwen3.5) keeps an image's aspect ratio and has positions of
-multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): three numbers per token, for time, row and column. Those of
+multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): three positions per token, for time, row and column. Those of
 text are equal; those of an image count rows and columns of its grid from the next position on, and text continues after
 the larger of the two. `_GemmaTower` (Gemma 3) resizes every image to one square, counts positions as in text, and lets
 the tokens of an image see each other in both directions, within the window of layers that have one.
@@ -63,7 +63,7 @@ class Features(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.embeddings_RD, *self.deepstack))
+        return sum(tensor.nbytes for tensor in (self.embeddings_RD, *self.deepstack))
 
 
 class ImageRows(NamedTuple):
@@ -83,10 +83,10 @@ class ImageRows(NamedTuple):
         return inputs
 
 
-def _add_features(own: Callable[..., Tensor], hidden_1TD: Tensor, rows: Tensor, features_RD: Tensor) -> Tensor:
+def _add_features(add_by_mask: Callable[..., Tensor], hidden_1TD: Tensor, rows: Tensor, features_RD: Tensor) -> Tensor:
     """A decoder's `_deepstack_process` of a mask, or of the image rows: what a mask selects is read from the device."""
     if rows.dtype == torch.bool:
-        return own(hidden_1TD, rows, features_RD)
+        return add_by_mask(hidden_1TD, rows, features_RD)
     return hidden_1TD.index_add(1, rows, features_RD[None].to(hidden_1TD.dtype))
 
 
@@ -107,10 +107,10 @@ class ImageInput:
         inside = [image for image in self.images if image.start < stop and image.stop > start]
         if not (self.bidirectional and inside):
             return None
-        seen = np.arange(start, stop) + 1
+        counts = np.arange(start, stop) + 1
         for image in inside:
-            seen[max(image.start - start, 0) : max(image.stop - start, 0)] = image.stop
-        return seen
+            counts[max(image.start - start, 0) : max(image.stop - start, 0)] = image.stop
+        return counts
 
     def piece_end(self, start: int, stop: int) -> int:
         """Where a piece from `start` should end, near `stop`: never within an image that must run in one piece."""
@@ -119,7 +119,7 @@ class ImageInput:
                 return image.start if image.start > start else image.stop
         return stop
 
-    def fixed_piece(self, position: int, size: int) -> tuple[int, int, int]:
+    def align_piece(self, position: int, size: int) -> tuple[int, int, int]:
         """The piece of a token when pieces have `size` tokens each, counted from the last bidirectional image before
         it: (first token, end of its tokens, size); the size may reach beyond the end, into an image.
         """
@@ -136,9 +136,9 @@ class ImageInput:
 
     def positions(self, start: int, stop: int) -> I64:
         """[3, stop - start]: positions of tokens of the input, or of tokens generated after it."""
-        known = self.positions_3N[:, start:stop]
+        input_positions = self.positions_3N[:, start:stop]
         generated = np.arange(max(start, self.positions_3N.shape[1]), stop) + self.shift
-        return np.concatenate([known, np.broadcast_to(generated, (3, len(generated)))], 1)
+        return np.concatenate([input_positions, np.broadcast_to(generated, (3, len(generated)))], 1)
 
     @property
     def shift(self) -> int:
@@ -147,7 +147,7 @@ class ImageInput:
 
 
 class InputSpan(NamedTuple):
-    """Tokens start..stop of a sequence among the rows of a step; `placed` None: without images."""
+    """Tokens start..stop of a sequence among the rows of a step; `image_input` None: without images."""
 
     image_input: ImageInput | None
     start: int
@@ -184,9 +184,12 @@ class _QwenTower:
 
     def read(self, image: Pillow.Image) -> tuple[_Pixels, tuple[int, int]]:
         """The pixels, and the rows and columns of tokens."""
-        found = self._processor(images=[image], return_tensors="pt")
-        grid_thw, merged = found["image_grid_thw"], self._processor.merge_size
-        return _Pixels(found["pixel_values"], grid_thw), (int(grid_thw[0, 1]) // merged, int(grid_thw[0, 2]) // merged)
+        processed = self._processor(images=[image], return_tensors="pt")
+        grid_thw, merged = processed["image_grid_thw"], self._processor.merge_size
+        return _Pixels(processed["pixel_values"], grid_thw), (
+            int(grid_thw[0, 1]) // merged,
+            int(grid_thw[0, 2]) // merged,
+        )
 
     def features(self, pixels: _Pixels, device: torch.device) -> Features:
         assert pixels.grid_thw is not None
@@ -197,8 +200,8 @@ class _QwenTower:
         """Arguments of the model's own forward for an input with this image, apart from token ids."""
         device, grid_thw = is_image_T.device, pixels.grid_thw
         assert grid_thw is not None
-        own = {"pixel_values": pixels.patches.to(device), "image_grid_thw": grid_thw.to(device)}
-        return own | {"mm_token_type_ids": is_image_T.int()[None]}
+        inputs = {"pixel_values": pixels.patches.to(device), "image_grid_thw": grid_thw.to(device)}
+        return inputs | {"mm_token_type_ids": is_image_T.int()[None]}
 
     def positions(self, length: int, images: Sequence[Image], grids: Sequence[tuple[int, int]]) -> I64:
         """[3, N]"""
@@ -315,26 +318,26 @@ class Vision:
         """
         if not images:
             return None
-        images = tuple(replace(image, digest=_salted(image.digest, scope)) for image in images)
+        images = tuple(replace(image, digest=_salt_digest(image.digest, scope)) for image in images)
         positions_3N = self._tower.positions(length, images, [self._grid(image) for image in images])
         return ImageInput(images, positions_3N, self._tower.bidirectional)
 
-    def pack(self, pieces: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
+    def pack(self, input_spans: Sequence[InputSpan]) -> tuple[I64, ImageRows | None]:
         """Positions of a step's rows, [T], or [3, T] with multimodal RoPE and images; and the image rows."""
         parts: list[I64] = []
         rows: list[I64] = []
         features: list[Features] = []
         first = 0
-        for placed, start, stop in pieces:
-            if placed is None:
+        for image_input, start, stop in input_spans:
+            if image_input is None:
                 parts.append(np.broadcast_to(np.arange(start, stop), (3, stop - start)))
             else:
-                parts.append(placed.positions(start, stop))
-                for image in placed.images:
+                parts.append(image_input.positions(start, stop))
+                for image in image_input.images:
                     begin, end = max(start, image.start), min(stop, image.stop)
                     if begin < end:
                         rows.append(np.arange(begin, end) + first - start)
-                        features.append(_cut(self.features(image), begin - image.start, end - image.start))
+                        features.append(_slice_features(self.features(image), begin - image.start, end - image.start))
             first += stop - start
         positions_3T = np.concatenate(parts, 1)
         if not features:
@@ -342,7 +345,7 @@ class Vision:
             return positions_3T[0], None
         rows_R = upload(np.concatenate(rows), self._device)
         positions = positions_3T if self._tower.multimodal_rope else positions_3T[0]
-        return positions, ImageRows(rows_R, _joined(features))
+        return positions, ImageRows(rows_R, _concat_features(features))
 
     def _grid(self, image: Image) -> tuple[int, int]:
         if (grid := self._grids.get(image.digest)) is None:
@@ -354,10 +357,10 @@ class Vision:
 
     def features(self, image: Image) -> Features:
         """An image's features, from the cache or computed. Raises UserError if the image is invalid."""
-        found = self._features.get(image.digest)
-        if found is not None:
+        cached = self._features.get(image.digest)
+        if cached is not None:
             self._features.move_to_end(image.digest)
-            return found
+            return cached
         pixels = self._pixels.pop(image.digest, None)
         if pixels is None:
             pixels = self._read(image, keep=False)
@@ -365,11 +368,11 @@ class Vision:
             self._pixel_bytes -= pixels.patches.nbytes
         # Ordinary tensors, since training may use features that sampling computed.
         with torch.inference_mode(False), torch.no_grad():
-            found = self._tower.features(pixels, self._device)
-        self._features[image.digest] = found
-        self.feature_bytes += found.num_bytes
+            features = self._tower.features(pixels, self._device)
+        self._features[image.digest] = features
+        self.feature_bytes += features.num_bytes
         self.evict_to(min(FEATURE_BYTES, self.limit_bytes()))
-        return found
+        return features
 
     def evict_to(self, num_bytes: float) -> None:
         """Drop the least recently used features until at most `num_bytes` are cached."""
@@ -410,16 +413,18 @@ def decode_image(image: Image) -> Pillow.Image:
         raise UserError(f"{image.path}.data is not a valid {image.format} image: {error}") from error
 
 
-def _salted(digest: bytes, scope: str) -> bytes:
+def _salt_digest(digest: bytes, scope: str) -> bytes:
     return hashlib.blake2b(digest + scope.encode(), digest_size=16).digest()
 
 
-def _cut(features: Features, begin: int, end: int) -> Features:
-    return Features(features.embeddings_RD[begin:end], tuple(each[begin:end] for each in features.deepstack))
+def _slice_features(features: Features, begin: int, end: int) -> Features:
+    return Features(features.embeddings_RD[begin:end], tuple(layer[begin:end] for layer in features.deepstack))
 
 
-def _joined(features: Sequence[Features]) -> Features:
+def _concat_features(features: Sequence[Features]) -> Features:
     if len(features) == 1:
         return features[0]
-    layers = zip(*(each.deepstack for each in features), strict=True)
-    return Features(torch.cat([each.embeddings_RD for each in features]), tuple(map(torch.cat, layers)))
+    layers = zip(*(image_features.deepstack for image_features in features), strict=True)
+    return Features(
+        torch.cat([image_features.embeddings_RD for image_features in features]), tuple(map(torch.cat, layers))
+    )

@@ -5,7 +5,7 @@ sequence's blocks with a fixed capacity; each decode step appends one position t
 a `SlotGroup`. Rows of different sequences are never mixed, and shapes stay the same from step to step.
 
 On Intel's processors a bfloat16 group's attention is SDPA, whose scores are float32. Otherwise it is two batched
-products with one entry per sequence and key head, of float32 keys, so that scores are not rounded before their
+matmuls with one entry per sequence and key head, of float32 keys, so that scores are not rounded before their
 softmax.
 
 A sequence keeps its slot while every step decodes it. Sequences stay with their blocks if a length class has too few of
@@ -39,8 +39,8 @@ CAPACITY_STEP = 64
 """The capacity of a slot is this number of positions times 1, 2, 3, 4, 6, 8, 12 ..."""
 
 LENGTH_STEP = 32
-"""The product with values covers the step's longest sequence, rounded up to a multiple of this many positions. The
-product with keys covers all, except on Intel's processors: elsewhere torch takes longer for a stack of float32 matrices
+"""The matmul with values covers the step's longest sequence, rounded up to a multiple of this many positions. The
+matmul with keys covers all, except on Intel's processors: elsewhere torch takes longer for a stack of float32 matrices
 with gaps.
 """
 
@@ -215,7 +215,7 @@ class ContiguousStep:
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
         if keys.dtype == torch.float32 or options.get("softcap") or options.get("sinks_H") is not None:
-            out_NHD = self._by_products(q_NHD, keys[:num], values[:num], **options)
+            out_NHD = self._attend_by_matmul(q_NHD, keys[:num], values[:num], **options)
         else:
             keys_NGKD, values_NGKD = (x[:num, :, : self.num_attended] for x in (keys, values))
             out_NHD = scaled_dot_product_attention(
@@ -224,20 +224,20 @@ class ContiguousStep:
             )[:, :, 0]  # fmt: skip
         return out_NHD if self.row_N is None else out_NHD.index_select(0, self.slot_n)
 
-    def _by_products(
+    def _attend_by_matmul(
         self, q_NHD: Tensor, keys_NGCD: Tensor, values_NGCD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """[N, H, D]"""
         num, groups = keys_NGCD.shape[:2]
         repeat = q_NHD.shape[1] // groups
         q_bRD = q_NHD.float().reshape(num * groups, repeat, -1)
-        products_bRC = _products(q_bRD, keys_NGCD.flatten(0, 1), self.num_attended)
-        products_NGRK = products_bRC.view(num, groups, repeat, -1)[..., : self.num_attended]
+        raw_scores_bRC = _key_matmul(q_bRD, keys_NGCD.flatten(0, 1), self.num_attended)
+        raw_scores_NGRK = raw_scores_bRC.view(num, groups, repeat, -1)[..., : self.num_attended]
         scale = options["scale"]
         if (softcap := options.get("softcap")) is not None:
-            products_NGRK, scale = softcap * torch.tanh(products_NGRK * (scale / softcap)), 1.0
-        scores_NGRK = torch.empty(products_NGRK.shape, device=q_bRD.device)
-        torch.add(self._mask(options.get("window")), products_NGRK, alpha=scale, out=scores_NGRK)
+            raw_scores_NGRK, scale = softcap * torch.tanh(raw_scores_NGRK * (scale / softcap)), 1.0
+        scores_NGRK = torch.empty(raw_scores_NGRK.shape, device=q_bRD.device)
+        torch.add(self._mask(options.get("window")), raw_scores_NGRK, alpha=scale, out=scores_NGRK)
         if (sinks_H := options.get("sinks_H")) is not None:
             sinks = sinks_H.float().view(1, groups, repeat, 1).expand(num, -1, -1, -1)
             probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
@@ -269,7 +269,7 @@ class ContiguousStep:
         return self.masks[window]
 
 
-def _products(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
+def _key_matmul(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
     """[b, R, C] or [b, R, K], in any memory order."""
     if SUITS_MKL:
         return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT.float())

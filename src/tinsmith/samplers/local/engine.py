@@ -365,7 +365,7 @@ class LocalSampler:
         return Sequence(request, index, stop, self._grammars.constraint(grammar) if grammar else None)
 
     def _decode(self, token_ids: list[int]) -> str:
-        # Calls the Rust tokenizer: transformers' decode takes ten times as long for a few tokens.
+        # Calls the Rust tokenizer: transformers' decode is much slower for a few tokens.
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _run(self, step: SamplerStep) -> None:
@@ -416,7 +416,7 @@ class LocalSampler:
     def _forward(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
         """Final hidden states of the rows to sample from or to score, and each span with its number of such rows."""
         # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows are adjacent, too, and those with many: they can share a batched product, whose matrices are reused.
+        # rows are adjacent, too, and those with many: they can share a batched matmul, whose matrices are reused.
         num_rows: Counter[int] = Counter()
         for span in spans:
             num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
@@ -513,7 +513,7 @@ class LocalSampler:
             while position < span.stop:
                 first, end = position - position % num, position - position % num + num
                 if image_input is not None:
-                    first, end, num = image_input.fixed_piece(position, self._chunk_rows)
+                    first, end, num = image_input.align_piece(position, self._chunk_rows)
                 output_rows = slice(position - first, min(span.stop, end) - first)
                 position, is_complete = first + output_rows.stop, output_rows.stop == num
                 tokens_T = np.pad(sequence.tokens_T[first:position], (0, num - output_rows.stop), "edge")
@@ -597,7 +597,7 @@ class LocalSampler:
             return
         if not spans:
             return
-        # Pad with copies of the last row, as in a CPU's layers: every new number of rows is another product to compile.
+        # Pad with copies of the last row, as in a CPU's layers: every new number of rows is another matmul to compile.
         num_padding = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
         rows = [row for _, row in [*spans, *[spans[-1]] * num_padding]]
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]

@@ -112,7 +112,7 @@ def round_to_dot_size(size: int) -> int:
 
 
 def tile_keys(both_dims: int, itemsize: int, r_pad: int) -> int:
-    """Keys that a program reads at once: fewer beside many query heads, and a quarter in float32, whose products keep
+    """Keys that a program reads at once: fewer beside many query heads, and a quarter in float32, whose matmuls keep
     their operands in registers.
     """
     fitting = 2 * TILE_BYTES // (both_dims * itemsize**2 * max(1, r_pad // 32))
