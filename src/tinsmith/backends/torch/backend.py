@@ -61,7 +61,7 @@ FITTING_TOKENS = (16_384, 8192, 4096)
 models wait for the host, which takes as long for a micro-batch of any size; recomputing lengthens a step.
 """
 
-LEAST_RANK, LEAST_TOKENS = 8, 256
+MIN_RANK, MIN_TOKENS = 8, 256
 """The activations that a memory budget must leave space for, in training or in sampling."""
 
 
@@ -190,7 +190,7 @@ class TorchBackend:
         """Raises SettingsError if the budget is too small for any work."""
         memory = MemoryManager(budget_bytes)
         step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows, self._sampler_limits[-1])
-        self._base_bytes, self._least_bytes = self._base.num_bytes, 0
+        self._base_bytes, self._min_work_bytes = self._base.num_bytes, 0
         memory.register(BASE, lambda: self._base_bytes)
         memory.register(SAMPLING, lambda: step.sampling_bytes)
         if self._base.vision is not None:
@@ -222,22 +222,20 @@ class TorchBackend:
         from tinsmith.samplers.local.kv_cache import layer_shapes, probe_layers
         from tinsmith.samplers.local.states import state_bytes
 
-        layout = self._layout(LoraSpec(LEAST_RANK))
+        layout = self._layout(LoraSpec(MIN_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
-        training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
+        training = step.activations.num_bytes(MIN_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
-        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE) + STATES_PER_SEQUENCE * state_bytes(
-            probe_layers(self._base)
-        )
-        self._least_bytes = max(training, sampling)
+        sampling = int(MIN_TOKENS * cached / BLOCKS_SHARE) + STATES_PER_SEQUENCE * state_bytes(probe_layers(self._base))
+        self._min_work_bytes = max(training, sampling)
         bytes_by_holder = memory.bytes_by_holder()
-        needed_bytes = sum(bytes_by_holder.values()) + adapter + self._least_bytes
+        needed_bytes = sum(bytes_by_holder.values()) + adapter + self._min_work_bytes
         if needed_bytes > memory.budget_bytes:
             raise SettingsError(
                 f"memory_budget is {format_bytes(memory.budget_bytes)}, and {self._base.shape.name} needs "
                 f"at least {format_bytes(needed_bytes)}: base {format_bytes(bytes_by_holder[BASE])}, a sampler's step "
-                f"{format_bytes(bytes_by_holder[SAMPLING])}, an adapter of rank {LEAST_RANK} in training "
-                f"{format_bytes(adapter)}, and for {LEAST_TOKENS} tokens activations of {format_bytes(training)} or "
+                f"{format_bytes(bytes_by_holder[SAMPLING])}, an adapter of rank {MIN_RANK} in training "
+                f"{format_bytes(adapter)}, and for {MIN_TOKENS} tokens activations of {format_bytes(training)} or "
                 f"keys, values and states of {format_bytes(sampling)}"
             )
 
@@ -329,7 +327,7 @@ class TorchBackend:
         """Raises UserError if the budget cannot hold the model."""
         memory = self._memory
         if memory.is_limited and not self.has_model(model_id):
-            available_bytes = memory.budget_bytes - self._base_bytes - self._least_bytes
+            available_bytes = memory.budget_bytes - self._base_bytes - self._min_work_bytes
             if trained.num_bytes > available_bytes:
                 raise UserError(
                     f"a model of rank {trained.adapter.spec.rank} takes {format_bytes(trained.num_bytes)} in training, "

@@ -8,7 +8,7 @@ follow from shapes: a thread holds 8 or 16 elements, so that it loads 16 bytes o
 under way on each multiprocessor; the number of rows is no argument, so it compiles nothing anew.
 
 Imports triton, which only CUDA builds of torch bring along: import this where a CUDA tensor is met. Knows no model,
-adapter or attention; `transformer` has the same in plain torch, for CPUs.
+adapter or attention; `transformer` computes the same in plain torch, for CPUs.
 
 Shapes: T rows, D hidden size, F inner size, N = H + 2 G heads: H of queries, G of keys and G of values, E head dim.
 """

@@ -295,25 +295,25 @@ class _Call:
         if experts.has_bias:
             y_NG += self._bias(experts.outer_bias)
         y_NG = dispatch.by_segment(y_NG)
-        inner = []
+        a_outputs = []
         for name, columns in experts.columns.items():
-            inner.append([])
+            a_outputs.append([])
             for part in self._parts(name):
                 (a_1rI, b_EIr), x_nD = part.adapter.compute[name], hidden_TD[part.rows]
-                inner[-1].append(matmul(x_nD, a_1rI[0].t(), x_nD.dtype))
-                u_mr = inner[-1][-1].index_select(0, part.row_m)
+                a_outputs[-1].append(matmul(x_nD, a_1rI[0].t(), x_nD.dtype))
+                u_mr = a_outputs[-1][-1].index_select(0, part.row_m)
                 part.groups.add_matmul_(y_NG[part.pairs, columns], u_mr, b_EIr.mT, part.adapter.scale)
-        return y_NG, inner
+        return y_NG, a_outputs
 
     def gate_up_backward(
-        self, grad_NG: Tensor, hidden_TD: Tensor, inner: Sequence[Sequence[Tensor]], *, need_input: bool
+        self, grad_NG: Tensor, hidden_TD: Tensor, a_outputs: Sequence[Sequence[Tensor]], *, need_input: bool
     ) -> Tensor | None:
         """The gradient of the rows, if needed; adds those of A and B to their adapters."""
         dispatch, experts, grad_TD = self._dispatch, self._experts, None
         if need_input:
             grad_TD = dispatch.combine(self._expert_matmul(dispatch.by_expert(grad_NG), experts.outer_proj, back=True))
-        for (name, columns), inner_nr in zip(experts.columns.items(), inner, strict=True):
-            for part, u_nr in zip(self._parts(name), inner_nr, strict=True):
+        for (name, columns), outputs_nr in zip(experts.columns.items(), a_outputs, strict=True):
+            for part, u_nr in zip(self._parts(name), outputs_nr, strict=True):
                 adapter, rows = part.adapter, part.rows
                 (a_1rI, b_EIr), grad_mI = adapter.compute[name], grad_NG[part.pairs, columns].contiguous()
                 grad_nr = part.combine(part.groups.matmul(grad_mI, b_EIr))
@@ -385,7 +385,7 @@ def _sort_weights(weights_Tk: Tensor, order: PairOrder) -> Tensor:
 class _GateUpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
-        y, ctx.inner = call.gate_up(hidden)
+        y, ctx.a_outputs = call.gate_up(hidden)
         ctx.save_for_backward(hidden)
         ctx.call = call
         return y
@@ -394,7 +394,7 @@ class _GateUpFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.saved_tensors
-        return ctx.call.gate_up_backward(grad, hidden, ctx.inner, need_input=ctx.needs_input_grad[0]), None, None
+        return ctx.call.gate_up_backward(grad, hidden, ctx.a_outputs, need_input=ctx.needs_input_grad[0]), None, None
 
 
 class _DownFunction(torch.autograd.Function):

@@ -86,7 +86,7 @@ def check_layers(
     windows_by_layer: Mapping[int, Sequence[Window | None]],
     states_by_layer: Mapping[int, Sequence[object]] | None = None,
 ) -> None:
-    """Raises SettingsError unless each layer attended as configured. `kept`: the states, by layer."""
+    """Raises SettingsError unless each layer attended as configured. `states_by_layer`: the states that layers keep."""
     kinds = _kinds(config)
     window = cast("int | None", getattr(config, "sliding_window", None))
     for layer in range(cast(int, config.num_hidden_layers)):
