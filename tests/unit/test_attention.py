@@ -74,7 +74,7 @@ def test_short_bfloat16_sequences_are_as_exact_as_the_reference(num: int, length
     def differentiate(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in given_rows]
         out = attend(*leaves, None, scale=0.25)
-        assert ("ShortCausal" in str(out.grad_fn)) == (attend is prefill)
+        assert ("BmmCausal" in str(out.grad_fn)) == (attend is prefill)
         return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
 
     ours, plain = differentiate(prefill, torch.bfloat16), differentiate(reference_attention, torch.bfloat16)
