@@ -108,7 +108,7 @@ test-recipes: $(STAMP)
 
 # Base models on several ranks: four of them, every family on two, and ranks that die.
 test-ranks: $(STAMP)
-	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py tests/cluster/test_joining.py
+	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py tests/cluster/test_rendezvous.py
 
 # On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one. After
 # 7 minutes it begins no test, and has failed.

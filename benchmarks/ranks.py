@@ -86,7 +86,7 @@ def reset_models(backend: Either) -> Either:
 
 
 def model_of(backend: Either, tenant: int):
-    local_backend = backend.own if isinstance(backend, ShardedBackend) else backend
+    local_backend = backend.local if isinstance(backend, ShardedBackend) else backend
     return local_backend._models[f"m{tenant}"]
 
 
@@ -171,7 +171,7 @@ def main() -> None:
                     sharded = ShardedBackend(shape, degrees, group, max_tokens_per_microbatch="512")
                     figures = agreement(reset_models(single), reset_models(sharded), shape)
                     figures |= speed(single, sharded, shape, world=world, threads=threads, runs=args.runs)
-                    figures["base_share"] = sharded.own.base.num_bytes / base_bytes
+                    figures["base_share"] = sharded.local.base.num_bytes / base_bytes
                     figures_by_name[name] = figures
                     print(
                         f"{name:<34}{figures['logprob']:>10.1e}{figures['gradient']:>10.1e}{figures['weights']:>10.1e}"

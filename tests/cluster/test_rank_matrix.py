@@ -146,7 +146,7 @@ def test_experts_over_four_ranks(ranks: Group, tmp_path: Path, name: str, degree
     sharded = ranked.load(shape, ranks, degrees, recompute="on" if degrees.experts == 2 else "off")
     if degrees == SPREAD["ep2-pp2"] and name == "gpt_oss":
         planned = base_bytes(read_directory(Path(shape.path)), dtype="float32", quantize="off", experts=2, stages=2)
-        assert sharded.own._base.num_bytes == pytest.approx(planned, rel=0.1)
+        assert sharded.local._base.num_bytes == pytest.approx(planned, rel=0.1)
     ranked.train_both(single, sharded, 10 if degrees == SPREAD["ep2-pp2"] and name == "qwen3_moe" else 3)
     ranked.agree_on(
         single, sharded, [ranked.pass_of(np.random.default_rng(9), 1, [1])]

@@ -119,7 +119,7 @@ def sharded(request: pytest.FixtureRequest, shape: ModelShape, mixture: ModelSha
 @pytest.fixture
 def single(oracle: TorchBackend, mixture_oracle: TorchBackend, sharded: ShardedBackend) -> TorchBackend:
     """Both begin with fresh adapters."""
-    single = mixture_oracle if sharded.own.ranks.degrees.experts > 1 else oracle
+    single = mixture_oracle if sharded.local.ranks.degrees.experts > 1 else oracle
     create(single)
     create(sharded)
     return single
@@ -186,10 +186,10 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(sharded: ShardedBackend, mo
     (result,) = run_to_end(sharded.run_passes([Pass("r", "counted", data, "cross_entropy", {}, False)]))
     sharded.unload_model("counted")
     assert isinstance(result, PassResult)
-    degrees = sharded.own.ranks.degrees
+    degrees = sharded.local.ranks.degrees
     workload = Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
     step_share = StepShare(rows=48 // degrees.groups, recompute=False)
-    model = read_directory(Path(sharded.own._base.shape.path))
+    model = read_directory(Path(sharded.local._base.shape.path))
     expected = traffic(model, workload, degrees, step_share)
     assert sum(sizes) == pytest.approx(sum(expected), rel=0.01)
     # The number of collectives matters where each is slow: the estimate leaves out some of the smallest.
@@ -227,7 +227,7 @@ def test_an_engine_spreads_experts_by_its_settings(
     engine_main.check_fit(settings, mixture)
     backend = engine_main.open_backend(settings, mixture, "here", engine_main._options(settings))
     atexit.unregister(group.close)
-    assert isinstance(backend, ShardedBackend) and backend.own.ranks.degrees == DEGREES["ep2"]
+    assert isinstance(backend, ShardedBackend) and backend.local.ranks.degrees == DEGREES["ep2"]
     create(mixture_oracle)
     create(backend)
     agree_on(mixture_oracle, backend, [pass_of(np.random.default_rng(1), model, [7, 30, 5]) for model in (0, 1)])
@@ -425,10 +425,10 @@ def test_memory_that_runs_out_in_a_stage_ends_the_ranks(
 
     with monkeypatch.context() as patched:
         patched.setattr(local_backend(backend)._trainer, "_hidden", run)
-        outcome = execute(group.own, "begin_passes", [[pass_of(np.random.default_rng(0), 0, [5])]])
+        outcome = execute(group.rank_zero, "begin_passes", [[pass_of(np.random.default_rng(0), 0, [5])]])
         assert outcome.kind == "done"
         with pytest.raises(RanksLostError, match=r"rank 0 ran out of memory in its stage: .*no room"):
-            execute(group.own, "run_micro_batch", [])
+            execute(group.rank_zero, "run_micro_batch", [])
     assert not lost_ranks.reasons
 
 
@@ -498,10 +498,10 @@ def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -
     for sample in samples():
         if sample.version_id is None:
             backend.sampler.submit(sample)
-    groups = [slot.group_index for slot in backend.sampler._places.values()]
+    groups = [slot.group_index for slot in backend.sampler._assignments.values()]
     assert set(groups) == {0, 1}
     finish(backend)
-    assert backend.sampler._loads == [0, 0] and not backend.sampler._places
+    assert backend.sampler._loads == [0, 0] and not backend.sampler._assignments
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_tokens_that_all_choose_the_experts_of_one_rank(tmp_path: Path, group: G
 
 
 def test_a_rank_holds_only_its_own_experts(mixture: ModelShape, group: Group) -> None:
-    base = load(mixture, group, DEGREES["ep2"]).own._base
+    base = load(mixture, group, DEGREES["ep2"]).local._base
     stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in base.frozen_tensors()}
     model = read_directory(Path(mixture.path))
     planned, all_experts = (base_bytes(model, dtype="float32", quantize="off", experts=experts) for experts in (2, 1))
@@ -596,8 +596,8 @@ def test_a_version_that_is_gone_is_still_sampled_by_the_experts_of_other_ranks(
         for first, second in zip(result.sequences, results[request_id].sequences, strict=True):
             assert second.tokens_T.tolist() == first.tokens_T.tolist()
     sharded._call("drop_version", "v1")
-    sampler = sharded.own.sampler
-    assert isinstance(sampler, RankSampler) and not sampler._held
+    sampler = sharded.local.sampler
+    assert isinstance(sampler, RankSampler) and not sampler._held_adapters
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
@@ -630,11 +630,11 @@ def test_ranks_that_sleep_go_on_bit_for_bit(sharded: ShardedBackend) -> None:
                 run_to_end(sharded.run_passes([pass_of(rng, model, [9, 4, 7]) for model in range(len(SPECS))]))
                 if sleeps:
                     sharded.sleep()
-                    frozen = sharded.own._frozen
+                    frozen = sharded.local._frozen
                     assert frozen is not None and frozen.num_bytes == 0
                     sharded.wake_up()
                     # A stage keeps weights as they are in the file, which a CPU maps.
-                    assert frozen.num_bytes > (0 if sharded.own.ranks.degrees.pipeline > 1 else 2**15)
+                    assert frozen.num_bytes > (0 if sharded.local.ranks.degrees.pipeline > 1 else 2**15)
             step(sharded)
         for model in range(len(SPECS)):
             sharded._call("digest", f"m{model}")

@@ -68,7 +68,7 @@ def create(backend: AnyBackend) -> None:
 
 def local_backend(backend: AnyBackend) -> TorchBackend:
     """The backend that holds rank 0's adapters."""
-    return backend.own if isinstance(backend, ShardedBackend) else backend
+    return backend.local if isinstance(backend, ShardedBackend) else backend
 
 
 def weights(backend: AnyBackend, model: int) -> torch.Tensor:

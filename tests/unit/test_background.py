@@ -51,7 +51,7 @@ THREADS_OF_THEIR_OWNERS = {
     "cli/serve_role.py": "ends the process with its shell",
     "backends/distributed/processes.py": "ends a rank with its engine",
     "backends/distributed/__main__.py": "ends a rank with its input",
-    "backends/distributed/joining.py": "accepts ranks; of one handshake, which is logged",
+    "backends/distributed/rendezvous.py": "accepts ranks; of one handshake, which is logged",
     "cluster/engine_process.py": "waits for a process",
     "cluster/ray/shell.py": "ends a process",
     "samplers/remote/client.py": "the client's event loop",

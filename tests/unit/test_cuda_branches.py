@@ -16,7 +16,7 @@ from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import backend as sharded
-from tinsmith.backends.distributed import ranks
+from tinsmith.backends.distributed import collectives
 from tinsmith.backends.torch import attention, memory, moe, profiling
 from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE
@@ -113,15 +113,15 @@ def test_free_memory_is_asked_of_the_driver(two_gpus: None, monkeypatch: pytest.
 
 
 def test_ranks_take_a_device_each_and_both_transports(two_gpus: None) -> None:
-    assert sharded._device("auto", 2) == sharded._device("cuda", 2) == "cuda"
+    assert sharded._choose_device_type("auto", 2) == sharded._choose_device_type("cuda", 2) == "cuda"
     for name, message in (("cuda:1", "2 devices are needed"), ("cuda", "there are 2 CUDA devices")):
         with pytest.raises(SettingsError, match=message):
-            sharded._device(name, 2 if ":" in name else 4)
+            sharded._choose_device_type(name, 2 if ":" in name else 4)
     with (
         mock.patch.object(torch.cuda, "set_device") as set_device,
-        mock.patch.object(ranks.dist, "init_process_group") as init_group,
+        mock.patch.object(collectives.dist, "init_process_group") as init_group,
     ):
-        ranks.join_process_group(1, 2, mock.Mock(), device="cuda:1")
+        collectives.join_process_group(1, 2, mock.Mock(), device="cuda:1")
     set_device.assert_called_once_with(torch.device("cuda:1"))
     assert init_group.call_args.args[0] == "cpu:gloo,cuda:nccl"
 

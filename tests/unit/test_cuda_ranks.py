@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from support import tiny_models
 from support.fake_cuda import DEVICE, Event, FakeDevice, Stream, fake_cuda, load
 from support.local_sampling import make_prompt, make_sample
-from tinsmith.backends.distributed import Degrees, expert_parallel, measuring
+from tinsmith.backends.distributed import Degrees, expert_parallel, rates
+from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.rank import RankBackend
-from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch import moe
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import Decoder
@@ -280,7 +280,7 @@ def test_ranks_agree_on_weights_of_a_custom_loss_without_the_device(tmp_path: Pa
 @pytest.mark.parametrize("degrees", [Degrees(2, experts=2, pipeline=2), Degrees(2, tensor=2, context=2, experts=2)])
 def test_collectives_are_measured_on_the_device(degrees: Degrees) -> None:
     with fake_rank(degrees, 1) as (_, ranks, calls):
-        with mock.patch.object(measuring, "measure_matmul", lambda *_: (1.0, 1.0)):
-            assert len(measuring.measure(ranks, "bfloat16", 64, 1000)) == len(measuring.Rates._fields) - 1
+        with mock.patch.object(rates, "measure_matmul", lambda *_: (1.0, 1.0)):
+            assert len(rates.measure_rates(ranks, "bfloat16", 64, 1000)) == len(rates.Rates._fields) - 1
         assert {device_type for _, device_type in calls} == {"cuda"}
         ranks.gather_tensor(torch.empty(4, 6, device=DEVICE).t())

@@ -21,8 +21,8 @@ from tinsmith.backends.distributed.pipeline_parallel import (
     Stage,
     StageRows,
     _Boundary,
+    build_ticks,
     order_1f1b,
-    ticks,
 )
 
 STAGES, MICRO_BATCHES = st.integers(2, 6), st.integers(0, 15)
@@ -41,7 +41,7 @@ def test_the_order_is_torchs(stages: int, micro_batches: int) -> None:
 
 @given(STAGES, MICRO_BATCHES)
 def test_every_input_was_sent_in_an_earlier_tick(stages: int, micro_batches: int) -> None:
-    order = ticks(stages, micro_batches)
+    order = build_ticks(stages, micro_batches)
     assert len({len(actions) for actions in order}) == 1
     at = {
         (stage, action): tick
@@ -60,7 +60,7 @@ def test_every_input_was_sent_in_an_earlier_tick(stages: int, micro_batches: int
 
 @given(STAGES, MICRO_BATCHES)
 def test_a_stage_keeps_at_most_as_many_micro_batches_as_follow(stages: int, micro_batches: int) -> None:
-    order = ticks(stages, micro_batches)
+    order = build_ticks(stages, micro_batches)
     assert len(order[0]) == (2 * (micro_batches + stages - 1) if micro_batches else 0)
     for stage, actions in enumerate(order):
         num_kept = max_kept = 0
@@ -94,7 +94,7 @@ class Recorder:
         self.calls.append(Call(True, self.stage + (1 if forward else -1), forward, len(x)))
         return mock.Mock()
 
-    def finish(self, work: mock.Mock) -> None:
+    def finish(self, handle: mock.Mock) -> None:
         pass
 
 
@@ -107,7 +107,7 @@ def calls_of(stage: int, stages: int, batches: list[StageRows]) -> list[Call]:
     def forward(index: int) -> Tensor:
         rows_1TD = torch.zeros(1, batches[index].num_rows, 1)
         return pipeline_stage.run(
-            lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], alone=False
+            lambda: reduce(lambda x, layer: layer(x), layers, rows_1TD)[0], rows_1TD.shape[1], is_probe=False
         )
 
     run_to_end(Schedule(pipeline_stage, batches, forward, lambda _, hidden_TD: hidden_TD).run())

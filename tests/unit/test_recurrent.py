@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from support.families import FAMILIES, Family, build, make
 from support.properties import examples
 from tinsmith.backends.distributed import Degrees
-from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
-from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.distributed.collectives import Ranks
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
 from tinsmith.backends.torch import recurrent
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
 from tinsmith.backends.torch.lora import ForwardContext
@@ -209,8 +209,8 @@ def test_context_ranks_that_hand_over_states_are_one_process(family: str, length
     rows, weights = (nn.functional.pad(x, (0, 0, 0, 3 * num_rows - len(x))).split(num_rows) for x in (x_TD, weight_TD))
     leaves, outs, queues = [x.clone().requires_grad_() for x in rows], list[Tensor](), {}
     for index, tensor in enumerate(leaves):
-        share = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
-        plan = ContextParallel(cast(RowShare, share), cast(Ranks, QueuedRanks(index, queues, log)))
+        shard = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
+        plan = ContextParallel(cast(RowShard, shard), cast(Ranks, QueuedRanks(index, queues, log)))
         outs.append(plan.mix(layer.mixer, tensor))
         logs.append([log.pop() for _ in log.copy()])
     for tensor, weight in list(zip(outs, weights, strict=True))[::-1]:

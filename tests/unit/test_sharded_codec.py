@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 from support.ranked import NAMED_LOSSES, pass_of, samples
 from tinsmith.backends.distributed.processes import decode, encode
-from tinsmith.backends.distributed.trainer import share_out
+from tinsmith.backends.distributed.trainer import distribute_examples
 from tinsmith.errors import NotFoundError
 from tinsmith.plan.degrees import Degrees
 from tinsmith.types import AdamParams, LoraSpec, ModelShape, SparseRows
@@ -96,7 +96,7 @@ class Weighed(NamedTuple):
 @examples(200)
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 5))
 def test_sequences_are_shared_out_evenly(sizes: list[int], num_shares: int) -> None:
-    shares = share_out([Weighed(size) for size in sizes], num_shares)  # type: ignore[list-item]
+    shares = distribute_examples([Weighed(size) for size in sizes], num_shares)  # type: ignore[list-item]
     assert sorted(weighed.num_tokens for share in shares for weighed in share) == sorted(sizes)
     filled = [sum(weighed.num_tokens for weighed in share) for share in shares]
     if sizes:

@@ -1,10 +1,10 @@
 """The sharded backend: one base model on several devices, with one process per device.
 
-Rank 0 is the engine's own process; `processes` starts the others of its machine and sends commands to all; ranks of
-other machines come through `joining`. `ranks` has their
-collectives; `tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
-`expert_parallel` spreads routed experts; `pipeline_parallel` runs micro-batches through stages of layers; `trainer` and
-`sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine calls.
+Rank 0 is the engine's own process; `processes` starts the other ranks of its machine and sends commands to all; ranks
+of other machines join through `rendezvous`. `collectives` has the process groups and their operations;
+`tensor_parallel` and `model` hold a shard of the model; `context_parallel` splits a micro-batch's rows;
+`expert_parallel` distributes routed experts; `pipeline_parallel` runs micro-batches through stages of layers; `trainer`
+and `sampler` extend the torch backend to all ranks; `rank` lists the commands; `backend` is what the engine calls.
 """
 
 import atexit
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tinsmith.backends.distributed.backend import Group, ShardedBackend
-from tinsmith.backends.distributed.joining import Machines
+from tinsmith.backends.distributed.rendezvous import Machines
 from tinsmith.backends.torch.backend import positive
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Degrees
@@ -35,7 +35,7 @@ def load(  # noqa: PLR0913 - the degrees of parallelism
     **options: str,
 ) -> ShardedBackend:
     """Start one rank per device; `options` are those of `read_machines` and of the torch backend. Raises SettingsError
-    if that is impossible.
+    if the ranks cannot start.
     """
     degrees = read_degrees(
         data_parallel, tensor_parallel, shard_base, context_parallel, expert_parallel, pipeline_parallel
@@ -47,23 +47,23 @@ def load(  # noqa: PLR0913 - the degrees of parallelism
 
 
 def read_machines(options: dict[str, str]) -> Machines | None:
-    """Take `machines` and what belongs to it out of the options; None for one machine. Ranks of others join at
-    `rank_address`, HOST:PORT, with the key `rank_key`, in hexadecimal. `rank_address_file` has the address while
-    they can.
+    """Remove `machines` and its settings from the options; None for one machine. Ranks of other machines join at
+    `rank_address`, HOST:PORT, with the hexadecimal key `rank_key`; `rank_address_file` holds the address while they
+    are accepted.
     """
     count = positive("machines", options.pop("machines", "1"))
     host, _, port = options.pop("rank_address", "127.0.0.1:0").rpartition(":")
     key, file = options.pop("rank_key", ""), options.pop("rank_address_file", "")
     if count == 1:
         return None
-    announce = partial(_write, Path(file)) if file else lambda _address: None
+    announce = partial(_write_address, Path(file)) if file else lambda _address: None
     return Machines(count, host.strip("[]"), int(port), bytes.fromhex(key), announce)
 
 
-def _write(path: Path, address: str) -> None:
-    draft = path.with_name(f".{path.name}")
-    draft.write_text(address)
-    draft.replace(path)
+def _write_address(path: Path, address: str) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(address)
+    temporary.replace(path)
 
 
 def read_degrees(

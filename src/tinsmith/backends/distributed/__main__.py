@@ -2,10 +2,11 @@
 
 `python -m tinsmith.backends.distributed FD` is a child of rank 0, which holds the other end of FD. Without FD it is
 a rank on another machine, started by `tinsmith rank`: it reads a line of JSON (`JoinSpec`) from standard input, joins
-rank 0, and exits when its input closes. Both receive commands and exit when the connection ends or a collective fails.
+rank 0, and exits when its input closes. Either receives commands and exits when the connection ends or a collective
+fails.
 Exit status 2 means that the engine refused this rank.
 
-With `measure` it is rank 0 of a group that is only measured: it reads a line of JSON (`MeasureSpec`) and prints one,
+With `measure` it is rank 0 of a group that measures its rates: it reads a line of JSON (`MeasureSpec`) and prints one,
 for `plan.speed.Rates.read`.
 """
 
@@ -24,11 +25,11 @@ import structlog
 import torch
 
 from tinsmith.backends.distributed import Degrees, Group, read_machines
-from tinsmith.backends.distributed.joining import Introduction, join, told, version
-from tinsmith.backends.distributed.measuring import MeasureSpec
-from tinsmith.backends.distributed.processes import Link, exit_with
-from tinsmith.backends.distributed.rank import OtherMachine, Rank, serve
-from tinsmith.backends.distributed.ranks import join_process_group, open_store
+from tinsmith.backends.distributed.collectives import join_process_group, open_store
+from tinsmith.backends.distributed.processes import Link, exit_when_closed
+from tinsmith.backends.distributed.rank import Rank, RemoteMachine, serve
+from tinsmith.backends.distributed.rates import MeasureSpec
+from tinsmith.backends.distributed.rendezvous import Introduction, describe_version, join, read_rank_spec
 from tinsmith.errors import RanksLostError, SettingsError
 
 log = structlog.get_logger()
@@ -36,8 +37,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class JoinSpec:
-    """`machine` names this start of `ranks` ranks; `base_models` are directories by name; `patience_s` is how long an
-    engine is awaited.
+    """`machine` identifies this start of `ranks` ranks; `base_models` maps names to directories; the rank waits
+    `patience_s` for an engine.
     """
 
     join: str
@@ -52,46 +53,46 @@ class JoinSpec:
 
 def print_rates() -> int:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    given = MeasureSpec(**json.loads(sys.stdin.readline()))
-    degrees = Degrees(**given.degrees)
-    machines = read_machines(given.options)
-    group = Group(degrees.devices, device=given.device, timeout_s=given.timeout_s, machines=machines)
+    spec = MeasureSpec(**json.loads(sys.stdin.readline()))
+    degrees = Degrees(**spec.degrees)
+    machines = read_machines(spec.options)
+    group = Group(degrees.devices, device=spec.device, timeout_s=spec.timeout_s, machines=machines)
     try:
         group.call("join", degrees)
-        found = group.call("measure", given.dtype, given.hidden, given.num_weights)[0]
+        rates = group.call("measure", spec.dtype, spec.hidden, spec.num_weights)[0]
     finally:
         group.close()
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(rates) + "\n")
     return 0
 
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this process
-    here = None
+    machine = None
     if len(sys.argv) > 1:
         link = Link(socket.socket(fileno=int(sys.argv[1])))
     else:
-        given = JoinSpec(**json.loads(sys.stdin.readline()))
-        threading.Thread(target=_exit_with_input, name="parent", daemon=True).start()
-        here = OtherMachine(given.base_models, Path(given.scratch))
-        own = Introduction(
-            given.machine,
+        join_spec = JoinSpec(**json.loads(sys.stdin.readline()))
+        threading.Thread(target=_exit_when_input_ends, name="parent", daemon=True).start()
+        machine = RemoteMachine(join_spec.base_models, Path(join_spec.scratch))
+        introduction = Introduction(
+            join_spec.machine,
             socket.gethostname(),
-            given.index,
-            given.ranks,
+            join_spec.index,
+            join_spec.ranks,
             torch.cuda.device_count(),
-            version(torch.__version__),
+            describe_version(torch.__version__),
         )
-        link = join(given.join, bytes.fromhex(given.key), own, given.patience_s)
-    spec = told(link.receive())
-    exit_with(link)
-    number, world, device, threads = spec["rank"], spec["world"], spec["device"], spec["threads"]
-    timeout_s, store = spec["timeout_s"], spec["store"]
-    assert isinstance(number, int) and isinstance(world, int) and isinstance(threads, int)
+        link = join(join_spec.join, bytes.fromhex(join_spec.key), introduction, join_spec.patience_s)
+    rank_spec = read_rank_spec(link.receive())
+    exit_when_closed(link)
+    global_rank, world, device, threads = (rank_spec[key] for key in ("rank", "world", "device", "threads"))
+    timeout_s, store = rank_spec["timeout_s"], rank_spec["store"]
+    assert isinstance(global_rank, int) and isinstance(world, int) and isinstance(threads, int)
     assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(store, str)
-    structlog.contextvars.bind_contextvars(rank=number)
-    join_process_group(number, world, open_store(store, world), device=device)
-    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads, here=here)
+    structlog.contextvars.bind_contextvars(rank=global_rank)
+    join_process_group(global_rank, world, open_store(store, world), device=device)
+    rank = Rank(global_rank, device=device, timeout_s=timeout_s, threads=threads, machine=machine)
     try:
         serve(rank, link)
     except EOFError:
@@ -102,7 +103,7 @@ def main() -> int:
     return 0
 
 
-def _exit_with_input() -> None:
+def _exit_when_input_ends() -> None:
     while os.read(0, 4096):
         pass
     os._exit(1)

@@ -1,15 +1,15 @@
-"""The base model on one rank: the whole model, some of its layers, its tensor-parallel shard of every layer, its part
-of the routed experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
+"""The base model on one rank: all of it, some of its layers, a tensor-parallel shard of every layer, some of the routed
+experts, or a shard of each layer that is gathered from the other ranks when the layer runs.
 
-A sharded model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
-gradients of some probe tokens with random adapters. It is sharded on the host too, so a device never holds more than
-its shard. Once all ranks have their shards, the same tokens must give the same results, or the model is refused: a plan
-that does not suit a family is detected at start. With context parallelism alone a rank loads the whole model on its
-device, and the ranks compare their rows of the probe tokens in the same way.
+Each rank in turn loads the complete model on the host, records the outputs and gradients of probe tokens with random
+adapters, and shards the model there, so a device never holds more than its shard. Once all ranks have their shards, the
+same tokens must give the same results, or the model is refused: a plan that does not suit a family is detected at
+start. With context parallelism alone a rank loads the complete model on its device, and the ranks compare their rows of
+the probe tokens.
 
-Layers of a sharded model run as modules; fused layers need whole weights.
+Layers of a sharded model run as modules; fused layers need complete weights.
 
-Shapes: T rows, D hidden size, V vocabulary.
+Shapes: T rows, D hidden size, V vocabulary, P elements of an adapter.
 """
 
 from __future__ import annotations
@@ -29,19 +29,25 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends import run_to_end
-from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
-from tinsmith.backends.distributed.expert_parallel import SpreadExperts, TokenExchange, check_experts, parts, spread
+from tinsmith.backends.distributed.collectives import Ranks
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
+from tinsmith.backends.distributed.expert_parallel import (
+    ShardedExperts,
+    TokenExchange,
+    check_experts,
+    expert_slices,
+    shard_experts,
+)
 from tinsmith.backends.distributed.pipeline_parallel import (
     Schedule,
     Stage,
     StageRows,
-    boundaries_of,
     check_stages,
-    empty,
-    layers_of,
-    own_layers,
+    drop_parameters,
+    find_layers,
+    find_stage_layers,
+    record_boundaries,
 )
-from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
     GATHERED_COLUMN,
@@ -56,7 +62,7 @@ from tinsmith.backends.distributed.tensor_parallel import (
     Sharding,
     SharedInput,
     SplitRowLinear,
-    divided,
+    find_sharding_styles,
     full_gradient,
 )
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
@@ -72,17 +78,17 @@ from tinsmith.backends.torch.vision import ImageRows
 from tinsmith.errors import RanksLostError, SettingsError
 from tinsmith.plan.architecture import read_config, read_stored_dtype
 from tinsmith.plan.memory import choose_dtype
-from tinsmith.types import I64, LoraSpec, ModelShape
+from tinsmith.types import F32, I64, LoraSpec, ModelShape
 
 log = structlog.get_logger()
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest relative error of the sharded model against the whole one, which may have run on another device."""
+"""Largest relative error of the sharded model against the unsharded one, which may have run on another device."""
 
-PROBE_LENGTHS = (7, 5)
+PROBE_LENGTHS, PROBE_ADAPTER_RANKS = (7, 5), (4, 2)
 
-COLUMNS = {COLUMN: ColumnLinear, GATHERED_COLUMN: GatheredColumnLinear}
-ROWS = {ROW: RowLinear, SPLIT_ROW: SplitRowLinear}
+COLUMN_LINEARS = {COLUMN: ColumnLinear, GATHERED_COLUMN: GatheredColumnLinear}
+ROW_LINEARS = {ROW: RowLinear, SPLIT_ROW: SplitRowLinear}
 
 
 def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, quantize: str) -> BaseModel:
@@ -108,21 +114,21 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
 
 
 class ShardedBase(BaseModel):
-    """Use `load`, then `shard`, on each rank by itself; then `compare`, on all ranks together."""
+    """Use `load`, then `shard`, on one rank after the other; then `compare`, on all ranks together."""
 
     _ranks: Ranks | None = None
     _expected: list[Tensor]
     sharding: Sharding | None = None
     exchange: TokenExchange | None = None
-    """With expert parallelism."""
+    """None without expert parallelism."""
     stage: Stage | None = None
     _adaptable: list[Target] | None = None
     module_names: list[str]
-    """Those of the whole model."""
+    """Of the unsharded model."""
 
     @property
     def can_capture(self) -> bool:
-        """Its layers' weights, and the other ranks, come in time for each call."""
+        """False: each call waits for other ranks, or for a layer's weights."""
         return False
 
     @property
@@ -133,16 +139,19 @@ class ShardedBase(BaseModel):
         return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
     def frozen_tensors(self) -> list[Tensor]:
-        return [each.to_local() if isinstance(each, DTensor) else each for each in super().frozen_tensors()]
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super().frozen_tensors()]
 
     def adaptable_targets(self) -> list[Target]:
         if self._adaptable is not None:
             return self._adaptable
-        owned = ((own.full_target,) if isinstance(own, ShardedLinear) else own.targets for own in self.targets.values())
+        targets_by_linear = (
+            (linear.full_target,) if isinstance(linear, ShardedLinear) else linear.targets
+            for linear in self.targets.values()
+        )
         return [
-            *(target for targets in owned for target in targets),
-            *(target for own in self.experts
-              for target in (own.full_targets if isinstance(own, SpreadExperts) else own.targets)),
+            *(target for targets in targets_by_linear for target in targets),
+            *(target for module in self.experts
+              for target in (module.full_targets if isinstance(module, ShardedExperts) else module.targets)),
         ]  # fmt: skip
 
     def hidden(
@@ -155,18 +164,18 @@ class ShardedBase(BaseModel):
         images: ImageRows | None = None,
     ) -> Tensor:
         if self._ranks is not None and torch.is_grad_enabled():
-            # A layer that runs again in backward repeats its collectives, so either all ranks of a forward recompute
-            # or none.
+            # A layer that is recomputed in backward repeats its collectives, so either all ranks of a forward
+            # recompute or none.
             self.recompute.active = self._ranks.any_of_forward(self.recompute.active)
         if self.stage is None:
             return super().hidden(tokens_T, positions_T, plan, lora_batch, output_rows, images)
         forward = partial(super().hidden, tokens_T, positions_T, plan, lora_batch, output_rows)
-        return self.stage.run(forward, len(tokens_T), alone=isinstance(plan, AttentionProbe))
+        return self.stage.run(forward, len(tokens_T), is_probe=isinstance(plan, AttentionProbe))
 
     def logits(self, hidden_TD: Tensor, lora_batch: LoRABatch) -> Tensor:
         if self.stage is None or self.stage.is_last:
             return super().logits(hidden_TD, lora_batch)
-        return torch.zeros(len(hidden_TD), self.vocab_size, device=self.device)  # the last stage's results count
+        return torch.zeros(len(hidden_TD), self.vocab_size, device=self.device)  # the last stage's logits are used
 
     def idle(self, *, train: bool) -> None:
         """Take part in the collectives of a forward, and backward, without rows."""
@@ -175,7 +184,7 @@ class ShardedBase(BaseModel):
             hidden_TD.backward(torch.zeros_like(hidden_TD))
 
     def idle_hidden(self, *, train: bool) -> Tensor:
-        """[1, D] of a token of the base model, which takes the place of rows."""
+        """[1, D] of one token of the base model, in place of rows."""
         token_T = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.set_grad_enabled(train):
             return self.hidden(token_T, token_T, PackedCausal([1], self.device), LoRABatch.of([None], [1]))
@@ -190,7 +199,7 @@ class ShardedBase(BaseModel):
         self._fused = None
 
     def shard(self, ranks: Ranks) -> None:
-        """Keep this rank's shard, on its device."""
+        """Drop everything but this rank's shard and move it to the rank's device."""
         self.pin_threads()
         self.module_names = [name for name, _ in self.model.named_modules()]
         self._expected = self._probe(None)
@@ -203,13 +212,13 @@ class ShardedBase(BaseModel):
             self._keep_stage(ranks)
         if ranks.degrees.experts > 1:
             self.exchange = TokenExchange(ranks)
-            self.experts[:] = spread(self.experts, self._decoder, self._context, self.exchange)
+            self.experts[:] = shard_experts(self.experts, self._decoder, self._context, self.exchange)
         if ranks.degrees.tensor > 1:
             self._shard_linears(ranks)
         if ranks.degrees.group_size > 1 or ranks.degrees.experts > 1:
-            owned = {target.name: part for target, part in parts(self.experts)}
-            names = None if self.stage is None else self._own_names()
-            self.sharding = Sharding(self.targets, ranks, owned, names)
+            experts_by_target = {target.name: experts for target, experts in expert_slices(self.experts)}
+            names = None if self.stage is None else self._stage_target_names()
+            self.sharding = Sharding(self.targets, ranks, experts_by_target, names)
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
@@ -218,12 +227,12 @@ class ShardedBase(BaseModel):
         self._ranks = ranks
 
     def compare(self) -> None:
-        """Raises SettingsError on every rank if the shards do not reproduce the whole model on one of them."""
+        """Raises SettingsError on every rank if the shards do not reproduce the unsharded model on one rank."""
         assert self._ranks is not None
         if self.stage is not None:
             self._check_stages(self._ranks)
         try:
-            found = self._probe(self._ranks)
+            results = self._probe(self._ranks)
         except (SettingsError, RanksLostError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -232,10 +241,10 @@ class ShardedBase(BaseModel):
             ) from error
         error = max(
             float((actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
-            for actual, expected in zip(found, self._expected, strict=False)
+            for actual, expected in zip(results, self._expected, strict=False)
         )
         self._expected = []
-        worst = max(cast("list[float]", self._ranks.gather(error)), key=lambda each: each if each == each else 1e9)
+        worst = max(cast("list[float]", self._ranks.gather(error)), key=lambda value: value if value == value else 1e9)
         if not worst < TOLERANCE[self.dtype]:
             raise SettingsError(
                 f"{self.shape.name} ({self.shape.arch}) cannot be sharded: its hidden states, logits or gradients "
@@ -245,48 +254,51 @@ class ShardedBase(BaseModel):
         log.info("the sharded model agrees with the whole one", largest_error=worst, rank=self._ranks.rank)
 
     def _keep_stage(self, ranks: Ranks) -> None:
-        """Drop the layers of other stages, and the embeddings and the unembedding if they are another stage's."""
+        """Drop the layers of other stages; drop the embeddings except on the first stage, the unembedding except on the
+        last."""
         name, config = type(self.model).__name__, self.model.config.get_text_config()
         check_stages(name, config, ranks.degrees.pipeline)
         token_T = torch.zeros(2, dtype=torch.int64)
         probe = partial(
             self.forward_modules, token_T, torch.arange(2), AttentionProbe(), LoRABatch([Segment(0, 2, None)])
         )
-        layers, embeddings = layers_of(self._decoder, name), self.model.get_input_embeddings()
-        boundaries = boundaries_of(layers, probe, 2, name)
-        numel = cast(Tensor, embeddings.weight).numel()
-        own = own_layers(layers, numel, self.unembedding.weight.numel(), ranks)
+        layers, embeddings = find_layers(self._decoder, name), self.model.get_input_embeddings()
+        boundaries = record_boundaries(layers, probe, 2, name)
+        embedding_elements = cast(Tensor, embeddings.weight).numel()
+        stage_layers = find_stage_layers(layers, embedding_elements, self.unembedding.weight.numel(), ranks)
         self._adaptable = self.adaptable_targets()
-        self.stage = Stage(layers, own, ranks, boundaries)
+        self.stage = Stage(layers, stage_layers, ranks, boundaries)
         if not self.stage.is_first:
-            empty(embeddings)
+            drop_parameters(embeddings)
             embeddings.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # some families ask for its device
             width = cast(int, embeddings.embedding_dim)
             embeddings.forward = lambda ids: torch.zeros(*ids.shape, width, dtype=self.dtype, device=ids.device)
         if not self.stage.is_last:
-            empty(self.unembedding)
-        kept = set(self.model.modules())
-        self.targets = {name: own for name, own in self.targets.items() if own in kept}
-        self.experts = [module for module in self.experts if module in kept]
-        self.mixers = [mixer for mixer in self.mixers if mixer.layer in own]
+            drop_parameters(self.unembedding)
+        remaining = set(self.model.modules())
+        self.targets = {name: linear for name, linear in self.targets.items() if linear in remaining}
+        self.experts = [module for module in self.experts if module in remaining]
+        self.mixers = [mixer for mixer in self.mixers if mixer.layer in stage_layers]
 
     def _check_stages(self, ranks: Ranks) -> None:
-        """Run each stage by itself: if one fails in an exchange, the others would wait for it."""
-        token_T, problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
+        """Run each stage without the others, which would wait for a stage that fails between messages."""
+        token_T, local_problem = torch.zeros(1, dtype=torch.int64, device=self.device), None
         try:
             self.hidden(token_T, token_T, AttentionProbe(), LoRABatch([Segment(0, 1, None)]))
         except Exception as error:  # noqa: BLE001  raised below, on all ranks
-            problem = f"{type(error).__name__}: {error}"
-        if found := next((each for each in ranks.gather(problem) if each is not None), None):
-            raise SettingsError(f"{self.shape.name} ({self.shape.arch}) cannot be split into stages: {found}")
+            local_problem = f"{type(error).__name__}: {error}"
+        if problem := next((problem for problem in ranks.gather(local_problem) if problem is not None), None):
+            raise SettingsError(f"{self.shape.name} ({self.shape.arch}) cannot be split into stages: {problem}")
 
-    def _own_names(self) -> frozenset[str]:
-        """The targets in this rank's layers."""
+    def _stage_target_names(self) -> frozenset[str]:
+        """The names of the targets in this rank's layers."""
         assert self.stage is not None
-        linears = [own for own in self.targets.values() if own is not self.unembedding or self.stage.is_last]
-        owned = [(own.full_target,) if isinstance(own, ShardedLinear) else own.targets for own in linears]
-        parts = [*owned, *(module.targets for module in self.experts)]
-        return frozenset(target.name for part in parts for target in part)
+        linears = [linear for linear in self.targets.values() if linear is not self.unembedding or self.stage.is_last]
+        linear_targets = [
+            (linear.full_target,) if isinstance(linear, ShardedLinear) else linear.targets for linear in linears
+        ]
+        target_groups = [*linear_targets, *(module.targets for module in self.experts)]
+        return frozenset(target.name for targets in target_groups for target in targets)
 
     def _shard_linears(self, ranks: Ranks) -> None:
         degree, decoder = ranks.degrees.tensor, self._decoder
@@ -300,30 +312,30 @@ class ShardedBase(BaseModel):
                 f"tensor_parallel is {degree}, and layers of {type(self.model).__name__} that keep a state cannot "
                 "be split; use data_parallel, with shard_base where the model does not fit on one device"
             )
-        kinds = divided(self.shape.name, self.model.config.get_text_config(), decoder, degree)
+        styles = find_sharding_styles(self.shape.name, self.model.config.get_text_config(), decoder, degree)
         readers: dict[str, list[str]] = {}
-        for path, kind in kinds.items():
-            if kind in COLUMNS:
+        for path, style in styles.items():
+            if style in COLUMN_LINEARS:
                 readers.setdefault(path.rpartition(".")[0], []).append(path)
         shared_inputs = {parent: SharedInput(len(paths), ranks) for parent, paths in readers.items()}
-        for path, kind in kinds.items():
-            parent, _, last = path.rpartition(".")
-            own = decoder.get_submodule(path)
-            if type(own) is not MultiLoRALinear:
+        for path, style in styles.items():
+            parent, _, attribute = path.rpartition(".")
+            linear = decoder.get_submodule(path)
+            if type(linear) is not MultiLoRALinear:
                 raise SettingsError(f"{self.shape.name}: {path} carries no adapters and cannot be sharded")
-            if kind in COLUMNS:
-                part = COLUMNS[kind](own, self._context, ranks, shared_inputs[parent])
+            if style in COLUMN_LINEARS:
+                shard = COLUMN_LINEARS[style](linear, self._context, ranks, shared_inputs[parent])
             else:
-                part = ROWS[kind](own, self._context, ranks)
-            setattr(decoder.get_submodule(parent), last, part)
-            self.targets[own.name] = part
+                shard = ROW_LINEARS[style](linear, self._context, ranks)
+            setattr(decoder.get_submodule(parent), attribute, shard)
+            self.targets[linear.name] = shard
         if self.vocab_size % degree == 0 and (self.stage is None or self.stage.is_last):
-            own = self.unembedding
-            self.unembedding = self.targets[own.name] = GatheredLinear(own, self._context, ranks)
+            linear = self.unembedding
+            self.unembedding = self.targets[linear.name] = GatheredLinear(linear, self._context, ranks)
             self.model.set_output_embeddings(self.unembedding)
 
     def _shard_layers(self, ranks: Ranks) -> None:
-        """Shard each layer over the data and context ranks. Embeddings, last norm and unembedding stay whole."""
+        """Shard each layer over the data and context ranks, except for embeddings, last norm and unembedding."""
         layers = [module for module in self._decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise SettingsError(
@@ -332,53 +344,71 @@ class ShardedBase(BaseModel):
         # FSDP warns about in-place changes to a layer's output; there are none here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh = ranks.replica_mesh
-        spread_out = {parameter for own in self.experts if self.exchange for parameter in own.parameters()}
+        expert_parameters = {parameter for module in self.experts if self.exchange for parameter in module.parameters()}
         for layer in layers:
-            fully_shard(layer, mesh=mesh, ignored_params=spread_out)
-        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        outside = {parameter for parameter in self._decoder.parameters() if id(parameter) not in inside}
-        fully_shard(self._decoder, mesh=mesh, ignored_params=outside | spread_out)
-        # A layer's weights are gathered for backward when its output's gradient arrives, which must happen on all ranks
-        # alike, with any adapters or none.
-        self.model.get_input_embeddings().register_forward_hook(_ask_for_gradient)
+            fully_shard(layer, mesh=mesh, ignored_params=expert_parameters)
+        layer_parameter_ids = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        other_parameters = {
+            parameter for parameter in self._decoder.parameters() if id(parameter) not in layer_parameter_ids
+        }
+        fully_shard(self._decoder, mesh=mesh, ignored_params=other_parameters | expert_parameters)
+        # A layer's weights are gathered for backward when its output's gradient arrives, which must happen on all
+        # ranks, with or without adapters.
+        self.model.get_input_embeddings().register_forward_hook(_require_gradient)
         sharded = [cast(FSDPModule, module) for module in (*layers, self._decoder)]
-        self._decoder.register_forward_hook(lambda *_: _forget_forward(sharded))  # runs after FSDP's own
+        self._decoder.register_forward_hook(lambda *_: _clear_forward_order(sharded))  # runs after FSDP's hook
 
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
-        """Results of some tokens with two random adapters: the adapters' gradients, and on the last stage hidden states
-        and logits. With ranks, those of the tokens over all context ranks.
+        """Run a forward and a backward over random tokens of two sequences, each with a random adapter. Returns the
+        adapters' gradients, and on the last stage hidden states [T, D] and logits [T, V]; with `ranks`, complete over
+        all of them.
         """
         generator = torch.Generator().manual_seed(0)
-        adapters, buffers = [], []
-        for rank in (4, 2):
-            layout = Layout.of(rank, self.adaptable_targets())
-            flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
-            adapters.append(self.adapter(LoraSpec(rank), layout, flat_P))
+        adapters = [self._random_adapter(rank, generator) for rank in PROBE_ADAPTER_RANKS]
         num_rows = sum(PROBE_LENGTHS)
         tokens_T = torch.randint(0, self.shape.vocab_size, (num_rows,), generator=generator).numpy()
-        own = _probe_batch(tokens_T, adapters)
-        plan: AttentionPlan = PackedCausal(own.lengths, self.device)
+        grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).numpy()
+        batch = _probe_batch(tokens_T, adapters)
+        plan: AttentionPlan = PackedCausal(batch.lengths, self.device)
         if ranks is not None and ranks.degrees.context > 1:
-            own = RowShare.of(own, ranks)
-            plan = ContextParallel(own, ranks)
+            batch = RowShard.of(batch, ranks)
+            plan, grad_TV = ContextParallel(batch, ranks), batch.slice_rows(grad_TV)
         if self.exchange is not None:
             self.exchange.adapters = adapters
-        grad_TV = torch.randn(num_rows, self.vocab_size, generator=generator).numpy()
+        gradients, results = self._run_probe(batch, plan, adapters, grad_TV)
+        if ranks is not None:
+            gradients = [self._sum_probe_gradient(gradient_P, ranks) for gradient_P in gradients]
+            if isinstance(batch, RowShard):
+                results = [batch.gather_rows(x, ranks) for x in results]
+        return [*gradients, *results]
+
+    def _random_adapter(self, rank: int, generator: torch.Generator) -> Adapter:
+        layout = Layout.of(rank, self.adaptable_targets())
+        flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
+        return self.adapter(LoraSpec(rank), layout, flat_P)
+
+    def _run_probe(
+        self, batch: MicroBatch, plan: AttentionPlan, adapters: Sequence[Adapter], grad_TV: F32
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's gradients of the adapters, and on the last stage its hidden states and logits, for the gradient
+        `grad_TV` of the logits.
+        """
+        buffers: list[Tensor] = []
         results: list[Tensor] = []
 
-        def forward(_number: int) -> Tensor:
-            rows_T, positions_T = (upload(x, self.device) for x in (own.tokens_T, own.positions_T))
+        def forward(_index: int) -> Tensor:
+            rows_T, positions_T = (upload(x, self.device) for x in (batch.tokens_T, batch.positions_T))
             with torch.enable_grad():
-                return self.hidden(rows_T, positions_T, plan, own.lora_batch)
+                return self.hidden(rows_T, positions_T, plan, batch.lora_batch)
 
         @torch.no_grad()
-        def head(_number: int, states_TD: Tensor) -> Tensor:
-            given_TV = upload(own.cut(grad_TV) if isinstance(own, RowShare) else grad_TV, self.device)
-            adapter_groups = self.unembedding.groups(own.lora_batch)
-            logits_TV, a_outputs = self.unembedding.forward_rows(states_TD, adapter_groups, torch.float32)
-            results.extend((states_TD, logits_TV))
+        def head(_index: int, hidden_TD: Tensor) -> Tensor:
+            logits_grad_TV = upload(grad_TV, self.device).to(hidden_TD.dtype)
+            adapter_groups = self.unembedding.groups(batch.lora_batch)
+            logits_TV, a_outputs = self.unembedding.forward_rows(hidden_TD, adapter_groups, torch.float32)
+            results.extend((hidden_TD, logits_TV))
             grad_TD = self.unembedding.backward_rows(
-                given_TV.to(states_TD.dtype), states_TD, adapter_groups, a_outputs, need_input=True
+                logits_grad_TV, hidden_TD, adapter_groups, a_outputs, need_input=True
             )
             assert grad_TD is not None
             return grad_TD
@@ -386,7 +416,7 @@ class ShardedBase(BaseModel):
         try:
             buffers += [adapter.open_gradients() for adapter in adapters]
             if self.stage is not None:
-                run_to_end(Schedule(self.stage, [StageRows(len(own.tokens_T), True)], forward, head).run())
+                run_to_end(Schedule(self.stage, [StageRows(len(batch.tokens_T), True)], forward, head).run())
             else:
                 hidden_TD = forward(0)
                 hidden_TD.backward(head(0, hidden_TD.detach()))
@@ -394,16 +424,13 @@ class ShardedBase(BaseModel):
             for adapter in adapters:
                 adapter.close_gradients()
         gradients = [full_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
-        if ranks is not None:
-            # With experts spread, a rank's gradient is of all data ranks' rows, which are the same here.
-            both = self.exchange is not None
-            gradients = [
-                ranks.sum_all(each).div_(ranks.degrees.data) if both else ranks.sum_context(ranks.sum_sampling(each))
-                for each in gradients
-            ]
-        if ranks is not None and isinstance(own, RowShare):
-            results = [own.joined(x, ranks) for x in results]
-        return [*gradients, *results]
+        return gradients, results
+
+    def _sum_probe_gradient(self, gradient_P: Tensor, ranks: Ranks) -> Tensor:
+        if self.exchange is not None:
+            # With expert parallelism a rank's gradient is of all data ranks' rows, which are equal here.
+            return ranks.sum_all(gradient_P).div_(ranks.degrees.data)
+        return ranks.sum_context(ranks.sum_sampling(gradient_P))
 
 
 def _probe_batch(tokens_T: I64, adapters: Sequence[Adapter]) -> MicroBatch:
@@ -414,13 +441,13 @@ def _probe_batch(tokens_T: I64, adapters: Sequence[Adapter]) -> MicroBatch:
     return MicroBatch(tuple(examples))
 
 
-def _ask_for_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _forget_forward(sharded: Sequence[FSDPModule]) -> None:
-    """FSDP records the layers of each forward until a backward, which gathers them in reverse. Records of forwards
-    without one would grow with every sampled token, and make the next backward gather layers in vain.
+def _clear_forward_order(sharded: Sequence[FSDPModule]) -> None:
+    """Clear FSDP's record of the layers of a forward, which the next backward gathers in reverse. Without a backward
+    the record would grow with every sampled token, and the next backward would gather layers that it does not need.
     """
     if torch.is_grad_enabled():
         return

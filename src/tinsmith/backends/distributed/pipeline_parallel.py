@@ -1,17 +1,17 @@
 """Pipeline parallelism: a rank has some consecutive layers of the decoder, a stage, and micro-batches go from stage to
 stage.
 
-`Stage` turns a rank's copy of the decoder into its stage: the family's own forward still runs, but the layers of other
-stages are empty and pass on what they receive, the first own layer takes its input from the stage before, and the last
-one's output goes to the next stage. The first stage embeds tokens; the last one has the unembedding. Ranks of a tensor
-or context group have the same layers, and each talks to the rank at its own place in the neighbouring stages.
+`Stage` turns a rank's copy of the decoder into its stage: the family's forward still runs, but the layers of other
+stages are empty and return their input, the stage's first layer takes its input from the previous stage, and its last
+layer's output is sent to the next stage. The first stage embeds tokens; the last stage has the unembedding. Ranks of a
+tensor or context group have the same layers, and each exchanges messages with the same rank of the neighbouring stages.
 
 `Schedule` runs a step in the order 1F1B: a stage keeps the activations of at most as many micro-batches as there are
-stages from it on. `ticks` aligns the actions of all stages: an action's input was sent in an earlier tick. Every rank
-packs alike, so it knows the size of each message. At a pause all messages have arrived: samples may be drawn in
-between, and an abandoned step leaves nothing behind.
+stages from it on. `build_ticks` aligns the actions of all stages: an action's input was sent in an earlier tick. All
+ranks pack the same micro-batches, so they know the size of each message. At a pause all messages have arrived: samples
+may be drawn in between, and an abandoned step leaves no message behind.
 
-Where experts are spread, every rank of a stage performs every action, with one row in place of an empty micro-batch. An
+With expert parallelism, every rank of a stage performs every action, with one row in place of an empty micro-batch. An
 action waits only for messages that were sent in earlier ticks and for the same action of other ranks of its stage, so
 all actions of a tick end if those of earlier ticks do: sends and exchanges cannot wait for each other in a circle.
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import count_parameters, decoder_layers, find_indivisible_reason
 from tinsmith.plan.memory import split_layers
@@ -43,39 +43,43 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-def order_1f1b(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """One forward for each stage after this one, then a forward and a backward in turns, then the other backwards."""
-    first = min(stages - 1 - stage, micro_batches)
-    turns = [(Action(True, first + number), Action(False, number)) for number in range(micro_batches - first)]
+def order_1f1b(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
+    """The stage's actions: warm-up forwards, one for each later stage; then a forward and a backward alternately; then
+    the remaining backwards.
+    """
+    num_warmup = min(num_stages - 1 - stage, num_micro_batches)
+    steady = [
+        (Action(True, num_warmup + index), Action(False, index)) for index in range(num_micro_batches - num_warmup)
+    ]
     return [
-        *(Action(True, number) for number in range(first)),
-        *(action for turn in turns for action in turn),
-        *(Action(False, number) for number in range(micro_batches - first, micro_batches)),
+        *(Action(True, index) for index in range(num_warmup)),
+        *(action for pair in steady for action in pair),
+        *(Action(False, index) for index in range(num_micro_batches - num_warmup, num_micro_batches)),
     ]
 
 
 @cache
-def ticks(stages: int, micro_batches: int) -> tuple[tuple[Action | None, ...], ...]:
-    """Each stage's actions, all of one length; None where it waits for others."""
-    left = [deque(order_1f1b(stage, stages, micro_batches)) for stage in range(stages)]
-    done: set[tuple[int, Action]] = set()
-    found: list[list[Action | None]] = [[] for _ in range(stages)]
-    while any(left):
-        now = []
-        for stage, actions in enumerate(left):
+def build_ticks(num_stages: int, num_micro_batches: int) -> tuple[tuple[Action | None, ...], ...]:
+    """Each stage's actions by tick; None where the stage waits for another one."""
+    pending = [deque(order_1f1b(stage, num_stages, num_micro_batches)) for stage in range(num_stages)]
+    completed: set[tuple[int, Action]] = set()
+    programs: list[list[Action | None]] = [[] for _ in range(num_stages)]
+    while any(pending):
+        started = []
+        for stage, actions in enumerate(pending):
             action = actions[0] if actions else None
             if action is not None:
                 source = stage - 1 if action.is_forward else stage + 1
-                if source in range(stages) and (source, action) not in done:
+                if source in range(num_stages) and (source, action) not in completed:
                     action = None
-            found[stage].append(actions.popleft() if action is not None else None)
-            now.append((stage, action))
-        done.update(now)
-    return tuple(map(tuple, found))
+            programs[stage].append(actions.popleft() if action is not None else None)
+            started.append((stage, action))
+        completed.update(started)
+    return tuple(map(tuple, programs))
 
 
 class _Boundary(NamedTuple):
-    """What a layer of the whole model returns: its dtype and width, and how many values, if it is a tuple."""
+    """The output of a layer: its dtype and width, and the number of values if it is a tuple."""
 
     dtype: torch.dtype
     width: int
@@ -83,64 +87,72 @@ class _Boundary(NamedTuple):
 
 
 class Stage:
-    """Use `of`, on a decoder on the host. `entering` and the result of `run` are the ends of the last call's graph."""
+    """A rank's stage of a decoder on the host. `stage_input` and the result of `run` are the two ends of the last
+    call's graph.
+    """
 
-    def __init__(self, layers: Sequence[nn.Module], own: range, ranks: Ranks, boundaries: Sequence[_Boundary]) -> None:
-        self.layers = own
-        self.is_first, self.is_last = own.start == 0, own.stop == len(layers)
-        self.entering: Tensor | None = None
-        self.arrived: Tensor | None = None
-        """The next call's rows, if they were received early."""
-        self._leaving: Tensor | None = None
+    def __init__(
+        self, layers: Sequence[nn.Module], stage_layers: range, ranks: Ranks, boundaries: Sequence[_Boundary]
+    ) -> None:
+        self.layers = stage_layers
+        self.is_first, self.is_last = stage_layers.start == 0, stage_layers.stop == len(layers)
+        self.stage_input: Tensor | None = None
+        self.early_rows: Tensor | None = None
+        """The next call's input, if it was received early."""
+        self._stage_output: Tensor | None = None
         self._boundaries = boundaries
         self.ranks = ranks
         self.sends: deque[tuple[dist.Work, Tensor]] = deque()
         for index, layer in enumerate(layers):
-            if index not in own:
-                empty(*layer.modules())
+            if index not in stage_layers:
+                drop_parameters(*layer.modules())
                 layer._modules.clear()
                 layer.forward = partial(_pass_on, boundaries[index].num_values)
         if not self.is_first:
-            layers[own.start].forward = partial(self._enter, layers[own.start].forward)
+            first = layers[stage_layers.start]
+            first.forward = partial(self._run_first_layer, first.forward)
         if not self.is_last:
-            layers[own.stop - 1].forward = partial(self._leave, layers[own.stop - 1].forward)
+            last = layers[stage_layers.stop - 1]
+            last.forward = partial(self._run_last_layer, last.forward)
 
-    def _enter(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
-        assert self.entering is not None
-        rows_1TD = self.entering[None]
+    def _run_first_layer(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        assert self.stage_input is not None
+        rows_1TD = self.stage_input[None]
         if args:
             return forward(rows_1TD, *args[1:], **kwargs)
         return forward(**{**kwargs, "hidden_states": rows_1TD})
 
-    def _leave(self, forward: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, **kwargs: object) -> object:
+    def _run_last_layer(
+        self, forward: Callable[..., Tensor | tuple[Tensor, ...]], *args: object, **kwargs: object
+    ) -> object:
         output = forward(*args, **kwargs)
-        self._leaving = (output if isinstance(output, Tensor) else output[0])[0]
+        self._stage_output = (output if isinstance(output, Tensor) else output[0])[0]
         return output
 
-    def run(self, forward: Callable[[], Tensor], num_rows: int, *, alone: bool) -> Tensor:
-        """Run the decoder over the rows of the stage before, and send its rows to the next stage. [T, D]: the last
-        stage's hidden states, or the rows that were sent. `alone`: exchange nothing, for a forward that only probes.
+    def run(self, forward: Callable[[], Tensor], num_rows: int, *, is_probe: bool) -> Tensor:
+        """Run the decoder over the previous stage's output and send its output to the next stage. Returns [T, D]: the
+        last stage's hidden states, or the output that was sent. With `is_probe` no messages are exchanged.
         """
         if not self.is_first:
-            rows_TD = self.buffer(num_rows, self.layers.start - 1)
-            if alone:
-                rows_TD.zero_()
+            input_TD = self.buffer(num_rows, self.layers.start - 1)
+            if is_probe:
+                input_TD.zero_()
             else:
-                rows_TD = self.ranks.receive(rows_TD, forward=True) if self.arrived is None else self.arrived
-            self.arrived = None
-            self.entering = rows_TD.requires_grad_() if torch.is_grad_enabled() else rows_TD
+                input_TD = self.ranks.receive(input_TD, forward=True) if self.early_rows is None else self.early_rows
+            self.early_rows = None
+            self.stage_input = input_TD.requires_grad_() if torch.is_grad_enabled() else input_TD
         hidden_TD = forward()
         if self.is_last:
             return hidden_TD
-        leaving_TD, self._leaving = self._leaving, None
-        assert leaving_TD is not None
-        if alone:
+        output_TD, self._stage_output = self._stage_output, None
+        assert output_TD is not None
+        if is_probe:
             return hidden_TD
-        self.send(leaving_TD.detach(), forward=True)
-        return leaving_TD if torch.is_grad_enabled() else hidden_TD
+        self.send(output_TD.detach(), forward=True)
+        return output_TD if torch.is_grad_enabled() else hidden_TD
 
     def buffer(self, num_rows: int, layer: int) -> Tensor:
-        """[T, D]: for the output of a layer, or its gradient."""
+        """An empty [T, D] for the output of a layer, or its gradient."""
         boundary = self._boundaries[layer]
         return torch.empty(num_rows, boundary.width, dtype=boundary.dtype, device=self.ranks.device)
 
@@ -160,8 +172,8 @@ def _pass_on(num_values: int | None, *args: Tensor, **kwargs: Tensor) -> Tensor 
     return rows_1TD if num_values is None else (rows_1TD, *[None] * (num_values - 1))
 
 
-def empty(*modules: nn.Module) -> None:
-    """Drop the modules' own weights; others that share them keep them."""
+def drop_parameters(*modules: nn.Module) -> None:
+    """Drop the parameters and buffers of these modules; other modules that share them keep them."""
     for module in modules:
         module._parameters.clear()
         module._buffers.clear()
@@ -178,8 +190,8 @@ def check_stages(name: str, config: PreTrainedConfig, stages: int) -> None:
         raise SettingsError(f"pipeline_parallel is {stages}, and {name} {reason}")
 
 
-def layers_of(decoder: nn.Module, name: str) -> list[nn.Module]:
-    """The decoder's layers, in order. Raises SettingsError if it does not mark them."""
+def find_layers(decoder: nn.Module, name: str) -> list[nn.Module]:
+    """The decoder's layers, in order. Raises SettingsError if the family does not mark them."""
     if not (layers := decoder_layers(decoder)):
         raise SettingsError(
             f"pipeline_parallel is set, and {name} does not mark which of its modules are layers; use data_parallel"
@@ -187,50 +199,56 @@ def layers_of(decoder: nn.Module, name: str) -> list[nn.Module]:
     return layers
 
 
-def boundaries_of(layers: Sequence[nn.Module], run: Callable[[], object], num_rows: int, name: str) -> list[_Boundary]:
-    """What each layer returns when `run` makes a forward of the whole model over these rows. Raises SettingsError if
-    that is not one row of hidden states per token.
+def record_boundaries(
+    layers: Sequence[nn.Module], run: Callable[[], object], num_rows: int, name: str
+) -> list[_Boundary]:
+    """The output of each layer when `run` runs the unsharded model over `num_rows` tokens. Raises SettingsError if it
+    is not one row of hidden states per token.
     """
-    found: list[_Boundary] = []
+    boundaries: list[_Boundary] = []
 
-    def note(layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-        rows, *others = (output,) if isinstance(output, Tensor) else output
-        if rows.dim() != 3 or rows.shape[:2] != (1, num_rows) or any(other is not None for other in others):
+    def record(layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        rows, *extra_values = (output,) if isinstance(output, Tensor) else output
+        if rows.dim() != 3 or rows.shape[:2] != (1, num_rows) or any(value is not None for value in extra_values):
             raise SettingsError(
                 f"pipeline_parallel is set, and layers of {name} pass on more than a row of hidden states per token; "
                 "use tensor_parallel or shard_base"
             )
-        found.append(_Boundary(rows.dtype, rows.shape[2], None if isinstance(output, Tensor) else len(output)))
+        boundaries.append(_Boundary(rows.dtype, rows.shape[2], None if isinstance(output, Tensor) else len(output)))
 
-    hooks = [layer.register_forward_hook(note) for layer in layers]
+    hooks = [layer.register_forward_hook(record) for layer in layers]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return boundaries
 
 
-def own_layers(layers: Sequence[nn.Module], embedding: int, unembedding: int, ranks: Ranks) -> range:
-    """This rank's layers, by the plan's rule; the last arguments are the numbers of the ends."""
+def find_stage_layers(
+    layers: Sequence[nn.Module], embedding_elements: int, unembedding_elements: int, ranks: Ranks
+) -> range:
+    """The layers of this rank's stage, by the plan's rule: embeddings count with the first layer, the unembedding with
+    the last.
+    """
     sizes = [count_parameters(layer) for layer in layers]
-    sizes[0] += embedding
-    sizes[-1] += unembedding
+    sizes[0] += embedding_elements
+    sizes[-1] += unembedding_elements
     counts = split_layers(tuple(sizes), ranks.degrees.pipeline)
     first = sum(counts[: ranks.stage])
     return range(first, first + counts[ranks.stage])
 
 
 class StageRows(NamedTuple):
-    """A micro-batch as a schedule sees it: this rank's rows of it, 0 if it is empty, and whether it has a backward."""
+    """A micro-batch of a schedule: the number of this rank's rows, 0 if it is empty, and whether it has a backward."""
 
     num_rows: int
     train: bool
 
 
 class Schedule:
-    """One step's micro-batches on this rank. `forward` runs the decoder over one of them, by number; on the last stage
-    `head` turns its hidden states into their gradient, or scores them if they need none.
+    """One step's micro-batches on this rank. `forward` runs the decoder over the micro-batch of an index; on the last
+    stage `head` returns the gradient of its hidden states, or scores them if it has no backward.
     """
 
     def __init__(
@@ -243,71 +261,75 @@ class Schedule:
         self._stage, self._ranks = stage, stage.ranks
         self._batches = batches
         self._forward, self._head = forward, head
-        self._flights: dict[int, tuple[Tensor | None, Tensor]] = {}
-        """By micro-batch between its forward and its backward: what entered, and what left."""
-        self._arrived: deque[Tensor] = deque()
-        self._gradients: dict[int, Tensor] = {}
-        """What arrived early from the stage before, and from the one after."""
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
+        """Input and output of the stage, by micro-batch, between its forward and its backward."""
+        self._early_rows: deque[Tensor] = deque()
+        self._early_gradients: dict[int, Tensor] = {}
+        """Received early: rows from the previous stage, and gradients from the next."""
 
     def run(self) -> Generator[None, None, None]:
-        """Pauses once in as many ticks as take about as long as one micro-batch takes one process."""
+        """Pauses each time after as many ticks as take about as long as one micro-batch on one process."""
         num_stages, stage = self._ranks.degrees.pipeline, self._ranks.stage
-        order = ticks(num_stages, len(self._batches))
-        for tick, action in enumerate(order[stage], 1):
+        programs = build_ticks(num_stages, len(self._batches))
+        for tick, action in enumerate(programs[stage], 1):
             if action is not None and self._batches[action.micro_batch].num_rows:
                 self._perform(action)
-            if tick % (2 * num_stages) == 0 and tick < len(order[stage]):
+            if tick % (2 * num_stages) == 0 and tick < len(programs[stage]):
                 if not self._stage.is_first:
-                    self._receive_rows(order[stage - 1][:tick], order[stage][:tick])
+                    self._receive_rows(programs[stage - 1][:tick], programs[stage][:tick])
                 if not self._stage.is_last:
-                    self._receive_gradients(order[stage + 1][:tick], order[stage][:tick])
+                    self._receive_gradients(programs[stage + 1][:tick], programs[stage][:tick])
                 self._stage.finish_sends()
                 yield
         self._stage.finish_sends()
 
     def _perform(self, action: Action) -> None:
-        number, train = action.micro_batch, self._batches[action.micro_batch].train
+        index, train = action.micro_batch, self._batches[action.micro_batch].train
         if action.is_forward:
-            self._stage.arrived = self._arrived.popleft() if self._arrived else None
-            hidden_TD = self._forward(number)
+            self._stage.early_rows = self._early_rows.popleft() if self._early_rows else None
+            hidden_TD = self._forward(index)
             if train:
-                self._flights[number] = self._stage.entering, hidden_TD
+                self._in_flight[index] = self._stage.stage_input, hidden_TD
             elif self._stage.is_last:
-                self._head(number, hidden_TD)
-            self._stage.entering = None
+                self._head(index, hidden_TD)
+            self._stage.stage_input = None
         elif train:
-            self._differentiate(number, *self._flights.pop(number))
+            self._differentiate(index, *self._in_flight.pop(index))
 
-    def _differentiate(self, number: int, entering_TD: Tensor | None, leaving_TD: Tensor) -> None:
+    def _differentiate(self, index: int, input_TD: Tensor | None, output_TD: Tensor) -> None:
         if self._stage.is_last:
-            grad_TD = self._head(number, leaving_TD.detach())
+            grad_TD = self._head(index, output_TD.detach())
             assert grad_TD is not None
         else:
-            grad_TD = self._gradients.pop(number) if number in self._gradients else self._receive_gradient(number)
-        # Without a grad_fn no adapter up to here takes part, so there is nothing to differentiate.
-        if leaving_TD.requires_grad:
-            leaving_TD.backward(grad_TD)
-        if entering_TD is not None:
-            grad = torch.zeros_like(entering_TD) if entering_TD.grad is None else entering_TD.grad
+            is_early = index in self._early_gradients
+            grad_TD = self._early_gradients.pop(index) if is_early else self._receive_gradient(index)
+        # Without a grad_fn no layer up to here has an adapter, so there is nothing to differentiate.
+        if output_TD.requires_grad:
+            output_TD.backward(grad_TD)
+        if input_TD is not None:
+            grad = torch.zeros_like(input_TD) if input_TD.grad is None else input_TD.grad
             self._stage.send(grad, forward=False)
 
-    def _receive_gradient(self, number: int) -> Tensor:
-        buffer_TD = self._stage.buffer(self._batches[number].num_rows, self._stage.layers.stop - 1)
+    def _receive_gradient(self, index: int) -> Tensor:
+        buffer_TD = self._stage.buffer(self._batches[index].num_rows, self._stage.layers.stop - 1)
         return self._ranks.receive(buffer_TD, forward=False)
 
-    def _receive_rows(self, sent: Sequence[Action | None], done: Sequence[Action | None]) -> None:
-        """Receive the rows of forwards that the stage before has done and this one has not."""
-        numbers = [each.micro_batch for each in sent if each is not None and each.is_forward and each not in done]
-        waiting = [number for number in numbers if self._batches[number].num_rows]
-        for number in waiting[len(self._arrived) :]:
-            buffer_TD = self._stage.buffer(self._batches[number].num_rows, self._stage.layers.start - 1)
-            self._arrived.append(self._ranks.receive(buffer_TD, forward=True))
+    def _receive_rows(self, sender_actions: Sequence[Action | None], local_actions: Sequence[Action | None]) -> None:
+        """Receive the rows of forwards that the previous stage has performed and this one has not."""
+        unprocessed = [action for action in sender_actions if action is not None and action not in local_actions]
+        micro_batches = [action.micro_batch for action in unprocessed if action.is_forward]
+        waiting = [index for index in micro_batches if self._batches[index].num_rows]
+        for index in waiting[len(self._early_rows) :]:
+            buffer_TD = self._stage.buffer(self._batches[index].num_rows, self._stage.layers.start - 1)
+            self._early_rows.append(self._ranks.receive(buffer_TD, forward=True))
 
-    def _receive_gradients(self, sent: Sequence[Action | None], done: Sequence[Action | None]) -> None:
-        """Receive the gradients of backwards that the stage after has done and this one has not."""
-        for action in sent:
-            if action is None or action.is_forward or action in done:
+    def _receive_gradients(
+        self, sender_actions: Sequence[Action | None], local_actions: Sequence[Action | None]
+    ) -> None:
+        """Receive the gradients of backwards that the next stage has performed and this one has not."""
+        for action in sender_actions:
+            if action is None or action.is_forward or action in local_actions:
                 continue
-            number, batch = action.micro_batch, self._batches[action.micro_batch]
-            if batch.train and batch.num_rows and number not in self._gradients:
-                self._gradients[number] = self._receive_gradient(number)
+            index, batch = action.micro_batch, self._batches[action.micro_batch]
+            if batch.train and batch.num_rows and index not in self._early_gradients:
+                self._early_gradients[index] = self._receive_gradient(index)

@@ -1,8 +1,8 @@
 """The processes of the other ranks, the streams that carry rank 0's commands, and their encoding.
 
 Rank 0 owns `RankProcesses`: a child process for each other rank of its machine, and a link to each of them and to the
-ranks that joined from other machines (`joining`). When a rank dies, `on_lost` is called with the reason, in a thread of
-its own; when rank 0 dies, the others exit. Messages are length-prefixed bytes. Knows no torch.
+ranks that joined from other machines (`rendezvous`). When a rank dies, a watching thread calls `on_lost` with the
+reason; when rank 0 dies, the other ranks exit. Messages are length-prefixed bytes. Knows no torch.
 
 Commands and results are MessagePack with extensions for arrays and the values of `tinsmith.types`. Decoding calls no
 code from the message: it only constructs the classes listed here from their fields.
@@ -33,28 +33,28 @@ from tinsmith.samplers import CacheUse
 TUPLE, ARRAY, VALUE, ERROR, ELLIPSIS, INTEGER = range(1, 7)
 
 VALUES = {
-    **{name: found for name, found in inspect.getmembers(types, inspect.isclass) if dataclasses.is_dataclass(found)},
+    **{name: member for name, member in inspect.getmembers(types, inspect.isclass) if dataclasses.is_dataclass(member)},
     "CacheUse": CacheUse,
     "Degrees": Degrees,
 }
 
 ERRORS = {
-    name: found
-    for name, found in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(found, errors.TinsmithError)
+    name: member
+    for name, member in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(member, errors.TinsmithError)
 }
 
 
 def encode(value: object) -> bytes:
     """Raises TypeError for values that cannot be encoded."""
-    return cast(bytes, msgpack.packb(value, default=_extension, strict_types=True))
+    return cast(bytes, msgpack.packb(value, default=_encode_extension, strict_types=True))
 
 
 def decode(data: bytes) -> object:
-    return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
+    return msgpack.unpackb(data, ext_hook=_decode_extension, strict_map_key=False)
 
 
-def _extension(value: object) -> object:
+def _encode_extension(value: object) -> object:
     if isinstance(value, tuple):
         return msgpack.ExtType(TUPLE, encode(list(value)))
     if isinstance(value, np.ndarray):
@@ -73,7 +73,7 @@ def _extension(value: object) -> object:
     raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
-def _restored(code: int, data: bytes) -> object:
+def _decode_extension(code: int, data: bytes) -> object:
     if code == ELLIPSIS:
         return ...
     if code == INTEGER:
@@ -116,7 +116,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether the other end is gone."""
+        """Whether the other end has closed the stream."""
         poll = select.poll()
         poll.register(self._stream, select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -129,27 +129,27 @@ class Link:
         """Raises EOFError if the other end is closed, TimeoutError if nothing arrived."""
         self._stream.settimeout(timeout_s)
         try:
-            (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
-            return bytes(self._exactly(length))
+            (length,) = LENGTH.unpack(self._receive_exactly(LENGTH.size))
+            return bytes(self._receive_exactly(length))
         finally:
             self._stream.settimeout(None)
 
-    def _exactly(self, length: int) -> bytearray:
-        found = bytearray(length)
-        view = memoryview(found)
+    def _receive_exactly(self, length: int) -> bytearray:
+        content = bytearray(length)
+        view = memoryview(content)
         while view:
-            got = self._stream.recv_into(view)
-            if not got:
+            num_bytes = self._stream.recv_into(view)
+            if not num_bytes:
                 raise EOFError("the other end is gone")
-            view = view[got:]
-        return found
+            view = view[num_bytes:]
+        return content
 
     def close(self) -> None:
         self._stream.close()
 
 
 class RankProcesses:
-    """Ranks 1 and up as processes. Use `start`, and `close` at the end."""
+    """The processes of ranks 1 and up. Use `start`, and `close` at the end."""
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
@@ -157,16 +157,16 @@ class RankProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._hosts: dict[int, str] = {}  # of ranks on other machines
         self._closing = False
-        self._waker, self._woken = socket.socketpair()
+        self._wake_sender, self._wake_receiver = socket.socketpair()
 
     @classmethod
     def start(
-        cls, specs: Sequence[Mapping[str, object]], on_lost: Callable[[str], None], elsewhere: Mapping[int, Link]
+        cls, specs: Sequence[Mapping[str, object]], on_lost: Callable[[str], None], remote_links: Mapping[int, Link]
     ) -> RankProcesses:
-        """`specs` are of ranks 0 and up; those without a link in `elsewhere` become child processes."""
+        """`specs` are of ranks 0 and up; ranks without a link in `remote_links` become child processes."""
         processes = cls(on_lost)
         for rank, spec in enumerate(specs[1:], 1):
-            processes._add(rank, spec, elsewhere.get(rank))
+            processes._add(rank, spec, remote_links.get(rank))
         threading.Thread(target=processes._watch, name="ranks", daemon=True).start()
         return processes
 
@@ -192,7 +192,7 @@ class RankProcesses:
     def close(self) -> None:
         """End the other ranks."""
         self._closing = True
-        self._waker.send(b"x")
+        self._wake_sender.send(b"x")
         for link in self._links.values():
             link.close()
         for process in self._processes.values():
@@ -206,9 +206,9 @@ class RankProcesses:
         if link is None:
             parent_end, child_end = socket.socketpair()
             with child_end:
-                number = child_end.fileno()
-                command = [sys.executable, "-m", "tinsmith.backends.distributed", str(number)]
-                self._processes[rank] = subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
+                child_fd = child_end.fileno()
+                command = [sys.executable, "-m", "tinsmith.backends.distributed", str(child_fd)]
+                self._processes[rank] = subprocess.Popen(command, pass_fds=[child_fd], stdin=subprocess.DEVNULL)
             link = Link(parent_end)
         else:
             self._hosts[rank] = link.peer
@@ -217,13 +217,13 @@ class RankProcesses:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
+        poll.register(self._wake_receiver, select.POLLIN)
         ranks = {link.fileno(): rank for rank, link in self._links.items()}
-        for number in ranks:
-            poll.register(number, select.POLLRDHUP)
+        for fd in ranks:
+            poll.register(fd, select.POLLRDHUP)
         events = poll.poll()
         if not self._closing:
-            self._on_lost(self._exit_reason(next(ranks[number] for number, _ in events if number in ranks)))
+            self._on_lost(self._exit_reason(next(ranks[fd] for fd, _ in events if fd in ranks)))
 
     def _exit_reason(self, rank: int) -> str:
         if (process := self._processes.get(rank)) is None:
@@ -232,11 +232,11 @@ class RankProcesses:
             status = process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"rank {rank} (process {process.pid}) has closed its stream"
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"rank {rank} (process {process.pid}) {how}"
+        end = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"rank {rank} (process {process.pid}) {end}"
 
 
-def exit_with(link: Link) -> None:
+def exit_when_closed(link: Link) -> None:
     """Exit this process as soon as the other end of the link is closed."""
 
     def watch() -> None:

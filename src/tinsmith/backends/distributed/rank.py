@@ -1,4 +1,4 @@
-"""One rank and the commands that it executes. Rank 0 is in the engine's process, the others are processes of their own.
+"""One rank and the commands that it executes. Rank 0 is in the engine's process; each other rank is a process.
 
 `RankBackend` is the torch backend for ranks: its base may be sharded, and all ranks take part in its steps. `Rank` has
 the commands; `execute` runs one and returns a `CommandOutcome`, plain data that rank 0 compares.
@@ -20,10 +20,10 @@ import structlog
 import torch
 
 from tinsmith.backends import MicroBatches
-from tinsmith.backends.distributed.measuring import measure
+from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
-from tinsmith.backends.distributed.ranks import Ranks
+from tinsmith.backends.distributed.rates import measure_rates
 from tinsmith.backends.distributed.sampler import Finished, RankSampler
 from tinsmith.backends.distributed.trainer import RankedTrainer
 from tinsmith.backends.torch import TorchBackend
@@ -54,14 +54,14 @@ COMPARED_BYTES = 1 << 16
 
 def digest_of_files(directory: Path) -> str:
     """A digest of the configuration and of the names, sizes and last bytes of a base model's weights."""
-    found = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    digest = hashlib.blake2b((directory / "config.json").read_bytes(), digest_size=16)
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             file.seek(max(0, size - COMPARED_BYTES))
-            found.update(file.read())
-    return found.hexdigest()
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 class RankBackend(TorchBackend):
@@ -78,8 +78,8 @@ class RankBackend(TorchBackend):
             self._module_names = self._base.module_names
 
     def agree(self) -> None:
-        """With all ranks: check that all have the same files and that the shards make up the whole model, and agree on
-        the memory budget.
+        """Check, with all ranks, that all have the same files and that the shards reproduce the unsharded model, and
+        set the smallest memory budget.
         """
         if len(set(self.ranks.gather(self._files))) > 1:
             raise SettingsError(
@@ -92,10 +92,10 @@ class RankBackend(TorchBackend):
         self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
 
     def _log_kernels(self) -> None:
-        """Not before `agree`: on CUDA it makes a forward, which may need all ranks."""
+        """Does nothing: `agree` logs the kernels, since on CUDA that runs a forward, which may need all ranks."""
 
-    def flat_of(self, model_id: str) -> Tensor:
-        """All numbers of an adapter."""
+    def flat_parameters(self, model_id: str) -> Tensor:
+        """[P]: all parameters of an adapter."""
         return self._model(model_id).adapter.flat_P
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
@@ -114,9 +114,9 @@ class RankBackend(TorchBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class OtherMachine:
-    """What a rank on another machine than rank 0 has there: `base_models` are directories by name, and `scratch` is a
-    directory of all its ranks there, for files that rank 0 sends.
+class RemoteMachine:
+    """A machine other than rank 0's: `base_models` maps names to directories, and `scratch` is a directory of all ranks
+    of the machine, for files that rank 0 sends.
     """
 
     base_models: Mapping[str, str]
@@ -125,15 +125,15 @@ class OtherMachine:
 
 class Rank:
     def __init__(
-        self, rank: int, *, device: str, timeout_s: float, threads: int, here: OtherMachine | None = None
+        self, rank: int, *, device: str, timeout_s: float, threads: int, machine: RemoteMachine | None = None
     ) -> None:
-        """`device` is this rank's own: cpu or cuda:N. `here` is None on rank 0's machine."""
-        self._here = here
+        """`device` is 'cpu' or 'cuda:N'. `machine` is None on rank 0's machine."""
+        self._machine = machine
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
         self._ranks: Ranks | None = None
-        self._loaded: RankBackend | None = None
+        self._backend: RankBackend | None = None
         self._passes: MicroBatches | None = None
         if device == "cpu":
             # The same number on every rank, since it decides the order in which threads add.
@@ -141,11 +141,11 @@ class Rank:
 
     @property
     def backend(self) -> RankBackend:
-        assert self._loaded is not None
-        return self._loaded
+        assert self._backend is not None
+        return self._backend
 
     def join(self, degrees: Degrees) -> None:
-        self._loaded = None
+        self._backend = None
         if self._ranks is not None:
             gc.collect()  # meshes of the model before refer to its groups
             self._ranks.close()
@@ -153,49 +153,53 @@ class Rank:
 
     def measure(self, dtype: str, hidden: int, num_weights: int) -> list[list[float]]:
         assert self._ranks is not None
-        return measure(self._ranks, dtype, hidden, num_weights)
+        return measure_rates(self._ranks, dtype, hidden, num_weights)
 
     def load(self, shape: ModelShape, options: Mapping[str, str]) -> None:
-        """Called on one rank after the other: the host holds one whole model at a time."""
+        """Load the base model. Called on one rank after the other, so that the host holds one unsharded model at a
+        time.
+        """
         assert self._ranks is not None
-        if self._here is not None:
-            shape = replace(shape, path=self._here.base_models.get(shape.name, shape.path))
+        if self._machine is not None:
+            shape = replace(shape, path=self._machine.base_models.get(shape.name, shape.path))
         if not Path(shape.path).is_dir():
             raise SettingsError(
                 f"rank {self._rank} finds no directory {shape.path} on {socket.gethostname()}; pass --model "
                 f"{shape.name}=DIRECTORY to `tinsmith rank` there"
             )
-        self._loaded = RankBackend(shape, self._ranks, **options)
+        self._backend = RankBackend(shape, self._ranks, **options)
 
     def place(self, directory: str, name: str, content: np.ndarray) -> None:
-        """Append to a file of a directory that rank 0 has and this machine has not."""
-        path = self._local(directory) / Path(name).name
+        """Append to a file of this machine's copy of rank 0's directory."""
+        path = self._local_path(directory) / Path(name).name
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with path.open("ab") as file:
             file.write(content.tobytes())
 
     def discard(self, directory: str) -> None:
         """Delete what `place` wrote."""
-        shutil.rmtree(self._local(directory), ignore_errors=True)
+        shutil.rmtree(self._local_path(directory), ignore_errors=True)
 
-    def _local(self, directory: str) -> Path:
-        if self._here is None:
+    def _local_path(self, directory: str) -> Path:
+        if self._machine is None:
             return Path(directory)
-        return self._here.scratch / hashlib.blake2b(directory.encode(), digest_size=16).hexdigest()
+        return self._machine.scratch / hashlib.blake2b(directory.encode(), digest_size=16).hexdigest()
 
     def assemble(self) -> None:
         self.backend.agree()
 
     def open_sampler(self) -> None:
-        """With all ranks: allocate the KV cache. An external sampler needs none."""
+        """Allocate the KV cache, with all ranks. An external sampler needs none."""
         _ = self.backend.sampler
 
     def load_model(self, model_id: str, spec: LoraSpec, directory: str, optimizer: bool, optimizer_type: str) -> None:
-        self.backend.load(model_id, spec, self._local(directory), optimizer=optimizer, optimizer_type=optimizer_type)
+        self.backend.load(
+            model_id, spec, self._local_path(directory), optimizer=optimizer, optimizer_type=optimizer_type
+        )
 
     def digest(self, model_id: str) -> str:
         """Digest of an adapter's weights, which are equal on all ranks."""
-        flat_P = self.backend.flat_of(model_id).cpu().numpy()
+        flat_P = self.backend.flat_parameters(model_id).cpu().numpy()
         return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
 
     def begin_passes(self, passes: Sequence[Pass]) -> None:
@@ -216,7 +220,7 @@ class Rank:
         self._passes.close()
 
     def load_version(self, version_id: str, directory: str) -> None:
-        self.backend.load_version(version_id, self._local(directory))
+        self.backend.load_version(version_id, self._local_path(directory))
 
     def step(self, scopes: Sequence[str] | None) -> tuple[Finished, list[Partial], CacheUse]:
         sampler = self.backend.sampler
@@ -242,12 +246,12 @@ class CommandOutcome:
     digest: str = ""
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return self.kind if self.error is None else f"{self.kind}: {self.error}"
 
     def message(self) -> bytes:
-        known = self.error if self.error is None or isinstance(self.error, TinsmithError) else str(self.error)
-        return encode([self.kind, self.value, known, self.digest])
+        error = self.error if self.error is None or isinstance(self.error, TinsmithError) else str(self.error)
+        return encode([self.kind, self.value, error, self.digest])
 
     @classmethod
     def read(cls, message: bytes) -> CommandOutcome:

@@ -2,11 +2,11 @@
 
 `RankSampler` is one rank's `LocalSampler`. Ranks of a sampling group hold different layers or heads of the same KV
 cache and must run identical steps: they get the same requests in the same order, caches of equally many blocks, and the
-tokens drawn by the first rank of the last stage. Only that stage has logits. Where layers are sharded or experts spread
-over groups, a rank without rows takes part in every forward, and holds the adapters of all ranks' requests.
+tokens drawn by the first rank of the last stage. Only that stage has logits. With sharded layers or expert parallelism,
+a rank without rows takes part in every forward, and holds the adapters of all ranks' requests.
 
-`GroupSampler` is what the engine sees, on rank 0. Every request runs on one group; requests with a common prefix go to
-the one that has it cached, unless that has much more work than another.
+`GroupSampler` is the engine's sampler, on rank 0. Every request runs on one group; requests with a common prefix go to
+the group that has it cached, unless that group has much more work than another.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.model import ShardedBase
-from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
@@ -35,10 +35,10 @@ from tinsmith.samplers.local.scheduler import SamplerStep
 from tinsmith.types import Partial, Sample, SampleResult
 
 PREFIX_TOKENS = 64
-"""First tokens of a prompt, by which requests with a common prefix are recognised."""
+"""Requests whose prompts have these first tokens in common have a common prefix."""
 
 MAX_PREFIXES = 4096
-"""Prefixes whose group is remembered."""
+"""Prefixes with a recorded group."""
 
 MAX_IMBALANCE_TOKENS = 2048
 """A group with this many more pending tokens than the least loaded one gets no requests for its cache."""
@@ -53,27 +53,27 @@ class RankSampler(LocalSampler):
     def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks, options: SamplerOptions) -> None:
         token_bytes = sum(shape.num_bytes for shape in layer_shapes(base).values())
         # Free memory differs between devices; the schedule must not.
-        own = options.kv_cache_bytes or default_bytes(base, token_bytes)
-        budget = min(cast("list[int]", ranks.gather(own)))
+        kv_cache_bytes = options.kv_cache_bytes or default_bytes(base, token_bytes)
+        min_bytes = min(cast("list[int]", ranks.gather(kv_cache_bytes)))
         self._ranks = ranks
-        super().__init__(base, versions, options=replace(options, kv_cache_bytes=budget))
+        super().__init__(base, versions, options=replace(options, kv_cache_bytes=min_bytes))
         self._ran = False
-        self._held: dict[str, Adapter] = {}
-        # A rank that repeated a collective step would be alone in it.
+        self._held_adapters: dict[str, Adapter] = {}
+        # Other ranks would not take part in the repetition of a collective step.
         self._can_retry = not ranks.degrees.sharded
 
     def hold(self, request_id: str, version_id: str | None) -> None:
-        """Keep the adapter of a request of any rank: its rows come to this rank's experts."""
+        """Hold the adapter of a request of any rank, whose rows are sent to this rank's experts."""
         if (adapter := self._capture(version_id).adapter) is not None:
-            self._held[request_id] = adapter
+            self._held_adapters[request_id] = adapter
 
     def release(self, request_id: str) -> None:
-        self._held.pop(request_id, None)
+        self._held_adapters.pop(request_id, None)
 
     def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
-        """The largest stage's, so that all have as many blocks and states."""
-        found = cast("list[tuple[int, int]]", self._ranks.gather((token_bytes, state_bytes)))
-        return max(tokens for tokens, _ in found), max(states for _, states in found)
+        """The sizes of the largest stage, so that all stages have equally many blocks and states."""
+        sizes = cast("list[tuple[int, int]]", self._ranks.gather((token_bytes, state_bytes)))
+        return max(tokens for tokens, _ in sizes), max(states for _, states in sizes)
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
@@ -81,7 +81,8 @@ class RankSampler(LocalSampler):
             return super().step(scopes)
         assert isinstance(self._base, ShardedBase)
         if self._base.exchange is not None:
-            self._base.exchange.adapters = list({id(adapter): adapter for adapter in self._held.values()}.values())
+            adapters = self._held_adapters.values()
+            self._base.exchange.adapters = list({id(adapter): adapter for adapter in adapters}.values())
         finished = super().step(scopes)
         if not self._ran:
             self._base.idle(train=False)
@@ -92,7 +93,7 @@ class RankSampler(LocalSampler):
         if not self._ranks.degrees.shard_base:
             super()._run(step)
             return
-        # Weights gathered here are used in training, too.
+        # Weights that are gathered here are used in training, too.
         with torch.inference_mode(False), torch.no_grad():
             super()._run(step)
 
@@ -104,18 +105,18 @@ class RankSampler(LocalSampler):
 
     def _queue_readback(self, sequences: Sequence[Running], chosen: SampledTokens) -> None:
         if self._ranks.degrees.group_size > 1:
-            agreed = self._ranks.broadcast_sampling
+            broadcast = self._ranks.broadcast_sampling
             top = chosen.top
             if top is not None:
-                top = top._replace(ids_Rk=agreed(top.ids_Rk), logprobs_Rk=agreed(top.logprobs_Rk))
+                top = top._replace(ids_Rk=broadcast(top.ids_Rk), logprobs_Rk=broadcast(top.logprobs_Rk))
             chosen = chosen._replace(
-                token_ids_B=agreed(chosen.token_ids_B), logprobs_B=agreed(chosen.logprobs_B), top=top
+                token_ids_B=broadcast(chosen.token_ids_B), logprobs_B=broadcast(chosen.logprobs_B), top=top
             )
         super()._queue_readback(sequences, chosen)
 
 
 @dataclass(slots=True)
-class _Place:
+class _Assignment:
     """A request's group and its approximate number of tokens."""
 
     group_index: int
@@ -135,7 +136,7 @@ class GroupSampler:
     def __init__(self, degrees: Degrees, call: Call) -> None:
         self._degrees = degrees
         self._call = call
-        self._places: dict[str, _Place] = {}
+        self._assignments: dict[str, _Assignment] = {}
         self._loads = [0] * degrees.groups
         self._prefix_groups: OrderedDict[tuple[str | None, str, bytes], int] = OrderedDict()
         self._partials: list[Partial] = []
@@ -143,10 +144,10 @@ class GroupSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._places)
+        return bool(self._assignments)
 
     def submit(self, sample: Sample) -> None:
-        group_index = self._group_of(sample)
+        group_index = self._choose_group(sample)
         if self._degrees.experts > 1:
             self._call("hold", sample.request_id, sample.version_id)
         try:
@@ -155,35 +156,35 @@ class GroupSampler:
             self._release(sample.request_id)
             raise
         answer = ANSWER_TOKENS if sample.params.max_tokens is None else sample.params.max_tokens
-        place = _Place(group_index, len(sample.prompt_T) + answer * sample.num_samples)
-        self._places[sample.request_id] = place
-        self._loads[group_index] += place.num_tokens
+        assignment = _Assignment(group_index, len(sample.prompt_T) + answer * sample.num_samples)
+        self._assignments[sample.request_id] = assignment
+        self._loads[group_index] += assignment.num_tokens
 
     def cancel(self, request_id: str) -> bool:
-        place = self._places.get(request_id)
-        if place is None:
+        assignment = self._assignments.get(request_id)
+        if assignment is None:
             return False
-        self._forget(request_id)
-        group = self._degrees.sampling_group(place.group_index)
+        self._remove(request_id)
+        group = self._degrees.sampling_group(assignment.group_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
-        if not self._places:
+        if not self._assignments:
             return []
-        # Where layers are sharded or experts spread, all ranks step, with or without work.
-        busy = {place.group_index for place in self._places.values()}
+        # With sharded layers or expert parallelism all ranks step, with or without work.
+        busy = {assignment.group_index for assignment in self._assignments.values()}
         chosen = range(self._degrees.groups) if self._degrees.in_step else sorted(busy)
         groups = [self._degrees.sampling_group(index) for index in chosen]
-        only = None if scopes is None else sorted(scopes)
-        answers = self._call("step", only, ranks=[rank for group in groups for rank in group])
+        scope_names = None if scopes is None else sorted(scopes)
+        answers = self._call("step", scope_names, ranks=[rank for group in groups for rank in group])
         finished: Finished = []
         for group in groups:
-            own, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[-1]])
-            finished += own
+            results, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[-1]])
+            finished += results
             self._partials += partials
             self._uses[group[0]] = use
         for request_id, _ in finished:
-            self._forget(request_id)
+            self._remove(request_id)
         return finished
 
     def partials(self) -> list[Partial]:
@@ -200,20 +201,20 @@ class GroupSampler:
             sum(use.waiting_sequences for use in uses),
         )
 
-    def _group_of(self, sample: Sample) -> int:
+    def _choose_group(self, sample: Sample) -> int:
         key = (sample.version_id, sample.cache_scope, sample.prompt_T[:PREFIX_TOKENS].tobytes())
-        least = min(self._loads)
-        home = self._prefix_groups.pop(key, None)
-        if home is None or self._loads[home] > least + MAX_IMBALANCE_TOKENS:
-            home = self._loads.index(least)
-        self._prefix_groups[key] = home
+        min_load = min(self._loads)
+        group_index = self._prefix_groups.pop(key, None)
+        if group_index is None or self._loads[group_index] > min_load + MAX_IMBALANCE_TOKENS:
+            group_index = self._loads.index(min_load)
+        self._prefix_groups[key] = group_index
         if len(self._prefix_groups) > MAX_PREFIXES:
             self._prefix_groups.popitem(last=False)
-        return home
+        return group_index
 
-    def _forget(self, request_id: str) -> None:
-        if (place := self._places.pop(request_id, None)) is not None:
-            self._loads[place.group_index] -= place.num_tokens
+    def _remove(self, request_id: str) -> None:
+        if (assignment := self._assignments.pop(request_id, None)) is not None:
+            self._loads[assignment.group_index] -= assignment.num_tokens
             self._release(request_id)
 
     def _release(self, request_id: str) -> None:

@@ -1,10 +1,10 @@
-"""A packed step over ranks: each data rank runs its share of the sequences, each context rank its share of the rows of
-those sequences, each stage its layers of all rows, and all ranks end with the same gradients.
+"""A packed step over ranks: each data rank runs some of the sequences, each context rank some rows of those sequences,
+each stage its layers of all rows, and all ranks end with the same gradients.
 
-Every rank receives all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
-so that all have about as many tokens; a rank with fewer micro-batches than another still takes part in collectives.
-Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log probabilities. Ranks agree
-on outcomes that may differ: memory that ran out, and why a custom loss failed.
+Every rank receives all passes and packs them in the same way. Sequences are distributed to data ranks by length, the
+longest first, so that all have about as many tokens; a rank with fewer micro-batches than another still takes part in
+collectives. Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log
+probabilities. Ranks agree on outcomes that may differ: memory that ran out, and why a custom loss failed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShare
+from tinsmith.backends.distributed.collectives import Ranks
+from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.pipeline_parallel import Schedule, StageRows
-from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import GatheredLinear, full_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 EMPTY = MicroBatch(())
 DONE = object()
 
-LEAST_TOKENS = {False: 32, True: 256}
-"""Without and with CUDA: smaller micro-batches take as long, because every weight is read for each."""
+MIN_TOKENS = {False: 32, True: 256}
+"""Of a micro-batch, without and with CUDA: a smaller one takes as long, because it reads every weight."""
 
 
 class _Shortage(NamedTuple):
-    """Memory ran out over a micro-batch; `alone` is its pass if it was a single sequence."""
+    """Memory ran out over a micro-batch; `pass_index` is its pass if it is a single sequence."""
 
-    alone: int | None
+    pass_index: int | None
     num_tokens: int
     problem: str
 
@@ -56,27 +56,27 @@ class _Shortage(NamedTuple):
 class RankedTrainer(Trainer):
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int, ranks: Ranks) -> None:
         super().__init__(base, max_tokens, chunk_rows)
-        make = _ShardedHead if isinstance(base.unembedding, GatheredLinear) else _RankedHead
-        self._head = make(base, chunk_rows, ranks)
+        head_class = _ShardedHead if isinstance(base.unembedding, GatheredLinear) else _RankedHead
+        self._head = head_class(base, chunk_rows, ranks)
         self._ranks = ranks
         self._shortage = _Shortage(None, 0, "")
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        shares = share_out(examples, self._ranks.degrees.data)
-        limit = self._tokens_of(shares)
+        shares = distribute_examples(examples, self._ranks.degrees.data)
+        limit = self._micro_batch_tokens(shares)
         batches = [pack(share, limit) for share in shares]
-        own = batches[self._ranks.data_index]
-        return own + [EMPTY] * (max(map(len, batches)) - len(own))
+        local_batches = batches[self._ranks.data_index]
+        return local_batches + [EMPTY] * (max(map(len, batches)) - len(local_batches))
 
-    def _tokens_of(self, shares: Sequence[Sequence[Example]]) -> int:
-        """Tokens of a micro-batch: with stages, fewer, so that all of them have work."""
+    def _micro_batch_tokens(self, shares: Sequence[Sequence[Example]]) -> int:
+        """Tokens of a micro-batch; fewer with several stages, so that all of them are busy."""
         degrees = self._ranks.degrees
         limit = self._limit * degrees.context
         if degrees.pipeline == 1:
             return limit
-        most = max(sum(example.num_tokens for example in share) for share in shares)
-        least = LEAST_TOKENS[self._base.device.type == "cuda"]
-        return min(limit, max(least, math.ceil(most / (MICRO_BATCHES_PER_STAGE * degrees.pipeline))))
+        max_tokens = max(sum(example.num_tokens for example in share) for share in shares)
+        min_tokens = MIN_TOKENS[self._base.device.type == "cuda"]
+        return min(limit, max(min_tokens, math.ceil(max_tokens / (MICRO_BATCHES_PER_STAGE * degrees.pipeline))))
 
     def _run_micro_batches(
         self,
@@ -84,27 +84,27 @@ class RankedTrainer(Trainer):
         specs: Mapping[int, LossSpec],
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
-        adapters = _trained(checked)
+        adapters = _adapters_with_gradients(checked)
         buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
         shortage = None
         try:
             if self._ranks.degrees.pipeline > 1:
                 yield from self._run_stage(batches, specs, checked)
                 batches = ()
-            for number, (batch, train) in enumerate(batches):
-                if number:
+            for index, (batch, train) in enumerate(batches):
+                if index:
                     yield
                 if shortage is None:
-                    shortage = self._try(batch, specs, checked, train=train)
+                    shortage = self._try_batch(batch, specs, checked, train=train)
         finally:
             for adapter in adapters.values():
                 adapter.close_gradients()
-        self._agree(shortage)
-        self._exchange(checked)
+        self._raise_shortage(shortage)
+        self._exchange_logprobs(checked)
         self._finish_custom(checked)
         return {key: self._ranks.sum_all(full_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
 
-    def _try(
+    def _try_batch(
         self,
         batch: MicroBatch,
         specs: Mapping[int, LossSpec],
@@ -113,7 +113,7 @@ class RankedTrainer(Trainer):
         train: bool,
     ) -> _Shortage | None:
         if isinstance(self._base, ShardedBase) and self._base.exchange is not None:
-            self._base.exchange.adapters = _adapters(checked)
+            self._base.exchange.adapters = _step_adapters(checked)
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
@@ -123,22 +123,22 @@ class RankedTrainer(Trainer):
                     self._base.idle(train=train)
         except MemoryError as error:
             if self._ranks.degrees.sharded or self._ranks.degrees.context > 1:
-                # The other ranks wait for this one in the middle of a layer.
+                # The other ranks wait for this rank in the middle of a layer.
                 raise RanksLostError(
                     f"rank {self._ranks.rank} ran out of memory over {sum(batch.lengths)} tokens: {error}"
                 ) from error
-            alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
-            return _Shortage(alone, sum(batch.lengths), str(error))
+            pass_index = batch.examples[0].pass_index if len(batch.examples) == 1 else None
+            return _Shortage(pass_index, sum(batch.lengths), str(error))
         return None
 
     def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities: zeros where another context rank has the row."""
-        share = self._share(batch)
-        return _whole(share, super()._run_micro_batch(share, specs, train=train))
+        shard = self._shard_rows(batch)
+        return _scatter_logprobs(shard, super()._run_micro_batch(shard, specs, train=train))
 
-    def _share(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's rows."""
-        return batch if self._ranks.degrees.context == 1 else RowShare.of(batch, self._ranks)
+    def _shard_rows(self, batch: MicroBatch) -> MicroBatch:
+        """This context rank's rows."""
+        return batch if self._ranks.degrees.context == 1 else RowShard.of(batch, self._ranks)
 
     def _run_stage(
         self,
@@ -146,89 +146,93 @@ class RankedTrainer(Trainer):
         specs: Mapping[int, LossSpec],
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, None]:
-        """This rank's part of every micro-batch."""
+        """Run this rank's stage for all micro-batches."""
         assert isinstance(self._base, ShardedBase) and self._base.stage is not None
-        shares = [(self._share(batch) if batch.examples else batch, train) for batch, train in batches]
-        base, stage, adapters = self._base, self._base.stage, _adapters(checked)
+        shards = [(self._shard_rows(batch) if batch.examples else batch, train) for batch, train in batches]
+        base, stage, adapters = self._base, self._base.stage, _step_adapters(checked)
 
-        def forward(number: int) -> Tensor:
-            share, train = shares[number]
-            return self._hidden(share, train=train) if share.examples else base.idle_hidden(train=train)
+        def forward(index: int) -> Tensor:
+            shard, train = shards[index]
+            return self._hidden(shard, train=train) if shard.examples else base.idle_hidden(train=train)
 
-        def head(number: int, hidden_TD: Tensor) -> Tensor | None:
-            share, train = shares[number]
-            if not share.examples:
+        def head(index: int, hidden_TD: Tensor) -> Tensor | None:
+            shard, train = shards[index]
+            if not shard.examples:
                 return torch.zeros_like(hidden_TD)
             logprob_P, grad_TD = (
-                self._head.differentiate(share, hidden_TD, specs)
+                self._head.differentiate(shard, hidden_TD, specs)
                 if train
-                else (self._head.score(share, hidden_TD), None)
+                else (self._head.score(shard, hidden_TD), None)
             )
-            self._store_logprobs(share.full_batch, _whole(share, read(logprob_P)[0]), checked)
+            self._store_logprobs(shard.full_batch, _scatter_logprobs(shard, read(logprob_P)[0]), checked)
             return grad_TD
 
         idle_rows = int(self._ranks.degrees.in_step)  # other ranks of the stage wait for this one's exchanges
-        rows = [StageRows(len(share.tokens_T) if share.examples else idle_rows, train) for share, train in shares]
-        steps = Schedule(stage, rows, forward, head).run()
+        rows = [StageRows(len(shard.tokens_T) if shard.examples else idle_rows, train) for shard, train in shards]
+        schedule = Schedule(stage, rows, forward, head).run()
         try:
             while True:
                 if base.exchange is not None:  # samples may have been drawn since
                     base.exchange.adapters = adapters
                 with memory_errors(base.device):
-                    if next(steps, DONE) is DONE:
+                    if next(schedule, DONE) is DONE:
                         return
                 yield
         except MemoryError as error:
-            # The other stages wait for this one.
+            # The other stages wait for this stage.
             raise RanksLostError(f"rank {self._ranks.rank} ran out of memory in its stage: {error}") from error
         finally:
-            steps.close()
+            schedule.close()
 
     def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
-        return ContextParallel(batch, self._ranks) if isinstance(batch, RowShare) else super()._attention_plan(batch)
+        return ContextParallel(batch, self._ranks) if isinstance(batch, RowShard) else super()._attention_plan(batch)
 
-    def _agree(self, shortage: _Shortage | None) -> None:
+    def _raise_shortage(self, local_shortage: _Shortage | None) -> None:
         """Raise MemoryError on all ranks if memory ran out on one."""
         self._running = None
-        found = next((each for each in self._ranks.gather(shortage and tuple(shortage)) if each is not None), None)
-        if found is not None:
-            self._shortage = _Shortage(*cast("tuple[int | None, int, str]", found))
+        shortages = self._ranks.gather(local_shortage and tuple(local_shortage))
+        shortage = next((shortage for shortage in shortages if shortage is not None), None)
+        if shortage is not None:
+            self._shortage = _Shortage(*cast("tuple[int | None, int, str]", shortage))
             self._running = EMPTY
             raise MemoryError(self._shortage.problem)
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
-        return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
+        return self._shrink_to(self._shortage.num_tokens, self._shortage.pass_index, problem)
 
-    def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Exchange log probabilities between data ranks, context ranks and stages, as a sum with zeros for the rows of
-        others.
+    def _exchange_logprobs(self, checked: Sequence[CheckedPass | UserError]) -> None:
+        """Exchange log probabilities between data ranks, context ranks and stages, as a sum in which each rank has
+        zeros for the other ranks' rows.
         """
         if self._ranks.degrees.devices == self._ranks.degrees.tensor:
             return
         examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
         all_P = np.zeros(ends[-1], np.float32)
-        places = list(zip(examples, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
-        for example, start, stop in places:
-            if (own := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
-                all_P[start:stop] = own.reshape(-1)
-        found_P = self._ranks.sum_replicas(torch.from_numpy(all_P)).numpy()
-        for example, start, stop in places:
-            logprobs = found_P[start:stop].reshape(example.target_shape)
+        spans = list(zip(examples, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+        for example, start, stop in spans:
+            if (local_logprobs := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
+                all_P[start:stop] = local_logprobs.reshape(-1)
+        summed_P = self._ranks.sum_replicas(torch.from_numpy(all_P)).numpy()
+        for example, start, stop in spans:
+            logprobs = summed_P[start:stop].reshape(example.target_shape)
             _pass_of(example, checked).logprobs[example.datum_index] = logprobs
 
     def _finish_custom(self, checked: Sequence[CheckedPass | UserError]) -> None:
-        """Whether a custom loss fails may depend on a rank's clock: the failure on the lowest rank counts for all."""
-        runs = [(entry, entry.spec.custom) for entry in checked if isinstance(entry, CheckedPass) and entry.spec.custom]
-        if not runs:
+        """Finish custom losses. Whether one fails may depend on a rank's clock: all ranks take the failure of the
+        lowest.
+        """
+        entries = (entry for entry in checked if isinstance(entry, CheckedPass))
+        custom_passes = [(entry, entry.spec.custom) for entry in entries if entry.spec.custom]
+        if not custom_passes:
             return
         failures = []
-        for entry, custom in runs:
+        for entry, custom in custom_passes:
             outcome = custom.finish([array for array in entry.logprobs if array is not None])
             failures.append(str(outcome) if isinstance(outcome, UserError) else None)
         all_failures = cast("list[list[str | None]]", self._ranks.gather(failures))
-        for (_, custom), found in zip(runs, zip(*all_failures, strict=True), strict=True):
-            reason = next((text for text in found if text is not None), None)
+        for (_, custom), reasons in zip(custom_passes, zip(*all_failures, strict=True), strict=True):
+            reason = next((text for text in reasons if text is not None), None)
             custom.failure = None if reason is None else UserError(reason)
 
 
@@ -246,15 +250,15 @@ class _RankedHead(Head):
         return self._ranks.broadcast_context(agreed_P).numpy()
 
     def _score_examples(self, batch: MicroBatch, hidden_TD: Tensor, chosen: Sequence[bool]) -> Tensor:
-        own_P = super()._score_examples(batch, hidden_TD, chosen)
-        all_P = own_P.new_zeros(len(batch.full_batch.row_P))
-        all_P[batch.pairs] = own_P
+        local_P = super()._score_examples(batch, hidden_TD, chosen)
+        all_P = local_P.new_zeros(len(batch.full_batch.row_P))
+        all_P[batch.pairs] = local_P
         return self._ranks.sum_context(all_P)
 
 
 class _ShardedHead(_RankedHead):
-    """Each tensor rank has the logits of its part of the vocabulary. Ranks exchange a row's largest logit, its sum of
-    exponentials and its targets' logits, never whole rows.
+    """Each tensor rank has the logits of its shard of the vocabulary. Ranks exchange a row's largest logit, its sum of
+    exponentials and its targets' logits, never complete rows.
     """
 
     def _logprobs(self, chunk: Chunk, frozen_CV: Tensor | None) -> Tensor:
@@ -265,12 +269,12 @@ class _ShardedHead(_RankedHead):
 
     def _raw_logits(self, chunk: Chunk, frozen_CV: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         adapter_groups = self._unembedding.groups(chunk.lora_batch)
-        return self._unembedding.forward_part(chunk.hidden_CD, adapter_groups, torch.float32, frozen_CV)
+        return self._unembedding.forward_shard(chunk.hidden_CD, adapter_groups, torch.float32, frozen_CV)
 
     def _read_logprobs(self, raw_CV: Tensor, chunk: Chunk) -> tuple[Softmax, Tensor, Tensor]:
-        own = self._softmax(raw_CV)
-        softmax = own._replace(sums_CS=self._ranks.gather_tensor(own.sums_CS))
-        cells_p = torch.where(*self._own_cells(chunk), -1)
+        local_softmax = self._softmax(raw_CV)
+        softmax = local_softmax._replace(sums_CS=self._ranks.gather_tensor(local_softmax.sums_CS))
+        cells_p = torch.where(*self._local_cells(chunk), -1)
         return softmax, cells_p, self._ranks.sum_tensor(softmax.logprobs(cells_p))
 
     def _normalise(self, logits_CV: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -278,60 +282,62 @@ class _ShardedHead(_RankedHead):
         return (logits_CV - log_sum_C[:, None]).exp_(), logprob_p
 
     def _target_gradients(self, chunk: Chunk, grad_p: Tensor) -> tuple[Tensor, Tensor]:
-        is_own_p, cells_p = self._own_cells(chunk)
-        # Not a product with zero: the first cell, which stands in for others' targets, may be another tenant's NaN.
-        return cells_p, torch.where(is_own_p, grad_p, 0.0)
+        is_local_p, cells_p = self._local_cells(chunk)
+        # No multiplication by zero: targets of other ranks have the first cell, which may be another tenant's NaN.
+        return cells_p, torch.where(is_local_p, grad_p, 0.0)
 
     def _backward(
         self, grad_CV: Tensor, hidden_CD: Tensor, adapter_groups: Sequence[AdapterGroup], a_outputs: Sequence[Tensor]
     ) -> Tensor:
-        return self._unembedding.backward_part(grad_CV, hidden_CD, adapter_groups, a_outputs)
+        return self._unembedding.backward_shard(grad_CV, hidden_CD, adapter_groups, a_outputs)
 
     @property
     def _unembedding(self) -> GatheredLinear:
         return cast(GatheredLinear, self._base.unembedding)
 
     def _log_sums(self, logits_CW: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """[C] the logarithms of the rows' sums over the whole vocabulary, and [p] log probabilities."""
-        most_C = self._ranks.max_tensor(logits_CW.amax(-1))
-        is_own_p, cells_p = self._own_cells(chunk)
-        own_p = torch.where(is_own_p, logits_CW.view(-1)[cells_p], 0.0)
-        sums = torch.cat([(logits_CW - most_C[:, None]).exp_().sum(-1), own_p])
-        sum_C, target_p = self._ranks.sum_tensor(sums).split([len(most_C), len(own_p)])
-        log_sum_C = most_C + sum_C.log()
-        return log_sum_C, target_p - log_sum_C[chunk.local_p]
+        """[C]: the log of each row's sum of exponentials over all logits; [p]: log probabilities."""
+        max_C = self._ranks.max_tensor(logits_CW.amax(-1))
+        is_local_p, cells_p = self._local_cells(chunk)
+        local_logit_p = torch.where(is_local_p, logits_CW.view(-1)[cells_p], 0.0)
+        sums = torch.cat([(logits_CW - max_C[:, None]).exp_().sum(-1), local_logit_p])
+        sum_C, logit_p = self._ranks.sum_tensor(sums).split([len(max_C), len(local_logit_p)])
+        log_sum_C = max_C + sum_C.log()
+        return log_sum_C, logit_p - log_sum_C[chunk.local_p]
 
-    def _own_cells(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Whether each pair's target is in this rank's part, and its index in the flattened part, 0 for others."""
-        part = self._unembedding.part
-        target_p = chunk.cells_p - chunk.local_p * self._base.vocab_size - part.start
-        is_own_p = (target_p >= 0) & (target_p < part.stop - part.start)
-        cells_p = chunk.local_p * (part.stop - part.start) + target_p
-        return is_own_p, torch.where(is_own_p, cells_p, 0)
+    def _local_cells(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """[p], [p]: whether a pair's target is in this rank's shard; its index in the flattened logits of the shard, or
+        0.
+        """
+        shard = self._unembedding.shard
+        target_p = chunk.cells_p - chunk.local_p * self._base.vocab_size - shard.start
+        is_local_p = (target_p >= 0) & (target_p < shard.stop - shard.start)
+        cells_p = chunk.local_p * (shard.stop - shard.start) + target_p
+        return is_local_p, torch.where(is_local_p, cells_p, 0)
 
 
-def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
-    """Longest first, each to the share with the fewest tokens so far."""
+def distribute_examples(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
+    """Distribute examples, longest first, each to the share with the fewest tokens so far."""
     shares: list[list[Example]] = [[] for _ in range(num_shares)]
-    filled = [0] * num_shares
+    loads = [0] * num_shares
     for example in sorted(examples, key=lambda example: -example.num_tokens):
-        least = filled.index(min(filled))
-        shares[least].append(example)
-        filled[least] += example.num_tokens
+        target = loads.index(min(loads))
+        shares[target].append(example)
+        loads[target] += example.num_tokens
     return shares
 
 
-def _whole(share: MicroBatch, logprob_P: F32) -> F32:
-    """[P] of the whole micro-batch: zeros where another context rank has the row."""
-    if not isinstance(share, RowShare):
+def _scatter_logprobs(shard: MicroBatch, logprob_P: F32) -> F32:
+    """[P] of all rows of the micro-batch: zeros where another context rank has the row."""
+    if not isinstance(shard, RowShard):
         return logprob_P
-    whole_P = np.zeros(len(share.full_batch.row_P), np.float32)
-    whole_P[share.pairs] = logprob_P
-    return whole_P
+    all_P = np.zeros(len(shard.full_batch.row_P), np.float32)
+    all_P[shard.pairs] = logprob_P
+    return all_P
 
 
-def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
-    """By id, the adapters for which any rank's sequences have a gradient."""
+def _adapters_with_gradients(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
+    """The adapters to which some rank's sequences give a gradient, by id."""
     return {
         id(entry.trained.adapter): entry.trained.adapter
         for entry in checked
@@ -341,7 +347,7 @@ def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter
     }
 
 
-def _adapters(checked: Sequence[CheckedPass | UserError]) -> list[Adapter]:
+def _step_adapters(checked: Sequence[CheckedPass | UserError]) -> list[Adapter]:
     """Every adapter of a step, in one order on all ranks."""
     examples = (example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples)
     return list({id(example.adapter): example.adapter for example in examples}.values())

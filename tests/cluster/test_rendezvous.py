@@ -29,9 +29,9 @@ from support.live import API_KEY, environment, free_port, serving
 from support.random_data import random_data
 from tinsmith.auth.signing import RANKS, Signer
 from tinsmith.backends import run_to_end
-from tinsmith.backends.distributed import Degrees, Group, joining
-from tinsmith.backends.distributed.joining import Introduction, Listener, Machines, join, version
+from tinsmith.backends.distributed import Degrees, Group, rendezvous
 from tinsmith.backends.distributed.processes import Link
+from tinsmith.backends.distributed.rendezvous import Introduction, Listener, Machines, describe_version, join
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.cli.rank import run_ranks
 from tinsmith.engine.__main__ import check_machines
@@ -40,7 +40,7 @@ from tinsmith.settings import Settings
 
 SECRET = "a-secret-of-all-machines-0123456789"
 KEY = Signer(SECRET.encode()).key(RANKS)
-VERSION = version(torch.__version__)
+VERSION = describe_version(torch.__version__)
 OWN = Introduction("m1", "there", 0, 1, 0, VERSION)
 PATIENCE_S = 60.0
 
@@ -52,7 +52,7 @@ def listener() -> Iterator[Listener]:
 
 
 def connect(listener: Listener) -> socket.socket:
-    return socket.create_connection(joining.host_and_port(listener.address), PATIENCE_S)
+    return socket.create_connection(rendezvous.parse_address(listener.address), PATIENCE_S)
 
 
 def joins(listener: Listener) -> None:
@@ -72,13 +72,13 @@ def test_a_rank_with_another_key_is_refused(listener: Listener) -> None:
     joins(listener)
 
 
-@pytest.mark.parametrize("answer", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), joining.GREETING + bytes(64), b""])
+@pytest.mark.parametrize("answer", [b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), rendezvous.GREETING + bytes(64), b""])
 def test_garbage_is_refused_and_decoded_by_nobody(
     listener: Listener, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[bytes] = []
-    decode = joining.decode
-    monkeypatch.setattr(joining, "decode", lambda data: decoded.append(data) or decode(data))
+    decode = rendezvous.decode
+    monkeypatch.setattr(rendezvous, "decode", lambda data: decoded.append(data) or decode(data))
     with connect(listener) as stranger:
         received = stranger.recv(48, socket.MSG_WAITALL)
         with contextlib.suppress(OSError):  # the engine may close before it has read everything
@@ -86,7 +86,7 @@ def test_garbage_is_refused_and_decoded_by_nobody(
             stranger.shutdown(socket.SHUT_WR)
             while part := stranger.recv(4096):
                 received += part
-    assert received.startswith(joining.GREETING) and len(received) in (48, 80) and not received[48:].strip(b"\0"), (
+    assert received.startswith(rendezvous.GREETING) and len(received) in (48, 80) and not received[48:].strip(b"\0"), (
         "and no proof"
     )
     assert not decoded
@@ -98,20 +98,20 @@ def test_a_proof_that_was_overheard_is_worth_nothing(listener: Listener) -> None
     with connect(listener) as first:
         greeting = first.recv(48, socket.MSG_WAITALL)
         nonce = os.urandom(32)
-        answer = joining.GREETING + nonce + joining._proof(KEY, b"rank", greeting[16:], nonce)
+        answer = rendezvous.GREETING + nonce + rendezvous._proof(KEY, b"rank", greeting[16:], nonce)
         first.sendall(answer)
         proof = first.recv(32, socket.MSG_WAITALL)
         assert proof.strip(b"\0")
-    for again in (answer, joining.GREETING + nonce + proof):
+    for again in (answer, rendezvous.GREETING + nonce + proof):
         with connect(listener) as second:
             second.recv(48, socket.MSG_WAITALL)
             second.sendall(again)
-            assert second.recv(32, socket.MSG_WAITALL) == joining.DENIED
+            assert second.recv(32, socket.MSG_WAITALL) == rendezvous.DENIED
 
 
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_silent_peer_is_dropped(listener: Listener, drips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 0.5)
     with connect(listener) as silent:
         silent.settimeout(PATIENCE_S)
         silent.recv(48, socket.MSG_WAITALL)
@@ -134,7 +134,7 @@ def test_a_rank_refuses_an_engine_without_the_key() -> None:
         def pretend() -> None:
             stream, _ = server.accept()
             with stream:
-                stream.sendall(joining.GREETING + bytes(32))
+                stream.sendall(rendezvous.GREETING + bytes(32))
                 heard.append(stream.recv(80, socket.MSG_WAITALL))
                 stream.sendall(os.urandom(32))
                 heard.append(stream.recv(1024))
@@ -151,7 +151,7 @@ def test_a_rank_refuses_an_engine_without_the_key() -> None:
     ("introduction", "cuda", "reason"),
     [
         (replace(OWN, version="0 with torch 0"), False, "this rank runs Tinsmith 0 with torch 0, but the engine runs"),
-        (replace(OWN, of=2), False, "--ranks is 2, but this engine has 1 ranks"),
+        (replace(OWN, num_ranks=2), False, "--ranks is 2, but this engine has 1 ranks"),
         (OWN, True, "this machine shows 0 GPUs, but this engine has 1 ranks"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_suit_the_engine_is_told_why(
         gathered = engine.submit(listener.gather, 1, 1, VERSION, cuda=cuda)
         link = join(listener.address, KEY, introduction, PATIENCE_S)
         with pytest.raises(SettingsError, match=reason):
-            joining.told(link.receive(PATIENCE_S))
+            rendezvous.read_rank_spec(link.receive(PATIENCE_S))
         other = join(listener.address, KEY, replace(OWN, machine="m2", gpus=1), PATIENCE_S)
         assert len(gathered.result(PATIENCE_S)) == 1
     other.close()
@@ -184,8 +184,8 @@ def test_an_engine_waits_for_whole_machines(listener: Listener) -> None:
     gathered: list[list[list[Link]]] = []
     thread = threading.Thread(target=lambda: gathered.append(listener.gather(1, 2, VERSION, cuda=False)))
     thread.start()
-    left_link = join(listener.address, KEY, replace(OWN, of=2), PATIENCE_S)
-    half = join(listener.address, KEY, replace(OWN, machine="half", of=2), PATIENCE_S)
+    left_link = join(listener.address, KEY, replace(OWN, num_ranks=2), PATIENCE_S)
+    half = join(listener.address, KEY, replace(OWN, machine="half", num_ranks=2), PATIENCE_S)
     left_link.close()
     links = [join(listener.address, KEY, Introduction("m3", "", index, 2, 0, VERSION), 60.0) for index in (1, 0)]
     thread.join(PATIENCE_S)
@@ -249,7 +249,7 @@ def test_two_machines_agree_with_one_process_until_one_is_lost(tmp_path: Path) -
     shutil.copytree(shape.path, tmp_path / "there")
     lost = threading.Event()
     with other_machine(tmp_path, address := f"127.0.0.1:{free_port()}", f"{shape.name}={tmp_path / 'there'}"):
-        host, port = joining.host_and_port(address)
+        host, port = rendezvous.parse_address(address)
         group = Group(
             2, device="cpu", timeout_s=60.0, on_lost=lambda _: lost.set(), machines=Machines(2, host, port, KEY)
         )
@@ -289,7 +289,7 @@ def _ranks_of(parent: int) -> list[int]:
 def test_base_models_that_differ_between_machines_are_refused(tmp_path: Path, files: str, reason: str) -> None:
     shape, other = (tiny_models.make(tmp_path / name, "qwen3", seed=len(name)) for name in ("here", "elsewhere"))
     with other_machine(tmp_path, address := f"127.0.0.1:{free_port()}", f"{shape.name}={other.path}"):
-        host, port = joining.host_and_port(address)
+        host, port = rendezvous.parse_address(address)
         group = Group(2, device="cpu", timeout_s=60.0, on_lost=lambda _: None, machines=Machines(2, host, port, KEY))
         try:
             if files == "none":

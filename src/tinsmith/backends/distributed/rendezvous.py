@@ -31,7 +31,7 @@ DENIED = bytes(PROOF_BYTES)
 """Sent instead of a proof to a peer whose proof is wrong."""
 
 HANDSHAKE_S = 10.0
-MOST_HANDSHAKES = 64
+MAX_HANDSHAKES = 64
 """Further connections are closed at once, so that strangers cannot use up threads."""
 
 RETRY_S = 0.5
@@ -46,8 +46,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """An engine's ranks are on `count` machines, equally many on each. Those of the others join rank 0 at host:port;
-    `announce` is called with the address once it accepts them, and with "" once it does not any more.
+    """An engine's ranks are on `count` machines, equally many on each. Ranks of other machines join rank 0 at
+    host:port; `announce` is called with the address when rank 0 accepts them, and with "" when it stops.
     """
 
     count: int
@@ -59,19 +59,19 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a rank says of itself: `index` of `of` ranks on `machine`, a name for this start; `gpus` are those that it
-    sees. `version` is of Tinsmith and of torch.
+    """How a rank introduces itself: rank `index` of `num_ranks` on `machine`, a name for this start; `gpus` is the
+    number of visible GPUs. `version` names the versions of Tinsmith and torch.
     """
 
     machine: str
     host: str
     index: int
-    of: int
+    num_ranks: int
     gpus: int
     version: str
 
 
-def version(torch_version: str) -> str:
+def describe_version(torch_version: str) -> str:
     return f"{__version__} with torch {torch_version}"
 
 
@@ -81,42 +81,44 @@ class Listener:
     def __init__(self, host: str, port: int, key: bytes) -> None:
         self._key = key
         self._joined: queue.Queue[tuple[Introduction, Link]] = queue.Queue()
-        self._slots = threading.BoundedSemaphore(MOST_HANDSHAKES)
+        self._slots = threading.BoundedSemaphore(MAX_HANDSHAKES)
         try:
-            self._server = listening_socket(host, port)
+            self._server = open_server_socket(host, port)
         except OSError as error:
             raise SettingsError(
                 f"ranks of other machines cannot join at {host}:{port} ({error.strerror or error}); set "
                 "TINSMITH_PEER_HOST to an address of this machine and TINSMITH_RANK_PORT to a free port, or 0"
             ) from None
-        self.address = address_of(host, self._server.getsockname()[1])
+        self.address = format_address(host, self._server.getsockname()[1])
         threading.Thread(target=self._accept, name="joining", daemon=True).start()
 
     def gather(self, machines: int, ranks: int, version: str, *, cuda: bool) -> list[list[Link]]:
-        """Wait until `machines` others have `ranks` each; returns their links by machine and index. Ranks that cannot
-        work with this engine are told why.
+        """Wait until `machines` other machines have `ranks` ranks each; returns their links by machine and index.
+        Refuses ranks that cannot work with this engine, with the reason.
         """
-        found: dict[str, dict[int, Link]] = {}
-        noticed = 0.0
-        while len(whole := [links for links in found.values() if len(links) == ranks]) < machines:
-            if time.monotonic() - noticed > NOTICE_S:
-                noticed = time.monotonic()
-                log.info("waiting for ranks of other machines", join=self.address, joined=len(whole), wanted=machines)
+        links_by_machine: dict[str, dict[int, Link]] = {}
+        logged_at = 0.0
+        while len(complete := [links for links in links_by_machine.values() if len(links) == ranks]) < machines:
+            if time.monotonic() - logged_at > NOTICE_S:
+                logged_at = time.monotonic()
+                log.info(
+                    "waiting for ranks of other machines", join=self.address, joined=len(complete), wanted=machines
+                )
             with contextlib.suppress(queue.Empty):
-                given, link = self._joined.get(timeout=RETRY_S)
-                if problem := _problem(given, ranks, version, cuda=cuda):
-                    log.warning("a rank was refused", host=given.host, reason=problem)
+                introduction, link = self._joined.get(timeout=RETRY_S)
+                if problem := _find_problem(introduction, ranks, version, cuda=cuda):
+                    log.warning("a rank was refused", host=introduction.host, reason=problem)
                     _refuse(link, problem)
                 else:
-                    found.setdefault(given.machine, {})[given.index] = link
-            for machine, links in list(found.items()):
+                    links_by_machine.setdefault(introduction.machine, {})[introduction.index] = link
+            for machine, links in list(links_by_machine.items()):
                 if any(link.closed for link in links.values()):
                     log.warning("ranks left before the engine started", machine=machine)
-                    _close(found.pop(machine).values())
-        for links in found.values():
-            if links not in whole[:machines]:
-                _close(links.values())
-        return [[links[index] for index in range(ranks)] for links in whole[:machines]]
+                    _close_links(links_by_machine.pop(machine).values())
+        for links in links_by_machine.values():
+            if links not in complete[:machines]:
+                _close_links(links.values())
+        return [[links[index] for index in range(ranks)] for links in complete[:machines]]
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -135,17 +137,17 @@ class Listener:
             if not self._slots.acquire(blocking=False):
                 stream.close()
                 continue
-            threading.Thread(target=self._meet, args=(stream,), name="handshake", daemon=True).start()
+            threading.Thread(target=self._shake_hands, args=(stream,), name="handshake", daemon=True).start()
 
-    def _meet(self, stream: socket.socket) -> None:
+    def _shake_hands(self, stream: socket.socket) -> None:
         try:
             deadline = time.monotonic() + HANDSHAKE_S
             challenge(stream, self._key, deadline)
-            link = linked(stream)
-            given = decode(link.receive(max(0.1, deadline - time.monotonic())))
-            if not isinstance(given, list):
+            link = open_link(stream)
+            fields = decode(link.receive(max(0.1, deadline - time.monotonic())))
+            if not isinstance(fields, list):
                 raise ValueError("it did not introduce itself")
-            self._joined.put((Introduction(*cast("list[Any]", given)), link))
+            self._joined.put((Introduction(*cast("list[Any]", fields)), link))
         except (OSError, EOFError, ValueError, TypeError) as error:
             log.warning("a connection was refused where ranks join", reason=str(error) or type(error).__name__)
             stream.close()
@@ -154,36 +156,41 @@ class Listener:
 
 
 def challenge(stream: socket.socket, key: bytes, deadline: float) -> None:
-    """The engine's side. Raises ConnectionError if the peer does not know the key, OSError if it is silent or gone."""
+    """Authenticate a rank, on the engine's side. Raises ConnectionError if the peer does not know the key, OSError if
+    it is silent or has closed the connection.
+    """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    _send(stream, GREETING + nonce, deadline)
-    answer = _exactly(stream, len(GREETING) + NONCE_BYTES + PROOF_BYTES, deadline)
-    greeting, theirs = answer[: len(GREETING)], answer[len(GREETING) : -PROOF_BYTES]
-    expected = _proof(key, b"rank", nonce, theirs)
-    if greeting != GREETING or not hmac.compare_digest(answer[-PROOF_BYTES:], expected):
+    _send_all(stream, GREETING + nonce, deadline)
+    response = _receive_exactly(stream, len(GREETING) + NONCE_BYTES + PROOF_BYTES, deadline)
+    greeting, peer_nonce = response[: len(GREETING)], response[len(GREETING) : -PROOF_BYTES]
+    expected = _proof(key, b"rank", nonce, peer_nonce)
+    if greeting != GREETING or not hmac.compare_digest(response[-PROOF_BYTES:], expected):
         with contextlib.suppress(OSError):
-            _send(stream, DENIED, deadline)
+            _send_all(stream, DENIED, deadline)
         raise ConnectionError("it does not know the signing secret of this engine")
-    _send(stream, _proof(key, b"engine", theirs, nonce), deadline)
+    _send_all(stream, _proof(key, b"engine", peer_nonce, nonce), deadline)
 
 
 def respond(stream: socket.socket, key: bytes, deadline: float) -> None:
-    """The rank's side. Raises SettingsError if the other end is no engine with this key, OSError if it is gone."""
-    greeted = _exactly(stream, len(GREETING) + NONCE_BYTES, deadline)
-    theirs = greeted[len(GREETING) :]
-    if not greeted.startswith(GREETING):
+    """Authenticate to the engine, on the rank's side. Raises SettingsError if the other end is no engine with this key,
+    OSError if it has closed the connection.
+    """
+    greeting = _receive_exactly(stream, len(GREETING) + NONCE_BYTES, deadline)
+    peer_nonce = greeting[len(GREETING) :]
+    if not greeting.startswith(GREETING):
         raise SettingsError("the other end is no engine of this version")
     nonce = secrets.token_bytes(NONCE_BYTES)
-    _send(stream, GREETING + nonce + _proof(key, b"rank", theirs, nonce), deadline)
-    if not hmac.compare_digest(_exactly(stream, PROOF_BYTES, deadline), _proof(key, b"engine", nonce, theirs)):
+    _send_all(stream, GREETING + nonce + _proof(key, b"rank", peer_nonce, nonce), deadline)
+    proof = _receive_exactly(stream, PROOF_BYTES, deadline)
+    if not hmac.compare_digest(proof, _proof(key, b"engine", nonce, peer_nonce)):
         raise SettingsError("the engine has another signing secret; set the same TINSMITH_SIGNING_SECRET for both")
 
 
-def join(address: str, key: bytes, own: Introduction, patience_s: float) -> Link:
+def join(address: str, key: bytes, introduction: Introduction, patience_s: float) -> Link:
     """Connect to rank 0, trying again for `patience_s` while nothing accepts ranks there. Raises SettingsError if the
     engine refuses, TimeoutError if there is none.
     """
-    host, port = host_and_port(address)
+    host, port = parse_address(address)
     give_up = time.monotonic() + patience_s
     while True:
         try:
@@ -193,8 +200,8 @@ def join(address: str, key: bytes, own: Introduction, patience_s: float) -> Link
             except BaseException:
                 stream.close()
                 raise
-            link = linked(stream)
-            link.send(encode([getattr(own, name) for name in Introduction.__slots__]))
+            link = open_link(stream)
+            link.send(encode([getattr(introduction, name) for name in Introduction.__slots__]))
             return link
         except (OSError, EOFError) as error:
             if time.monotonic() > give_up:
@@ -202,7 +209,7 @@ def join(address: str, key: bytes, own: Introduction, patience_s: float) -> Link
             time.sleep(RETRY_S)
 
 
-def host_and_port(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Parse HOST:PORT. Raises SettingsError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -210,17 +217,17 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def address_of(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
+def open_server_socket(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=MOST_HANDSHAKES)
+    return socket.create_server((host, port), family=family, backlog=MAX_HANDSHAKES)
 
 
-def linked(stream: socket.socket) -> Link:
-    """A link whose other end may be on a machine that loses its power."""
+def open_link(stream: socket.socket) -> Link:
+    """A link with TCP keep-alive, so that the loss of the other machine is noticed."""
     stream.settimeout(None)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {"TCP_NODELAY": 1, **KEEP_ALIVE}.items():
@@ -229,22 +236,27 @@ def linked(stream: socket.socket) -> Link:
     return Link(stream)
 
 
-def told(message: bytes) -> Mapping[str, object]:
-    """The engine's first message to a rank. Raises SettingsError if it is a refusal."""
+def read_rank_spec(message: bytes) -> Mapping[str, object]:
+    """Decode the engine's first message to a rank. Raises SettingsError if it is a refusal."""
     spec = cast("dict[str, object]", decode(message))
     if reason := spec.get("refused"):
         raise SettingsError(str(reason))
     return spec
 
 
-def _problem(given: Introduction, ranks: int, version: str, *, cuda: bool) -> str:
-    """Why this rank cannot be used; empty if it can."""
-    if given.version != version:
-        return f"this rank runs Tinsmith {given.version}, but the engine runs {version}; install the same on both"
-    if given.of != ranks or not 0 <= given.index < ranks:
-        return f"--ranks is {given.of}, but this engine has {ranks} ranks on each machine; pass --ranks {ranks}"
-    if cuda and given.gpus < ranks:
-        return f"this machine shows {given.gpus} GPUs, but this engine has {ranks} ranks on each machine"
+def _find_problem(introduction: Introduction, ranks: int, version: str, *, cuda: bool) -> str:
+    """Why the engine cannot use this rank; empty if it can."""
+    if introduction.version != version:
+        return (
+            f"this rank runs Tinsmith {introduction.version}, but the engine runs {version}; install the same on both"
+        )
+    if introduction.num_ranks != ranks or not 0 <= introduction.index < ranks:
+        return (
+            f"--ranks is {introduction.num_ranks}, but this engine has {ranks} ranks on each machine; "
+            f"pass --ranks {ranks}"
+        )
+    if cuda and introduction.gpus < ranks:
+        return f"this machine shows {introduction.gpus} GPUs, but this engine has {ranks} ranks on each machine"
     return ""
 
 
@@ -254,27 +266,27 @@ def _refuse(link: Link, reason: str) -> None:
     link.close()
 
 
-def _close(links: Iterable[Link]) -> None:
+def _close_links(links: Iterable[Link]) -> None:
     for link in links:
         link.close()
 
 
-def _proof(key: bytes, role: bytes, first: bytes, second: bytes) -> bytes:
-    return hmac.digest(key, GREETING + role + first + second, "sha256")
+def _proof(key: bytes, role: bytes, prover_nonce: bytes, verifier_nonce: bytes) -> bytes:
+    return hmac.digest(key, GREETING + role + prover_nonce + verifier_nonce, "sha256")
 
 
-def _send(stream: socket.socket, content: bytes, deadline: float) -> None:
+def _send_all(stream: socket.socket, content: bytes, deadline: float) -> None:
     stream.settimeout(max(0.001, deadline - time.monotonic()))
     stream.sendall(content)
 
 
-def _exactly(stream: socket.socket, length: int, deadline: float) -> bytes:
+def _receive_exactly(stream: socket.socket, length: int, deadline: float) -> bytes:
     """Raises TimeoutError at the deadline, even if single bytes keep arriving."""
-    found = b""
-    while len(found) < length:
+    content = b""
+    while len(content) < length:
         stream.settimeout(max(0.001, deadline - time.monotonic()))
-        part = stream.recv(length - len(found))
+        part = stream.recv(length - len(content))
         if not part:
             raise ConnectionError("the other end closed the connection in the handshake")
-        found += part
-    return found
+        content += part
+    return content

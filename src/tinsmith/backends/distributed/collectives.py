@@ -1,6 +1,6 @@
-"""The collectives of a group of ranks: sums, broadcasts, gathers of plain values.
+"""The process groups of a rank and their collectives: sums, broadcasts, exchanges, messages, gathers of plain values.
 
-All ranks concerned must call a method in the same order: that is the whole protocol. A collective that times out, or
+All ranks of a group must call its methods in the same order. A collective that times out, or
 fails because a rank is gone, raises RanksLostError, after which the group is unusable. Plain data only; nothing is
 unpickled. Knows no model.
 """
@@ -27,19 +27,21 @@ START_TIMEOUT_S = 1800.0
 """How long ranks may take to start; the exit of a rank meanwhile is noticed anyway."""
 
 
-def open_store(place: str, world: int, listening: int | None = None) -> Store:
-    """The ranks' rendezvous: a file of one machine, or `tcp://HOST:PORT`, which rank 0 serves on an open socket."""
-    if not place.startswith("tcp://"):
-        return dist.FileStore(place, world)  # pyright: ignore[reportPrivateImportUsage]
-    host, _, port = place.removeprefix("tcp://").rpartition(":")
+def open_store(address: str, world: int, listen_fd: int | None = None) -> Store:
+    """The store of the process group: a file of one machine, or `tcp://HOST:PORT`, which rank 0 serves on an open
+    socket.
+    """
+    if not address.startswith("tcp://"):
+        return dist.FileStore(address, world)  # pyright: ignore[reportPrivateImportUsage]
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         host.strip("[]"),
         int(port),
         world,
-        is_master=listening is not None,
+        is_master=listen_fd is not None,
         timeout=timedelta(seconds=START_TIMEOUT_S),
         wait_for_workers=False,
-        master_listen_fd=listening,
+        master_listen_fd=listen_fd,
     )
 
 
@@ -62,8 +64,8 @@ class Ranks:
     def __init__(self, degrees: Degrees, rank: int, device: str, timeout_s: float) -> None:
         self.degrees = degrees
         self.rank = rank
-        self.group_index, place = divmod(rank, degrees.group_size)
-        self.stage, self.tensor_index = divmod(place, degrees.tensor)
+        self.group_index, offset = divmod(rank, degrees.group_size)
+        self.stage, self.tensor_index = divmod(offset, degrees.tensor)
         self.data_index, self.context_index = divmod(self.group_index, degrees.context)
         self.device = torch.device(device)
         self._groups: list[dist.ProcessGroup] = []
@@ -71,26 +73,30 @@ class Ranks:
         all_ranks = list(range(degrees.devices))
         self._all = group(all_ranks)
         stages = [(index, stage) for index in range(degrees.groups) for stage in range(degrees.pipeline)]
-        tensor_groups = {each: group(degrees.tensor_group(*each)) for each in stages}
+        tensor_groups = {position: group(degrees.tensor_group(*position)) for position in stages}
         replica_groups = [group(degrees.replica_group(t)) for t in range(degrees.tensor)]
         self._tensor = self._sampling = tensor_groups[self.group_index, self.stage]
         self._replicas = self._context = replica_groups[self.tensor_index]
         self._sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
         if degrees.context > 1 and degrees.context < len(degrees.replica_group(0)):
-            places = [(d, place) for d in range(degrees.data) for place in range(degrees.group_size)]
-            groups = {place: group(degrees.context_group(*place)) for place in places}
-            self._context = groups[self.data_index, place]
+            positions = [(d, o) for d in range(degrees.data) for o in range(degrees.group_size)]
+            groups = {position: group(degrees.context_group(*position)) for position in positions}
+            self._context = groups[self.data_index, offset]
         expert_groups = degrees.expert_groups()
-        own = next(index for index, ranks in enumerate(expert_groups) if rank in ranks)
-        self.expert_index = expert_groups[own].index(rank)
+        expert_group_index = next(index for index, ranks in enumerate(expert_groups) if rank in ranks)
+        self.expert_index = expert_groups[expert_group_index].index(rank)
         if degrees.experts > 1:
-            self._experts = [group(ranks) for ranks in expert_groups][own]
-            of_stages = [degrees.stage_group(stage) for stage in range(degrees.pipeline)]
-            self._in_stage = [group(ranks) for ranks in of_stages][self.stage] if len(of_stages) > 1 else self._all
+            self._experts = [group(ranks) for ranks in expert_groups][expert_group_index]
+            stage_groups = [degrees.stage_group(stage) for stage in range(degrees.pipeline)]
+            self._in_stage = (
+                [group(ranks) for ranks in stage_groups][self.stage] if len(stage_groups) > 1 else self._all
+            )
         if degrees.pipeline > 1:
             # One group for each direction: NCCL executes the messages between two ranks of a group in one order.
-            groups = [[group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)]
-            self._sampling, self._forward, self._backward = (each[self.group_index] for each in groups)
+            groups_by_use = [
+                [group(degrees.sampling_group(index)) for index in range(degrees.groups)] for _ in range(3)
+            ]
+            self._sampling, self._forward, self._backward = (groups[self.group_index] for groups in groups_by_use)
 
     def close(self) -> None:
         """End the groups, each of which has threads that wake a hundred times a second. No collective may run."""
@@ -118,36 +124,39 @@ class Ranks:
         return self._sum(x, self._context, self.degrees.context)
 
     def exchange_context(self, x_CnW: torch.Tensor) -> torch.Tensor:
-        """[C, n, W]: part c goes to context rank c; returns the parts that came from each. Its own inverse."""
+        """[C, n, W]: sends part c to context rank c; returns the part from each rank. Applied twice, it returns x."""
         received = torch.empty_like(x_CnW)
-        with self._naming("an exchange"):
+        with self._convert_errors("an exchange"):
             dist.all_to_all_single(received, x_CnW, group=self._context)
         return received
 
     def send_context(self, x: torch.Tensor, step: int) -> None:
-        """Begin to send to the next context rank, or with `step` -1 to the one before."""
+        """Begin to send to the next context rank, or with `step` -1 to the previous one."""
         while self._sends and self._sends[0][0].is_completed():
             self.finish(self._sends.popleft()[0])
         x = x.contiguous()
         self._sends.append((self._begin_send(x, self.rank + step * self.degrees.group_size, self._context), x))
 
     def receive_context(self, x: torch.Tensor, step: int) -> dist.Work:
-        """Begin to fill the contiguous tensor with the next message of that rank."""
-        with self._naming("a message"):
-            work = dist.irecv(x, src=self.rank + step * self.degrees.group_size, group=self._context)
-        assert work is not None
-        return work
+        """Begin to fill the contiguous tensor with the next message of that rank; `finish` waits for the handle."""
+        with self._convert_errors("a message"):
+            handle = dist.irecv(x, src=self.rank + step * self.degrees.group_size, group=self._context)
+        assert handle is not None
+        return handle
 
-    def exchange_experts(self, x: torch.Tensor, sent: list[int] | None = None, received: list[int] | None = None
-                         ) -> torch.Tensor:  # fmt: skip
-        """`sent` rows go to each expert rank, in order; returns the `received` rows of each. Without numbers, equal
-        parts.
+    def exchange_experts(
+        self, x: torch.Tensor, input_splits: list[int] | None = None, output_splits: list[int] | None = None
+    ) -> torch.Tensor:
+        """Send `input_splits` rows to each expert rank, in order; returns the `output_splits` rows from each. Without
+        splits, all parts are equal.
         """
         x = x.contiguous()
-        found = torch.empty_like(x) if received is None else x.new_empty(sum(received), *x.shape[1:])
-        with self._naming("an exchange"):
-            dist.all_to_all_single(found, x, output_split_sizes=received, input_split_sizes=sent, group=self._experts)
-        return found
+        received = torch.empty_like(x) if output_splits is None else x.new_empty(sum(output_splits), *x.shape[1:])
+        with self._convert_errors("an exchange"):
+            dist.all_to_all_single(
+                received, x, output_split_sizes=output_splits, input_split_sizes=input_splits, group=self._experts
+            )
+        return received
 
     def sum_sampling(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._sampling, self.degrees.group_size)
@@ -160,7 +169,7 @@ class Ranks:
 
     def max_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The largest of the tensor ranks' values, in place."""
-        with self._naming("a maximum"):
+        with self._convert_errors("a maximum"):
             dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._tensor)
         return x
 
@@ -170,26 +179,26 @@ class Ranks:
             return x
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.degrees.tensor)]
-        with self._naming("a gathering"):
+        with self._convert_errors("a gathering"):
             dist.all_gather(parts, x, group=self._tensor)
         return torch.cat(parts, -1)
 
     def gather_replicas(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers shares of x from the ranks with the same heads and columns, as a sharded layer is."""
+        """Gathers a shard of x from each rank with the same heads and columns, as FSDP gathers a layer."""
         count = self.degrees.groups * self.degrees.pipeline
-        share = len(x) // count
-        gathered = x.new_empty(share * count)
+        shard_size = len(x) // count
+        gathered = x.new_empty(shard_size * count)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        with self._naming("a gathering"):
-            gather(gathered, x[:share], group=self._replicas)
+        with self._convert_errors("a gathering"):
+            gather(gathered, x[:shard_size], group=self._replicas)
         return gathered
 
     def broadcast_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        """The first tensor rank's value, on all of them."""
+        """The first tensor rank's value, on all tensor ranks."""
         return self._broadcast(x, self.degrees.tensor_group(self.group_index, self.stage), self._tensor)
 
     def broadcast_context(self, x: torch.Tensor) -> torch.Tensor:
-        """The first context rank's value, on all of them."""
+        """The first context rank's value, on all context ranks."""
         group = self.degrees.context_group(self.data_index, self.rank % self.degrees.group_size)
         return self._broadcast(x, group, self._context)
 
@@ -199,28 +208,28 @@ class Ranks:
         return self._broadcast(x, group[first:] + group[:first], self._sampling)
 
     def send(self, x: torch.Tensor, *, forward: bool) -> dist.Work:
-        """Begin to send to the same rank of the next stage, or of the one before. The tensor must not change until the
-        returned work is done.
+        """Begin to send to the same rank of the next stage, or of the previous one. The tensor must not change until
+        `finish` has waited for the returned handle.
         """
         group, peer = self._neighbour(forward)
         return self._begin_send(x, peer, group)
 
     def _begin_send(self, x: torch.Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
-        with self._naming("a message"):
-            work = dist.isend(x, dst=peer, group=group)
-        assert work is not None
-        return work
+        with self._convert_errors("a message"):
+            handle = dist.isend(x, dst=peer, group=group)
+        assert handle is not None
+        return handle
 
     def receive(self, x: torch.Tensor, *, forward: bool) -> torch.Tensor:
         """Fill the tensor with the next message in this direction."""
         group, _ = self._neighbour(forward)
-        with self._naming("a message"):
+        with self._convert_errors("a message"):
             dist.recv(x, src=self._neighbour(not forward)[1], group=group)
         return x
 
-    def finish(self, work: dist.Work) -> None:
-        with self._naming("a message"):
-            work.wait()
+    def finish(self, handle: dist.Work) -> None:
+        with self._convert_errors("a message"):
+            handle.wait()
 
     def _neighbour(self, forward: bool) -> tuple[dist.ProcessGroup, int]:
         """The group of messages in a direction, and the rank that they are sent to."""
@@ -238,10 +247,10 @@ class Ranks:
         """Every rank's plain value, in rank order."""
         content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degrees.devices)]
-        with self._naming("an agreement"):
+        with self._convert_errors("an agreement"):
             dist.all_gather(sizes, torch.tensor([len(content)]), group=self._all)
-            most = max(int(size) for size in sizes)
-            padded = torch.zeros(most, dtype=torch.uint8)
+            max_size = max(int(size) for size in sizes)
+            padded = torch.zeros(max_size, dtype=torch.uint8)
             padded[: len(content)] = content
             parts = [torch.empty_like(padded) for _ in sizes]
             dist.all_gather(parts, padded, group=self._all)
@@ -252,7 +261,7 @@ class Ranks:
         if len(ranks) == 1:
             return x
         shared = x.contiguous()
-        with self._naming("a broadcast"):
+        with self._convert_errors("a broadcast"):
             dist.broadcast(shared, ranks[0], group=group)
         return shared
 
@@ -261,14 +270,14 @@ class Ranks:
         if size == 1:
             return x
         x = x.contiguous()
-        with self._naming("a sum"):
+        with self._convert_errors("a sum"):
             dist.all_reduce(x, group=group)
         return x
 
     @contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _convert_errors(self, collective: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             first_line = str(error).strip().partition("\n")[0]
-            raise RanksLostError(f"rank {self.rank}: {what} with other ranks failed: {first_line}") from error
+            raise RanksLostError(f"rank {self.rank}: {collective} with other ranks failed: {first_line}") from error
