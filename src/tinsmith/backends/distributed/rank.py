@@ -24,7 +24,7 @@ from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.rates import measure_rates
-from tinsmith.backends.distributed.sampler import Finished, RankSampler
+from tinsmith.backends.distributed.sampler import RankSampler, SampleOutcomes
 from tinsmith.backends.distributed.trainer import RankedTrainer
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout
@@ -222,7 +222,7 @@ class Rank:
     def load_version(self, version_id: str, directory: str) -> None:
         self.backend.load_version(version_id, self._local_path(directory))
 
-    def step(self, scopes: Sequence[str] | None) -> tuple[Finished, list[Partial], CacheUse]:
+    def step(self, scopes: Sequence[str] | None) -> tuple[SampleOutcomes, list[Partial], CacheUse]:
         sampler = self.backend.sampler
         return sampler.step(scopes), sampler.partials(), sampler.cache_use()
 

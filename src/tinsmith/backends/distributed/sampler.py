@@ -29,7 +29,7 @@ from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
 from tinsmith.samplers.local.request import Request
-from tinsmith.samplers.local.request import Sequence as Running
+from tinsmith.samplers.local.request import Sequence as RequestSequence
 from tinsmith.samplers.local.sampling import SampledTokens
 from tinsmith.samplers.local.scheduler import SamplerStep
 from tinsmith.types import Partial, Sample, SampleResult
@@ -46,7 +46,7 @@ MAX_IMBALANCE_TOKENS = 2048
 ANSWER_TOKENS = 256
 """The assumed length of an answer without max_tokens."""
 
-Finished = list[tuple[str, SampleResult | UserError]]
+SampleOutcomes = list[tuple[str, SampleResult | UserError]]
 
 
 class RankSampler(LocalSampler):
@@ -75,7 +75,7 @@ class RankSampler(LocalSampler):
         sizes = cast("list[tuple[int, int]]", self._ranks.gather((token_bytes, state_bytes)))
         return max(tokens for tokens, _ in sizes), max(states for _, states in sizes)
 
-    def step(self, scopes: Collection[str] | None = None) -> Finished:
+    def step(self, scopes: Collection[str] | None = None) -> SampleOutcomes:
         self._ran = False
         if not self._ranks.degrees.in_step:
             return super().step(scopes)
@@ -103,7 +103,7 @@ class RankSampler(LocalSampler):
             return is_finite
         return bool(self._ranks.broadcast_sampling(torch.tensor(float(is_finite))))
 
-    def _queue_readback(self, sequences: Sequence[Running], chosen: SampledTokens) -> None:
+    def _queue_readback(self, sequences: Sequence[RequestSequence], chosen: SampledTokens) -> None:
         if self._ranks.degrees.group_size > 1:
             broadcast = self._ranks.broadcast_sampling
             top = chosen.top
@@ -168,18 +168,18 @@ class GroupSampler:
         group = self._degrees.sampling_group(assignment.group_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
-    def step(self, scopes: Collection[str] | None = None) -> Finished:
+    def step(self, scopes: Collection[str] | None = None) -> SampleOutcomes:
         if not self._assignments:
             return []
         # With sharded layers or expert parallelism all ranks step, with or without work.
-        busy = {assignment.group_index for assignment in self._assignments.values()}
-        chosen = range(self._degrees.groups) if self._degrees.in_step else sorted(busy)
-        groups = [self._degrees.sampling_group(index) for index in chosen]
+        busy_groups = {assignment.group_index for assignment in self._assignments.values()}
+        group_indices = range(self._degrees.groups) if self._degrees.in_step else sorted(busy_groups)
+        groups = [self._degrees.sampling_group(index) for index in group_indices]
         scope_names = None if scopes is None else sorted(scopes)
         answers = self._call("step", scope_names, ranks=[rank for group in groups for rank in group])
-        finished: Finished = []
+        finished: SampleOutcomes = []
         for group in groups:
-            results, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[-1]])
+            results, partials, use = cast("tuple[SampleOutcomes, list[Partial], CacheUse]", answers[group[-1]])
             finished += results
             self._partials += partials
             self._uses[group[0]] = use

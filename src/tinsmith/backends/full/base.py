@@ -1,7 +1,7 @@
 """Training of all weights: the model's weights as one flat float32 buffer, and the base, sampler and trainer for them.
 
-`FullWeights` takes the place of an adapter (`TrainedModel`, the trainer, the sampler) but adapts nothing: `FullBase`
-binds it to the model's parameters before rows run, so `compute` is empty. On disk such a model is a directory that
+`FullWeights` is used where an adapter is (`TrainedModel`, the trainer, the sampler), but adds no matmul: `FullBase`
+binds it to the model's parameters before a forward, so `compute` is empty. On disk such a model is a directory that
 `transformers` loads: `model.safetensors` holds float32 under the model's own names, tied weights once;
 `optimizer.safetensors` and `gradient.safetensors` name each tensor after its parameter.
 
@@ -13,7 +13,7 @@ running version joins only if no other waits before it.
 whose weights are bound for it; backward adds to the gradients of the parameters; and the unembedding, whose logits are
 computed in chunks, gets its own gradient chunk by chunk.
 
-Shapes: P all elements of the flat buffer, C rows of a chunk, V vocabulary, D hidden size.
+Shapes: P elements of the flat buffer, C rows of a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.architecture import decoder_of
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.samplers.local.request import Sequence as Running
+from tinsmith.samplers.local.request import Sequence as RequestSequence
 from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
 
 FULL_SPEC = LoraSpec(rank=0)
@@ -53,7 +53,7 @@ FULL_SPEC = LoraSpec(rank=0)
 
 @dataclass(frozen=True, eq=False)
 class FullLayout:
-    """Where each parameter is in the flat buffer. Gaps are always zero. A tied weight is stored once."""
+    """The position of each parameter in the flat buffer. Gaps are always zero. A tied weight is stored once."""
 
     shapes: dict[str, tuple[int, ...]]
     starts: tuple[int, ...]
@@ -117,7 +117,7 @@ class FullWeights(Adapter):
 
 
 TOLERANCE = 1e-3
-"""The largest relative error between gradients under packed attention and the model's own."""
+"""The largest relative error of gradients under packed attention against those of the model's eager attention."""
 
 
 class FullBase(BaseModel):
@@ -171,7 +171,7 @@ class FullBase(BaseModel):
                 parameter.requires_grad_(False)
 
     def _check_training(self) -> None:
-        """Raises SettingsError unless packed rows give the gradients of the model's own forward."""
+        """Raises SettingsError unless packed rows give the gradients of the model's eager attention."""
         buffers = [torch.zeros(self.layout.numel, device=self.device) for _ in range(2)]
         tokens_T = torch.arange(9, device=self.device) * 7 % self.shape.vocab_size
         positions_T = torch.arange(9, device=self.device)
@@ -214,8 +214,8 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
             f"there is no {WEIGHTS_FILE}: this is an adapter, and this server trains all weights (backend 'full')"
         )
     tensors = read_tensors(path)
-    if wrong := sorted(tensors.keys() ^ layout.shapes.keys()):
-        raise UserError(f"{WEIGHTS_FILE} is for another model: {wrong[0]!r} is in only one of the two")
+    if mismatches := sorted(tensors.keys() ^ layout.shapes.keys()):
+        raise UserError(f"{WEIGHTS_FILE} is for another model: {mismatches[0]!r} is in only one of the two")
     _check_shapes(layout, tensors, path)
     return FullWeights(layout, layout.fill_buffer(tensors, device))
 
@@ -246,10 +246,10 @@ class FullSampler(LocalSampler):
 
     def __init__(self, base: FullBase, versions: Mapping[str, Adapter], options: SamplerOptions) -> None:
         super().__init__(base, versions, options=options)
-        self._waiting: deque[Running] = deque()
+        self._waiting: deque[RequestSequence] = deque()
         self._active: Adapter | None = None
 
-    def _admit(self, sequence: Running) -> None:
+    def _admit(self, sequence: RequestSequence) -> None:
         self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> bool:
