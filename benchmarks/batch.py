@@ -51,19 +51,19 @@ print(f"{started - began} {time.time() - started}")
 
 
 @batch.remote_function
-def nothing() -> None:
+def pass_rows_on() -> None:
     from tinsmith import batch
 
     for rows in batch.load():
         batch.save_results(rows)
 
 
-def run(client: Client, directory: Path, name: str, rows: int, batch_size: int) -> dict[str, Any]:
+def time_job(client: Client, directory: Path, name: str, rows: int, batch_size: int) -> dict[str, Any]:
     source = directory / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(rows)))
     began = time.time()
     job = Dataset(batch.JsonReader(str(source))).map(
-        nothing, batch_size=batch_size, output=batch.JsonWriter(f"{source}.out"), stream=False, client=client
+        pass_rows_on, batch_size=batch_size, output=batch.JsonWriter(f"{source}.out"), stream=False, client=client
     )
     first = None
     while first is None:
@@ -79,7 +79,7 @@ def run(client: Client, directory: Path, name: str, rows: int, batch_size: int) 
     }
 
 
-def ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[float, float]:
+def time_ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[float, float]:
     """Seconds to start Ray, and from then to the last output."""
     source = directory / f"ray-{rows}.jsonl"
     source.write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(rows)))
@@ -89,23 +89,23 @@ def ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[
     return float(start_s), float(run_s)
 
 
-def promptness(server: LiveServer, client: Client, directory: Path) -> dict[str, float]:
+def measure_delays(server: LiveServer, client: Client, directory: Path) -> dict[str, float]:
     """Measure, during one long job, the delays of a new worker, of a killed one and of a cancellation."""
     source = directory / "long.jsonl"
     source.write_text('{"n": 1}\n' * 20_000)
     job = Dataset(batch.JsonReader(str(source))).map(
-        slowly, batch_size=1, output=batch.JsonWriter(f"{source}.out"), stream=False, client=client
+        sleep_for_each_row, batch_size=1, output=batch.JsonWriter(f"{source}.out"), stream=False, client=client
     )
 
-    def workers() -> set[str]:
+    def ready_workers() -> set[str]:
         return {worker["worker_id"] for worker in job.status()["workers"] if worker["state"] == "ready"}
 
-    until(lambda: job.status()["batch_completed_batches"] > 0)
+    time_until(lambda: job.status()["batch_completed_batches"] > 0)
     set_workers(server, 2)
-    added = until(lambda: len(workers()) == 2)
-    before = workers()
-    os.kill(_process_of(min(before), server), signal.SIGKILL)
-    replaced = until(lambda: len(workers() - before) == 1)
+    added = time_until(lambda: len(ready_workers()) == 2)
+    before = ready_workers()
+    os.kill(_find_worker_pid(min(before), server), signal.SIGKILL)
+    replaced = time_until(lambda: len(ready_workers() - before) == 1)
     began = time.monotonic()
     job.cancel()
     job.wait(check=False)
@@ -115,7 +115,7 @@ def promptness(server: LiveServer, client: Client, directory: Path) -> dict[str,
 
 
 @batch.remote_function
-def slowly() -> None:
+def sleep_for_each_row() -> None:
     import time
 
     from tinsmith import batch
@@ -125,7 +125,7 @@ def slowly() -> None:
         batch.save_results(rows)
 
 
-def _process_of(worker_id: str, server: LiveServer) -> int:
+def _find_worker_pid(worker_id: str, server: LiveServer) -> int:
     db = open_database(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     try:
         with db.read() as connection:
@@ -135,14 +135,14 @@ def _process_of(worker_id: str, server: LiveServer) -> int:
         db.close()
 
 
-def until(condition: Any) -> float:  # noqa: ANN401
+def time_until(condition: Any) -> float:  # noqa: ANN401
     began = time.monotonic()
     while not condition():
         time.sleep(0.02)
     return time.monotonic() - began
 
 
-def random_batches(directory: Path, rows: int) -> float:
+def time_random_batch(directory: Path, rows: int) -> float:
     """Seconds for a batch of 32 rows anywhere in a file whose rows have been found."""
     source = directory / "large.jsonl"
     source.write_text("".join(f'{{"n":{index}}}\n' for index in range(rows)))
@@ -155,7 +155,7 @@ def random_batches(directory: Path, rows: int) -> float:
     return (time.perf_counter() - began) / len(starts)
 
 
-def publishing(directory: Path) -> tuple[float, int]:
+def measure_publishing(directory: Path) -> tuple[float, int]:
     """Seconds and the most bytes of memory for 1,000 parts of 100 KB, in a process like that of a worker."""
     parts = directory / "parts"
     writer = batch.JsonWriter(str(directory / "published.jsonl"))
@@ -182,7 +182,7 @@ def set_workers(server: LiveServer, workers: int) -> None:
     httpx.put(f"{server.url}/api/v1/batch/pools/local", json={"workers": workers}, headers=headers).raise_for_status()
 
 
-def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
+def measure_bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     """The rows of one job, without workers."""
     db = open_database(f"sqlite:///{directory / 'rows.db'}")
     db.migrate()
@@ -195,13 +195,13 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     waits: list[float] = []
     stop = threading.Event()
 
-    def write_beside() -> None:
+    def write_concurrently() -> None:
         while not stop.wait(0.005):
             began = time.perf_counter()
             jobs.cancel("b", other_id)
             waits.append(time.perf_counter() - began)
 
-    writer = threading.Thread(target=write_beside)
+    writer = threading.Thread(target=write_concurrently)
     writer.start()
     began, cpu_before = time.perf_counter(), time.process_time()
     jobs.save_batch_states(job_id, "t", range(batches), batches)
@@ -215,12 +215,12 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
         part = PartInfo("/part", 1, 10, "0" * 64)
         settled = [(claim, AttemptOutcome(claim.batch_idx, claim.attempt_id, (part,), 1)) for claim in claims]
         claims = jobs.settle_and_claim(job_id, "t", settled, {"w": 1}, 60).claims["w"]
-    turned = (time.perf_counter() - began) / turns
+    turn_s = (time.perf_counter() - began) / turns
     began = time.perf_counter()
     jobs.find("a", job_id)
     progress_s = time.perf_counter() - began
     db.close()
-    return {"insert": inserted, "cpu": cpu, "wait": max(waits, default=0.0), "turn": turned, "progress": progress_s}
+    return {"insert": inserted, "cpu": cpu, "wait": max(waits, default=0.0), "turn": turn_s, "progress": progress_s}
 
 
 def main() -> None:
@@ -233,27 +233,27 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     if args.peers:
-        print_table(beside_peers(args.sizes, args.runs))
+        print_table(compare_with_peers(args.sizes, args.runs))
         return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with serving(directory / "data", "--backend", "fake") as server:
             client = Client(server.url, "tml-bench")
             set_workers(server, 1)
-            cold = run(client, directory, "cold", 12, 2)
-            small = run(client, directory, "small", 12, 2)
-            short = run(client, directory, "short", 10, 1)
-            long = run(client, directory, "one", args.batches, 1)
-            prompt = promptness(server, client, directory)
+            cold = time_job(client, directory, "cold", 12, 2)
+            small = time_job(client, directory, "small", 12, 2)
+            short = time_job(client, directory, "short", 10, 1)
+            long = time_job(client, directory, "one", args.batches, 1)
+            prompt = measure_delays(server, client, directory)
             client.close()
-        rows = bookkeeping(directory, args.rows_in_database)
-        at_random = random_batches(directory, 1_000_000)
-        published_s, published_bytes = publishing(directory)
+        rows = measure_bookkeeping(directory, args.rows_in_database)
+        at_random = time_random_batch(directory, 1_000_000)
+        published_s, published_bytes = measure_publishing(directory)
         ray_cells = "not run: no --ray", "not run: no --ray"
         if args.ray:
-            start_s, few_s = ray_data(args.ray, directory, 12, 2)
+            start_s, few_s = time_ray_data(args.ray, directory, 12, 2)
             # Its own start of a job varies by more than some hundred batches take.
-            less_s, more_s = (ray_data(args.ray, directory, times * args.batches, 1)[1] for times in (2, 10))
+            less_s, more_s = (time_ray_data(args.ray, directory, times * args.batches, 1)[1] for times in (2, 10))
             ray_batch_s = (more_s - less_s) / (8 * args.batches)
             ray_cells = f"{1000 * ray_batch_s:.1f} ms", f"{start_s + few_s:.1f} s ({few_s:.1f} s without its start)"
     # The difference of two lengths, so that what a job costs once is in neither.
@@ -280,27 +280,27 @@ def main() -> None:
 
 
 @batch.remote_function
-def longer() -> None:
+def transform_rows() -> None:
     from tinsmith import batch
 
     for rows in batch.load():
         batch.save_results([{"text": row["text"].upper(), "length": len(row["text"])} for row in rows])
 
 
-def beside_peers(sizes: list[int], runs: int) -> list[list[str]]:
+def compare_with_peers(sizes: list[int], runs: int) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as name, serving(Path(name) / "data", "--backend", "fake") as server:
         client = Client(server.url, "tml-bench")
         set_workers(server, batch_peers.WORKERS)
 
-        def own(source: Path, target: Path, batch_size: int) -> float:
+        def run_job(source: Path, target: Path, batch_size: int) -> float:
             began = time.perf_counter()
             output = batch.JsonWriter(str(target))
             Dataset(batch.JsonReader(str(source))).map(
-                longer, batch_size=batch_size, output=output, stream=False, client=client
+                transform_rows, batch_size=batch_size, output=output, stream=False, client=client
             ).wait()
             return time.perf_counter() - began
 
-        return batch_peers.compare(sizes, runs, own)
+        return batch_peers.compare_rates(sizes, runs, run_job)
 
 
 def print_table(table: list[list[str]]) -> None:

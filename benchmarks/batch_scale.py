@@ -42,11 +42,11 @@ TENANT = "bench"
 TURNS = 200
 
 
-def outcome(batch_idx: int, attempt_id: int) -> AttemptOutcome:
+def build_outcome(batch_idx: int, attempt_id: int) -> AttemptOutcome:
     return AttemptOutcome(batch_idx, attempt_id, (PartInfo("/part", 1, 10, "0" * 64),), 1)
 
 
-def job_of(jobs: BatchJobs, batches: int) -> tuple[int, float]:
+def create_job(jobs: BatchJobs, batches: int) -> tuple[int, float]:
     """A job with so many batches of one row, without an owner, and the seconds to store them."""
     job_id = jobs.create(TENANT, JobSpec("", FORMAT, [{**FORMAT, "path": "/y"}], 1))
     assert jobs.acquire_batch_coordinator(job_id, "planner", "here", 60)
@@ -57,15 +57,15 @@ def job_of(jobs: BatchJobs, batches: int) -> tuple[int, float]:
     return job_id, seconds
 
 
-def in_the_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
-    job_id, stored_s = job_of(jobs, batches)
+def measure_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
+    job_id, stored_s = create_job(jobs, batches)
     assert jobs.acquire_batch_coordinator(job_id, "t", "here", 600)
     table = [["", f"{batches:,} batches"], ["store all", f"{stored_s:.1f} s"]]
     for group in (1, MAX_GROUP):
         claims = jobs.settle_and_claim(job_id, "t", [], {"w": group}, 60).claims["w"]
         began = time.perf_counter()
         for _ in range(TURNS):
-            settled = [(claim, outcome(claim.batch_idx, claim.attempt_id)) for claim in claims]
+            settled = [(claim, build_outcome(claim.batch_idx, claim.attempt_id)) for claim in claims]
             claims = jobs.settle_and_claim(job_id, "t", settled, {"w": group}, 60).claims["w"]
         turn_ms = 1000 * (time.perf_counter() - began) / TURNS
         batches_text = "a batch" if group == 1 else f"{group} batches"
@@ -101,7 +101,7 @@ class _Worker:
             await asyncio.sleep(_Worker.hold_s)
             _Worker.busy_s += time.perf_counter() - began
         keys = [(assignment["batch_idx"], assignment["attempt_id"]) for assignment in assignments]
-        yield [(key, outcome(*key)) for key in keys]
+        yield [(key, build_outcome(*key)) for key in keys]
 
     async def close(self) -> None: ...
 
@@ -112,7 +112,7 @@ async def _start_worker(_pool: LocalPool, worker_id: str, _slot: int | None, _jo
 
 async def with_workers(jobs: BatchJobs, directory: Path, batches: int, workers: int, seconds: float) -> list[str]:
     """A line of the second table: a coordinator and so many workers for some seconds, or until all is done."""
-    job_id, _ = job_of(jobs, batches)
+    job_id, _ = create_job(jobs, batches)
     coordinator = Coordinator(Settings(data_dir=directory, backend="fake", batch_workers=workers), jobs, "here")
     coordinator.start()
     try:
@@ -154,7 +154,7 @@ def main() -> None:
         kind = databases.POSTGRES if args.postgres else databases.SQLITE
         jobs = BatchJobs(stack.enter_context(contextlib.closing(open_database(databases.fresh_url(Path(name), kind)))))
         print(f"{kind}, load average {os.getloadavg()[0]:.1f}")
-        print_table(in_the_database(jobs, args.batches))
+        print_table(measure_database(jobs, args.batches))
         table = [["workers", "batches/s", "time with a batch", "CPU of the coordinator"]]
         for workers in args.workers:
             table.append(asyncio.run(with_workers(jobs, Path(name), args.batches, workers, args.seconds)))

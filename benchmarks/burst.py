@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from harness import API_KEY, summary, wait_for
+from harness import API_KEY, summarize_times, wait_for
 from tinker import types
 
 MODEL = "tinsmith/nano"
@@ -33,7 +33,7 @@ KINDS = {"one poll for each sample": False, "one poll for the session": True}
 
 
 @contextlib.contextmanager
-def own_server(backend: str) -> Iterator[tuple[str, int]]:
+def run_server(backend: str) -> Iterator[tuple[str, int]]:
     """`tinsmith serve` until the end of the block: its address and its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,14 +50,14 @@ def own_server(backend: str) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def client(service: tinker.ServiceClient, follow: bool) -> tinker.SamplingClient:
+def create_client(service: tinker.ServiceClient, follow: bool) -> tinker.SamplingClient:
     """A sampling client that polls in one way or the other, whatever the server's flag says."""
     config = service.holder.get_client_config()
     service.holder._client_config = config.model_copy(update={"sample_use_retrieve_futures": follow})
     return service.create_sampling_client(base_model=MODEL).result()
 
 
-def burst(sampler: tinker.SamplingClient, size: int) -> float:
+def time_burst(sampler: tinker.SamplingClient, size: int) -> float:
     """Milliseconds until the last of `size` samples is there."""
     prompt = types.ModelInput.from_ints(list(range(32)))
     params = types.SamplingParams(max_tokens=8)
@@ -79,22 +79,22 @@ def measure(url: str, pid: int, size: int, runs: int) -> dict[str, dict[str, flo
         samplers = {}
         for kind, follow in KINDS.items():
             service = services.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
-            samplers[kind] = client(service, follow)
-            burst(samplers[kind], size)
+            samplers[kind] = create_client(service, follow)
+            time_burst(samplers[kind], size)
         for _ in range(runs):
             for kind, sampler in samplers.items():
-                server_before, client_before = processor_seconds(pid), own_seconds()
-                times[kind].append(burst(sampler, size))
+                server_before, client_before = processor_seconds(pid), client_seconds()
+                times[kind].append(time_burst(sampler, size))
                 server_s[kind] += processor_seconds(pid) - server_before
-                client_s[kind] += own_seconds() - client_before
+                client_s[kind] += client_seconds() - client_before
     return {
-        kind: summary(burst_times)
+        kind: summarize_times(burst_times)
         | {"server_ms": 1000 * server_s[kind] / runs / size, "client_ms": 1000 * client_s[kind] / runs / size}
         for kind, burst_times in times.items()
     }
 
 
-def own_seconds() -> float:
+def client_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="bursts of each kind")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    with own_server(args.backend) as (url, pid):
+    with run_server(args.backend) as (url, pid):
         figures = measure(url, pid, args.size, args.runs)
     print("| burst | runs | min ms | p50 ms | p95 ms | server, ms a sample | client, ms a sample |")
     print("|---|---|---|---|---|---|---|")

@@ -40,7 +40,7 @@ class Figures:
     engines: tuple[str, str]  # before and after
 
 
-def owner(processes: Service, model_id: str) -> tuple[str, int, str]:
+def find_owner(processes: Service, model_id: str) -> tuple[str, int, str]:
     """The engine that has a run, its process, and where its supervisor works."""
     query = (
         "SELECT engines.engine_id, engines.pid, engines.holder FROM models JOIN engines "
@@ -59,7 +59,7 @@ def train(
     adam = types.AdamParams(learning_rate=1e-3)
     with tinker.ServiceClient(base_url=url, api_key="tml-bench") as client:
         model = client.create_lora_training_client(MODEL, rank=16, seed=7).result()
-        owners = [owner(processes, model.model_id)]
+        owners = [find_owner(processes, model.model_id)]
         for step in range(steps):
             start = time.perf_counter()
             data = [random_datum(LENGTH, seed=step % 4), random_datum(LENGTH, seed=step % 3)]
@@ -73,11 +73,11 @@ def train(
             losses.append(passed.result().metrics["loss:sum"])
             stepped.result()
             step_seconds.append(time.perf_counter() - start)
-        owners.append(owner(processes, model.model_id))
+        owners.append(find_owner(processes, model.model_id))
     return losses, step_seconds, [engine_id for engine_id, _, _ in owners]
 
 
-def measure(steps: int, lose: str, lease_s: float, backend: str) -> Figures:
+def measure_failover(steps: int, lose: str, lease_s: float, backend: str) -> Figures:
     with tempfile.TemporaryDirectory(prefix="tinsmith-failover-") as directory, contextlib.ExitStack() as stack:
         processes = service(Path(directory))
         settings = {"ENGINE_LEASE_S": str(lease_s), "ENGINE_THREADS": "1", "BACKEND": backend}
@@ -106,7 +106,7 @@ def main() -> None:
     print(f"{MODEL}, {args.steps} steps of 2 x {LENGTH} tokens, lease of {args.lease:g} s", flush=True)
     figures_by_loss: dict[str, object] = {}
     for lose in args.lose:
-        figures = measure(args.steps, lose, args.lease, args.backend)
+        figures = measure_failover(args.steps, lose, args.lease, args.backend)
         figures_by_loss[lose] = asdict(figures)
         print(
             f"{lose} lost at step {args.steps // 2}: {figures.engines[0]} -> {figures.engines[1]}; a step takes "

@@ -54,7 +54,7 @@ SHORT_ANSWER = 8
 
 
 @dataclass(frozen=True, slots=True)
-class OwnServer:
+class TenantServer:
     """A server of the benchmark's own, with a key for each tenant."""
 
     url: str
@@ -62,11 +62,11 @@ class OwnServer:
     keys: dict[str, str]
 
 
-def tokens_of(length: int) -> np.ndarray:
+def random_tokens(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(0, 400, length + 1)
 
 
-def latencies(server: OwnServer, least_s: float, runs: int) -> list[float]:
+def time_passes(server: TenantServer, least_s: float, runs: int) -> list[float]:
     """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
     datum = random_datum(SMALL, SMALL)
     times: list[float] = []
@@ -82,7 +82,7 @@ def latencies(server: OwnServer, least_s: float, runs: int) -> list[float]:
     return times
 
 
-def training_steps(server: OwnServer, deadline: float) -> list[float]:
+def time_training_steps(server: TenantServer, deadline: float) -> list[float]:
     """Seconds of one small training step after the other, until `deadline` by time.perf_counter()."""
     datum = random_datum(SMALL, SMALL)
     times: list[float] = []
@@ -98,9 +98,9 @@ def training_steps(server: OwnServer, deadline: float) -> list[float]:
     return times[1:] or times
 
 
-def short_samples(server: OwnServer, deadline: float) -> list[float]:
+def time_short_samples(server: TenantServer, deadline: float) -> list[float]:
     """Seconds of one sample of 8 tokens after the other, until `deadline`."""
-    prompt = types.ModelInput.from_ints(tokens_of(SMALL).tolist())
+    prompt = types.ModelInput.from_ints(random_tokens(SMALL).tolist())
     params = types.SamplingParams(max_tokens=SHORT_ANSWER, stop=[])
     times: list[float] = []
     with tinker.ServiceClient(base_url=server.url, api_key=server.keys["asker"]) as service:
@@ -114,7 +114,7 @@ def short_samples(server: OwnServer, deadline: float) -> list[float]:
 
 
 @contextlib.contextmanager
-def flood_of_samples(server: OwnServer) -> Iterator[None]:
+def submit_sample_flood(server: TenantServer) -> Iterator[None]:
     """Many long samples of the loud tenant, all submitted before the body runs."""
     headers = {"X-API-Key": server.keys["loud"]}
     with tinker.ServiceClient(base_url=server.url, api_key=server.keys["loud"]) as service:
@@ -126,7 +126,9 @@ def flood_of_samples(server: OwnServer) -> Iterator[None]:
                     "sampling_session_id": session,
                     "seq_id": seq_id,
                     "num_samples": 1,
-                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens_of(SMALL + seq_id % 16).tolist()}]},
+                    "prompt": {
+                        "chunks": [{"type": "encoded_text", "tokens": random_tokens(SMALL + seq_id % 16).tolist()}]
+                    },
                     "sampling_params": {"max_tokens": FLOOD_ANSWER, "stop": []},
                 }
                 http.post("/api/v1/asample", json=body).raise_for_status()
@@ -136,11 +138,14 @@ def flood_of_samples(server: OwnServer) -> Iterator[None]:
         yield
 
 
-def neighbours(server: OwnServer, seconds: float) -> dict[str, list[float]]:
+def time_neighbours(server: TenantServer, seconds: float) -> dict[str, list[float]]:
     """Run both neighbours at the same time for some seconds."""
     deadline = time.perf_counter() + seconds
     with ThreadPoolExecutor(2) as pool:
-        steps, samples = pool.submit(training_steps, server, deadline), pool.submit(short_samples, server, deadline)
+        steps, samples = (
+            pool.submit(time_training_steps, server, deadline),
+            pool.submit(time_short_samples, server, deadline),
+        )
         return {"training step": steps.result(), f"sample of {SHORT_ANSWER}": samples.result()}
 
 
@@ -148,15 +153,19 @@ def measure_mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
     """Alone and under the flood, in turns; all rounds' latencies together."""
     times_by_name: dict[str, list[float]] = {}
     for round_index in range(rounds):
-        with own_server(None) as server:
+        with run_server(None) as server:
             print(f"round {round_index + 1}: load {os.getloadavg()[0]:.1f}", flush=True)
-            for name, times in neighbours(server, seconds / 2).items():
+            for name, times in time_neighbours(server, seconds / 2).items():
                 times_by_name.setdefault(f"{name} alone", []).extend(times)
-        with own_server(None) as server, flood(server, 200, LARGE, LARGE_DATUMS) as model_id, flood_of_samples(server):
+        with (
+            run_server(None) as server,
+            submit_pass_flood(server, 200, LARGE, LARGE_DATUMS) as model_id,
+            submit_sample_flood(server),
+        ):
             since = time.time()
-            for name, times in neighbours(server, seconds).items():
+            for name, times in time_neighbours(server, seconds).items():
                 times_by_name.setdefault(f"{name} in flood", []).extend(times)
-            _, num_waiting = steps_of(server, model_id, since, 1)
+            _, num_waiting = read_steps(server, model_id, since, 1)
             print(
                 f"round {round_index + 1}: load {os.getloadavg()[0]:.1f}; {num_waiting} passes of the flood left",
                 flush=True,
@@ -174,8 +183,8 @@ def measure_mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def pass_bytes(model_id: str, seq_id: int, length: int, num_datums: int) -> bytes:
-    tokens = tokens_of(length)
+def encode_pass(model_id: str, seq_id: int, length: int, num_datums: int) -> bytes:
+    tokens = random_tokens(length)
     message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
     for _ in range(num_datums):
         datum = message.data.add()
@@ -188,7 +197,7 @@ def pass_bytes(model_id: str, seq_id: int, length: int, num_datums: int) -> byte
 
 
 @contextlib.contextmanager
-def flood(server: OwnServer, count: int, length: int, num_datums: int) -> Iterator[str]:
+def submit_pass_flood(server: TenantServer, count: int, length: int, num_datums: int) -> Iterator[str]:
     """`count` passes that all wait before the first may run; then they run. Gives the model they belong to."""
     with tinker.ServiceClient(base_url=server.url, api_key=server.keys["loud"]) as service:
         model_id = service.create_lora_training_client(MODEL, rank=16).result().model_id
@@ -196,7 +205,7 @@ def flood(server: OwnServer, count: int, length: int, num_datums: int) -> Iterat
         with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
 
             def send(seq_id: int) -> None:
-                body = pass_bytes(model_id, seq_id, length, num_datums)
+                body = encode_pass(model_id, seq_id, length, num_datums)
                 http.post("/api/v1/forward_backward", content=body).raise_for_status()
 
             with ThreadPoolExecutor(SENDERS) as pool:
@@ -205,7 +214,7 @@ def flood(server: OwnServer, count: int, length: int, num_datums: int) -> Iterat
         yield model_id
 
 
-def steps_of(server: OwnServer, model_id: str, since: float, full_tokens: float) -> tuple[list[float], int]:
+def read_steps(server: TenantServer, model_id: str, since: float, full_tokens: float) -> tuple[list[float], int]:
     """Seconds that each full step of a model took since then, and how many of its passes still wait."""
     engine = sa.create_engine(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
     query = (
@@ -249,7 +258,7 @@ def report(
 
 
 @contextlib.contextmanager
-def own_server(step_tokens: int | None) -> Iterator[OwnServer]:
+def run_server(step_tokens: int | None) -> Iterator[TenantServer]:
     """With default settings but for the tokens of a step, if they are given."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -274,17 +283,17 @@ def own_server(step_tokens: int | None) -> Iterator[OwnServer]:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                     break
                 time.sleep(0.05)
-            yield OwnServer(f"http://127.0.0.1:{port}", Path(directory), keys)
+            yield TenantServer(f"http://127.0.0.1:{port}", Path(directory), keys)
         finally:
             threading.Timer(20, process.kill).start()  # what is queued is not worth waiting for
             process.terminate()
             process.wait()
 
 
-def floods(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure_floods(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One tenant's passes of two sizes, and another's latency beside each."""
     figures: dict[str, dict[str, float]] = {}
-    with own_server(args.step_tokens) as server:
+    with run_server(args.step_tokens) as server:
         load = os.getloadavg()[0]
         print(f"{MODEL}, steps of {args.step_tokens} tokens, {os.cpu_count()} cores, load {load:.1f}")
         columns = (
@@ -299,17 +308,17 @@ def floods(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             "queue left",
         )
         print(f"{'':28s} " + " ".join(f"{column:>10s}" for column in columns))
-        alone_times = latencies(server, args.seconds / 4, 200)
+        alone_times = time_passes(server, args.seconds / 4, 200)
         figures["alone"] = report("alone", alone_times, [], alone_times, 0)
     queued = {
         f"{args.small} passes of {SMALL} tokens": (args.small, SMALL, 1),
         f"{args.large} of {LARGE_DATUMS * LARGE} tokens": (args.large, LARGE, LARGE_DATUMS),
     }
     for name, (count, length, num_datums) in queued.items():
-        with own_server(args.step_tokens) as server, flood(server, count, length, num_datums) as model_id:
+        with run_server(args.step_tokens) as server, submit_pass_flood(server, count, length, num_datums) as model_id:
             since = time.time()
-            times = latencies(server, args.seconds, 400)
-            steps, num_waiting = steps_of(server, model_id, since, args.step_tokens / 2)
+            times = time_passes(server, args.seconds, 400)
+            steps, num_waiting = read_steps(server, model_id, since, args.step_tokens / 2)
             figures[name] = report(name, times, steps, alone_times, num_waiting)
     return figures
 
@@ -326,7 +335,7 @@ def main() -> None:
     args = parser.parse_args()
     figures: dict[str, dict[str, float]] = {}
     if args.only != "mixed":
-        figures |= floods(args)
+        figures |= measure_floods(args)
     if args.only != "passes":
         figures |= measure_mixed(args.seconds, args.rounds)
     if args.json:

@@ -41,11 +41,11 @@ import numpy as np
 import torch
 import transformers
 from gpu_page import AGREEMENT, Budget, Figures, Sizes, page, peak_tflops, sampling, training, verdict
-from harness import machine, write_json
+from harness import describe_machine, write_json
+from interleaving import Child, ChildFailed
 from models import make
 from peers import NEW, PROMPT, prompt
 from training import LEARNING_RATE, RANK, Workload, packed_step, sequences
-from turns import Child, ChildFailed
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
@@ -105,7 +105,7 @@ class Contestant:
         }
 
 
-def driver() -> str:
+def read_driver_version() -> str:
     """The driver's version, where NVIDIA's tool is installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -139,10 +139,10 @@ class Device:
             torch.cuda.empty_cache()
 
     def describe(self) -> str:
-        hardware = machine()
+        hardware = describe_machine()
         if self.is_cuda:
             properties = torch.cuda.get_device_properties(self.device)
-            hardware = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {driver()}"
+            hardware = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {read_driver_version()}"
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {date.today()}"
         return f"{hardware}; {versions}: `{' '.join(['gpu.py', *sys.argv[1:]])}`."
 
@@ -182,7 +182,7 @@ class Device:
                     contestant.seconds.append(self.try_run(contestant))
 
 
-def ceilings(device: Device, size: int) -> dict[str, float]:
+def measure_ceilings(device: Device, size: int) -> dict[str, float]:
     """The rates of a large product and of a copy that no cache holds."""
     a = torch.randn(size, size, device=device.device, dtype=torch.bfloat16)
     store = torch.empty(size * size * 8, device=device.device, dtype=torch.bfloat16)
@@ -221,7 +221,7 @@ class Peft:
         model.set_adapter(rank)
         model.gradient_checkpointing_disable()
         optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LEARNING_RATE)
-        batches = [batch_of(sequences(workload, client), model.device) for client in range(workload.clients)]
+        batches = [build_batch(sequences(workload, client), model.device) for client in range(workload.clients)]
         rows, recomputes = max(1, self._tokens // max(workload.lengths)), False
 
         def run() -> None:
@@ -263,7 +263,7 @@ class Peft:
             optimizer.zero_grad()
 
 
-def batch_of(tokens: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
+def build_batch(tokens: list[np.ndarray], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Ids, mask and labels, padded on the right."""
     ids = torch.zeros(len(tokens), max(map(len, tokens)) - 1, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
@@ -273,7 +273,7 @@ def batch_of(tokens: list[np.ndarray], device: torch.device) -> tuple[torch.Tens
     return tuple(x.to(device) for x in (ids, (labels != -100).long(), labels))
 
 
-def work_of(count: int, length: int, rank: int, adapters: int) -> Workload:
+def build_workload(count: int, length: int, rank: int, adapters: int) -> Workload:
     name = training(count, length, rank, adapters)
     return Workload(name, adapters, (length,) * max(1, count // adapters), rank)
 
@@ -298,7 +298,7 @@ def build_sample(name: str, version: str | None, num_samples: int = 1, max_token
     return Sample(name, version, np.array(prompt(), np.int32), num_samples, params)
 
 
-def our_samples(sampler: LocalSampler, at_once: int, adapters: int) -> Run:
+def sampler_run(sampler: LocalSampler, at_once: int, adapters: int) -> Run:
     return lambda: draw_samples(
         sampler, [build_sample(f"s{index}", f"v{index % adapters}" if adapters else None) for index in range(at_once)]
     )
@@ -316,7 +316,7 @@ def generate_run(model: torch.nn.Module, at_once: int) -> Run:
     return run
 
 
-def publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> float:
+def time_publish_ms(backend: TorchBackend, sampler: LocalSampler, device: Device, runs: int) -> float:
     """Milliseconds to publish weights that an optimizer step changed and to draw the first token from them."""
 
     def once() -> None:
@@ -334,7 +334,7 @@ def build_datum(tokens: np.ndarray, inputs: dict[str, np.ndarray]) -> Datum:
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), **inputs})
 
 
-def agreement(backend: TorchBackend, sampler: LocalSampler) -> float:
+def measure_agreement(backend: TorchBackend, sampler: LocalSampler) -> float:
     """Mean distance of sampled logprobs from those that training computes for the same tokens."""
     samples = [build_sample(f"s{i}", f"v{i % 8}") for i in range(16)]
     answers, errors = draw_samples(sampler, samples), []
@@ -419,7 +419,7 @@ class Bench:
 
     def train(self, backend: TorchBackend, peft: Peft, works: list[tuple[int, int, int, int]]) -> None:
         for count, length, rank, adapters in works:
-            workload = work_of(count, length, rank, adapters)
+            workload = build_workload(count, length, rank, adapters)
             operations = self.sizes.step_operations(length, rank)
             # As if both reached a fifth of the peak, with two runs each.
             expected_s = 4 * workload.num_tokens * operations / (0.2 * self.device.peak)
@@ -444,13 +444,13 @@ class Bench:
         """With `first`, also the agreement with training, publishing, and a step of reinforcement learning."""
         sampler = LocalSampler(backend.base, backend._versions)
         if first:
-            self.figures[AGREEMENT] = agreement(backend, sampler)
-            took = publish_ms(backend, sampler, self.device, max(self.runs, 3))
+            self.figures[AGREEMENT] = measure_agreement(backend, sampler)
+            took = time_publish_ms(backend, sampler, self.device, max(self.runs, 3))
             self.figures["publish and first token, ms"] = took
         for at_once in counts:
             expected_s = 2.0
             for adapters in ADAPTERS:
-                contestants = [Contestant("Tinsmith", our_samples(sampler, at_once, adapters), at_once * NEW)]
+                contestants = [Contestant("Tinsmith", sampler_run(sampler, at_once, adapters), at_once * NEW)]
                 if not adapters:
                     contestants.append(Contestant("generate", generate_run(base, at_once), at_once * NEW))
                 started = time.monotonic()
@@ -517,7 +517,7 @@ def main() -> None:
     if args.write and not device.is_cuda:
         raise SystemExit(f"{args.write} is for figures of a GPU; leave --write out, or --device at cuda")
     budget = Budget(args.seconds)
-    figures: dict[str, Figures] = {"ceilings": dict(ceilings(device, 256 if args.quick else 8192))}
+    figures: dict[str, Figures] = {"ceilings": dict(measure_ceilings(device, 256 if args.quick else 8192))}
     device.product_tflops = figures["ceilings"]["product_tflops"]
     names = [args.model.name] if args.model else args.sizes
     with open_models(args, device) as create_model:

@@ -35,13 +35,13 @@ import sqlalchemy as sa
 import tinker
 from harness import (
     API_KEY,
-    forget_peak,
-    machine,
-    own_server,
-    peak_mib_of,
+    describe_machine,
+    process_peak_mib,
     processes,
     random_datum,
-    summary,
+    reset_peak,
+    start_server,
+    summarize_times,
     wait_for,
     write_json,
 )
@@ -111,14 +111,14 @@ def add_history(database: Database, first: int, last: int) -> None:
                 rows[MODELS].append(owner_columns | lora | model | {"base_model": MODEL, "last_request_at": timestamp})
                 sampler = {"sampling_session_id": f"old-{index}:sample:0", "base_model": MODEL}
                 rows[SAMPLERS].append(owner_columns | sampler)
-            rows[FUTURES].append(future(index, timestamp))
+            rows[FUTURES].append(build_future(index, timestamp))
             rows[RESULTS].append({"request_id": rows[FUTURES][-1]["request_id"], "body": bytes(400)})
         with database.write() as connection:
             for table, table_rows in rows.items():
                 connection.execute(table.insert(), table_rows)
 
 
-def future(index: int, timestamp: float) -> dict[str, object]:
+def build_future(index: int, timestamp: float) -> dict[str, object]:
     """Half of them samples, half of them operations on one model; one in a hundred refused."""
     row: dict[str, object] = {"tenant_id": TENANT, "session_id": OPEN, "base_model": MODEL, "num_tokens": 32}
     row |= {
@@ -149,7 +149,7 @@ def open_session(database: Database) -> None:
 
 
 @contextmanager
-def running_server(directory: str, database_url: str) -> Iterator[tuple[str, float]]:
+def run_server(directory: str, database_url: str) -> Iterator[tuple[str, float]]:
     """A server on this data, and how long it took until its engine was ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -170,7 +170,7 @@ def running_server(directory: str, database_url: str) -> Iterator[tuple[str, flo
         process.wait()
 
 
-def steps(url: str, runs: int) -> dict[str, list[float]]:
+def time_steps(url: str, runs: int) -> dict[str, list[float]]:
     """Milliseconds of each submission, of each poll after it, and of a client's poll that follows its samples."""
     times: dict[str, list[float]] = {"submission": [], "until its result": [], "first page of sessions": []}
     with httpx.Client(base_url=url, headers={"X-API-Key": API_KEY}, timeout=60) as http:
@@ -200,7 +200,7 @@ def steps(url: str, runs: int) -> dict[str, list[float]]:
     return times
 
 
-def sweeps(database: Database, directory: str) -> list[float]:
+def time_sweeps(database: Database, directory: str) -> list[float]:
     """Milliseconds of sweeps that find nothing to do."""
     root = Path(directory)
     services: Any = SimpleNamespace(
@@ -228,7 +228,7 @@ def sweeps(database: Database, directory: str) -> list[float]:
     return times
 
 
-def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[str, dict[str, float]]]:
+def measure_history(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[str, dict[str, float]]]:
     figures: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         database = open_database(database_url or f"sqlite:///{directory}/tinsmith.db")
@@ -241,28 +241,28 @@ def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[st
             if isinstance(database, PostgresDatabase):
                 with database.write() as connection:  # as the database itself does after some time
                     connection.execute(sa.text("ANALYZE"))
-            with running_server(directory, database_url) as (url, start_s):
-                times = steps(url, runs)
-            times["sweep"] = sweeps(database, directory)
+            with run_server(directory, database_url) as (url, start_s):
+                times = time_steps(url, runs)
+            times["sweep"] = time_sweeps(database, directory)
             times["start until ready"] = [1000 * start_s]
-            figures[str(size)] = {name: summary(row_times) for name, row_times in times.items()}
+            figures[str(size)] = {name: summarize_times(row_times) for name, row_times in times.items()}
         database.close()
     return figures
 
 
-def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float], float]:
+def measure_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float], float]:
     """Times of steps in milliseconds, and MiB of the engine while it does them, with so many adapters."""
     data, adam = [random_datum(32)], types.AdamParams(learning_rate=1e-4)
 
     def step(client: tinker.TrainingClient) -> float:
         start = time.perf_counter()
-        for future in [client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]:
-            future.result()
+        for response_future in [client.forward_backward(data, "cross_entropy"), client.optim_step(adam)]:
+            response_future.result()
         return 1000 * (time.perf_counter() - start)
 
     settings = {"DTYPE": "float32", "RESIDENT_MODEL_BYTES": str(RESIDENT * ADAPTER_BYTES)}
     with (
-        own_server(model, settings=settings) as server,
+        start_server(model, settings=settings) as server,
         tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
         name, clients = model.partition("=")[0], []
@@ -274,17 +274,17 @@ def with_adapters(count: int, model: str, rounds: int) -> tuple[dict[str, float]
         hot, (engine,) = clients[:HOT], processes(server.pid)["engine"]
         for client in hot:
             step(client)
-        forget_peak(engine)
-        return summary([step(client) for _ in range(rounds) for client in hot]), peak_mib_of(engine)
+        reset_peak(engine)
+        return summarize_times([step(client) for _ in range(rounds) for client in hot]), process_peak_mib(engine)
 
 
-def show_adapters(counts: list[int], rounds: int) -> dict[str, dict[str, float]]:
+def print_adapters(counts: list[int], rounds: int) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = {}
-    print(f"{machine()}; a step of 32 tokens, tiny")
+    print(f"{describe_machine()}; a step of 32 tokens, tiny")
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         model = f"bench/tiny={make('tiny', Path(directory) / 'tiny')}"
         for count in counts:
-            times, mib = with_adapters(count, model, rounds)
+            times, mib = measure_adapters(count, model, rounds)
             figures[str(count)] = row = times | {"engine_mib": mib}
             print(
                 "{:6,} adapters: p50 {p50_ms:.1f}, p95 {p95_ms:.1f} ms; engine {engine_mib:,.0f} MiB".format(
@@ -303,9 +303,9 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", metavar="COUNT", help="with so many adapters instead")
     args = parser.parse_args()
     if args.adapters:
-        write_json(args.json, show_adapters(args.adapters, max(1, args.runs // HOT)))
+        write_json(args.json, print_adapters(args.adapters, max(1, args.runs // HOT)))
         return
-    figures = measure(args.database_url, args.runs, args.sizes)
+    figures = measure_history(args.database_url, args.runs, args.sizes)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; p50 / p95, milliseconds")
     names = list(next(iter(figures.values())))
     print("| stored futures | " + " | ".join(names) + " |")

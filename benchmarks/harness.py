@@ -52,7 +52,7 @@ def time_runs(
     return times[warm_up:]
 
 
-def summary(times_ms: Sequence[float]) -> dict[str, float]:
+def summarize_times(times_ms: Sequence[float]) -> dict[str, float]:
     ordered = sorted(times_ms)
     return {
         "runs": len(ordered),
@@ -91,7 +91,7 @@ def run_together(count: int, action: Callable[[Meet], T]) -> tuple[list[T], floa
     return [future.result() for future in waiting], seconds, processor_time
 
 
-def datum_of(tokens: np.ndarray) -> types.Datum:
+def build_datum(tokens: np.ndarray) -> types.Datum:
     """[T + 1] token ids as T of `cross_entropy`, each with the weight 1."""
     inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
     return types.Datum(
@@ -101,10 +101,10 @@ def datum_of(tokens: np.ndarray) -> types.Datum:
 
 
 def random_datum(length: int, seed: int = 0) -> types.Datum:
-    return datum_of(np.random.default_rng(seed).integers(0, 400, length + 1))
+    return build_datum(np.random.default_rng(seed).integers(0, 400, length + 1))
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return one line about the machine and its load."""
     model = platform.machine()
     with contextlib.suppress(OSError):
@@ -121,14 +121,16 @@ def write_json(path: Path | None, figures: object) -> None:
 # A server.
 
 
-class OwnServer(NamedTuple):
+class RunningServer(NamedTuple):
     url: str
     started: float
     pid: int
 
 
 @contextlib.contextmanager
-def own_server(model: str | None, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[OwnServer]:
+def start_server(
+    model: str | None, *arguments: str, settings: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
     """`tinsmith serve` until the end of the block: its URL, the moment it was started, its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -144,7 +146,7 @@ def own_server(model: str | None, *arguments: str, settings: Mapping[str, str] |
             process = subprocess.Popen(server_command, stdout=log, stderr=log, env=environment)
         try:
             wait_for(port, process, log_path)
-            yield OwnServer(f"http://127.0.0.1:{port}", started, process.pid)
+            yield RunningServer(f"http://127.0.0.1:{port}", started, process.pid)
         finally:
             process.terminate()
             process.wait()
@@ -183,16 +185,16 @@ def processes(below: int = 0) -> dict[str, list[int]]:
 
 def peak_mib() -> dict[str, float]:
     """The most memory that the processes of each kind had resident, in MiB."""
-    return {role: sum(map(peak_mib_of, pids)) for role, pids in processes().items() if pids}
+    return {role: sum(map(process_peak_mib, pids)) for role, pids in processes().items() if pids}
 
 
-def forget_peak(pid: int) -> None:
+def reset_peak(pid: int) -> None:
     """Where the kernel lets us; elsewhere the peak is the process's so far."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def peak_mib_of(pid: int) -> float:
+def process_peak_mib(pid: int) -> float:
     """The most memory that a process had resident, in MiB, since `forget_peak`; 0 where there is no /proc."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -215,7 +217,7 @@ class ProcessorTime:
     def end(self) -> None:
         self._after = _processor_ms()
 
-    def of_each(self, count: int) -> dict[str, float]:
+    def per_call(self, count: int) -> dict[str, float]:
         """Milliseconds of one of so many calls, by process."""
         return {f"{role}{CPU}": (ms - self._before.get(role, 0.0)) / count for role, ms in self._after.items()}
 

@@ -43,11 +43,11 @@ Batches = list[list[Pass]]
 """Requests by the step that they share."""
 
 
-def shape_of(model: str, directory: Path) -> ModelShape:
+def read_model_shape(model: str, directory: Path) -> ModelShape:
     return read_shape(model, nano.path() if model == "nano" else make(model, directory / model))
 
 
-def data_of(backend: TorchBackend, tenant: int) -> list[Datum]:
+def build_data(backend: TorchBackend, tenant: int) -> list[Datum]:
     rng = np.random.default_rng(tenant)
     data = []
     for length in rng.permutation(LENGTHS):
@@ -57,31 +57,31 @@ def data_of(backend: TorchBackend, tenant: int) -> list[Datum]:
     return data
 
 
-def request(model_id: str, data: Sequence[Datum], *, forward_only: bool = False) -> Pass:
+def build_pass(model_id: str, data: Sequence[Datum], *, forward_only: bool = False) -> Pass:
     return Pass("r", model_id, tuple(data), "cross_entropy", {}, forward_only)
 
 
-def alone(data: list[Datum], other_passes: list[Pass]) -> Batches:
-    return [[request("m", data)]]
+def batch_alone(data: list[Datum], other_passes: list[Pass]) -> Batches:
+    return [[build_pass("m", data)]]
 
 
-def split(data: list[Datum], other_passes: list[Pass]) -> Batches:
-    return [[request("m", [datum])] for datum in data]
+def batch_split(data: list[Datum], other_passes: list[Pass]) -> Batches:
+    return [[build_pass("m", [datum])] for datum in data]
 
 
-def in_reverse(data: list[Datum], other_passes: list[Pass]) -> Batches:
-    return [[request("m", data[::-1])]]
+def batch_reversed(data: list[Datum], other_passes: list[Pass]) -> Batches:
+    return [[build_pass("m", data[::-1])]]
 
 
-def in_company(data: list[Datum], other_passes: list[Pass]) -> Batches:
+def batch_with_tenants(data: list[Datum], other_passes: list[Pass]) -> Batches:
     half = len(data) // 2
-    return [[*other_passes[:3], request("m", data[:half]), request("m", data[half:])]]
+    return [[*other_passes[:3], build_pass("m", data[:half]), build_pass("m", data[half:])]]
 
 
 WAYS: dict[str, Callable[[list[Datum], list[Pass]], Batches]] = {
-    "split": split,
-    "reordered": in_reverse,
-    "split, in company": in_company,
+    "split": batch_split,
+    "reordered": batch_reversed,
+    "split, in company": batch_with_tenants,
 }
 
 
@@ -95,8 +95,8 @@ class TrainingRun:
         backend.create_model("m", spec)
         trained = backend._models["m"]
         self.start_P = trained.adapter.flat_P.clone()
-        data = data_of(backend, 0)
-        other_passes = [request(f"t{tenant}", data_of(backend, tenant)) for tenant in range(1, TENANTS)]
+        data = build_data(backend, 0)
+        other_passes = [build_pass(f"t{tenant}", build_data(backend, tenant)) for tenant in range(1, TENANTS)]
         for step in range(STEPS):
             logprobs: list[np.ndarray] = []
             for batch in way(data, other_passes):
@@ -105,19 +105,19 @@ class TrainingRun:
                     if training_pass.model_id == "m":
                         logprobs += result.logprobs
             if step == 0:
-                ordered = logprobs[::-1] if way is in_reverse else logprobs
+                ordered = logprobs[::-1] if way is batch_reversed else logprobs
                 self.logprobs = np.concatenate(ordered)
                 self.gradient_P = trained.gradient_or_zeros().clone()
             backend.optim_step([OptimStep("o", "m", ADAM)])
         self.weights_P = trained.adapter.flat_P.clone()
 
 
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def training_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
-    expected = TrainingRun(backend, alone)
+def measure_training(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
+    expected = TrainingRun(backend, batch_alone)
     rows = []
     for name, way in WAYS.items():
         actual = TrainingRun(backend, way)
@@ -126,15 +126,15 @@ def training_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict
                 **labels,
                 "way": name,
                 "logprobs": float(np.abs(actual.logprobs - expected.logprobs).max()),
-                "gradient": relative(actual.gradient_P, expected.gradient_P),
-                "weights": relative(actual.weights_P, expected.weights_P),
-                "movement": relative(actual.weights_P - expected.start_P, expected.weights_P - expected.start_P),
+                "gradient": relative_error(actual.gradient_P, expected.gradient_P),
+                "weights": relative_error(actual.weights_P, expected.weights_P),
+                "movement": relative_error(actual.weights_P - expected.start_P, expected.weights_P - expected.start_P),
             }
         )
     return rows
 
 
-def prompts_of(backend: TorchBackend, first: int, num: int, length: int | None = None) -> list[np.ndarray]:
+def build_prompts(backend: TorchBackend, first: int, num: int, length: int | None = None) -> list[np.ndarray]:
     size = backend.base.shape.vocab_size
     return [
         np.random.default_rng([1, i]).integers(1, size, length or PROMPT).astype(np.int32)
@@ -142,13 +142,13 @@ def prompts_of(backend: TorchBackend, first: int, num: int, length: int | None =
     ]
 
 
-def sample_of(name: str, prompt: np.ndarray, version: str, new: int | None = None) -> Sample:
+def build_sample(name: str, prompt: np.ndarray, version: str, new: int | None = None) -> Sample:
     return Sample(
         name, version, prompt, 1, SamplingParams(max_tokens=new or NEW, temperature=1.0, stop_eos=False, seed=1)
     )
 
 
-def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def draw_samples(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Tokens and logprobs of each request."""
     answer_by_request = {}
     for sample in samples:
@@ -160,60 +160,62 @@ def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple
     return answer_by_request
 
 
-def fresh_sampler(backend: TorchBackend, options: SamplerOptions | None = None) -> LocalSampler:
+def open_sampler(backend: TorchBackend, options: SamplerOptions | None = None) -> LocalSampler:
     options = replace(options or SamplerOptions(), deterministic=backend._deterministic)
     return LocalSampler(backend.base, backend._versions, options=options)
 
 
-def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
+def measure_sampling(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
     for tenant in range(TENANTS):
         backend.publish(f"t{tenant}", f"v{tenant}")
     backend.publish("m", "v")
-    prompts = prompts_of(backend, 0, PROMPTS)
-    own_samples = [sample_of(f"own{i}", prompt, "v") for i, prompt in enumerate(prompts)]
+    prompts = build_prompts(backend, 0, PROMPTS)
+    own_samples = [build_sample(f"own{i}", prompt, "v") for i, prompt in enumerate(prompts)]
     other_samples = [
-        sample_of(f"other{i}", prompt, f"v{i % TENANTS}")
-        for i, prompt in enumerate(prompts_of(backend, PROMPTS, OTHERS, PROMPT // 3))
+        build_sample(f"other{i}", prompt, f"v{i % TENANTS}")
+        for i, prompt in enumerate(build_prompts(backend, PROMPTS, OTHERS, PROMPT // 3))
     ]
     expected: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    by_itself = fresh_sampler(backend)
+    by_itself = open_sampler(backend)
     for sample in own_samples:
-        expected |= answers(by_itself, [sample])
-    warm = fresh_sampler(backend)
-    longer = [sample_of(f"seed{i}", np.concatenate([p, expected[f"own{i}"][0][:16]]), "v", 1)
+        expected |= draw_samples(by_itself, [sample])
+    warm = open_sampler(backend)
+    longer = [build_sample(f"seed{i}", np.concatenate([p, expected[f"own{i}"][0][:16]]), "v", 1)
               for i, p in enumerate(prompts)]  # fmt: skip
-    answers(warm, longer)
+    draw_samples(warm, longer)
     ways = {
-        "in company": (fresh_sampler(backend), [*other_samples[::2], *own_samples, *other_samples[1::2]]),
-        "in small pieces": (fresh_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own_samples),
+        "in company": (open_sampler(backend), [*other_samples[::2], *own_samples, *other_samples[1::2]]),
+        "in small pieces": (open_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own_samples),
         "behind a cached prefix": (warm, own_samples),
     }
     rows: list[dict[str, object]] = []
     for name, (sampler, samples) in ways.items():
-        actual = answers(sampler, samples)
-        flipped, worst = 0, 0.0
+        actual = draw_samples(sampler, samples)
+        flipped, max_difference = 0, 0.0
         for sample in own_samples:
             (tokens, logprobs), (ours, theirs) = expected[sample.request_id], actual[sample.request_id]
             num_same = int(np.argmin(np.append(tokens == ours, False)))
             flipped += num_same < len(tokens)
-            worst = max(worst, float(np.abs(logprobs[:num_same] - theirs[:num_same]).max(initial=0)))
-        rows.append({**labels, "way": name, "logprobs": worst, "flipped": flipped, "of": len(own_samples)})
-    gaps = np.concatenate([gap_to_training(backend, p, *expected[f"own{i}"]) for i, p in enumerate(prompts)])
+            max_difference = max(max_difference, float(np.abs(logprobs[:num_same] - theirs[:num_same]).max(initial=0)))
+        rows.append({**labels, "way": name, "logprobs": max_difference, "flipped": flipped, "of": len(own_samples)})
+    gaps = np.concatenate([measure_training_gap(backend, p, *expected[f"own{i}"]) for i, p in enumerate(prompts)])
     rows.append({**labels, "way": "against training", "logprobs": float(gaps.max()), "mean": float(gaps.mean())})
     return rows
 
 
-def gap_to_training(backend: TorchBackend, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+def measure_training_gap(
+    backend: TorchBackend, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+) -> np.ndarray:
     sequence = np.concatenate([prompt, tokens]).astype(np.int64)
     inputs = {"target_tokens": sequence[1:], "weights": np.ones(len(sequence) - 1, np.float32)}
     (result,) = run_to_end(
-        backend.run_passes([request("m", [Datum(sequence[:-1].astype(np.int32), inputs)], forward_only=True)])
+        backend.run_passes([build_pass("m", [Datum(sequence[:-1].astype(np.int32), inputs)], forward_only=True)])
     )
     assert isinstance(result, PassResult)
     return np.abs(result.logprobs[0][len(prompt) - 1 :] - logprobs)
 
 
-def training_price(backend: TorchBackend, clients: int, lengths: Sequence[int]) -> tuple[Callable[[], None], int]:
+def build_training_run(backend: TorchBackend, clients: int, lengths: Sequence[int]) -> tuple[Callable[[], None], int]:
     for client in range(clients):
         backend.create_model(f"p{client}", LoraSpec(RANK, seed=client))
     rng = np.random.default_rng(0)
@@ -224,7 +226,7 @@ def training_price(backend: TorchBackend, clients: int, lengths: Sequence[int]) 
             tokens = rng.integers(1, backend.base.shape.vocab_size, length + 1)
             inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
             data.append(Datum(tokens[:-1].astype(np.int32), inputs))
-        passes.append(request(f"p{client}", data))
+        passes.append(build_pass(f"p{client}", data))
 
     def run() -> None:
         run_to_end(backend.run_passes(passes))
@@ -233,32 +235,32 @@ def training_price(backend: TorchBackend, clients: int, lengths: Sequence[int]) 
     return run, clients * sum(lengths)
 
 
-def sampling_price(backend: TorchBackend, adapters: int, at_once: int) -> tuple[Callable[[], None], int]:
+def build_sampling_run(backend: TorchBackend, adapters: int, at_once: int) -> tuple[Callable[[], None], int]:
     for index in range(adapters):
         backend.create_model(f"s{index}", LoraSpec(RANK, seed=index))
         backend.publish(f"s{index}", f"s{index}")
     seeds = iter(range(10_000, 10**9, at_once))
 
     def run() -> None:
-        prompts = prompts_of(backend, next(seeds), at_once)
-        answers(backend.sampler, [sample_of(f"{i}", p, f"s{i % adapters}") for i, p in enumerate(prompts)])  # pyright: ignore[reportArgumentType]
+        prompts = build_prompts(backend, next(seeds), at_once)
+        draw_samples(backend.sampler, [build_sample(f"{i}", p, f"s{i % adapters}") for i, p in enumerate(prompts)])  # pyright: ignore[reportArgumentType]
 
     return run, at_once * NEW
 
 
 Price = Callable[[TorchBackend], tuple[Callable[[], None], int]]
 PRICES: dict[str, Price] = {
-    "train 1 x (4 x 128)": lambda backend: training_price(backend, 1, (128,) * 4),
-    "train 8 x (1 x 32)": lambda backend: training_price(backend, 8, (32,)),
-    "train ragged 8-100": lambda backend: training_price(backend, 1, LENGTHS),
-    "sample 1": lambda backend: sampling_price(backend, 1, 1),
-    "sample 16": lambda backend: sampling_price(backend, 1, 16),
-    "sample 64": lambda backend: sampling_price(backend, 1, 64),
-    "sample 16, 8 adapters": lambda backend: sampling_price(backend, 8, 16),
+    "train 1 x (4 x 128)": lambda backend: build_training_run(backend, 1, (128,) * 4),
+    "train 8 x (1 x 32)": lambda backend: build_training_run(backend, 8, (32,)),
+    "train ragged 8-100": lambda backend: build_training_run(backend, 1, LENGTHS),
+    "sample 1": lambda backend: build_sampling_run(backend, 1, 1),
+    "sample 16": lambda backend: build_sampling_run(backend, 1, 16),
+    "sample 64": lambda backend: build_sampling_run(backend, 1, 64),
+    "sample 16, 8 adapters": lambda backend: build_sampling_run(backend, 8, 16),
 }
 
 
-def price_rows(
+def measure_rates(
     plain: TorchBackend, exact: TorchBackend, labels: dict[str, object], runs: int
 ) -> list[dict[str, object]]:
     """Tokens per second of both, measured by turns, and the median of the ratios."""
@@ -267,7 +269,7 @@ def price_rows(
         (first, num_tokens), (second, _) = price(plain), price(exact)
         seconds: list[tuple[float, float]] = []
         for run in range(runs + 1):
-            pair = seconds_of(first), seconds_of(second)
+            pair = time_run(first), time_run(second)
             if run:
                 seconds.append(pair)
         usual, slow = (statistics.median(num_tokens / pair[side] for pair in seconds) for side in (0, 1))
@@ -276,21 +278,23 @@ def price_rows(
     return rows
 
 
-def figures_of(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[str, list[dict[str, object]]]:
+def measure_model(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[str, list[dict[str, object]]]:
     """The figures of one model in one dtype, which are also printed as they come."""
     options = {"device": "cpu", "dtype": str(labels["dtype"])}
     backends = {mode: TorchBackend(shape, **options, deterministic=mode) for mode in ("off", "on")}
-    training = [row for mode in backends for row in training_rows(backends[mode], {**labels, "deterministic": mode})]
-    show("Training: differences from the same requests alone", training)
-    sampling = [row for mode in backends for row in sampling_rows(backends[mode], {**labels, "deterministic": mode})]
-    show("Sampling: differences from the same requests alone", sampling)
-    prices = price_rows(backends["off"], backends["on"], labels, runs) if runs else []
+    training = [row for mode in backends for row in measure_training(backends[mode], {**labels, "deterministic": mode})]
+    print_rows("Training: differences from the same requests alone", training)
+    sampling = [row for mode in backends for row in measure_sampling(backends[mode], {**labels, "deterministic": mode})]
+    print_rows("Sampling: differences from the same requests alone", sampling)
+    prices = measure_rates(backends["off"], backends["on"], labels, runs) if runs else []
     if prices:
-        show("Tokens per second", prices)
+        print_rows("Tokens per second", prices)
     return {"training": training, "sampling": sampling, "prices": prices}
 
 
-def worst(figures: dict[str, list[dict[str, object]]], model: str, dtypes: Sequence[str]) -> list[dict[str, object]]:
+def list_largest(
+    figures: dict[str, list[dict[str, object]]], model: str, dtypes: Sequence[str]
+) -> list[dict[str, object]]:
     """The largest difference of all ways, without `--deterministic`, as docs/numerics.md has them."""
 
     def largest(part: str, column: str, dtype: str, *, against: bool = False) -> float:
@@ -312,23 +316,23 @@ def worst(figures: dict[str, list[dict[str, object]]], model: str, dtypes: Seque
     return rows
 
 
-def seconds_of(run: Callable[[], None]) -> float:
+def time_run(run: Callable[[], None]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
-def show(title: str, rows: Sequence[dict[str, object]]) -> None:
+def print_rows(title: str, rows: Sequence[dict[str, object]]) -> None:
     """As a table of Markdown."""
     print(f"\n{title}\n")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     print("| " + " | ".join(columns) + " |")
     print("|" + "---|" * len(columns))
     for row in rows:
-        print("| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |", flush=True)
+        print("| " + " | ".join(_format_cell(row.get(column, "")) for column in columns) + " |", flush=True)
 
 
-def _text(value: object) -> str:
+def _format_cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
     return str(value)
@@ -345,13 +349,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         for model in args.models:
             for dtype in args.dtypes:
-                model_figures = figures_of(
-                    shape_of(model, Path(directory)), {"model": model, "dtype": dtype}, args.runs
+                model_figures = measure_model(
+                    read_model_shape(model, Path(directory)), {"model": model, "dtype": dtype}, args.runs
                 )
                 for name, rows in model_figures.items():
                     figures[name] += rows
     for model in args.models:
-        show(f"{model}, without --deterministic: the worst of all ways", worst(figures, model, args.dtypes))
+        print_rows(
+            f"{model}, without --deterministic: the worst of all ways", list_largest(figures, model, args.dtypes)
+        )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
 

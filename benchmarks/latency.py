@@ -8,10 +8,10 @@
 A row is one kind of request, sent again and again by one client or by eight at once (threads of one process); the
 rows of a server of its own also say what the processes spent on a call, and the most memory that they had. `fake` is
 the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. `canned` is the
-SDK alone: what is left of a call where a server answers at once (`canned.py`; rows forward, step and crowd; 10 s). What
-is published are weights that changed since the last time. A shape of a batch is new to a server once: its first time is
-put beside the same again. The client uses only the public SDK, so the same figures can be taken from another server in
-the same minutes. Two minutes in all.
+SDK alone: what is left of a call where a server answers at once (`canned_server.py`; rows forward, step and crowd;
+10 s). What is published are weights that changed since the last time. A shape of a batch is new to a server once: its
+first time is put beside the same again. The client uses only the public SDK, so the same figures can be taken from
+another server in the same minutes. Two minutes in all.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from canned import MODEL as CANNED_MODEL
-from canned import run_canned_server
+from canned_server import MODEL as CANNED_MODEL
+from canned_server import run_canned_server
 from harness import (
     API_KEY,
     CPU,
     Meet,
-    OwnServer,
     ProcessorTime,
-    machine,
-    own_server,
+    RunningServer,
+    describe_machine,
     peak_mib,
     random_datum,
     run_together,
-    summary,
+    start_server,
+    summarize_times,
     time_runs,
     write_json,
 )
@@ -65,7 +65,7 @@ def measure_action(action: Callable[[], object], runs: int) -> dict[str, float]:
     spent = ProcessorTime.begin()
     times = time_runs(action, runs, warm_up=0)
     spent.end()
-    return summary(times) | spent.of_each(runs)
+    return summarize_times(times) | spent.per_call(runs)
 
 
 def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Figures:
@@ -111,8 +111,10 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
             figures["sample, one token"] = measure_action(sample, runs)
         if "publish" in rows:
             step()
-            figures["prefill + decode step"] = summary(time_runs(sample_two, max(5, runs // 4)))
-            figures["publish + first token"] = summary(time_runs(publish_and_sample, max(5, runs // 4), before=change))
+            figures["prefill + decode step"] = summarize_times(time_runs(sample_two, max(5, runs // 4)))
+            figures["publish + first token"] = summarize_times(
+                time_runs(publish_and_sample, max(5, runs // 4), before=change)
+            )
         if "shapes" in rows:
             figures |= new_shapes(client)
     if "crowd" in rows:
@@ -134,9 +136,9 @@ def new_shapes(client: tinker.TrainingClient) -> Figures:
         again.append(min(times[1:]))
     extra = [max(0.0, first_ms - later_ms) for first_ms, later_ms in zip(first, again, strict=True)]
     return {
-        "forward_backward, a new shape": summary(first),
-        "the same shape again": summary(again),
-        "what a new shape takes more": summary(extra),
+        "forward_backward, a new shape": summarize_times(first),
+        "the same shape again": summarize_times(again),
+        "what a new shape takes more": summarize_times(extra),
     }
 
 
@@ -159,7 +161,7 @@ def crowd(url: str, model: str, runs: int) -> dict[str, float]:
 
     client_times, _, spent = run_together(AT_ONCE, run_client)
     times = [ms for times_of_client in client_times for ms in times_of_client]
-    return summary(times) | spent.of_each(len(times))
+    return summarize_times(times) | spent.per_call(len(times))
 
 
 def flood(url: str, model: str, runs: int) -> dict[str, float]:
@@ -181,7 +183,7 @@ def flood(url: str, model: str, runs: int) -> dict[str, float]:
 
     _, seconds, spent = run_together(FLOOD_CLIENTS, one)
     count = FLOOD_CLIENTS * runs
-    return {"runs": count, "futures_per_s": count / seconds, **spent.of_each(count)}
+    return {"runs": count, "futures_per_s": count / seconds, **spent.per_call(count)}
 
 
 def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> Figures:
@@ -195,18 +197,20 @@ def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> F
             model = f"{name}={make(size, Path(directory) / size)}"
         times = []
         for _ in range(starts - 1):
-            with own_server(model, *arguments) as server:
+            with start_server(model, *arguments) as server:
                 times.append(until_answered(server, name))
-        with own_server(model, *arguments) as server:
+        with start_server(model, *arguments) as server:
             times.append(until_answered(server, name))
-            figures = measure(server.url, name, runs, rows) | {"cold start to the first forward": summary(times)}
+            figures = measure(server.url, name, runs, rows) | {
+                "cold start to the first forward": summarize_times(times)
+            }
             if size == "fake":
                 figures[f"futures, {FLOOD_CLIENTS} clients"] = flood(server.url, name, max(FLOOD_AHEAD, runs // 4))
             figures["peak memory"] = {f"{role}_mib": mib for role, mib in peak_mib().items()}
     return figures
 
 
-def until_answered(server: OwnServer, name: str) -> float:
+def until_answered(server: RunningServer, name: str) -> float:
     """Milliseconds from the start of a server to its first answer of a model."""
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
         client = service.create_lora_training_client(name, rank=RANK).result()
@@ -239,7 +243,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.url and not args.model:
         parser.error("--url needs --model, the name of a base model there")
-    print(f"a datum of {LENGTH} tokens, rank {RANK}; {machine()}")
+    print(f"a datum of {LENGTH} tokens, rank {RANK}; {describe_machine()}")
     figures: dict[str, Figures] = {}
     for size in [args.model] if args.url else args.sizes:
         rows = tuple(args.rows or (("forward", "publish") if size in ("m50", "m500") else ROWS))

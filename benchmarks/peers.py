@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from turns import serve_requests
+from interleaving import serve_requests
 
 PROMPT, NEW, VOCAB = 64, 64, 8000
 """Tokens of a prompt and new ones, unless a question says otherwise."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from burst import own_server, processor_seconds
-from harness import API_KEY, summary
+from burst import processor_seconds, run_server
+from harness import API_KEY, summarize_times
 
 MODEL = "tinsmith/nano"
 PER_MODEL = 500
@@ -132,7 +132,7 @@ async def measure(url: str, pid: int, num_polls: int, seconds: float) -> dict[st
     client = Client(url)
     session_id = (await client.ok("create_session", {"tags": [], "sdk_version": "0.38.0"}))["session_id"]
     probed = await client.model(0, session_id)
-    before = summary(await probe(client, probed, 1))
+    before = summarize_times(await probe(client, probed, 1))
     models = [await client.model(1 + index, session_id) for index in range(-(-num_polls // PER_MODEL))]
     gate = asyncio.Semaphore(SENDERS)
 
@@ -154,7 +154,7 @@ async def measure(url: str, pid: int, num_polls: int, seconds: float) -> dict[st
     used, start_s = processor_seconds(pid), time.perf_counter()
     await asyncio.sleep(seconds)
     idle_share = (processor_seconds(pid) - used) / (time.perf_counter() - start_s)
-    after = summary(await probe(client, probed, 1 + 2 * PROBES))
+    after = summarize_times(await probe(client, probed, 1 + 2 * PROBES))
     used, start_s = processor_seconds(pid), time.perf_counter()
     await asyncio.gather(*(client.step(model, 1) for model in models))
     finish_times = await asyncio.gather(*(poll.finished_at for poll in polls))
@@ -184,7 +184,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # The futures wait until the end of the benchmark, and no client sends heartbeats meanwhile.
     os.environ |= {"TINSMITH_SEQ_GAP_S": "3600", "TINSMITH_SESSION_TIMEOUT_S": "-1"}
-    with own_server("fake") as (url, pid):
+    with run_server("fake") as (url, pid):
         figures = asyncio.run(measure(url, pid, args.polls, args.seconds))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, value in figures.items():

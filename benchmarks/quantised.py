@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from invariance import show
+from invariance import print_rows
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
@@ -86,7 +86,7 @@ def main() -> None:
     for kind in args.kinds:
         rows.append(measure_kind(kind, args.steps))
         print(f"{kind}: {rows[-1]['after']:.4f}", flush=True)
-    show("Mean loss of held-out answers, before and after fine-tuning", rows)
+    print_rows("Mean loss of held-out answers, before and after fine-tuning", rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -58,18 +58,18 @@ TIMED = (256, 16, 128, 64, 200, 32, 90, 240)
 Either = TorchBackend | ShardedBackend
 
 
-def sequence(rng: np.random.Generator, vocab_size: int, length: int) -> Datum:
+def build_datum(rng: np.random.Generator, vocab_size: int, length: int) -> Datum:
     tokens = rng.integers(1, vocab_size, length + 1)
     weights = rng.normal(size=length).astype(np.float32)
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
 
 
-def passes_of(rng: np.random.Generator, vocab_size: int, lengths: Sequence[Sequence[int]]) -> list[Pass]:
+def build_passes(rng: np.random.Generator, vocab_size: int, lengths: Sequence[Sequence[int]]) -> list[Pass]:
     return [
         Pass(
             f"r{tenant}",
             f"m{tenant}",
-            tuple(sequence(rng, vocab_size, n) for n in tenant_lengths),
+            tuple(build_datum(rng, vocab_size, n) for n in tenant_lengths),
             "cross_entropy",
             {},
             False,
@@ -85,23 +85,23 @@ def reset_models(backend: Either) -> Either:
     return backend
 
 
-def model_of(backend: Either, tenant: int):
+def trained_model(backend: Either, tenant: int):
     local_backend = backend.local if isinstance(backend, ShardedBackend) else backend
     return local_backend._models[f"m{tenant}"]
 
 
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
-def agreement(single: Either, sharded: Either, shape: ModelShape) -> dict[str, float]:
+def measure_agreement(single: Either, sharded: Either, shape: ModelShape) -> dict[str, float]:
     """The largest differences over ten steps of all tenants."""
     rng = np.random.default_rng(0)
     logprob = gradient = 0.0
     steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, eps=EPS, grad_clip_norm=1.0)) for i in range(TENANTS)]
     for _ in range(STEPS):
         lengths = [rng.integers(4, 120, 3 + tenant) for tenant in range(TENANTS)]
-        passes = passes_of(rng, shape.vocab_size, [tenant_lengths.tolist() for tenant_lengths in lengths])
+        passes = build_passes(rng, shape.vocab_size, [tenant_lengths.tolist() for tenant_lengths in lengths])
         for theirs, ours in zip(
             run_to_end(single.run_passes(passes)), run_to_end(sharded.run_passes(passes)), strict=True
         ):
@@ -109,19 +109,19 @@ def agreement(single: Either, sharded: Either, shape: ModelShape) -> dict[str, f
             pairs = zip(theirs.logprobs, ours.logprobs, strict=True)
             logprob = max(logprob, *(float(np.abs(a - b).max()) for a, b in pairs))
         for tenant in range(TENANTS):
-            theirs_P, ours_P = model_of(single, tenant).gradient_P, model_of(sharded, tenant).gradient_P
+            theirs_P, ours_P = trained_model(single, tenant).gradient_P, trained_model(sharded, tenant).gradient_P
             assert theirs_P is not None and ours_P is not None
-            gradient = max(gradient, relative(ours_P, theirs_P))
+            gradient = max(gradient, relative_error(ours_P, theirs_P))
         for backend in (single, sharded):
             backend.optim_step(steps)
     weights = max(
-        relative(model_of(sharded, tenant).adapter.flat_P, model_of(single, tenant).adapter.flat_P)
+        relative_error(trained_model(sharded, tenant).adapter.flat_P, trained_model(single, tenant).adapter.flat_P)
         for tenant in range(TENANTS)
     )
     return {"logprob": logprob, "gradient": gradient, "weights": weights}
 
 
-def seconds_of(backend: Either, passes: Sequence[Pass], threads: int) -> float:
+def time_passes(backend: Either, passes: Sequence[Pass], threads: int) -> float:
     torch.set_num_threads(threads)
     started = time.perf_counter()
     run_to_end(backend.run_passes(passes))
@@ -129,15 +129,15 @@ def seconds_of(backend: Either, passes: Sequence[Pass], threads: int) -> float:
     return time.perf_counter() - started
 
 
-def speed(
+def measure_speed(
     single: Either, sharded: Either, shape: ModelShape, *, world: int, threads: int, runs: int
 ) -> dict[str, float]:
     """Medians of runs in turns, after one of each that does not count."""
-    passes = passes_of(np.random.default_rng(1), shape.vocab_size, [TIMED, TIMED])
+    passes = build_passes(np.random.default_rng(1), shape.vocab_size, [TIMED, TIMED])
     tokens = sum(request.num_tokens for request in passes)
     single_seconds, sharded_seconds = [], []
     for round_index in range(runs + 1):
-        pair = seconds_of(single, passes, threads), seconds_of(sharded, passes, max(1, threads // world))
+        pair = time_passes(single, passes, threads), time_passes(sharded, passes, max(1, threads // world))
         if round_index:
             single_seconds.append(pair[0])
             sharded_seconds.append(pair[1])
@@ -169,8 +169,8 @@ def main() -> None:
             try:
                 for name, degrees in DEGREES[world].items():
                     sharded = ShardedBackend(shape, degrees, group, max_tokens_per_microbatch="512")
-                    figures = agreement(reset_models(single), reset_models(sharded), shape)
-                    figures |= speed(single, sharded, shape, world=world, threads=threads, runs=args.runs)
+                    figures = measure_agreement(reset_models(single), reset_models(sharded), shape)
+                    figures |= measure_speed(single, sharded, shape, world=world, threads=threads, runs=args.runs)
                     figures["base_share"] = sharded.local.base.num_bytes / base_bytes
                     figures_by_name[name] = figures
                     print(

@@ -9,10 +9,10 @@
 A run is as many requests as there are to be at once, from the first submission to the last answer. One asks for a
 sample of 64 tokens after a prompt of 64 (all different: no cache helps); with `--load prompts` after one of 1,024, with
 `--load groups` for eight samples. `alone` is the engine's sampler in a process of its own, driven as other engines are
-here: without a server or a client beside it. All of them take turns, run by run, with as many threads each
-(`turns.py`). Other engines (`peers.py`): transformers has no adapter, a plain decode loop in torch has one on every
-linear, vLLM one on every linear but the unembedding if any of ours has, llama.cpp none. Prints medians with their
-spread, the ratios that count, how long one request's first token takes, and what a publish costs: alone (no file, no
+here: without a server or a client beside it. Their runs are interleaved (`interleaving.py`), with as many threads
+each. Other engines (`peers.py`): transformers has no adapter, a plain decode loop in torch has one on every linear,
+vLLM one on every linear but the unembedding if any of ours has, llama.cpp none. Prints medians with their spread, the
+ratios that count, how long one request's first token takes, and what a publish costs: alone (no file, no
 server), and with the first token of the new version through the SDK.
 """
 
@@ -35,12 +35,8 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from harness import API_KEY, machine, own_server, write_json
-from models import SIZES, make
-from peers import NEW, PROMPT, prompt
-from tinker import types
-from training import RANK
-from turns import (
+from harness import API_KEY, describe_machine, start_server, write_json
+from interleaving import (
     Child,
     ChildFailed,
     Row,
@@ -50,8 +46,12 @@ from turns import (
     format_spread,
     run_in_turns,
     serve_requests,
-    spread,
+    summarize_spread,
 )
+from models import SIZES, make
+from peers import NEW, PROMPT, prompt
+from tinker import types
+from training import RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Table:
     def add(self, size: str, at_once: int, load: str, seconds_by_name: dict[str, list[float]]) -> None:
         """Add the rates of runs in turns, and the ratios of each of ours to all others with the same load."""
         for contestant, seconds in seconds_by_name.items():
-            rates = spread([at_once * LOADS[load].group * LOADS[load].new / second for second in seconds])
+            rates = summarize_spread([at_once * LOADS[load].group * LOADS[load].new / second for second in seconds])
             row: Row = {
                 "size": size,
                 "at_once": at_once,
@@ -184,7 +184,7 @@ class Table:
             self.keep(row)
 
     def add_times(self, size: str, label: str, seconds: Iterable[float]) -> None:
-        times = spread([1000 * second for second in seconds])
+        times = summarize_spread([1000 * second for second in seconds])
         print(f"{size:5s} {label:48s} {format_spread(times, ',.1f')} ms", flush=True)
         self.keep({"size": size, "what": label, "ms": times})
 
@@ -206,7 +206,7 @@ def compare_engines(table: Table, size: str, directory: Path, args: argparse.Nam
         by_dtype: dict[str, Child] = {}
         for dtype in args.dtypes:
             child = by_dtype[dtype] = alone_child(directory, dtype, max_adapters, adapter, stack)
-            server = stack.enter_context(own_server(f"bench/{size}={directory}", settings={"DTYPE": dtype}))
+            server = stack.enter_context(start_server(f"bench/{size}={directory}", settings={"DTYPE": dtype}))
             service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=API_KEY))
             services[dtype] = service
             for count in args.adapters:
@@ -329,7 +329,7 @@ def main() -> None:
         directory, dtype, adapters, save_to = args.alone
         alone(directory, dtype, int(adapters), save_to)
         return
-    print(f"{LOADS[args.load]}, rank {RANK}; {machine()}", flush=True)
+    print(f"{LOADS[args.load]}, rank {RANK}; {describe_machine()}", flush=True)
     table = Table(args.json)
     if args.url:
         of_address(table, args)

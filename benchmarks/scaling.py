@@ -38,7 +38,7 @@ DATUMS = 4
 CLIENTS = 4
 
 
-def train(url: str, seconds: float) -> float:
+def measure_training(url: str, seconds: float) -> float:
     """Tokens per second of all tenants."""
     datum = random_datum(LENGTH)
     adam = types.AdamParams(learning_rate=1e-4)
@@ -69,7 +69,7 @@ def train(url: str, seconds: float) -> float:
     return rate
 
 
-def with_engines(count: int, seconds: float) -> float:
+def run_engines(count: int, seconds: float) -> float:
     cores = sorted(os.sched_getaffinity(0))
     settings = {"ENGINE_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="tinsmith-scaling-") as directory, contextlib.ExitStack() as stack:
@@ -79,7 +79,7 @@ def with_engines(count: int, seconds: float) -> float:
             core = [cores[index % len(cores)]]
             stack.enter_context(processes.process(f"e{index}", "--role", "engine", cores=core, settings=settings))
         processes.await_engines(count)
-        return train(url, seconds)
+        return measure_training(url, seconds)
 
 
 LOAD = """
@@ -109,7 +109,7 @@ print(count, flush=True)
 """
 
 
-def load(urls: Sequence[str], seconds: float) -> float:
+def measure_load(urls: Sequence[str], seconds: float) -> float:
     """Requests per second of all clients: each step is a submission and a poll."""
     clients = [
         subprocess.Popen(
@@ -136,13 +136,13 @@ def load(urls: Sequence[str], seconds: float) -> float:
     return 2 * sum(counts) / seconds
 
 
-def with_servers(count: int, seconds: float, database_url: str) -> float:
+def run_servers(count: int, seconds: float, database_url: str) -> float:
     with tempfile.TemporaryDirectory(prefix="tinsmith-scaling-") as directory, contextlib.ExitStack() as stack:
         processes = service(Path(directory), database_url)
         urls = [stack.enter_context(processes.process(f"s{index}", "--role", "server"))[1] for index in range(count)]
         stack.enter_context(processes.process("engine", "--role", "engine", "--backend", "fake"))
         processes.await_engines(1)
-        return load(urls, seconds)
+        return measure_load(urls, seconds)
 
 
 def main() -> None:
@@ -154,8 +154,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     measures = {
-        "engines": (lambda count: with_engines(count, args.seconds), "tokens/s"),
-        "servers": (lambda count: with_servers(count, args.seconds, args.database_url), "requests/s"),
+        "engines": (lambda count: run_engines(count, args.seconds), "tokens/s"),
+        "servers": (lambda count: run_servers(count, args.seconds, args.database_url), "requests/s"),
     }
     figures: dict[str, dict[str, float]] = {}
     for kind in args.only:

@@ -34,7 +34,7 @@ from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, P
 LENGTH = 128
 
 
-def random_model(directory: Path) -> ModelShape:
+def write_random_model(directory: Path) -> ModelShape:
     """Qwen3 of 50 million parameters, with nano's tokenizer beside it."""
     config = Qwen3Config(
         vocab_size=1024, hidden_size=640, intermediate_size=1792, num_hidden_layers=11, num_attention_heads=10,
@@ -46,7 +46,7 @@ def random_model(directory: Path) -> ModelShape:
     return read_shape("local/50m", directory)
 
 
-def a_pass(rng: np.random.Generator, vocab_size: int, num_tokens: int) -> Pass:
+def build_pass(rng: np.random.Generator, vocab_size: int, num_tokens: int) -> Pass:
     data = []
     for _ in range(num_tokens // LENGTH):
         tokens = rng.integers(0, vocab_size, LENGTH)
@@ -61,7 +61,7 @@ class Run:
         self.backend.create_model("m", LoraSpec(rank))
         self.writer = SnapshotWriter()
         self.directories = Directories(directory)
-        self.pass_ = a_pass(np.random.default_rng(0), min(shape.vocab_size, 400), num_tokens)
+        self.pass_ = build_pass(np.random.default_rng(0), min(shape.vocab_size, 400), num_tokens)
         self.captures_s: list[float] = []
         self.writes_s: list[float] = []
         self.processor_s: list[float] = []  # of copy and writing
@@ -131,7 +131,7 @@ def main() -> None:
         measure(nano.MODEL_NAME, read_shape(nano.MODEL_NAME, nano.path()), args.rank, args.tokens, args.rounds)
     if args.only != "nano":
         with tempfile.TemporaryDirectory() as directory:
-            measure("50 M", random_model(Path(directory)), args.rank, args.tokens, args.rounds)
+            measure("50 M", write_random_model(Path(directory)), args.rank, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from burst import own_server
-from harness import API_KEY, summary
+from burst import run_server
+from harness import API_KEY, summarize_times
 from tinker import types
 
 MODEL = "tinsmith/nano"
@@ -227,7 +227,7 @@ def data_dir_of(pid: int) -> Path:
 
 
 def soak(args: argparse.Namespace) -> dict[str, object]:
-    with own_server(args.backend) as (url, pid):
+    with run_server(args.backend) as (url, pid):
         data_dir = data_dir_of(pid)
         seconds = 60 * args.minutes
         command = [sys.executable, __file__, "--worker", url, "--deadline", str(time.time() + seconds)]
@@ -262,7 +262,7 @@ def report(
         for kind, operation_times in worker_report["times"].items():
             times[kind] += operation_times
     kinds = {
-        kind: summary(operation_times) | {"p99_ms": percentile(operation_times, 0.99)}
+        kind: summarize_times(operation_times) | {"p99_ms": percentile(operation_times, 0.99)}
         for kind, operation_times in sorted(times.items())
     }
     memory = {

@@ -32,10 +32,20 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from harness import API_KEY, Meet, machine, own_server, peak_mib, run_together, write_json
+from harness import API_KEY, Meet, describe_machine, peak_mib, run_together, start_server, write_json
+from interleaving import (
+    Child,
+    Row,
+    Run,
+    compute_speedup,
+    exit_on_sigterm,
+    format_spread,
+    run_in_turns,
+    serve_requests,
+    summarize_spread,
+)
 from models import SIZES, make
 from tinker import types
-from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spread, run_in_turns, serve_requests, spread
 
 RANK = 32
 PROMPTS, GROUP, PROMPT, NEW = 8, 4, 32, 32
@@ -144,10 +154,10 @@ def measure(url: str, model: str, num_clients: int, args: argparse.Namespace) ->
 
 def show(label: str, row: dict[str, float]) -> None:
     phases = " ".join(f"{row[f'{name}_ms']:9,.0f}" for name in PHASES)
-    spread = f"{row['step_ms']:8,.0f} ({row['least_step_ms']:,.0f} - {row['most_step_ms']:,.0f})"
+    step_range = f"{row['step_ms']:8,.0f} ({row['least_step_ms']:,.0f} - {row['most_step_ms']:,.0f})"
     tokens = f"{row['sampled_tokens_per_s']:8,.0f} {row['trained_tokens_per_s']:8,.0f}"
     memory = ", ".join(f"{key.removesuffix('_mib')} {mib:,.0f} MiB" for key, mib in row.items() if key.endswith("_mib"))
-    print(f"{label:26s} {row['steps']:4.0f} {phases} {spread:26s} {tokens}  {memory}", flush=True)
+    print(f"{label:26s} {row['steps']:4.0f} {phases} {step_range:26s} {tokens}  {memory}", flush=True)
 
 
 def child(url: str, model: str, prompts: int, group: int) -> None:
@@ -166,7 +176,7 @@ def compare(size: str, directory: Path, args: argparse.Namespace) -> dict[str, R
     peers = [ours_or_peer.split("=", 2) for ours_or_peer in args.beside]
     phases_by_name: dict[str, list[Row]] = {}
     with ExitStack() as stack:
-        url = stack.enter_context(own_server(f"bench/{size}={directory}")).url
+        url = stack.enter_context(start_server(f"bench/{size}={directory}")).url
         ours = [(name, url, f"bench/{size}") for name in (OURS, OVERLAPPED)]
 
         def open_contestant(name: str, url: str, model: str) -> Run:
@@ -186,7 +196,9 @@ def compare(size: str, directory: Path, args: argparse.Namespace) -> dict[str, R
         seconds = run_in_turns(runs, args.runs, lambda name, reason: print(f"{name}: {reason}", flush=True))
     rows: dict[str, Row] = {}
     for name, step_seconds in seconds.items():
-        row = rows[f"{size}, {name}"] = {"step_ms": spread([1000 * ours_or_peer for ours_or_peer in step_seconds])}
+        row = rows[f"{size}, {name}"] = {
+            "step_ms": summarize_spread([1000 * ours_or_peer for ours_or_peer in step_seconds])
+        }
         steps = phases_by_name[name][-args.runs :]
         for phase in PHASES if PHASES[0] in steps[-1] else ():
             row[f"{phase}_ms"] = statistics.median(step[phase] for step in steps)
@@ -227,7 +239,7 @@ def main() -> None:
         parser.error(f"--beside {wrong[0]}: give NAME=URL=MODEL")
     if args.url and not args.model:
         parser.error("--url needs --model, the name of a base model there")
-    print(f"{args.prompts} prompts of {PROMPT} x {args.group} samples of {NEW}, rank {RANK}; {machine()}")
+    print(f"{args.prompts} prompts of {PROMPT} x {args.group} samples of {NEW}, rank {RANK}; {describe_machine()}")
     figures: dict[str, dict[str, Any]] = {}
     if args.beside is None:
         names = " ".join(f"{name:>9s}" for name in ("publish", "sample", "backward", "optimizer"))
@@ -250,7 +262,7 @@ def main() -> None:
             if args.beside is not None:
                 figures |= compare(size, model_directory, args)
                 continue
-            with own_server(f"bench/{size}={model_directory}") as (url, *_):
+            with start_server(f"bench/{size}={model_directory}") as (url, *_):
                 all_clients(size, url, f"bench/{size}")
     write_json(args.json, figures)
 

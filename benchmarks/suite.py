@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from harness import machine, write_json
+from harness import describe_machine, write_json
+from interleaving import Row
 from targets import Figures
 from targets import page as page_of_targets
-from turns import Row
 
 HERE = Path(__file__).parent
 
@@ -189,7 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[Done] = []
-    taken_on = machine()  # before it is busy with this
+    taken_on = describe_machine()  # before it is busy with this
     for part in PARTS:
         flags = flags_of(part, args)
         if flags is None or part.name not in (args.only or [part.name]):

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from turns import Row, format_spread
+from interleaving import Row, format_spread
 
 STALL_MS = 100.0
 """Compiling a shape takes seconds; a shorter delay is a first use of memory and kernels."""
@@ -78,7 +78,7 @@ class TargetFigure:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`limit` is a most where `is_most`, else a least. `profile` are flags of where.py that show the time."""
+    """`limit` is a most where `is_most`, else a least. `profile` are flags of profiling.py that show the time."""
 
     measure: str
     against: str
@@ -314,7 +314,7 @@ def page(figures: Figures) -> str:
         *_commands(figures.suite),
     ]
     if short := find_missed(figures):
-        lines += ["Profiles of the missed targets: `python benchmarks/where.py` with", ""]
+        lines += ["Profiles of the missed targets: `python benchmarks/profiling.py` with", ""]
         lines += [
             f"- `{flags}`"
             for flags in dict.fromkeys(profile_flags for target in short for profile_flags in target.profile)

@@ -40,10 +40,29 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from harness import API_KEY, datum_of, forget_peak, machine, own_server, peak_mib_of, processes, write_json
+from harness import (
+    API_KEY,
+    build_datum,
+    describe_machine,
+    process_peak_mib,
+    processes,
+    reset_peak,
+    start_server,
+    write_json,
+)
+from interleaving import (
+    Child,
+    Row,
+    Run,
+    compute_speedup,
+    exit_on_sigterm,
+    format_spread,
+    run_in_turns,
+    serve_requests,
+    summarize_spread,
+)
 from models import SIZES, make
 from tinker import types
-from turns import Child, Row, Run, compute_speedup, exit_on_sigterm, format_spread, run_in_turns, serve_requests, spread
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch import TorchBackend
@@ -52,7 +71,7 @@ RANK = 32
 VOCAB = 8000
 LEARNING_RATE = 1e-4
 ROWS_AT_ONCE = 512
-"""Rows of one product, so that a large vocabulary's outputs take little memory."""
+"""Rows of one matmul, so that a large vocabulary's outputs take little memory."""
 RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 
@@ -101,7 +120,7 @@ def of_service(url: str, model: str, workload: Workload, rank: int = RANK) -> It
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         waiting = [service.create_lora_training_client(model, rank=rank) for _ in range(workload.clients)]
         clients = [model_future.result() for model_future in waiting]
-        data = [[datum_of(tokens) for tokens in sequences(workload, index)] for index in range(workload.clients)]
+        data = [[build_datum(tokens) for tokens in sequences(workload, index)] for index in range(workload.clients)]
         adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
         def run() -> None:
@@ -120,7 +139,7 @@ class Contestant:
     """`open` makes it ready for a shape of work; the peak is of the process that computes, from then on."""
 
     open: Callable[[int], Run]
-    forget_peak: Callable[[], None]
+    reset_peak: Callable[[], None]
     peak_mib: Callable[[], float]
 
 
@@ -135,24 +154,26 @@ def in_child(kind: str, directory: Path, dtype: str, stack: ExitStack) -> Contes
     def run(index: int) -> float:
         return child.ask(work=index)["seconds"]
 
-    return Contestant(lambda index: partial(run, index), lambda: forget_peak(child.pid), lambda: peak_mib_of(child.pid))
+    return Contestant(
+        lambda index: partial(run, index), lambda: reset_peak(child.pid), lambda: process_peak_mib(child.pid)
+    )
 
 
 def in_service(size: str, directory: Path, dtype: str, stack: ExitStack, works: ExitStack) -> Contestant:
     model = f"bench/{size}"
-    server = stack.enter_context(own_server(f"{model}={directory}", settings={"DTYPE": dtype}))
+    server = stack.enter_context(start_server(f"{model}={directory}", settings={"DTYPE": dtype}))
     with of_service(server.url, model, WORKS[2], rank=1) as run:  # a small adapter, since it stays in memory
         run()  # until it answers, the engine is not there to be looked at
     (engine,) = processes(server.pid)["engine"]
     return Contestant(
         lambda index: works.enter_context(of_service(server.url, model, WORKS[index])),
-        lambda: forget_peak(engine),
-        lambda: peak_mib_of(engine),
+        lambda: reset_peak(engine),
+        lambda: process_peak_mib(engine),
     )
 
 
 def child(kind: str, directory: str, dtype: str) -> None:
-    runners = {"peft": peft_runner, "step": step_runner, "products": products_runner}
+    runners = {"peft": peft_runner, "step": step_runner, "products": matmul_runner}
     runner = runners[kind](Path(directory), dtype)
     prepared, run = None, None
     for question, answer in serve_requests():
@@ -198,10 +219,10 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[]
     return runner
 
 
-def products_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[], None]]:
+def matmul_runner(directory: Path, dtype: str) -> Callable[[Workload], Callable[[], None]]:
     """One layer's weights serve all layers, which caches hold if they can."""
     import torch
-    from ceilings import packed
+    from ceilings import packed_matmul
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory)
@@ -215,16 +236,16 @@ def products_runner(directory: Path, dtype: str) -> Callable[[Workload], Callabl
         actions = []
         for (outputs, inputs), times in layer:
             for weight_OI in (torch.randn(outputs, inputs), torch.randn(inputs, outputs)):
-                product = packed(weight_OI.to(getattr(torch, dtype)))
-                assert product is not None, "this torch has no packed products"
+                matmul = packed_matmul(weight_OI.to(getattr(torch, dtype)))
+                assert matmul is not None, "this torch has no packed matmuls"
                 rows = torch.randn(workload.num_tokens, weight_OI.shape[1]).to(getattr(torch, dtype))
-                actions += [(product, rows.split(ROWS_AT_ONCE))] * times
+                actions += [(matmul, rows.split(ROWS_AT_ONCE))] * times
 
         @torch.no_grad()
         def run() -> None:
-            for product, parts in actions:
+            for matmul, parts in actions:
                 for rows in parts:
-                    product(rows)
+                    matmul(rows)
 
         return run
 
@@ -266,7 +287,7 @@ def packed_step(backend: TorchBackend, workload: Workload, prefix: str) -> Calla
 
 
 def row(size: str, workload: Workload, contestant: str, seconds: list[float]) -> Row:
-    rates = spread([workload.num_tokens / second for second in seconds])
+    rates = summarize_spread([workload.num_tokens / second for second in seconds])
     return {"size": size, "work": workload.name, "what": contestant, "tokens_per_s": rates, "seconds": seconds}
 
 
@@ -287,7 +308,7 @@ def compare_in_turns(
         for index in works:
             ready = {name: contestant.open(index) for name, contestant in contestants.items()}
             for contestant in contestants.values():
-                contestant.forget_peak()
+                contestant.reset_peak()
             seconds_by_name = run_in_turns(ready, runs, lambda name, reason: print(f"{name}: {reason}", flush=True))
             rows = {name: row(size, WORKS[index], name, seconds) for name, seconds in seconds_by_name.items()}
             for name, figure in rows.items():
@@ -341,7 +362,7 @@ def main() -> None:
     if args.child:
         child(*args.child)
         return
-    print(f"rank {RANK}; {machine()}", flush=True)
+    print(f"rank {RANK}; {describe_machine()}", flush=True)
     figures = []
     if args.url:
         for index in args.works:

@@ -263,7 +263,7 @@ def test_sampling_of_other_loads(run: Run, tmp_path: Path, load: str) -> None:
 
 
 def test_where_the_time_of_a_request_goes(run: Run) -> None:
-    printed = run("where", "forward", "--fake", "--runs", "3", "--warm-ups", "1")
+    printed = run("profiling", "forward", "--fake", "--runs", "3", "--warm-ups", "1")
     assert re.search(r"client [\d.]+, server [\d.]+, engine [\d.]+; together", printed)
     laid_out = re.findall(r"^ *([\d.]+) +([\d.]+) +(server|engine): (\S+)$", printed, re.MULTILINE)
     assert {("engine", "wait"), ("engine", "run"), ("engine", "settle"), ("server", "retrieve_future")} <= {
@@ -281,8 +281,8 @@ def test_where_the_time_of_a_request_goes(run: Run) -> None:
     ],
 )
 def test_where_the_time_of_a_step_goes(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
-    monkeypatch.setattr(importlib.import_module("where"), "PROFILED", 2)
-    printed = run("where", *flags, "--size", "tiny", "--inside")
+    monkeypatch.setattr(importlib.import_module("profiling"), "PROFILED", 2)
+    printed = run("profiling", *flags, "--size", "tiny", "--inside")
     assert re.search(r"(?m)^2 steps: [\d.]+ ms each", printed)
     shares = [float(share) for share in re.findall(r"^ *([\d.]+)% .* [\w:]+$", printed, re.MULTILINE)]
     assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5

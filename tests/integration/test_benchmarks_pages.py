@@ -27,8 +27,8 @@ def benchmarks_can_be_imported() -> Iterator[None]:
 
 
 @pytest.fixture
-def turns() -> ModuleType:
-    return importlib.import_module("turns")
+def interleaving() -> ModuleType:
+    return importlib.import_module("interleaving")
 
 
 @pytest.fixture
@@ -158,17 +158,17 @@ def test_the_history_of_the_figures_is_tables_with_full_rows() -> None:
 
 
 def test_profiles_are_asked_for_with_flags_that_there_are(targets: ModuleType) -> None:
-    text = (BENCHMARKS / "where.py").read_text()
-    where_module = importlib.import_module("where")
+    text = (BENCHMARKS / "profiling.py").read_text()
+    profiling = importlib.import_module("profiling")
     for target in targets.TARGETS:
         assert target.profile, target.measure
         for flags in target.profile:
-            assert flags.split()[0] in (*where_module.REQUESTS, *where_module.STEPS)
+            assert flags.split()[0] in (*profiling.REQUESTS, *profiling.STEPS)
             for flag in re.findall(r"--[a-z-]+", flags):
                 assert f'"{flag}"' in text
 
 
-def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
+def test_runs_take_turns_and_the_first_do_not_count(interleaving: ModuleType) -> None:
     order: list[str] = []
 
     def run(name: str, seconds: float) -> float:
@@ -177,29 +177,29 @@ def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
 
     def fails() -> float:
         order.append("fails")
-        raise turns.ChildFailed("it ended with 1")
+        raise interleaving.ChildFailed("it ended with 1")
 
     failures: list[tuple[str, str]] = []
     runs = {"quick": lambda: run("quick", 1.0), "fails": fails, "long": lambda: run("long", 4.0)}
-    seconds_by_run = turns.run_in_turns(runs, 2, lambda name, reason: failures.append((name, reason)))
+    seconds_by_run = interleaving.run_in_turns(runs, 2, lambda name, reason: failures.append((name, reason)))
     assert order == ["quick", "fails", "long", "quick", "quick", "long", "quick", "long"]
     assert failures == [("fails", "it ended with 1")]
     assert seconds_by_run == {"quick": [1.0, 1.0], "long": [4.0, 4.0]}
 
 
-def test_ratios_are_of_runs_that_followed_each_other(turns: ModuleType) -> None:
+def test_ratios_are_of_runs_that_followed_each_other(interleaving: ModuleType) -> None:
     """Ratios are of interleaved runs, so a machine that slows down by half does not change them."""
     ours, theirs = [1.0, 2.0, 4.0], [3.0, 6.0, 12.0]
-    assert turns.compute_speedup(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
+    assert interleaving.compute_speedup(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
 
 
 def test_a_child_answers_what_it_is_asked_until_it_ends(
-    turns: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interleaving: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from turns import serve_requests
+from interleaving import serve_requests
 for question, answer in serve_requests():
     print("a library says something")
     if question["number"] == 3:
@@ -207,16 +207,16 @@ for question, answer in serve_requests():
     answer({"double": 2 * question["number"]})
 """
     (tmp_path / "script.py").write_text(script)
-    monkeypatch.setattr(turns, "__file__", str(tmp_path / "turns.py"))
-    with turns.Child("script.py", str(BENCHMARKS)) as child:
+    monkeypatch.setattr(interleaving, "__file__", str(tmp_path / "interleaving.py"))
+    with interleaving.Child("script.py", str(BENCHMARKS)) as child:
         assert child.ask(number=1) == {"double": 2}
         assert child.ask(number=2) == {"double": 4}
-        with pytest.raises(turns.ChildFailed, match="it ended with 7"):
+        with pytest.raises(interleaving.ChildFailed, match="it ended with 7"):
             child.ask(number=3)
-        with pytest.raises(turns.ChildFailed):
+        with pytest.raises(interleaving.ChildFailed):
             child.ask(number=4)
-    with pytest.raises(turns.ChildFailed, match="/no/such/python cannot be run"):
-        turns.Child("script.py", python="/no/such/python")
+    with pytest.raises(interleaving.ChildFailed, match="/no/such/python cannot be run"):
+        interleaving.Child("script.py", python="/no/such/python")
 
 
 def state_of(pid: int) -> str:
@@ -224,18 +224,18 @@ def state_of(pid: int) -> str:
 
 
 def test_a_child_is_stopped_while_it_is_not_its_turn(
-    turns: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interleaving: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from turns import serve_requests
+from interleaving import serve_requests
 for question, answer in serve_requests():
     answer({})
 """
     (tmp_path / "script.py").write_text(script)
-    monkeypatch.setattr(turns, "__file__", str(tmp_path / "turns.py"))
-    with turns.Child("script.py", str(BENCHMARKS)) as child:
+    monkeypatch.setattr(interleaving, "__file__", str(tmp_path / "interleaving.py"))
+    with interleaving.Child("script.py", str(BENCHMARKS)) as child:
         for _ in range(2):
             child.ask()
             deadline = time.monotonic() + 60

@@ -59,7 +59,7 @@ def test_memory_that_runs_out_costs_peft_recomputation_and_then_size(monkeypatch
     """And never the benchmark: a contestant that cannot run leaves, with the reason in its row."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     gpu = importlib.import_module("gpu")
-    shape = (gpu.work_of(4, 24, 4, 1), 24)
+    shape = (gpu.build_workload(4, 24, 4, 1), 24)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **TINY | {"vocab_size": 8192}))
     peft = gpu.Peft(model, gpu.Device("cpu"))
     peft._tokens = 4 * shape[1]

@@ -57,7 +57,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 def rows_of(module: ModuleType, shape: ModelShape, dtype: str, deterministic: str) -> tuple[list[dict], list[dict]]:
     backend = TorchBackend(shape, device="cpu", dtype=dtype, deterministic=deterministic)
-    return module.training_rows(backend, {}), module.sampling_rows(backend, {})
+    return module.measure_training(backend, {}), module.measure_sampling(backend, {})
 
 
 @pytest.mark.extended
@@ -102,7 +102,7 @@ def test_the_script_prints_tables_and_writes_them(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(invariance, "STEPS", 1)
-    monkeypatch.setattr(invariance, "shape_of", lambda *_: small)
+    monkeypatch.setattr(invariance, "read_model_shape", lambda *_: small)
     monkeypatch.setattr(invariance, "PRICES", {"sample 1": invariance.PRICES["sample 1"]})
     path = tmp_path / "figures.json"
     flags = ["--models", "nano", "--dtypes", "float32", "--runs", "1", "--json", str(path)]

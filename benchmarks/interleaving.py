@@ -157,13 +157,13 @@ def run_in_turns(runs: Mapping[str, Run], count: int, on_failure: Callable[[str,
     return seconds_by_name
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def summarize_spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "runs": len(values)}
 
 
 def compute_speedup(our_seconds: Sequence[float], their_seconds: Sequence[float]) -> dict[str, float]:
     """The ratios of their seconds to ours, of runs that followed each other."""
-    return spread([theirs / ours for ours, theirs in zip(our_seconds, their_seconds, strict=True)])
+    return summarize_spread([theirs / ours for ours, theirs in zip(our_seconds, their_seconds, strict=True)])
 
 
 def format_spread(figures: Mapping[str, float], form: str = ",.0f") -> str:

@@ -1,12 +1,12 @@
 """Profiles a request through client, server and engine, a packed training step, and a decode step.
 
-    python benchmarks/where.py forward                  # also: step, publish, samples; --size, --dtype, --clients
-    python benchmarks/where.py step --size m50 --work 3 # a shape of work of training.py, by as many clients
-    python benchmarks/where.py samples --size m50 --at-once 16 --adapters 1
-    python benchmarks/where.py packed --size m50 --work 4 --dtype bfloat16
-    python benchmarks/where.py decode --size m50 --at-once 64 --adapters 8
-    python benchmarks/where.py prompts --size m50 --at-once 8
-    python benchmarks/where.py missed build/bench --out build/bench/profiles.md     # of each missed target
+    python benchmarks/profiling.py forward                  # also: step, publish, samples; --size, --dtype, --clients
+    python benchmarks/profiling.py step --size m50 --work 3 # a shape of work of training.py, by as many clients
+    python benchmarks/profiling.py samples --size m50 --at-once 16 --adapters 1
+    python benchmarks/profiling.py packed --size m50 --work 4 --dtype bfloat16
+    python benchmarks/profiling.py decode --size m50 --at-once 64 --adapters 8
+    python benchmarks/profiling.py prompts --size m50 --at-once 8
+    python benchmarks/profiling.py missed build/bench --out build/bench/profiles.md     # of each missed target
 
 A request (a publish comes with the optimizer step before it and one sampled token after it): what a call takes, how
 much processor time client, server and engine spend on it, and, by the service's own traces (which take a little time
@@ -42,7 +42,7 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from harness import API_KEY, CPU, Meet, datum_of, machine, own_server, run_together
+from harness import API_KEY, CPU, Meet, build_datum, describe_machine, run_together, start_server
 from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from targets import Figures, find_missed
@@ -107,10 +107,10 @@ def collector() -> Iterator[tuple[str, list[Span]]]:
         thread.join()
 
 
-def call_of(kind: str, service: tinker.ServiceClient, model: str, args: argparse.Namespace, client: int) -> Call:
+def build_call(kind: str, service: tinker.ServiceClient, model: str, args: argparse.Namespace, client: int) -> Call:
     """Return the action that one client repeats."""
     training = service.create_lora_training_client(model, rank=RANK).result()
-    data = [datum_of(tokens) for tokens in sequences(WORKS[args.work], client)]
+    data = [build_datum(tokens) for tokens in sequences(WORKS[args.work], client)]
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
 
     def forward() -> None:
@@ -140,14 +140,16 @@ def call_of(kind: str, service: tinker.ServiceClient, model: str, args: argparse
     return {"forward": forward, "step": step, "publish": publish}[kind]
 
 
-def calls(url: str, model: str, args: argparse.Namespace) -> tuple[list[tuple[float, float]], float, dict[str, float]]:
+def time_calls(
+    url: str, model: str, args: argparse.Namespace
+) -> tuple[list[tuple[float, float]], float, dict[str, float]]:
     """When each call began and ended, in how many seconds all of them ran, and the processor time of one."""
     count = args.clients or WORKS[args.work].clients
     client_indices = itertools.count()
 
     def run_client(meet: Meet) -> list[tuple[float, float]]:
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-            call = call_of(args.what, service, model, args, next(client_indices))
+            call = build_call(args.what, service, model, args, next(client_indices))
             for _ in range(args.warm_ups):
                 call()
             meet()
@@ -161,16 +163,16 @@ def calls(url: str, model: str, args: argparse.Namespace) -> tuple[list[tuple[fl
 
     client_times, seconds, spent = run_together(count, run_client)
     times = [time for times_of_client in client_times for time in times_of_client]
-    return times, seconds, spent.of_each(len(times))
+    return times, seconds, spent.per_call(len(times))
 
 
-def request(args: argparse.Namespace) -> None:
+def profile_requests(args: argparse.Namespace) -> None:
     count = args.clients or WORKS[args.work].clients
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         model, arguments = create_served_model(args, Path(directory))
         name = model.partition("=")[0]
-        with own_server(model, *arguments, settings={"DTYPE": args.dtype}) as server:
-            times, seconds, spent = calls(server.url, name, args)
+        with start_server(model, *arguments, settings={"DTYPE": args.dtype}) as server:
+            times, seconds, spent = time_calls(server.url, name, args)
         median_ms = 1000 * statistics.median(end - begin for begin, end in times)
         each_ms = 1000 * seconds / len(times)
         print(f"{len(times)} calls by {count} at once: p50 {median_ms:.1f} ms, one each {each_ms:.1f} ms")
@@ -180,9 +182,9 @@ def request(args: argparse.Namespace) -> None:
             print("no traces: pip install 'tinsmith[otel]'")
             return
         with collector() as (url, spans):
-            with own_server(model, *arguments, settings={"DTYPE": args.dtype, "OTLP_ENDPOINT": url}) as server:
-                times, _, _ = calls(server.url, name, args)
-        show_spans(times, spans, laid_out=count == 1 and args.what != "samples")
+            with start_server(model, *arguments, settings={"DTYPE": args.dtype, "OTLP_ENDPOINT": url}) as server:
+                times, _, _ = time_calls(server.url, name, args)
+        print_spans(times, spans, laid_out=count == 1 and args.what != "samples")
 
 
 def create_served_model(args: argparse.Namespace, directory: Path) -> tuple[str, tuple[str, ...]]:
@@ -190,7 +192,7 @@ def create_served_model(args: argparse.Namespace, directory: Path) -> tuple[str,
     return model, ("--backend", "fake") if args.fake else ()
 
 
-def show_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out: bool) -> None:
+def print_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out: bool) -> None:
     """Medians over the calls of each part, by its name and its place among those of that name in the call."""
     last = max(end for _, end in times)
     starts, durations = defaultdict(list), defaultdict(list)
@@ -257,7 +259,7 @@ def open_packed(args: argparse.Namespace, directory: Path) -> Call:
     return step_runner(directory, args.dtype)(WORKS[args.work])
 
 
-def sampling(args: argparse.Namespace, directory: Path, new: int) -> tuple[Call, Call]:
+def open_sampling(args: argparse.Namespace, directory: Path, new: int) -> tuple[Call, Call]:
     """A step of an engine's sampler; and what hands it as many prompts as run at once, for so many new tokens each."""
     import numpy as np
 
@@ -287,19 +289,19 @@ def sampling(args: argparse.Namespace, directory: Path, new: int) -> tuple[Call,
     return backend.sampler.step, submit
 
 
-def decode(args: argparse.Namespace, directory: Path) -> Call:
+def open_decode(args: argparse.Namespace, directory: Path) -> Call:
     """One decode step of as many sequences."""
     # Enough for the warm-up and every profiler, and none of them ends in between.
-    step, submit = sampling(args, directory, 8 * PROFILED)
+    step, submit = open_sampling(args, directory, 8 * PROFILED)
     submit()
     for _ in range(args.at_once * PROMPT // 512 + 2):
         step()  # prompts
     return step
 
 
-def prompts(args: argparse.Namespace, directory: Path) -> Call:
+def open_prompts(args: argparse.Namespace, directory: Path) -> Call:
     """New prompts to the first token of each. A step without work takes no time."""
-    step, submit = sampling(args, directory, 1)
+    step, submit = open_sampling(args, directory, 1)
 
     def run() -> None:
         submit()
@@ -309,14 +311,14 @@ def prompts(args: argparse.Namespace, directory: Path) -> Call:
     return run
 
 
-def inside(args: argparse.Namespace) -> None:
+def profile_steps(args: argparse.Namespace) -> None:
     """Profile steps in this process, which has an engine's environment."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         model_directory = make(args.size, Path(directory) / args.size)
-        run = {"packed": open_packed, "decode": decode, "prompts": prompts}[args.what](args, model_directory)
+        run = {"packed": open_packed, "decode": open_decode, "prompts": open_prompts}[args.what](args, model_directory)
         for _ in range(2):
             run()
         costs = Costs()
@@ -327,16 +329,16 @@ def inside(args: argparse.Namespace) -> None:
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(PROFILED):
                 run()
-        show_operators(profiler.key_averages())
+        print_operators(profiler.key_averages())
         python = cProfile.Profile()
         python.enable()
         for _ in range(PROFILED):
             run()
         python.disable()
-        show_functions(pstats.Stats(python))
+        print_functions(pstats.Stats(python))
 
 
-def show_operators(events: Sequence) -> None:
+def print_operators(events: Sequence) -> None:
     total = sum(event.self_cpu_time_total for event in events)
     print(f"\n{'share':>6s} {'ms':>8s} {'calls':>7s}   operators of a step, by the time in them alone")
     for event in sorted(events, key=lambda event: -event.self_cpu_time_total)[:TOP]:
@@ -345,7 +347,7 @@ def show_operators(events: Sequence) -> None:
         print(f"{self_time / total:6.1%} {step_ms:8.2f} {event.count / PROFILED:7.1f}   {event.key[:60]}")
 
 
-def show_functions(stats: pstats.Stats) -> None:
+def print_functions(stats: pstats.Stats) -> None:
     """Print the functions of Python code; built-in ones include the operators' time."""
     functions = [(path, line, name, row) for (path, line, name), row in stats.stats.items() if path != "~"]  # type: ignore[attr-defined]
     print(f"\n{'ms':>8s} {'calls':>7s}   Python functions of a step, by the time in them alone")
@@ -357,15 +359,15 @@ def show_functions(stats: pstats.Stats) -> None:
 # All that were missed.
 
 
-def of_missed(directory: Path, out: Path | None) -> None:
+def profile_missed(directory: Path, out: Path | None) -> None:
     missed = find_missed(Figures.of(directory))
     flags = dict.fromkeys(profile_flags for target in missed for profile_flags in target.profile)
     lines = [
         "# Where the time goes",
         "",
-        "Of the [targets](targets.md) that were missed, made by `python benchmarks/where.py missed build/bench`.",
+        "Of the [targets](targets.md) that were missed, made by `python benchmarks/profiling.py missed build/bench`.",
         "",
-        f"{machine()}." if flags else "No figures yet.",
+        f"{describe_machine()}." if flags else "No figures yet.",
         "",
     ]
     for profile_flags in flags:
@@ -376,7 +378,7 @@ def of_missed(directory: Path, out: Path | None) -> None:
         lines += [
             f"## {profile_flags}",
             "",
-            f"`python benchmarks/where.py {profile_flags}`",
+            f"`python benchmarks/profiling.py {profile_flags}`",
             "",
             "```",
             completed.stdout.strip(),
@@ -408,7 +410,7 @@ def main() -> None:
     if args.what == "missed":
         if args.directory is None:
             parser.error("missed needs the directory of the figures")
-        of_missed(args.directory, args.out)
+        profile_missed(args.directory, args.out)
         return
     args.size = args.size or ("tiny" if args.what in ("forward", "step", "publish") else "m50")
     args.dtype = args.dtype or ("float32" if args.size == "tiny" else "bfloat16")
@@ -416,14 +418,14 @@ def main() -> None:
     args.runs = args.runs or (5 if is_slow else 40)
     args.warm_ups = args.warm_ups if args.warm_ups is not None else (2 if is_slow else WARM_UPS)
     if args.what in REQUESTS:
-        print(f"{args.size}, {args.dtype}; {machine()}", flush=True)
-        request(args)
+        print(f"{args.size}, {args.dtype}; {describe_machine()}", flush=True)
+        profile_requests(args)
     elif args.inside:
-        inside(args)
+        profile_steps(args)
     else:
         from tinsmith.settings.environment import engine_environment
 
-        print(f"{args.size}, {args.dtype}; {machine()}", flush=True)
+        print(f"{args.size}, {args.dtype}; {describe_machine()}", flush=True)
         flags = [*sys.argv[1:], "--inside"]
         sys.exit(
             subprocess.run(

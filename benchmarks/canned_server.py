@@ -1,6 +1,6 @@
 """A server with canned responses, which measures the SDK's own share of a call.
 
-    python benchmarks/canned.py 8001        # serves on 127.0.0.1 until it is ended
+    python benchmarks/canned_server.py 8001        # serves on 127.0.0.1 until it is ended
 
 No database, no engine and no framework; an answer takes it some 0.05 ms. It knows what `latency.py` asks for its rows
 `forward`, `step` and `crowd`, and the bytes are of the size that a server's are.
@@ -47,7 +47,7 @@ RESULTS: dict[str, object] = {
 }
 
 
-def answer(path: str, body: bytes) -> tuple[str, bytes]:
+def build_answer(path: str, body: bytes) -> tuple[str, bytes]:
     """The content type and the body."""
     noun = path.removeprefix(PREFIX)
     if noun in SUBMITTED:
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
             if len(self._received) < stop:
                 return
             path = head.split(b" ", 2)[1].decode()
-            kind, content = answer(path, self._received[start:stop])
+            kind, content = build_answer(path, self._received[start:stop])
             self._received = self._received[stop:]
             lines = f"HTTP/1.1 200 OK\r\ncontent-length: {len(content)}\r\ncontent-type: {kind}\r\n\r\n"
             self._transport.write(lines.encode() + content)
