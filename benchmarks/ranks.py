@@ -85,7 +85,7 @@ def reset_models(backend: Either) -> Either:
     return backend
 
 
-def trained_model(backend: Either, tenant: int):
+def local_model(backend: Either, tenant: int):
     local_backend = backend.local if isinstance(backend, ShardedBackend) else backend
     return local_backend._models[f"m{tenant}"]
 
@@ -109,13 +109,13 @@ def measure_agreement(single: Either, sharded: Either, shape: ModelShape) -> dic
             pairs = zip(theirs.logprobs, ours.logprobs, strict=True)
             logprob = max(logprob, *(float(np.abs(a - b).max()) for a, b in pairs))
         for tenant in range(TENANTS):
-            theirs_P, ours_P = trained_model(single, tenant).gradient_P, trained_model(sharded, tenant).gradient_P
+            theirs_P, ours_P = local_model(single, tenant).gradient_P, local_model(sharded, tenant).gradient_P
             assert theirs_P is not None and ours_P is not None
             gradient = max(gradient, relative_error(ours_P, theirs_P))
         for backend in (single, sharded):
             backend.optim_step(steps)
     weights = max(
-        relative_error(trained_model(sharded, tenant).adapter.flat_P, trained_model(single, tenant).adapter.flat_P)
+        relative_error(local_model(sharded, tenant).adapter.flat_P, local_model(single, tenant).adapter.flat_P)
         for tenant in range(TENANTS)
     )
     return {"logprob": logprob, "gradient": gradient, "weights": weights}
