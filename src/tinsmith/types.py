@@ -190,11 +190,13 @@ class PassResult:
     """`logprobs[i]` is float32 with the shape of datum i's target_tokens; metric names carry one ':'.
 
     `elementwise_loss[i]` has the same shape and sums to the loss; the tuple is empty for losses that report none.
+    `num_rows`: the tokens that went through the model, of which those that data share count once; None: all of them.
     """
 
     logprobs: tuple[F32, ...]
     metrics: Mapping[str, float]
     elementwise_loss: tuple[F32, ...] = ()
+    num_rows: int | None = None
 
 
 _MIXES_TOKENS = re.compile(r"attn|attention|\.(mamba|conv)\.|\.mixer\.(in|out|q|k|v|o|gate|x)_proj$")
@@ -471,6 +473,14 @@ class Pending:
     num_tokens: int
     created_at: float
     traceparent: str | None = None
+    shared_tokens: int = 0
+
+    @property
+    def cost_tokens(self) -> int:
+        """The tokens that the request is expected to send through the model: of those that data of a pass share, each
+        one once.
+        """
+        return self.num_tokens - self.shared_tokens
 
 
 VISION_TYPES = frozenset({"gemma3", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})

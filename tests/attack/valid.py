@@ -50,12 +50,20 @@ PLAIN_BODIES: Mapping[str, object] = {
     "/telemetry": {"events": [], "platform": "x", "sdk_version": "0.38.0", "session_id": "x", "process_uuid": "x"},
     "/create_session": {"tags": ["a"], "sdk_version": "0.38.0", "user_metadata": {"a": "b"}},
     "/sessions/search": {"limit": 5, "owner": {"type": "own"}, "statuses": [{"type": "active"}]},
+    "/checkpoints/search": {"limit": 5, "owner": {"type": "own"}, "checkpoint_type": "training"},
+    "/dashboard/samples/rewards": {"rewards": [{"digest": "0" * 32, "reward": 0.5}]},
+    "/external_weights_upload_start": {"base_model": MODEL, "lora_config": {"rank": 4}},
+    "/external_weights_uploads/{number}/{file}": {},  # any bytes
     "/cleanup_futures": {"max_age_hours": 1000.0},
     "/batch/pools/{name}": {"workers": 2},
     **{prefix + "/embeddings": {"model": MODEL, "input": "hi"} for prefix in OPENAI},
     **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
     **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
     **{prefix + "/messages": {"model": MODEL, **ROLLED_OUT} for prefix in ANTHROPIC},
+    **{
+        prefix + "/messages/batches": {"requests": [{"custom_id": "a", "params": {"model": MODEL, **ROLLED_OUT}}]}
+        for prefix in ANTHROPIC
+    },
     "/inference/v1/generate": {"model": MODEL, "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
 }
 SEARCHED = {
@@ -136,6 +144,12 @@ def links_of(http: httpx.Client, objects: RouteObjects) -> tuple[dict[str, str],
     first = strip_prefix(next(iter(files.values())))
     links = {"/files/{file}": first, "/archive": strip_prefix(archive), "/trace": strip_prefix(trace)}
     return links, {name: http.get(http.base_url.join(strip_prefix(link))).content for name, link in files.items()}
+
+
+def has_body(path: str) -> bool:
+    """Whether a valid JSON body of this path is known."""
+    known = {*PLAIN_BODIES, *PASSES, *BODIES, "/load_weights", "/batch/jobs"}
+    return path in known
 
 
 def request_of(label: str, content_types: list[str], world: World) -> Request:

@@ -70,6 +70,7 @@ class RouteObjects:
             revision="main",
             file="adapter_config.json",
             directory="",
+            sampler="none",
         )
 
 

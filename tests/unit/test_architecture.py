@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"backends", "base_models", "cluster", "db", "losses", "plan", "runtime", "samplers", "settings", "storage"}
     | {"store", "telemetry", "wire"},
     "api": VALUES
-    | {"auth", "base_models", "batch", "chat", "cluster", "db", "exchange", "losses", "runtime", "settings", "storage"}
-    | {"store", "telemetry", "wire"},
+    | {"auth", "base_models", "batch", "chat", "cluster", "db", "exchange", "losses", "plan", "runtime", "settings"}
+    | {"storage", "store", "telemetry", "wire"},
     "server": VALUES
     | {"api", "auth", "base_models", "batch", "chat", "cluster", "db", "runtime", "settings", "storage", "store"}
     | {"telemetry", "wire"},

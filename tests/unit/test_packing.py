@@ -14,7 +14,8 @@ from torch import Tensor
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import PackedCausal, Window
-from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, build_examples, pack
+from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, build_examples
+from tinsmith.backends.torch.packing import pack
 from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.losses import CLIP_HIGH, CLIP_LOW, ROLLOUT_LOGPROBS
 from tinsmith.types import Array, Datum, Image, LoraSpec, Pass, SparseRows

@@ -91,6 +91,9 @@ def test_bytes_make_no_other_classes() -> None:
 
 class Weighed(NamedTuple):
     num_tokens: int
+    adapter: object = None
+    pass_index: int = 0
+    datum_index: int = 0
 
 
 @examples(200)

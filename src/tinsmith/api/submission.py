@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from structlog.contextvars import bind_contextvars
 
@@ -36,7 +36,15 @@ MAX_SEQ_ID = 2**62
 SAVE_KINDS = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 """With a path, these save a checkpoint."""
 
-Check = Callable[[Model, str], int]
+
+class TokenCount(NamedTuple):
+    """The tokens of a request; `shared`: those that its data share with earlier ones, which cost nothing."""
+
+    sent: int = 0
+    shared: int = 0
+
+
+Check = Callable[[Model, str], TokenCount]
 """Validates a request for (model, request_id). Returns its number of tokens, or raises UserError."""
 
 
@@ -82,10 +90,10 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
     model = get_trainable_model(call, model_id)
     request_id = f"{model.model_id}:{seq_id}"
     bind_contextvars(model_id=model.model_id, request_id=request_id)
-    num_tokens, refusal = 0, None
+    tokens, refusal = TokenCount(), None
     try:
         model.require_usable()
-        num_tokens = check(model, request_id)
+        tokens = check(model, request_id)
     except TooManyRequestsError:
         raise  # nothing is stored; the client retries
     except UserError as error:
@@ -97,7 +105,8 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
         base_model=model.base_model,
         kind=kind,
         body=call.body,
-        num_tokens=num_tokens,
+        num_tokens=tokens.sent,
+        shared_tokens=tokens.shared,
         model_id=model.model_id,
         seq_id=seq_id,
         engine_id=model.engine_id,
@@ -113,13 +122,13 @@ def submit_json_operation(
     """Validate and store an operation with a JSON body. `refusal` is an error known before."""
     ids = draft.read_required(ModelRequest)
 
-    def check_body(model: Model, request_id: str) -> int:
+    def check_body(model: Model, request_id: str) -> TokenCount:
         if refusal is not None:
             raise refusal
         check(model, draft.read())
         if kind in SAVE_KINDS and draft.values.get("path") is not None:
             call.services.quotas.admit_checkpoint(call.tenant_id, request_id)
-        return 0
+        return TokenCount()
 
     return submit_operation(call, kind, ids.model_id, ids.seq_id, check_body)
 

@@ -149,13 +149,13 @@ class Quotas:
             refusal = self._queue_refusal(tenant, limits, new)
             if refusal and (self._is_stored(new.request_id) or self._is_awaited(new)):
                 refusal = None
-            refusal = refusal or self._token_refusal(tenant, limits, new.num_tokens)
+            refusal = refusal or self._token_refusal(tenant, limits, new.cost_tokens)
             if refusal:
                 raise refusal
             tenant.requests += 1
             tenant.bytes += len(new.body)
             if tenant.level is not None:
-                tenant.level -= new.num_tokens
+                tenant.level -= new.cost_tokens
 
     def admission_of_models(self, tenant_id: str) -> Callable[[int], None] | None:
         """Return the check for the transaction that creates a model, called with the number of loaded models; None

@@ -104,6 +104,7 @@ FUTURES = sa.Table(
     sa.Column("sampling_session_id", sa.String(128)),
     sa.Column("seq_id", sa.BigInteger),
     sa.Column("num_tokens", sa.Integer, nullable=False),  # upper bound of its cost, for the scheduler
+    sa.Column("shared_tokens", sa.Integer, nullable=False, server_default="0"),  # of a pass: beginnings of other data
     sa.Column("body_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("prefill_tokens", sa.Integer),  # cost of a settled sample: prompt tokens,
     sa.Column("cached_tokens", sa.Integer),  # the part of them in the prefix cache,

@@ -274,7 +274,7 @@ class Engine:
         self._decode_share_s = self._pacer.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.add_training_time(step_s)
         self._recorder.record_duration(step, step_s)
-        self._costs.record_passes(sum(request.num_tokens for request in step.passes), passes_s)
+        self._costs.record_passes(sum(request.cost_tokens for request in step.passes), passes_s)
         self.meters.observe_passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
             "step",
@@ -326,7 +326,7 @@ class Engine:
     def _should_hold(self, step: Step, budget: int) -> bool:
         """Whether the passes of this step wait for others; sets `_hold_s`."""
         self._hold_s = 0.0
-        tokens = sum(request.num_tokens for request in step.passes)
+        tokens = sum(request.cost_tokens for request in step.passes)
         if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
             window = self._batching_window
             self._hold_s = window.wait_s(*self._queues.passes_due(step.passes, window.late_s()), time.monotonic())
@@ -449,6 +449,7 @@ class Engine:
                 if keep and request.model_id:
                     self._snapshots.add_replay_work(request.model_id, body_bytes=len(body))
                 self._recorder.record_pass(request, passes[index], outcome)
+                self.meters.count_shared(request, outcome)
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:

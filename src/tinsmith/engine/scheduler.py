@@ -95,7 +95,7 @@ def plan(
         else:
             singles.append(head)
     passes, shared = _share_budget(_group_by_tenant(runs), fairness, token_budget)
-    room = sum(request.num_tokens for request in passes) // SINGLES_SHARE
+    room = sum(request.cost_tokens for request in passes) // SINGLES_SHARE
     chosen_singles, paid, singles_order = _choose_singles(singles, fairness.singles_order, room, costs or {})
     deficits = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
     next_fairness = replace(shared, deficits=deficits, singles_order=singles_order)
@@ -110,7 +110,7 @@ def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
         if request.kind not in PASS_KINDS or total > token_budget:
             break
         run.append(request)
-        total += request.num_tokens
+        total += request.cost_tokens
     return run
 
 
@@ -173,12 +173,12 @@ def _share_budget(
         still_open: list[str] = []
         for tenant_id in open_tenants:
             run = runs[tenant_id]
-            if passes and run[position[tenant_id]].num_tokens > room:
+            if passes and run[position[tenant_id]].cost_tokens > room:
                 continue  # no quantum: it cannot use it now
             deficits[tenant_id] += max(quantum, light.get(tenant_id, 0))
             rounds[tenant_id] += 1
             while position[tenant_id] < len(run):
-                tokens = run[position[tenant_id]].num_tokens
+                tokens = run[position[tenant_id]].cost_tokens
                 if tokens > deficits[tenant_id] or (tokens > room and passes):
                     break
                 passes.append(run[position[tenant_id]])
@@ -197,7 +197,7 @@ def _share_budget(
 
 def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict[str, int]:
     """The light tenants and their total tokens; empty if everything fits into one full step."""
-    totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
+    totals = {tenant_id: sum(request.cost_tokens for request in run) for tenant_id, run in runs.items()}
     if sum(totals.values()) <= token_budget:
         return {}
     return {

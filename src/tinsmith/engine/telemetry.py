@@ -112,7 +112,7 @@ class EngineMeters:
         """Passes shared a step; `others_wait`: more of them were waiting."""
         if not requests:
             return
-        num_tokens = sum(request.num_tokens for request in requests)
+        num_tokens = sum(request.cost_tokens for request in requests)
         self._seconds("passes").observe(seconds)
         self._step_tokens.observe(num_tokens)
         self._step_passes.observe(len(requests))
@@ -150,6 +150,11 @@ class EngineMeters:
             for kind, count in (("prompt", computed), ("cached", cost.cached_tokens), ("sampled", cost.sampled_tokens)):
                 self._tokens(kind).inc(count)
                 self._tenant_tokens(tenant, kind).inc(count)
+
+    def count_shared(self, request: Pending, result: PassResult) -> None:
+        """Count the tokens of a pass that did not go through the model, because other data began with them."""
+        if result.num_rows is not None:
+            self._tokens("shared").inc(max(0, request.num_tokens - result.num_rows))
 
     def observe_times(self, kind: str, waited_s: float, ran_s: float) -> None:
         self._waits(kind).observe(waited_s)
@@ -288,7 +293,10 @@ class Recorder:
     def record_pass(self, request: Pending, pass_: Pass, result: PassResult) -> None:
         if (run := self._run(request.model_id)) is not None:
             gathered = run.forwards if request.kind == "forward" else run.passes
-            gathered.add(result.metrics, len(result.logprobs), token_weight(pass_))
+            metrics = dict(result.metrics)
+            if result.num_rows is not None:
+                metrics["rows:sum"] = float(result.num_rows)
+            gathered.add(metrics, len(result.logprobs), token_weight(pass_))
             if LOSSES[pass_.loss_fn].is_policy:
                 self._record_answers(request, pass_, result, run.steps + 1, gathered)
 

@@ -67,6 +67,12 @@ class NewFuture:
     run_id: str | None = None
     engine_id: str | None = None
     executor: str | None = None
+    shared_tokens: int = 0
+
+    @property
+    def cost_tokens(self) -> int:
+        """The tokens that the request is expected to send through the model."""
+        return self.num_tokens - self.shared_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ class FutureUsage:
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _COPIED_COLUMNS = (
     *("request_id", "tenant_id", "session_id", "base_model", "kind", "model_id", "sampling_session_id", "seq_id"),
-    *("num_tokens", "executor"),
+    *("num_tokens", "shared_tokens", "executor"),
 )
 """The columns with the values of a NewFuture's fields."""
 

@@ -117,7 +117,8 @@ _TABLE = (
     ),
     Meter(
         "tinsmith_engine_tokens_total",
-        "processed tokens: forward, forward_backward, prompt (computed), cached (of prompts), sampled",
+        "tokens: forward and forward_backward (sent), shared (of these, computed for other data), prompt (computed), "
+        "cached (of prompts), sampled",
         _KIND,
     ),
     Meter(

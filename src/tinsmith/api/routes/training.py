@@ -15,10 +15,11 @@ import orjson
 from tinsmith.api.declaration import operation
 from tinsmith.api.legacy import JsonPassBody, pass_message
 from tinsmith.api.request import Call, Draft, JsonObject
-from tinsmith.api.submission import ModelRequest, submit_json_operation, submit_operation
+from tinsmith.api.submission import ModelRequest, TokenCount, submit_json_operation, submit_operation
 from tinsmith.errors import NotFoundError, SeqIdTakenError, UserError
 from tinsmith.losses import LOSSES, check_pass, loss_id_of
 from tinsmith.losses.graphs import check_graph
+from tinsmith.plan.prefix_tree import count_shared_tokens
 from tinsmith.store.custom_losses import MAX_DEFINITION_BYTES, MAX_LOSSES, NewCustomLoss, insertion
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import Model
@@ -47,7 +48,7 @@ def _submit_message(call: Call, message: pb.ForwardBackwardRequest) -> JsonObjec
 
 
 def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> JsonObject:
-    def check(model: Model, request_id: str) -> int:
+    def check(model: Model, request_id: str) -> TokenCount:
         shape = call.services.bases.get(model.base_model)
         pass_ = pass_of(message, request_id, shape.vision)
         if (loss_id := loss_id_of(pass_)) is not None:
@@ -56,7 +57,7 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
         check_pass(pass_, shape)
         if LOSSES[pass_.loss_fn].recorded_sequences:
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))
-        return pass_.num_tokens
+        return TokenCount(pass_.num_tokens, count_shared_tokens(pass_.data))
 
     kind = "forward" if message.forward_only else "forward_backward"
     return submit_operation(call, kind, message.model_id, seq_id, check)
@@ -72,7 +73,7 @@ def _submit_json_pass(call: Call, values: Mapping[str, object], *, forward_only:
 
 
 def _refuse(call: Call, kind: str, ids: ModelRequest, error: UserError) -> JsonObject:
-    def check(_model: Model, _request_id: str) -> int:
+    def check(_model: Model, _request_id: str) -> TokenCount:
         raise error
 
     return submit_operation(call, kind, ids.model_id, ids.seq_id, check)

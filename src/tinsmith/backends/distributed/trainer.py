@@ -24,12 +24,13 @@ from tinsmith.backends.distributed.pipeline_parallel import Schedule, StageRows
 from tinsmith.backends.distributed.tensor_parallel import GatheredLinear, full_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import AttentionPlan
-from tinsmith.backends.torch.batch import Example, MicroBatch, pack
+from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import read
 from tinsmith.backends.torch.lora_batch import AdapterGroup
 from tinsmith.backends.torch.loss import Chunk, Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.packing import list_units, pack
 from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.plan.memory import MICRO_BATCHES_PER_STAGE
@@ -60,11 +61,13 @@ class RankedTrainer(Trainer):
         self._head = head_class(base, chunk_rows, ranks)
         self._ranks = ranks
         self._shortage = _Shortage(None, 0, "")
+        if ranks.degrees.context > 1:
+            self._min_shared_rows = 0  # the ranks of a sequence exchange its rows in order
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        shares = distribute_examples(examples, self._ranks.degrees.data)
+        shares = distribute_examples(examples, self._ranks.degrees.data, self._min_shared_rows)
         limit = self._micro_batch_tokens(shares)
-        batches = [pack(share, limit) for share in shares]
+        batches = [self._count_rows(pack(share, limit, self._min_shared_rows)) for share in shares]
         local_batches = batches[self._ranks.data_index]
         return local_batches + [EMPTY] * (max(map(len, batches)) - len(local_batches))
 
@@ -125,10 +128,10 @@ class RankedTrainer(Trainer):
             if self._ranks.degrees.sharded or self._ranks.degrees.context > 1:
                 # The other ranks wait for this rank in the middle of a layer.
                 raise RanksLostError(
-                    f"rank {self._ranks.rank} ran out of memory over {sum(batch.lengths)} tokens: {error}"
+                    f"rank {self._ranks.rank} ran out of memory over {batch.num_rows} tokens: {error}"
                 ) from error
-            pass_index = batch.examples[0].pass_index if len(batch.examples) == 1 else None
-            return _Shortage(pass_index, sum(batch.lengths), str(error))
+            pass_index = batch.examples[0].pass_index if batch.is_path else None
+            return _Shortage(pass_index, batch.num_rows, str(error))
         return None
 
     def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
@@ -316,14 +319,25 @@ class _ShardedHead(_RankedHead):
         return is_local_p, torch.where(is_local_p, cells_p, 0)
 
 
-def distribute_examples(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
-    """Distribute examples, longest first, each to the share with the fewest tokens so far."""
+def distribute_examples(examples: Sequence[Example], num_shares: int, min_shared_rows: int = 0) -> list[list[Example]]:
+    """Distribute examples, those that share rows together unless they are more than a share; those with the most rows
+    first, each to the share with the fewest rows so far.
+    """
+    units = list_units(examples, min_shared_rows)
+    share_rows = sum(unit.num_rows for unit in units) / num_shares
+    pending, parts = units[::-1], []
+    while pending:
+        unit = pending.pop()
+        if unit.num_rows > share_rows and len(unit.sequences) > 1:
+            pending += unit.halve()
+        else:
+            parts.append(unit)
     shares: list[list[Example]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
-    for example in sorted(examples, key=lambda example: -example.num_tokens):
+    for unit in sorted(parts, key=lambda unit: -unit.num_rows):
         target = loads.index(min(loads))
-        shares[target].append(example)
-        loads[target] += example.num_tokens
+        shares[target] += unit.members
+        loads[target] += unit.num_rows
     return shares
 
 

@@ -34,11 +34,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tinsmith.backends.torch.adapters import ALIGN, Adapter, TrainedModel
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
-from tinsmith.backends.torch.batch import Example, MicroBatch, pack
+from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
 from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.packing import pack
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
@@ -291,7 +292,8 @@ class FullTrainer(Trainer):
         examples_by_adapter: dict[int, list[Example]] = {}
         for example in examples:
             examples_by_adapter.setdefault(id(example.adapter), []).append(example)
-        return [batch for group in examples_by_adapter.values() for batch in pack(group, self._limit)]
+        groups = [pack(members, self._limit, self._min_shared_rows) for members in examples_by_adapter.values()]
+        return self._count_rows([batch for group in groups for batch in group])
 
     def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter

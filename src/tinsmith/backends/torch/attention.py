@@ -117,9 +117,12 @@ class MixerState(NamedTuple):
 
 
 class Mixer(Protocol):
-    """A stateful layer, implemented by `recurrent.SequenceMixer`."""
+    """A stateful layer, implemented by `recurrent.SequenceMixer`. `is_whole`: it continues from a state one row at a
+    time, so that rows which continue are best computed together with those before them.
+    """
 
     layer: int
+    is_whole: bool
 
     def __call__(
         self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
@@ -193,7 +196,7 @@ class PackedCausal:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         outputs, window = [], options.get("window")
-        inputs = zip(self._groups, *(self._pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True)
+        inputs = zip(self._groups, *(self.pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True)
         for group, *qkv in inputs:
             q_nHLD, k_nGLD, v_nGLD = (x_nLHD.transpose(1, 2) for x_nLHD in qkv)
             if window is not None and group.length > (2 - window.chunked) * window.size and group.visible_nL is None:
@@ -205,7 +208,7 @@ class PackedCausal:
             else:
                 out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options)
             outputs.append(out_nHLD.transpose(1, 2))
-        return self._unpad_groups(outputs)
+        return self.unpad_groups(outputs)
 
     def _takes_cudnn(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
         if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
@@ -217,12 +220,12 @@ class PackedCausal:
         return self._cudnn_by_shape[shape]
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        pairs = zip(self._groups, self._pad_groups(x_TD), strict=True)
-        return self._unpad_groups([mixer(x_nLD, group.starts)[0] for group, x_nLD in pairs])
+        pairs = zip(self._groups, self.pad_groups(x_TD), strict=True)
+        return self.unpad_groups([mixer(x_nLD, group.starts)[0] for group, x_nLD in pairs])
 
-    def _pad_groups(self, x: Tensor) -> list[Tensor]:
+    def pad_groups(self, x: Tensor) -> list[Tensor]:
         """[n, L, ..] of each group, from [T, ..]."""
-        cells = x if self._row_C is None else _TakeRows.apply(x, self._row_C, self._cell_T)
+        cells = x if self._row_C is None else TakeRows.apply(x, self._row_C, self._cell_T)
         sizes = [len(group.starts) * group.length for group in self._groups]
         # Backward through a slice copies the gradient into zeros; through a split it is one copy.
         parts = cells.split_with_sizes(sizes) if len(sizes) > 1 else [cells]
@@ -231,11 +234,23 @@ class PackedCausal:
             for part, group in zip(parts, self._groups, strict=True)
         ]
 
-    def _unpad_groups(self, outputs: Sequence[Tensor]) -> Tensor:
+    def pad_gradient(self, grad: Tensor) -> list[Tensor]:
+        """[n, L, ..] of each group, from [T, ..], with zeros for padding."""
+        if self._cell_T is None:
+            return self.pad_groups(grad)
+        num_cells = sum(len(group.starts) * group.length for group in self._groups)
+        cells = grad.new_zeros(num_cells, *grad.shape[1:]).index_copy_(0, self._cell_T, grad)
+        sizes = [len(group.starts) * group.length for group in self._groups]
+        return [
+            part.view(len(group.starts), group.length, *grad.shape[1:])
+            for part, group in zip(cells.split_with_sizes(sizes), self._groups, strict=True)
+        ]
+
+    def unpad_groups(self, outputs: Sequence[Tensor]) -> Tensor:
         """[T, ..] from [n, L, ..] of each group."""
         parts = [output.flatten(0, 1) for output in outputs]
         cells = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return cells if self._cell_T is None else _TakeRows.apply(cells, self._cell_T)
+        return cells if self._cell_T is None else TakeRows.apply(cells, self._cell_T)
 
     def _mask(self, group: _Group, window: Window | None, q_THD: Tensor) -> Tensor | None:
         """[L, L] or [n, 1, L, L], 0 where a row may look, -inf elsewhere; None if plain causal. Cached for all
@@ -310,7 +325,7 @@ def _upload_visible_counts(members: Sequence[tuple[int, I64 | None]], device: to
     return upload(visible_nL, device)
 
 
-class _TakeRows(torch.autograd.Function):
+class TakeRows(torch.autograd.Function):
     """x[rows], differentiated by a plain copy: autograd's own would add, atomically on a GPU. `cells` names, for each
     row of x, the index in `rows` whose gradient it gets; the other indices are padding. None: no row is taken twice.
     """

@@ -1,8 +1,8 @@
-"""Passes of many tenants as packed batches: which sequences run together, and every array they need.
+"""Passes of many tenants as packed batches: every array that a micro-batch needs.
 
-An `Example` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's rows are
-one segment and each pass's pairs are contiguous, and cuts the list into micro-batches of a token budget; a sequence is
-never cut and nothing is padded. Uses numpy up to the tensors that a device needs; knows no model and no formula.
+An `Example` is one datum with its adapter. A `MicroBatch` has the pairs of its examples, one example after the other,
+and the rows of their tokens, of which examples that begin alike may share some. Uses numpy up to the tensors that a
+device needs; knows no model and no formula.
 
 Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K targets.
 """
@@ -10,7 +10,7 @@ Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.vision import ImageInput, InputSpan
+from tinsmith.plan.prefix_tree import Node, PrefixTree
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
 Columns32 = Mapping[str, F32]
@@ -52,9 +53,13 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one packed forward. Rows of one adapter, and pairs of one pass, are contiguous."""
+    """The inputs of one packed forward. Rows of one adapter are contiguous.
+
+    The rows are those of the nodes of `tree`, whose sequences are the examples; None: nothing is shared.
+    """
 
     examples: tuple[Example, ...]
+    tree: PrefixTree | None = field(default=None, kw_only=True)
 
     @property
     def full_batch(self) -> MicroBatch:
@@ -67,20 +72,42 @@ class MicroBatch:
         return slice(None)
 
     @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        tree = self.tree or PrefixTree.separate(example.num_tokens for example in self.examples)
+        return tree.nodes
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the rows are those of one sequence, so that a smaller micro-batch is not possible."""
+        return len(self.examples) == 1 or (self.tree is not None and self.tree.is_path)
+
+    @cached_property
     def lengths(self) -> list[int]:
-        return [example.num_tokens for example in self.examples]
+        """Rows of each node."""
+        return [node.num_tokens for node in self.nodes]
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def num_sent_rows(self) -> int:
+        """Tokens of the examples, however often they are shared."""
+        return sum(example.num_tokens for example in self.examples)
 
     @cached_property
     def tokens_T(self) -> I64:
-        return np.concatenate([example.tokens_N for example in self.examples]).astype(np.int64)
+        parts = [self.examples[node.sequence].tokens_N[node.start : node.stop] for node in self.nodes]
+        return np.concatenate(parts).astype(np.int64)
 
     @cached_property
     def positions_T(self) -> I64:
-        return np.concatenate([np.arange(length) for length in self.lengths])
+        return np.concatenate([np.arange(node.start, node.stop) for node in self.nodes])
 
     @cached_property
     def input_spans(self) -> list[InputSpan]:
-        return [InputSpan(example.image_input, 0, example.num_tokens) for example in self.examples]
+        examples = self.examples
+        return [InputSpan(examples[node.sequence].image_input, node.start, node.stop) for node in self.nodes]
 
     @cached_property
     def visible_counts(self) -> list[I64 | None]:
@@ -102,7 +129,7 @@ class MicroBatch:
 
     @cached_property
     def lora_batch(self) -> LoRABatch:
-        return LoRABatch.of([example.adapter for example in self.examples], self.lengths)
+        return LoRABatch.of([self.examples[node.sequence].adapter for node in self.nodes], self.lengths)
 
     @cached_property
     def targets_P(self) -> I64:
@@ -115,9 +142,11 @@ class MicroBatch:
 
     @cached_property
     def row_P(self) -> I64:
-        """The row of each pair, ascending."""
-        counts = [len(example.targets_P) // example.num_tokens for example in self.examples]
-        return np.repeat(np.arange(len(self.tokens_T)), np.repeat(counts, self.lengths))
+        """The row of each pair; ascending unless examples share rows."""
+        rows_C = np.arange(self.num_rows) if self.tree is None else self.tree.token_rows
+        lengths = [example.num_tokens for example in self.examples]
+        counts = [len(example.targets_P) // length for example, length in zip(self.examples, lengths, strict=True)]
+        return np.repeat(rows_C, np.repeat(counts, lengths))
 
     @cached_property
     def example_P(self) -> I64:
@@ -184,20 +213,3 @@ def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs
     if losses.ROLLOUT_LOGPROBS in loss.optional and losses.ROLLOUT_LOGPROBS in datum.inputs:
         columns["weight"] = columns["weight"] * losses.rollout_weights(datum, config)
     return columns
-
-
-def pack(examples: Sequence[Example], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens`; a longer example gets its own."""
-    order: dict[int, int] = {}
-    for example in examples:
-        order.setdefault(id(example.adapter), len(order))
-    ranked = sorted(examples, key=lambda e: (order[id(e.adapter)], e.pass_index, -e.num_tokens, e.datum_index))
-    batches: list[list[Example]] = []
-    filled = 0
-    for example in ranked:
-        if not batches or filled + example.num_tokens > max_tokens:
-            batches.append([])
-            filled = 0
-        batches[-1].append(example)
-        filled += example.num_tokens
-    return [MicroBatch(tuple(batch)) for batch in batches]

@@ -222,7 +222,8 @@ class Head:
                 columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
             )
             x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
-            gradients.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P)
+            # A pair of weight 0 has no gradient, also where another pair of its row has one.
+            gradients.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P.masked_fill(weight == 0, 0.0))
         return torch.cat(gradients)
 
     def _log_ratios(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> Tensor:
@@ -309,15 +310,19 @@ def _chunk_indices(batch: MicroBatch, rows_C: I64, vocab_size: int) -> list[I64]
     member_T = np.zeros(len(batch.tokens_T), np.bool_)
     member_T[rows_C] = True
     pairs_p = np.flatnonzero(member_T[batch.row_P])
-    local_p = np.searchsorted(rows_C, batch.row_P[pairs_p])
+    row_p = batch.row_P[pairs_p]
+    if (np.diff(row_p) < 0).any():  # examples share rows
+        pairs_p = pairs_p[np.argsort(row_p, kind="stable")]
+        row_p = batch.row_P[pairs_p]
+    local_p = np.searchsorted(rows_C, row_p)
     starts_C = np.searchsorted(local_p, np.arange(len(rows_C) + 1))
     return [rows_C, pairs_p, local_p * vocab_size + batch.targets_P[pairs_p], local_p, starts_C]
 
 
-def _as_slice(rising: I64) -> slice | None:
-    """A slice if the indices are adjacent, which selects without a copy."""
-    if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
-        return slice(int(rising[0]), int(rising[-1]) + 1)
+def _as_slice(indices: I64) -> slice | None:
+    """A slice if the indices are adjacent and ascending, which selects without a copy."""
+    if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and (np.diff(indices) == 1).all():
+        return slice(int(indices[0]), int(indices[-1]) + 1)
     return None
 
 

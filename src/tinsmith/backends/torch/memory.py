@@ -235,7 +235,7 @@ class StepMemory:
         """Reserve memory for these micro-batches, one after the other, and all their gradients. `uncut`: their size is
         not reduced.
         """
-        trained, scored = (max((sum(batch.lengths) for batch, kind in batches if kind == train), default=0)
+        trained, scored = (max((batch.num_rows for batch, kind in batches if kind == train), default=0)
                            for train in (True, False))  # fmt: skip
         sizes = _Sizes(trained, scored, max((batch.largest_image for batch, _ in batches), default=0))
         recompute = self._choose_recompute(sizes, gradient_bytes)

@@ -14,6 +14,7 @@ is dropped, and the other passes of the adapter run again without the failed one
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,16 +27,19 @@ from tinsmith import losses
 from tinsmith.backends import MicroBatches
 from tinsmith.backends.torch.adapters import Adapter, AdapterStack, TrainedModel
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
-from tinsmith.backends.torch.batch import Example, MicroBatch, build_examples, pack
+from tinsmith.backends.torch.batch import Example, MicroBatch, build_examples
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.loss import Head, LossSpec, compute_metrics
 from tinsmith.backends.torch.matmul import is_launch_bound
 from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.packing import pack
 from tinsmith.backends.torch.profiling import stage
+from tinsmith.backends.torch.tree_attention import PackedTree
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
+from tinsmith.plan.prefix_tree import MIN_SHARED_ROWS
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
@@ -55,6 +59,8 @@ class CheckedPass:
 
 
 class Trainer:
+    _min_shared_rows = MIN_SHARED_ROWS
+
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
         self._base = base
         self._max_tokens = max_tokens
@@ -64,6 +70,7 @@ class Trainer:
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
+        self._num_rows: Counter[int] = Counter()  # of the current step, by pass
         self.memory: StepMemory | None = None
 
     def use_fitting(self, sizes: Sequence[int]) -> None:
@@ -94,8 +101,8 @@ class Trainer:
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         """Memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
-        single_pass = batch.examples[0].pass_index if len(batch.examples) == 1 else None
-        return self._shrink_to(sum(batch.lengths), single_pass, problem)
+        longest = max(batch.examples, key=lambda example: example.num_tokens)
+        return self._shrink_to(batch.num_rows, longest.pass_index if batch.is_path else None, problem)
 
     def _shrink_to(self, num_tokens: int, single_pass: int | None, problem: str) -> tuple[int, UserError] | None:
         """`alone`: the pass of the micro-batch, if it was a single sequence."""
@@ -116,14 +123,19 @@ class Trainer:
         checked = [self._check(index, request, models) for index, request in enumerate(passes)]
         good = [entry for entry in checked if isinstance(entry, CheckedPass)]
         train, score = [], []
+        self._num_rows = Counter()
         for entry in good:
             for example in entry.examples:
                 (train if entry.trained is not None and example.has_weight else score).append(example)
         batches = [(batch, True) for batch in self._pack(train)]
         batches += [(batch, False) for batch in self._pack(score)]
         specs = {index: entry.spec for index, entry in enumerate(checked) if isinstance(entry, CheckedPass)}
+        num_rows = self._num_rows
         buffers = yield from self._run_micro_batches(batches, specs, checked)
-        results = [_result(entry) if isinstance(entry, CheckedPass) else entry for entry in checked]
+        results = [
+            _result(entry, num_rows[index]) if isinstance(entry, CheckedPass) else entry
+            for index, entry in enumerate(checked)
+        ]
         failed_adapters = {
             id(entry.trained.adapter)
             for entry, result in zip(checked, results, strict=True)
@@ -152,7 +164,14 @@ class Trainer:
         if self._fitting:
             sizes = [size for size in self._fitting if size <= limit]
             limit = next((size for size in sizes if recompute.fits(size, device)), min(limit, self._recomputed))
-        return pack(examples, limit)
+        return self._count_rows(pack(examples, limit, self._min_shared_rows))
+
+    def _count_rows(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Count the rows of each pass; shared ones belong to the first example that has them."""
+        for batch in batches:
+            for node in batch.nodes:
+                self._num_rows[batch.examples[node.sequence].pass_index] += node.num_tokens
+        return batches
 
     def _accumulate(self, trained: TrainedModel, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
@@ -185,7 +204,7 @@ class Trainer:
         """This step's gradients by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
         # The micro-batch to shrink if the memory budget is too small.
-        self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
+        self._running = max((batch for batch, _ in batches), key=lambda batch: batch.num_rows, default=None)
         # Matrices of several adapters may be stacked while a micro-batch runs.
         stacked_bytes = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._reserve_memory(batches, stacked_bytes + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
@@ -255,7 +274,10 @@ class Trainer:
             return self._base.hidden(tokens_T, positions_T, plan, batch.lora_batch, images=images)
 
     def _attention_plan(self, batch: MicroBatch) -> AttentionPlan:
-        return PackedCausal(batch.lengths, self._base.device, batch.visible_counts if batch.has_images else ())
+        visible_counts = batch.visible_counts if batch.has_images else ()
+        if batch.tree is None:
+            return PackedCausal(batch.lengths, self._base.device, visible_counts)
+        return PackedTree(batch.tree, self._base.device, visible_counts)
 
     @staticmethod
     def _store_logprobs(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
@@ -275,16 +297,16 @@ def _custom_run(request: Pass) -> CustomRun | None:
     return CustomRun(request.custom_loss, request.data, max_seconds=math.inf if request.replayed else MAX_SECONDS)
 
 
-def _result(entry: CheckedPass) -> PassResult | UserError:
+def _result(entry: CheckedPass, num_rows: int) -> PassResult | UserError:
     logprobs = [array for array in entry.logprobs if array is not None]
     if entry.spec.custom is None:
         metrics = compute_metrics(entry.spec, entry.examples, logprobs)
-        return PassResult(tuple(logprobs), metrics, _elementwise(entry, logprobs))
+        return PassResult(tuple(logprobs), metrics, _elementwise(entry, logprobs), num_rows)
     outcome = entry.spec.custom.finish(logprobs)
     if isinstance(outcome, UserError):
         return outcome
     num_tokens = float(sum(example.num_tokens for example in entry.examples))
-    return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens})
+    return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens}, num_rows=num_rows)
 
 
 def _elementwise(entry: CheckedPass, logprobs: Sequence[F32]) -> tuple[F32, ...]:
@@ -316,7 +338,7 @@ class DeterministicTrainer(Trainer):
         self._head = _BatchInvariantHead(base, chunk_rows)
 
     def _pack(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        return [MicroBatch((example,)) for example in examples]
+        return self._count_rows([MicroBatch((example,)) for example in examples])
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
         # Some kernels are chosen by whether a backward will follow.

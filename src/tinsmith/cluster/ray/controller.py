@@ -150,7 +150,7 @@ class QueueDepths:
         depths: dict[str, dict[str, float]] = {role: {} for role in ROLES}
         columns = FUTURES.c.base_model, FUTURES.c.kind
         waiting = (
-            sa.select(*columns, sa.func.sum(FUTURES.c.num_tokens), sa.func.count())
+            sa.select(*columns, sa.func.sum(FUTURES.c.num_tokens - FUTURES.c.shared_tokens), sa.func.count())
             .where(FUTURES.c.base_model.in_(self._base_models), FUTURES.c.state == "pending")
             .group_by(*columns)
         )

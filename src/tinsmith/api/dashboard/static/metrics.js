@@ -17,6 +17,7 @@ const TITLES = new Map([
   ["forward/loss_per_datum", "Loss per datum, forward only"],
   ["loss:sum", "Loss, summed"],
   ["tokens:sum", "Tokens of the step"],
+  ["rows:sum", "Tokens through the model, shared ones once"],
 ]);
 
 // The first figures of a run's page: from each row, the first name that the run has.
@@ -32,7 +33,7 @@ const KEY = [
 
 export const GROUPS = ["Key metrics", "Reward", "Policy", "Optimizer", "Speed", "Other"];
 const BELONGS = [
-  ["Speed", /second|^time\/|tokens:sum|_s$|\btime\b/],
+  ["Speed", /second|^time\/|tokens:sum|rows:sum|_s$|\btime\b/],
   ["Reward", /reward|advantage|correct|accuracy|score|success|format|^env\/|^eval|^test\//],
   ["Policy", /kl|entropy|clip|ratio|logprob|response|length|turn/],
   ["Optimizer", /loss|grad|norm|learning_rate|\blr\b|nll|weight|progress/],

@@ -1,0 +1,336 @@
+"""Attention and layers with a state over the rows of a prefix tree.
+
+`PackedTree` is an `AttentionPlan` whose rows are those of a tree's nodes. A row attends to the earlier rows of its node
+and to all rows of the nodes before it on its path, as if its sequence were there alone. It takes one of two ways for a
+layer's attention:
+
+- In parts, each of which needs no mask: every node's rows with themselves, causally, and for every node with children
+  the rows of all its descendants, which are adjacent, with its keys. Parts are joined by their log sums of
+  exponentials. Backward gives each part's kernel the joined outputs and log sums, with which its gradients are exact,
+  as in ring attention (arXiv 2310.01889). Keys and values are never copied.
+- Unfolded, for windows that a sequence exceeds, capped scores, sinks, images whose tokens see later ones, and head
+  sizes that the kernel does not take: queries, keys and values of every sequence are gathered, and attention is that of
+  `PackedCausal`. Everything but this layer's attention is still computed once for shared rows.
+
+A layer with a state continues a node from the state after its parent's last row, with the gradient of that state; where
+that is not possible, its sequences are unfolded, too.
+
+Shapes: T rows of the nodes, C cells (gathered rows), H query heads, G key heads, D head dim, n nodes or sequences of
+one length L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple, Unpack, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tinsmith.backends.torch.attention import (
+    AttentionOptions,
+    Mixer,
+    MixerState,
+    PackedCausal,
+    TakeRows,
+    suits_flash,
+)
+from tinsmith.backends.torch.host import upload
+from tinsmith.plan.prefix_tree import ROOT, PrefixTree
+from tinsmith.types import I64
+
+aten = torch.ops.aten
+
+MIN_CONTINUED_ROWS = 2
+"""A single row that continues from a state would be decoded, which changes the state in place."""
+
+
+class PrefixPart(NamedTuple):
+    """The rows of all descendants of a node, and the node's rows, which they see."""
+
+    queries: slice
+    keys: slice
+
+
+class PackedTree:
+    """`visible_counts`: for each sequence, `seen` of `PackedCausal`."""
+
+    def __init__(
+        self, tree: PrefixTree, device: torch.device | str = "cpu", visible_counts: Sequence[I64 | None] = ()
+    ) -> None:
+        self._tree = tree
+        self._device = torch.device(device)
+        self._starts = [0, *accumulate(tree.lengths)]
+        self._visible_counts = visible_counts
+        self.nodes = PackedCausal(tree.lengths, self._device)
+        self.parts = _list_parts(tree, self._starts)
+        self._max_length = max(tree.nodes[end].stop for end in tree.ends)
+        self._is_causal = all(counts is None for counts in visible_counts)
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        if self._is_causal and self._suits_parts(q_THD, v_TGD, options):
+            return cast(Tensor, _TreeAttention.apply(q_THD, k_TGD, v_TGD, self, options["scale"]))
+        rows_C = self._unfolded_rows
+        q_CHD, k_CGD, v_CGD = (x.index_select(0, rows_C) for x in (q_THD, k_TGD, v_TGD))
+        return self._fold(self._sequences.attend(layer, q_CHD, k_CGD, v_CGD, **options))
+
+    def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        if mixer.is_whole or not self._can_continue:
+            x_CD = x_TD.index_select(0, self._unfolded_rows)
+            return self._fold(self._sequences.mix(_WithStarts(mixer, self._first_rows), x_CD))
+        cells = TakeRows.apply(x_TD, self._state_rows, self._state_cells)
+        outputs, states = [], []
+        sizes = [len(batch.starts) * batch.length for batch in self._state_batches]
+        for batch, x_CD in zip(self._state_batches, cells.split_with_sizes(sizes), strict=True):
+            state = None if batch.parents_n is None else _select_states(states, batch.parents_n)
+            x_nLD = x_CD.view(len(batch.starts), batch.length, -1)
+            y_nLD, state = mixer(x_nLD, batch.starts, state, keep=batch.has_children)
+            outputs.append(y_nLD.flatten(0, 1))
+            if batch.has_children:
+                states.append(state)
+        return TakeRows.apply(torch.cat(outputs), self._state_cells)
+
+    def _suits_parts(self, q_THD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> bool:
+        if options.get("softcap") is not None or options.get("sinks_H") is not None:
+            return False
+        window = options.get("window")
+        if window is not None and self._max_length > window.size:
+            return False
+        return has_part_kernel(q_THD, v_TGD)
+
+    # Unfolded sequences.
+
+    @cached_property
+    def _sequences(self) -> PackedCausal:
+        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
+        return PackedCausal(lengths, self._device, self._visible_counts)
+
+    @cached_property
+    def _unfolded_rows(self) -> Tensor:
+        """[C] the row of each token of each sequence."""
+        return upload(self._tree.token_rows, self._device)
+
+    @cached_property
+    def _folded_cells(self) -> Tensor:
+        """[T] a cell of each row."""
+        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
+        firsts = [0, *accumulate(lengths)]
+        cells = [np.arange(node.start, node.stop) + firsts[node.sequence] for node in self._tree.nodes]
+        return upload(np.concatenate(cells), self._device)
+
+    @cached_property
+    def _first_rows(self) -> dict[int, int]:
+        """The first row of each sequence, by its first cell."""
+        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
+        roots = [self._starts[self._tree.path(sequence)[0]] for sequence in range(len(lengths))]
+        return dict(zip(accumulate(lengths, initial=0), roots, strict=False))
+
+    def _fold(self, cells: Tensor) -> Tensor:
+        return cast(Tensor, TakeRows.apply(cells, self._folded_cells))
+
+    # States.
+
+    @cached_property
+    def _can_continue(self) -> bool:
+        """Whether every state that a node leaves is that of at least two rows after another state."""
+        inner = {node.parent for node in self._tree.nodes} - {ROOT}
+        nodes = [self._tree.nodes[index] for index in inner]
+        return all(node.parent == ROOT or node.num_tokens >= MIN_CONTINUED_ROWS for node in nodes)
+
+    @cached_property
+    def _state_batches(self) -> list[StateBatch]:
+        return list_state_batches(self._tree, self._starts, self._device)
+
+    @cached_property
+    def _state_rows(self) -> Tensor:
+        """[C] the row of each cell of the batches; padding repeats a node's last row."""
+        return upload(np.concatenate([batch.rows_C for batch in self._state_batches]), self._device)
+
+    @cached_property
+    def _state_cells(self) -> Tensor:
+        """[T] the cell of each row."""
+        rows_C = np.concatenate([batch.rows_C for batch in self._state_batches])
+        # Of a row's cells the first one is not padding.
+        return upload(np.unique(rows_C, return_index=True)[1], self._device)
+
+
+class StateBatch(NamedTuple):
+    """Nodes of equal depth that a layer with a state computes together. `parents_n`: their parents among the nodes with
+    children, in the order of the batches; None: they begin sequences.
+    """
+
+    starts: tuple[int, ...]
+    length: int
+    rows_C: I64
+    parents_n: Tensor | None
+    has_children: bool
+
+
+def list_state_batches(tree: PrefixTree, starts: Sequence[int], device: torch.device) -> list[StateBatch]:
+    """Parents before their children. Nodes with children are never padded: padding would change their last state."""
+    inner = {node.parent for node in tree.nodes} - {ROOT}
+    depths: list[int] = []
+    for node in tree.nodes:
+        depths.append(0 if node.parent == ROOT else depths[node.parent] + 1)
+    groups: dict[tuple[int, bool, int], list[int]] = {}
+    for index, node in enumerate(tree.nodes):
+        # Leaves of similar length are padded to the same multiple.
+        length = node.num_tokens if index in inner else round_length(node.num_tokens)
+        groups.setdefault((depths[index], index not in inner, length), []).append(index)
+    batches, state_of = [], {}
+    for (depth, is_leaf, _), members in sorted(groups.items()):
+        sizes_n1 = np.array([tree.nodes[index].num_tokens for index in members])[:, None]
+        length = max(int(sizes_n1.max()), MIN_CONTINUED_ROWS if depth else 1)
+        starts_n1 = np.array([starts[index] for index in members])[:, None]
+        rows_C = (starts_n1 + np.minimum(np.arange(length), sizes_n1 - 1)).ravel()
+        parents = np.array([state_of.get(tree.nodes[index].parent, ROOT) for index in members])
+        parents_n = upload(parents, device) if depth else None
+        batches.append(StateBatch(tuple(starts_n1[:, 0].tolist()), length, rows_C, parents_n, not is_leaf))
+        if not is_leaf:
+            state_of |= {index: len(state_of) + offset for offset, index in enumerate(members)}
+    return batches
+
+
+def round_length(num_rows: int) -> int:
+    """The longest length of the group of nodes with this length: at most a quarter of it is padding."""
+    step = max(16, (1 << max(num_rows - 1, 1).bit_length()) // 8)
+    return -(-num_rows // step) * step
+
+
+class _WithStarts:
+    """A mixer whose sequences begin at other rows of the call than of its input."""
+
+    def __init__(self, mixer: Mixer, first_rows: dict[int, int]) -> None:
+        self.layer, self.is_whole = mixer.layer, mixer.is_whole
+        self._mixer, self._first_rows = mixer, first_rows
+
+    def __call__(
+        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+    ) -> tuple[Tensor, MixerState | None]:
+        return self._mixer(x_nLD, tuple(self._first_rows[start] for start in starts), state, keep=keep)
+
+
+def _select_states(states: Sequence[MixerState], parents_n: Tensor) -> MixerState:
+    parts = []
+    for tensors in zip(*states, strict=True):
+        present = [x for x in tensors if x is not None]
+        parts.append(torch.cat(present).index_select(0, parents_n) if present else None)
+    return MixerState(*parts)
+
+
+def _list_parts(tree: PrefixTree, starts: Sequence[int]) -> list[PrefixPart]:
+    stops = list(range(1, len(tree.nodes) + 1))  # the node after the last descendant of each node
+    for index in reversed(range(len(tree.nodes))):
+        if (parent := tree.nodes[index].parent) != ROOT:
+            stops[parent] = max(stops[parent], stops[index])
+    return [
+        PrefixPart(slice(starts[index + 1], starts[stop]), slice(starts[index], starts[index + 1]))
+        for index, stop in enumerate(stops)
+        if stop > index + 1
+    ]
+
+
+# Attention in parts.
+
+
+def has_part_kernel(q_THD: Tensor, v_TGD: Tensor) -> bool:
+    """Whether this device has a kernel that returns log sums, for heads of these sizes."""
+    key_dim, value_dim = q_THD.shape[-1], v_TGD.shape[-1]
+    if q_THD.is_cuda:
+        return suits_flash(q_THD.dtype, key_dim, value_dim) and key_dim % 8 == 0
+    return q_THD.is_cpu and key_dim == value_dim
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: PackedTree, scale: float) -> Tensor:
+        kernel = _CudaKernel if q_THD.is_cuda else _HostKernel
+        outputs, log_sums = [], []
+        for q_nLHD, k_nLGD, v_nLGD in zip(*(plan.nodes.pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True):
+            out_nLHD, log_sum_nLH = kernel.forward(q_nLHD, k_nLGD, v_nLGD, scale, is_causal=True)
+            outputs.append(out_nLHD)
+            log_sums.append(log_sum_nLH)
+        out_THD, log_sum_TH = plan.nodes.unpad_groups(outputs), plan.nodes.unpad_groups(log_sums)
+        wide_THD = out_THD.to(torch.promote_types(out_THD.dtype, torch.float32), copy=True)
+        for queries, keys in plan.parts:
+            q_nLHD, k_nLGD, v_nLGD = q_THD[queries][None], k_TGD[keys][None], v_TGD[keys][None]
+            out_nLHD, log_sum_nLH = kernel.forward(q_nLHD, k_nLGD, v_nLGD, scale, is_causal=False)
+            _join_(wide_THD[queries], log_sum_TH[queries], out_nLHD[0], log_sum_nLH[0])
+        out_THD = wide_THD.to(q_THD.dtype)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, log_sum_TH)
+        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_THD, k_TGD, v_TGD, out_THD, log_sum_TH = ctx.saved_tensors
+        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
+        padded = [plan.nodes.pad_groups(x) for x in (q_THD, k_TGD, v_TGD, out_THD, log_sum_TH)]
+        padded.append(plan.nodes.pad_gradient(grad_THD))
+        parts = [kernel.backward(*tensors, scale, is_causal=True) for tensors in zip(*padded, strict=True)]
+        grads = tuple(plan.nodes.unpad_groups(tensors) for tensors in zip(*parts, strict=True))
+        for queries, keys in plan.parts:
+            rows = q_THD[queries], k_TGD[keys], v_TGD[keys], out_THD[queries], log_sum_TH[queries], grad_THD[queries]
+            part_grads = kernel.backward(*(x[None] for x in rows), scale, is_causal=False)
+            for grad, share, part in zip(grads, part_grads, (queries, keys, keys), strict=True):
+                grad[part] += share[0]
+        return *grads, None, None
+
+
+def _join_(out_LHD: Tensor, log_sum_LH: Tensor, part_LHD: Tensor, part_log_sum_LH: Tensor) -> None:
+    """Join a part's outputs and log sums with those of the parts before, in place."""
+    joined_LH = torch.logaddexp(log_sum_LH, part_log_sum_LH)
+    out_LHD.mul_((log_sum_LH - joined_LH).exp_()[..., None])
+    out_LHD.addcmul_(part_LHD.to(out_LHD.dtype), (part_log_sum_LH - joined_LH).exp_()[..., None])
+    log_sum_LH.copy_(joined_LH)
+
+
+class _HostKernel:
+    """[n, L, H, D] outputs and [n, L, H] log sums; and the gradients of queries, keys and values."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out_nHLD, log_sum_nHL = attend(q, k, v, 0.0, is_causal, scale=scale)
+        return out_nHLD.transpose(1, 2), log_sum_nHL.transpose(1, 2)
+
+    @staticmethod
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, scale: float, *, is_causal: bool
+    ) -> list[Tensor]:
+        differentiate = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        grad, q, k, v, out, log_sum = (x.transpose(1, 2) for x in (grad, q, k, v, out, log_sum))
+        grads = differentiate(grad, q, k, v, out, log_sum, 0.0, is_causal, scale=scale)
+        return [x.transpose(1, 2) for x in grads]
+
+
+class _CudaKernel:
+    """FlashAttention, likewise."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        attend = aten._scaled_dot_product_flash_attention.default
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out_nHLD, log_sum_nHL, *_ = attend(q, k, v, 0.0, is_causal, False, scale=scale)
+        return out_nHLD.transpose(1, 2), log_sum_nHL[..., : q.shape[2]].transpose(1, 2)
+
+    @staticmethod
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, scale: float, *, is_causal: bool
+    ) -> list[Tensor]:
+        differentiate = aten._scaled_dot_product_flash_attention_backward.default
+        grad, q, k, v, out, log_sum = (x.transpose(1, 2) for x in (grad, q, k, v, out, log_sum))
+        lengths = q.shape[2], k.shape[2]
+        seed = torch.empty(0, dtype=torch.int64, device=q.device)  # without dropout, nothing reads it
+        grads = differentiate(
+            grad, q, k, v, out, log_sum.contiguous(), None, None, *lengths, 0.0, is_causal, seed, seed, scale=scale
+        )
+        return [x.transpose(1, 2) for x in grads]
