@@ -48,11 +48,11 @@ from tinsmith.types import F32, I64
 
 @dataclass(frozen=True)
 class RowShard(MicroBatch):
-    """Rows from `start` of a micro-batch, padded to `num_rows`; `examples` and `lengths` are of all its rows."""
+    """Rows from `start` of a micro-batch, padded to `shard_rows`; `examples` and `lengths` are of all its rows."""
 
     source: MicroBatch
     start: int
-    num_rows: int
+    shard_rows: int
 
     @classmethod
     def of(cls, batch: MicroBatch, ranks: Ranks) -> RowShard:
@@ -63,13 +63,13 @@ class RowShard(MicroBatch):
 
     def slice_rows(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The local rows [n, ...] of x [T, ...], padded with zeros."""
-        local_rows = x[self.start : self.start + self.num_rows]
-        return np.concatenate([local_rows, np.zeros((self.num_rows - len(local_rows), *x.shape[1:]), x.dtype)])
+        local_rows = x[self.start : self.start + self.shard_rows]
+        return np.concatenate([local_rows, np.zeros((self.shard_rows - len(local_rows), *x.shape[1:]), x.dtype)])
 
     def gather_rows(self, x: Tensor, ranks: Ranks) -> Tensor:
         """The rows of all context ranks, [T, ...] in float32, from each rank's x [n, ...]."""
-        all_rows = torch.zeros(ranks.degrees.context * self.num_rows, *x.shape[1:], device=x.device)
-        all_rows[self.start : self.start + self.num_rows] = x
+        all_rows = torch.zeros(ranks.degrees.context * self.shard_rows, *x.shape[1:], device=x.device)
+        all_rows[self.start : self.start + self.shard_rows] = x
         return ranks.sum_context(all_rows)[: len(self.source.tokens_T)]
 
     @property
@@ -78,7 +78,7 @@ class RowShard(MicroBatch):
 
     @cached_property
     def pairs(self) -> slice:
-        return slice(*np.searchsorted(self.source.row_P, [self.start, self.start + self.num_rows]).tolist())
+        return slice(*np.searchsorted(self.source.row_P, [self.start, self.start + self.shard_rows]).tolist())
 
     @cached_property
     def tokens_T(self) -> I64:
@@ -90,10 +90,12 @@ class RowShard(MicroBatch):
 
     @cached_property
     def lora_batch(self) -> LoRABatch:
-        stop = min(self.start + self.num_rows, len(self.source.tokens_T))
+        stop = min(self.start + self.shard_rows, len(self.source.tokens_T))
         segments = self.source.lora_batch.slice(self.start, stop).segments if stop > self.start else ()
         num_local = max(0, stop - self.start)
-        return LoRABatch([*segments, *([Segment(num_local, self.num_rows, None)] if num_local < self.num_rows else [])])
+        return LoRABatch(
+            [*segments, *([Segment(num_local, self.shard_rows, None)] if num_local < self.shard_rows else [])]
+        )
 
     @cached_property
     def targets_P(self) -> I64:
@@ -116,7 +118,7 @@ class ContextParallel:
 
     def __init__(self, shard: RowShard, ranks: Ranks) -> None:
         self._ranks = ranks
-        padding = ranks.degrees.context * shard.num_rows - sum(shard.lengths)
+        padding = ranks.degrees.context * shard.shard_rows - sum(shard.lengths)
         self._plan: AttentionPlan = PackedCausal([*shard.lengths, *([padding] if padding else [])], ranks.device)
         self._shard = shard
 
@@ -175,7 +177,7 @@ class ContextParallel:
     def _mix_gathered(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         shard, ends = self._shard, [0, *accumulate(self._shard.lengths)]
         first = shard.start if shard.start >= ends[-1] else max(end for end in ends if end <= shard.start)
-        stop = shard.start + shard.num_rows
+        stop = shard.start + shard.shard_rows
         all_TD = _exchange_rows(x_TD.expand(self._ranks.degrees.context, *x_TD.shape), self._ranks).flatten(0, 1)
         plan = PackedCausal(_split_lengths(first, stop, ends), x_TD.device)
         return plan.mix(_shift_starts(mixer, first - shard.start), all_TD[first:stop])[shard.start - first :]
@@ -183,7 +185,7 @@ class ContextParallel:
     @cached_property
     def _row_split(self) -> _RowSplit:
         shard, ends = self._shard, [*accumulate(self._shard.lengths)]
-        start, stop = shard.start, shard.start + shard.num_rows
+        start, stop = shard.start, shard.start + shard.shard_rows
         sizes = _split_lengths(start, stop, ends)
         num_head = sizes.pop(0) if 0 < start < ends[-1] and start not in ends else 0
         sends_state = stop < ends[-1] and stop not in ends
