@@ -209,7 +209,7 @@ def test_context_ranks_that_hand_over_states_are_one_process(family: str, length
     rows, weights = (nn.functional.pad(x, (0, 0, 0, 3 * num_rows - len(x))).split(num_rows) for x in (x_TD, weight_TD))
     leaves, outs, queues = [x.clone().requires_grad_() for x in rows], list[Tensor](), {}
     for index, tensor in enumerate(leaves):
-        shard = SimpleNamespace(start=index * num_rows, num_rows=num_rows, lengths=lengths)
+        shard = SimpleNamespace(start=index * num_rows, shard_rows=num_rows, lengths=lengths)
         plan = ContextParallel(cast(RowShard, shard), cast(Ranks, QueuedRanks(index, queues, log)))
         outs.append(plan.mix(layer.mixer, tensor))
         logs.append([log.pop() for _ in log.copy()])

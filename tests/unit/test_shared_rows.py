@@ -274,6 +274,33 @@ def test_a_tree_that_fits_is_not_cut_and_a_larger_one_repeats_its_path() -> None
     assert [batch.num_rows for batch in packed(group, 14, min_rows=0)] == [11] * 4
 
 
+def test_a_tree_may_be_larger_than_other_micro_batches() -> None:
+    group = [[*range(10), 20 + i] for i in range(4)]
+    data = tuple(
+        Datum(np.array(tokens, np.int32), {"target_tokens": np.array(tokens)})
+        for tokens in ([50] * 5, *group, [60] * 5)
+    )
+    items = build_examples(Pass("r", "m", data, "cross_entropy", {}, False), 0, adapter())
+    assert [batch.num_rows for batch in pack(items, 11, 2, 14)] == [14, 10]
+    assert [batch.num_rows for batch in pack(items, 11, 2, 13)] == [13, 11, 10]
+    assert [batch.num_rows for batch in pack(items, 11, 0, 14)] == [11] * 4 + [10]
+
+
+def test_trees_are_larger_where_activations_may_be_kept(qwen: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {}
+    for name, options in {
+        "auto": {},
+        "set": {"max_tokens_per_microbatch": 512},
+        "recompute": {"recompute": "on"},
+    }.items():
+        limits[name] = sharing(qwen, **options)._trainer._tree_limit(512 if name == "set" else 1024)
+    assert limits == {"auto": 8192, "set": 512, "recompute": 1024}
+    trainer = sharing(qwen)._trainer
+    monkeypatch.setattr(trainer._base.recompute, "fits", lambda size, device: size <= 4096)
+    assert trainer._tree_limit(1024) == 4096
+    assert trainer._tree_limit(512) == 512, "memory ran out before"
+
+
 def test_equal_data_that_do_not_fit_are_refused_like_a_single_one() -> None:
     (batch,) = packed([[1] * 9, [1] * 9], 3)
     assert batch.is_path and batch.num_rows == 9

@@ -42,7 +42,7 @@ from tinsmith.backends.torch.memory import (
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES
-from tinsmith.backends.torch.trainer import DeterministicTrainer, Trainer
+from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, Trainer
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
@@ -125,6 +125,8 @@ class TorchBackend:
         self._sampler: LocalSampler | None = None
         self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
         self._memory = self._open_memory(int(memory_budget), logits_chunk)
+        if is_auto and not self._memory.is_limited:
+            self._trainer.tree_sizes = TREE_TOKENS
         self._count_fused(is_auto=is_auto)
         self._log_kernels()
 

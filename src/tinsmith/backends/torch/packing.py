@@ -39,21 +39,24 @@ class Unit(NamedTuple):
         return halves
 
 
-def pack(examples: Sequence[Example], max_tokens: int, min_shared_rows: int = 0) -> list[MicroBatch]:
+def pack(
+    examples: Sequence[Example], max_tokens: int, min_shared_rows: int = 0, max_tree_tokens: int = 0
+) -> list[MicroBatch]:
     """Micro-batches of at most `max_tokens` rows; a longer example gets its own. `min_shared_rows`: the fewest tokens
     with which examples of an adapter must begin alike to share their rows; 0: nothing is shared.
 
-    Examples that share rows are in one micro-batch if all of them fit; otherwise each of their micro-batches repeats
-    the shared rows that it needs.
+    Examples that share rows are in one micro-batch, of at most `max_tree_tokens` rows if that is more, if all of them
+    fit; otherwise each of their micro-batches repeats the shared rows that it needs.
     """
     batches: list[MicroBatch] = []
     filling = _Filling()
     for unit in list_units(examples, min_shared_rows):
-        if filling.num_rows + unit.num_rows > max_tokens >= unit.num_rows:
+        limit = max(max_tokens, max_tree_tokens if len(unit.sequences) > 1 else 0)
+        if filling.num_rows + unit.num_rows > max_tokens and unit.num_rows <= limit:
             filling.move_to(batches)
         for sequence in unit.sequences:
             num_new_rows = filling.count_new_rows(unit.tree, sequence)
-            if num_new_rows and filling.num_rows + num_new_rows > max_tokens:
+            if num_new_rows and filling.num_rows + num_new_rows > limit:
                 filling.move_to(batches)
             filling.add(unit.tree, sequence, unit.examples[sequence])
     filling.move_to(batches)

@@ -45,6 +45,11 @@ from tinsmith.types import F32, Pass, PassResult
 GROW_AFTER = 64
 """Steps without a shortage of memory after which the micro-batch size doubles again."""
 
+TREE_TOKENS = (8192, 4096, 2048)
+"""Sizes of micro-batches whose examples share rows, the first whose activations may be kept: a smaller one repeats the
+shared rows more often.
+"""
+
 log = structlog.get_logger()
 
 
@@ -70,6 +75,8 @@ class Trainer:
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
+        self.tree_sizes: Sequence[int] = ()
+        """Sizes that micro-batches of examples that share rows may have beyond the usual one, if they fit."""
         self._num_rows: Counter[int] = Counter()  # of the current step, by pass
         self.memory: StepMemory | None = None
 
@@ -164,7 +171,14 @@ class Trainer:
         if self._fitting:
             sizes = [size for size in self._fitting if size <= limit]
             limit = next((size for size in sizes if recompute.fits(size, device)), min(limit, self._recomputed))
-        return self._count_rows(pack(examples, limit, self._min_shared_rows))
+        return self._count_rows(pack(examples, limit, self._min_shared_rows, self._tree_limit(limit)))
+
+    def _tree_limit(self, limit: int) -> int:
+        """The most rows of a micro-batch whose examples share rows."""
+        if limit < self._max_tokens or self._base.recompute.mode == "on":
+            return limit
+        fits, device = self._base.recompute.fits, self._base.device
+        return next((size for size in self.tree_sizes if size > limit and fits(size, device)), limit)
 
     def _count_rows(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Count the rows of each pass; shared ones belong to the first example that has them."""
