@@ -295,8 +295,8 @@ def _group_sequences(
         else:
             buckets.append([i])
     groups, rows, is_row_parts = [], [], []
-    for bucket in buckets:
-        bucket.sort()
+    # In the order of their rows, which then need no copies where neighbours have equal lengths.
+    for bucket in sorted(map(sorted, buckets)):
         bucket_starts, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
         visible_nL = (
             _upload_visible_counts([(lengths[i], visible_counts[i]) for i in bucket], device)
