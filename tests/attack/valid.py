@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
@@ -30,10 +32,18 @@ NEVER_200 = {
     "POST /api/v1/external_weights_upload_finish",
     "PUT /api/v1/external_weights_uploads/{number}/{file}",
     f"DELETE {_BARE_ID}",
+    *(f"DELETE {prefix}/messages/batches/{{message_batch_id}}" for prefix in ANTHROPIC),
+    "POST /api/v1/trajectories/rewards",
+    "DELETE /api/v1/trajectories",
+    "GET /api/v1/operator/samplers/{sampler}",
+    *(f"POST /api/v1/operator/samplers/{{sampler}}/{action}" for action in ("drain", "sleep", "wake")),
 }
-"""Routes that refuse valid requests: embeddings are not supported, the batch has failed, and no signed upload exists.
+"""Routes that refuse valid requests: embeddings are not supported, the batch has failed, the one of messages has not
+ended, and there is no signed upload, captured session or dedicated sampler.
 """
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
+MESSAGE_BATCH = {"requests": [{"custom_id": "a", "params": {"model": MODEL, **ROLLED_OUT}}]}
 QUERY: Mapping[str, str] = {
     "/audit": "?event_type=all&event_date=2020-01-01",
     "/dashboard/samples": "?limit=5",
@@ -60,10 +70,7 @@ PLAIN_BODIES: Mapping[str, object] = {
     **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
     **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
     **{prefix + "/messages": {"model": MODEL, **ROLLED_OUT} for prefix in ANTHROPIC},
-    **{
-        prefix + "/messages/batches": {"requests": [{"custom_id": "a", "params": {"model": MODEL, **ROLLED_OUT}}]}
-        for prefix in ANTHROPIC
-    },
+    **{prefix + "/messages/batches": MESSAGE_BATCH for prefix in ANTHROPIC},
     "/inference/v1/generate": {"model": MODEL, "token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
 }
 SEARCHED = {
@@ -91,6 +98,8 @@ class World:
     key: str
     links: Mapping[str, str]  # path and query, by the route without a key
     new_key: Callable[[], str]
+    new_response: Callable[[], str]
+    new_message_batch: Callable[[], str]
     files: Mapping[str, bytes]  # an adapter's
     sample_id: str  # a sample recorded for the dashboard
     metrics_token: str
@@ -113,10 +122,31 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
         file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
-        objects = RouteObjects(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
+        new_response = partial(create, f"{url}/v1/responses", key, {**ASKED, "background": True})
+        new_message_batch = partial(create, f"{url}/v1/messages/batches", key, MESSAGE_BATCH)
+        for unfinished_id in (job_id, other_job_id):
+            wait_for_end(http, str(unfinished_id))
+        objects = RouteObjects(
+            session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id,
+            response_id=new_response(), message_batch_id=new_message_batch(),
+        )  # fmt: skip
         links, files = links_of(http, objects)
         sample_id = sampled["request_id"]
-        return World(objects, file_ids[1], str(other_job_id), key, links, new_key, files, sample_id, metrics_token)
+        return World(
+            objects, file_ids[1], str(other_job_id), key, links, new_key, new_response, new_message_batch, files,
+            sample_id, metrics_token,
+        )  # fmt: skip
+
+
+def create(url: str, key: str, body: object) -> str:
+    """The id of a new object."""
+    return httpx.post(url, json=body, headers={"X-API-Key": key}, timeout=120).json()["id"]
+
+
+def wait_for_end(http: httpx.Client, job_id: str) -> None:
+    """Until a bulk job that fails has failed: before, it cannot be resumed or purged."""
+    while http.get(f"batch/jobs/{job_id}").json()["status"] in ("PENDING", "RUNNING"):
+        time.sleep(0.1)
 
 
 def failing_job(name: str) -> dict[str, object]:
@@ -157,6 +187,10 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
     method, _, path = label.partition(" ")
     short = path.removeprefix(PREFIX)
     objects = replace(world.objects, job_id=world.other_job_id) if short.endswith("/purge") else world.objects
+    if ENDS.search(label) and "{response_id}" in short:
+        objects = replace(objects, response_id=world.new_response())
+    if ENDS.search(label) and "{message_batch_id}" in short:
+        objects = replace(objects, message_batch_id=world.new_message_batch())
     key = world.new_key() if label.startswith("DELETE /api/v1/auth") else world.key
     headers = ((b"Host", b"127.0.0.1"), (b"Connection", b"close"), (b"X-API-Key", key.encode()))
     if short.startswith("/downloads/") or short == "/sessions/{session_id}/trace":
