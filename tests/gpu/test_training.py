@@ -14,7 +14,7 @@ from support.float64_reference import Reference
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.errors import NonFiniteGradientError
-from tinsmith.types import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 from unit.test_torch_backend import OUR_LOSSES, SPECS, fb, make_passes, relative, rl, run, sft, weights
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
@@ -162,3 +162,29 @@ def test_saved_state_loads_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None
 def test_a_device_that_is_full_is_a_memory_error() -> None:
     with pytest.raises(MemoryError), memory_errors(torch.device(DEVICE)):
         torch.empty(1 << 50, device=DEVICE)
+
+
+@pytest.mark.parametrize(("dtype", "atol", "bound"), [("float32", 1e-4, 1e-3), ("bfloat16", 0.2, 0.1)])
+def test_data_that_begin_alike_are_those_trained_apart(
+    shape: ModelShape, dtype: str, atol: float, bound: float
+) -> None:
+    """In 16 bits, attention is FlashAttention in parts, with the joined log sums in backward."""
+    rng = np.random.default_rng(11)
+    prompt = rng.integers(0, tiny_models.VOCAB, 40).astype(np.int32)
+    data = []
+    for length, beginning in ((50, prompt), (61, prompt), (45, prompt), (40, prompt), (33, prompt[:20])):
+        datum = sft(rng, length)
+        tokens_N = np.concatenate([beginning, datum.tokens_N[len(beginning) :]])
+        data.append(Datum(tokens_N, datum.inputs))
+    backend = TorchBackend(shape, device=DEVICE, dtype=dtype)
+    outcomes = []
+    for min_rows in (0, 8):
+        backend._trainer._min_shared_rows = min_rows
+        create(backend, "m", LoraSpec(4, seed=1))
+        outcomes.append((run(backend, fb("m", data))[0], gradient_of(backend, "m")))
+        backend.unload_model("m")
+    (apart, expected_P), (together, ours_P) = outcomes
+    assert apart.num_rows == 229 and together.num_rows == 20 + 20 + 10 + 21 + 5 + 13
+    for a, b in zip(together.logprobs, apart.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+    assert relative(ours_P, expected_P.double()) < bound

@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree, build_tree, count_common
+from tinsmith.plan.prefix_tree import (
+    ROOT,
+    Node,
+    PrefixTree,
+    build_tree,
+    count_common,
+    count_shared_tokens,
+    list_keys,
+)
+from tinsmith.types import Datum, Image
 
 # Few different tokens, so that many sequences begin alike; several equal ones, and some that are others' beginnings.
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=10)
@@ -115,3 +124,20 @@ def test_separate_sequences_share_nothing() -> None:
     tree = PrefixTree.separate([3, 2])
     assert tree == PrefixTree((Node(0, 0, 3), Node(1, 0, 2)), (0, 1))
     assert not tree.has_shared_rows and not tree.is_path
+
+
+def image(start: int, digest: bytes) -> Image:
+    return Image("path", b"", "png", 8, 8, start, 4, digest)
+
+
+def test_tokens_shared_by_data_are_counted_with_their_images() -> None:
+    prompt = np.arange(40, dtype=np.int32)
+    texts = [Datum(np.concatenate([prompt, [50 + i]]).astype(np.int32), {}) for i in range(3)]
+    assert count_shared_tokens(texts) == 80 and count_shared_tokens(texts[:1]) == 0
+    pictures = [
+        Datum(datum.tokens_N, {}, (image(2, digest),)) for datum, digest in zip(texts, (b"a", b"a", b"b"), strict=True)
+    ]
+    assert count_shared_tokens(pictures) == 40, "the third image is another one"
+    first, second, third = list_keys([(datum.tokens_N, datum.images) for datum in pictures])
+    assert first[2:6].tolist() == second[2:6].tolist() == [-1] * 4 and third[2:6].tolist() == [-2] * 4
+    assert texts[0].tokens_N[2] == 2, "the tokens themselves are unchanged"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,14 @@ def test_a_refusal_says_when_the_debt_is_paid(database: Database, clock: ManualC
     quotas.admit(sample(1, num_tokens=1))
     clock.now_s += 0.25
     assert refusal_of(lambda: quotas.admit(sample(3, num_tokens=1))).retry_after_s == 0.25
+
+
+def test_tokens_that_data_share_count_once(database: Database, clock: ManualClock) -> None:
+    quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
+    quotas.admit(replace(sample(0, num_tokens=100), shared_tokens=50))
+    quotas.admit(replace(sample(1, num_tokens=40), shared_tokens=20))
+    refusal = refusal_of(lambda: quotas.admit(sample(2, num_tokens=1)))
+    assert "70 tokens were admitted within a minute" in str(refusal)
 
 
 def test_a_limit_that_is_lifted_forgets_the_debt(database: Database, clock: ManualClock) -> None:

@@ -1,6 +1,7 @@
 """The scheduler's rules as properties over random queues."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -339,3 +340,12 @@ def test_unspent_tokens_are_carried_up_to_those_of_two_steps() -> None:
     run = {seq: pending(seq, "a", "a", seq, tokens=50) for seq in range(9)}
     _, fairness = plan([ModelQueue("a", "a", 0, run)], Fairness({"a": 10**6}, ("a",)), 100)
     assert fairness.deficits == {"a": 200}
+
+
+def test_tokens_that_data_share_take_no_part_of_the_budget() -> None:
+    """Three passes of 100 tokens, of which their data share 80, fit where 60 tokens do."""
+    passes = {
+        seq_id: replace(pending(seq_id, "t", "m", seq_id, tokens=100), shared_tokens=80) for seq_id in range(1, 5)
+    }
+    step, _ = plan([ModelQueue("m", "t", 1, passes)], Fairness(), 60)
+    assert [request.seq_id for request in step.passes] == [1, 2, 3]

@@ -91,11 +91,6 @@ class MicroBatch:
         return sum(self.lengths)
 
     @cached_property
-    def num_sent_rows(self) -> int:
-        """Tokens of the examples, however often they are shared."""
-        return sum(example.num_tokens for example in self.examples)
-
-    @cached_property
     def tokens_T(self) -> I64:
         parts = [self.examples[node.sequence].tokens_N[node.start : node.stop] for node in self.nodes]
         return np.concatenate(parts).astype(np.int64)
