@@ -82,7 +82,7 @@ def test_images_unknown_models_and_missing_engines_are_reasons(one_gpu: str, mon
 def test_doctor_says_what_samples_and_why(one_gpu: str, tmp_path: Path) -> None:
     def sampler_detail(**changes: object) -> str:
         settings = Settings.model_validate({"data_dir": tmp_path, "port": 0, **changes})
-        return next(finding.detail for finding in examine(settings) if finding.name == "sampler")
+        return next(finding.detail for finding in examine(settings) if finding.what == "sampler")
 
     assert sampler_detail(sampler_python=one_gpu).startswith(f"vllm for {nano.MODEL_NAME}: vLLM 0.32.0 of {one_gpu}")
     assert sampler_detail(device="cpu") == f"local for {nano.MODEL_NAME}: device is 'cpu'"

@@ -165,7 +165,7 @@ def test_micro_batches_are_as_large_as_their_activations_may_be_kept(
         backend = open_backend(qwen)
         trainer, recompute = backend._trainer, backend.base.recompute
         sizes: list[int] = []
-        monkeypatch.setattr("tinsmith.backends.torch.trainer.pack", lambda _, limit: sizes.append(limit) or [])
+        monkeypatch.setattr("tinsmith.backends.torch.trainer.pack", lambda _, limit, *_more: sizes.append(limit) or [])
         largest, usual, small = FITTING_TOKENS
         for size, margin in ((largest, 1.01), (largest, 0.99), (usual, 0.99), (small, 0.99)):
             free = margin * size * recompute.bytes_per_token() / RECOMPUTE_SHARE

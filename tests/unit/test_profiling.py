@@ -30,9 +30,11 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def pass_of(num: int) -> Pass:
+    """Data of 20 tokens, each with another first one."""
     tokens = np.arange(1, 22)
     inputs = {"target_tokens": tokens[1:], "weights": np.ones(20, np.float32)}
-    return Pass("p", "m", (Datum(tokens[:-1].astype(np.int32), inputs),) * num, "cross_entropy", {}, False)
+    sequences = [np.array([100 + first, *tokens[1:-1]], np.int32) for first in range(num)]
+    return Pass("p", "m", tuple(Datum(sequence, inputs) for sequence in sequences), "cross_entropy", {}, False)
 
 
 def sample(backend: TorchBackend, num_tokens: int) -> None:

@@ -47,7 +47,7 @@ TESTED_OF_SERVER = (
 @dataclass(frozen=True, slots=True)
 class Finding:
     good: bool
-    name: str
+    what: str
     detail: str
 
 
