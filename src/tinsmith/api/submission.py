@@ -40,7 +40,7 @@ SAVE_KINDS = ("save_weights", "save_weights_for_sampler", "save_weights_external
 class TokenCount(NamedTuple):
     """The tokens of a request; `shared`: those that its data share with earlier ones, which cost nothing."""
 
-    sent: int = 0
+    total: int = 0
     shared: int = 0
 
 
@@ -105,7 +105,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, c
         base_model=model.base_model,
         kind=kind,
         body=call.body,
-        num_tokens=tokens.sent,
+        num_tokens=tokens.total,
         shared_tokens=tokens.shared,
         model_id=model.model_id,
         seq_id=seq_id,
