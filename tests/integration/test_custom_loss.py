@@ -25,6 +25,7 @@ from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.base_models import resolve
 from tinsmith.errors import UserError
 from tinsmith.losses import graphs
+from tinsmith.plan.prefix_tree import MIN_SHARED_ROWS
 from tinsmith.types import CustomLoss, Datum, LoraSpec, Pass, PassResult
 from tinsmith.wire.custom_loss import create_custom_loss_of
 from tinsmith.wire.fields import read_object
@@ -410,6 +411,30 @@ def test_a_custom_loss_equals_the_same_loss_of_ours_in_one_step_with_it(backend:
 
 
 # Through the SDK, on the server and in the client.
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_data_that_begin_alike_have_the_gradients_of_separate_ones(backend: TorchBackend, name: str) -> None:
+    """Each datum's loss sees the log probabilities of its own sequence, shared rows included."""
+    rng = np.random.default_rng(5)
+    fn, ranks = LOSSES[name]
+    data = [arrays(traced_losses.datum(rng, length, 100, ranks)) for length in (14, 11, 17)]
+    beginning = data[0].tokens_N[:9]
+    data = [Datum(np.concatenate([beginning, datum.tokens_N[9:]]), datum.inputs) for datum in data]
+    outcomes = []
+    for min_rows in (0, 4):
+        backend._trainer._min_shared_rows = min_rows
+        try:
+            outcomes.append(gradients(backend, pass_of(name, fn, data, ranks)))
+        finally:
+            backend._trainer._min_shared_rows = MIN_SHARED_ROWS
+    ((apart,), apart_P), ((together,), together_P) = outcomes
+    assert isinstance(apart, PassResult) and isinstance(together, PassResult)
+    assert (apart.num_rows, together.num_rows) == (42, 9 + 5 + 2 + 8)
+    assert together.metrics == pytest.approx(apart.metrics, rel=1e-4, abs=1e-4)
+    ours_P, expected_P = together_P[name], apart_P[name]
+    assert ours_P is not None and expected_P is not None
+    assert (ours_P - expected_P).norm() <= 1e-4 * expected_P.norm()
 
 
 @pytest.mark.parametrize("name", LOSSES)
