@@ -174,6 +174,30 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
                 )
 
 
+def test_data_that_begin_with_equal_images_share_their_rows(shape: ModelShape, tmp_path: Path) -> None:
+    """Not those with another image at the same place, whose tokens are the same."""
+    backend = train_backend(shape, tmp_path)
+    beginning = text(5, 1), picture(61, 22, 1), text(4, 2)
+    data = [datum(*beginning, text(6, 3)), datum(*beginning, text(9, 4), picture(22, 22, 3), text(3, 8))]
+    data.append(datum(text(5, 1), picture(61, 22, 9), text(8, 5)))
+    model = load_reference_model(shape.path, tmp_path)
+    with torch.no_grad():
+        expected = [logprobs(model, example) for example in data]
+    gradients_by_min = []
+    for min_rows in (0, 4):
+        backend._trainer._min_shared_rows = min_rows
+        gradients_by_min.append(compute_gradients(backend, data))
+        result = run(backend, "m", *data, forward_only=True)
+        for actual, reference in zip(result.logprobs, expected, strict=True):
+            np.testing.assert_allclose(actual, reference, atol=1e-4)
+    shared = len(data[0].tokens_N) - 6
+    assert result.num_rows == sum(len(example.tokens_N) for example in data) - shared - 5
+    apart, together = gradients_by_min
+    for name, pair in together.items():
+        for ours, theirs in zip(pair, apart[name], strict=True):
+            assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-7
+
+
 def test_a_neighbour_that_is_not_finite_does_not_cross(shape: ModelShape, tmp_path: Path) -> None:
     backend = train_backend(shape, tmp_path)
     unpacked = run(backend, "m", DATA[0], forward_only=True).logprobs[0]

@@ -121,6 +121,31 @@ def test_gradients_are_those_of_transformers_alone_and_packed(backend: TorchBack
                 np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
+def test_an_image_that_data_share_stays_in_one_node(
+    backend: TorchBackend, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens see later ones of it, so rows are shared up to an image that differs, not into it."""
+    monkeypatch.setattr(backend._trainer, "_min_shared_rows", 4)
+    beginning = text(9, 2), ONE, text(3, 3)
+    data = (
+        datum(*beginning, text(6, 4)),
+        datum(*beginning, text(8, 5)),
+        datum(text(9, 2), OTHER, text(7, 6)),
+        datum(text(9, 2), ONE),
+    )
+    with torch.no_grad():
+        expected = [logprobs(model, example) for example in data]
+    result = run_pass(backend, "m", *data, forward_only=True)
+    for actual, reference in zip(result.logprobs, expected, strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-4)
+    assert result.num_rows == 9 + SIZE + (3 + 6) + (3 + 8) + (SIZE + 7), "three tokens are too few to be shared"
+    gradients = reference_gradients(model, data, logprobs)
+    for name, pair in compute_gradients(backend, data).items():
+        for letter, actual in zip("AB", pair, strict=True):
+            reference = gradients[f"{wrapper_name(name)}.lora_{letter}"]
+            np.testing.assert_allclose(actual, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
+
+
 def test_an_image_is_seen_both_ways_and_text_is_not(backend: TorchBackend, model: nn.Module) -> None:
     """Shows that the other comparisons depend on the mask."""
     before = datum(*PROMPTS["middle"])
