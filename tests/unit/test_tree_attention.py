@@ -304,3 +304,19 @@ def test_flash_attention_s_operators_get_what_the_host_s_get(monkeypatch: pytest
     for ours, expected in zip(*results, strict=True):
         assert torch.equal(ours, expected)
     assert calls == ["forward False", "backward False"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    check_parts, heads, cpu = tree_attention.check_parts.__wrapped__, (4, 2, 16), torch.device("cpu")
+    assert check_parts(cpu, dtype, heads)
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_attention, "_join_", lambda out, log_sum, part, part_log_sum: None)
+        assert not check_parts(cpu, dtype, heads), "the children do not see their parent"
+    host = tree_attention._HostKernel
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(host, "backward", fail)
+    assert not check_parts(cpu, dtype, heads)

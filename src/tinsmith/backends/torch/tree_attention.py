@@ -22,11 +22,12 @@ one length L.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple, Unpack, cast
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -40,10 +41,12 @@ from tinsmith.backends.torch.attention import (
     suits_flash,
 )
 from tinsmith.backends.torch.host import upload
-from tinsmith.plan.prefix_tree import ROOT, PrefixTree
+from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree
 from tinsmith.types import I64
 
 aten = torch.ops.aten
+
+log = structlog.get_logger()
 
 MIN_CONTINUED_ROWS = 2
 """A single row that continues from a state would be decoded, which changes the state in place."""
@@ -74,8 +77,14 @@ class PackedTree:
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        if self._is_causal and self._suits_parts(q_THD, v_TGD, options):
+        if self._is_causal and self._suits_parts(q_THD, k_TGD, v_TGD, options):
             return cast(Tensor, _TreeAttention.apply(q_THD, k_TGD, v_TGD, self, options["scale"]))
+        return self.attend_unfolded(layer, q_THD, k_TGD, v_TGD, **options)
+
+    def attend_unfolded(
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Tensor:
+        """`attend` with the rows of every sequence gathered."""
         rows_C = self._unfolded_rows
         q_CHD, k_CGD, v_CGD = (x.index_select(0, rows_C) for x in (q_THD, k_TGD, v_TGD))
         return self._fold(self._sequences.attend(layer, q_CHD, k_CGD, v_CGD, **options))
@@ -96,13 +105,13 @@ class PackedTree:
                 states.append(state)
         return TakeRows.apply(torch.cat(outputs), self._state_cells)
 
-    def _suits_parts(self, q_THD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> bool:
+    def _suits_parts(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> bool:
         if options.get("softcap") is not None or options.get("sinks_H") is not None:
             return False
         window = options.get("window")
         if window is not None and self._max_length > window.size:
             return False
-        return has_part_kernel(q_THD, v_TGD)
+        return has_part_kernel(q_THD, k_TGD, v_TGD)
 
     # Unfolded sequences.
 
@@ -239,12 +248,51 @@ def _list_parts(tree: PrefixTree, starts: Sequence[int]) -> list[PrefixPart]:
 # Attention in parts.
 
 
-def has_part_kernel(q_THD: Tensor, v_TGD: Tensor) -> bool:
-    """Whether this device has a kernel that returns log sums, for heads of these sizes."""
+PROBE = PrefixTree((Node(0, 0, 9), Node(0, 9, 14, 0), Node(1, 9, 12, 0), Node(2, 0, 5)), (1, 2, 3))
+"""Two sequences that begin alike, and a third one."""
+
+MAX_PROBE_ERROR = 0.05
+
+
+def has_part_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
+    """Whether this device has a kernel that returns log sums, for heads of these sizes. A GPU's is checked once."""
     key_dim, value_dim = q_THD.shape[-1], v_TGD.shape[-1]
     if q_THD.is_cuda:
-        return suits_flash(q_THD.dtype, key_dim, value_dim) and key_dim % 8 == 0
+        suits = suits_flash(q_THD.dtype, key_dim, value_dim) and key_dim % 8 == 0
+        return suits and check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], key_dim))
     return q_THD.is_cpu and key_dim == value_dim
+
+
+@cache
+def check_parts(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> bool:
+    """Whether attention in parts over a small tree, and its gradients, are those of the unfolded sequences; a device on
+    which they are not unfolds. `heads`: query heads, key heads, head dim.
+    """
+    num_heads, num_keys, dim = heads
+    plan, generator = PackedTree(PROBE, device), torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(sum(PROBE.lengths), count, dim, generator=generator).to(device, dtype)
+        for count in (num_heads, num_keys, num_keys, num_heads)
+    ]
+    grad_THD = inputs.pop()
+    results = []
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            for is_unfolded in (False, True):
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                if is_unfolded:
+                    out_THD = plan.attend_unfolded(0, *leaves, scale=dim**-0.5)
+                else:
+                    out_THD = cast(Tensor, _TreeAttention.apply(*leaves, plan, dim**-0.5))
+                results.append([out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)])
+        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True)]
+    except RuntimeError as error:
+        log.warning("attention over shared rows unfolds them: its kernel failed", device=str(device), error=repr(error))
+        return False
+    if max(errors) < MAX_PROBE_ERROR:
+        return True
+    log.warning("attention over shared rows unfolds them: its kernel differs", device=str(device), error=max(errors))
+    return False
 
 
 class _TreeAttention(torch.autograd.Function):
