@@ -3,12 +3,12 @@
     python benchmarks/invariance.py                               # nano and tiny, both dtypes; about three minutes
     python benchmarks/invariance.py --models nano --dtypes float32 --json invariance.json
 
-In process, without a service: one adapter's requests are computed alone, and then otherwise: split into one request
-per sequence, in another order, and in two requests packed with those of seven other tenants. The first table has the
+In process, without a service: one adapter's requests are computed alone, and then otherwise: split into one request per
+sequence, in another order, and in two requests packed with those of seven other tenants. The first table has the
 largest difference of a logprob, the relative difference of the gradient, and that of the weights after ten optimizer
-steps (also of how far they have moved). The second has what sampled logprobs and tokens do in company, in small pieces
-and behind cached prefixes, and how far training is from sampling. Each row again for `--deterministic`, where all but
-the order of one's own data must be 0; the third table is its price, measured by turns.
+steps (also of how far they have moved). The second has what sampled logprobs and tokens do beside other tenants, in
+small pieces and behind cached prefixes, and how far training is from sampling. Each row again for `--deterministic`,
+where all but the order of one's own data must be 0; the third table is its price, measured by turns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def batch_with_tenants(data: list[Datum], other_passes: list[Pass]) -> Batches:
 WAYS: dict[str, Callable[[list[Datum], list[Pass]], Batches]] = {
     "split": batch_split,
     "reordered": batch_reversed,
-    "split, in company": batch_with_tenants,
+    "split, beside other tenants": batch_with_tenants,
 }
 
 
@@ -184,7 +184,7 @@ def measure_sampling(backend: TorchBackend, labels: dict[str, object]) -> list[d
               for i, p in enumerate(prompts)]  # fmt: skip
     draw_samples(warm, longer)
     ways = {
-        "in company": (open_sampler(backend), [*other_samples[::2], *own_samples, *other_samples[1::2]]),
+        "beside other tenants": (open_sampler(backend), [*other_samples[::2], *own_samples, *other_samples[1::2]]),
         "in small pieces": (open_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own_samples),
         "behind a cached prefix": (warm, own_samples),
     }

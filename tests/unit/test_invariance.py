@@ -65,7 +65,7 @@ def rows_of(module: ModuleType, shape: ModelShape, dtype: str, deterministic: st
 def test_numbers_move_no_further_than_the_document_says(invariance: ModuleType, dtype: str) -> None:
     training, sampling = rows_of(invariance, read_shape(nano.MODEL_NAME, nano.path()), dtype, "off")
     bounds = {name: float(bound) for name, bound in BOUNDS[dtype].items()}
-    assert {row["way"] for row in training} == {"split", "reordered", "split, in company"}
+    assert {row["way"] for row in training} == {"split", "reordered", "split, beside other tenants"}
     for row in training:
         for name in ("logprobs", "gradient", "weights"):
             assert row[name] < bounds[name], row

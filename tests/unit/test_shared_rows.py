@@ -304,6 +304,12 @@ def test_trees_are_larger_where_activations_may_be_kept(qwen: ModelShape, monkey
 def test_equal_data_that_do_not_fit_are_refused_like_a_single_one() -> None:
     (batch,) = packed([[1] * 9, [1] * 9], 3)
     assert batch.is_path and batch.num_rows == 9
+    data = [Datum(np.ones(length, np.int32), {"target_tokens": np.ones(length, np.int64)}) for length in (4, 9)]
+    passes = [Pass("r", "m", (datum,), "cross_entropy", {}, False) for datum in data]
+    owner = adapter()
+    chain = [example for index, pass_ in enumerate(passes) for example in build_examples(pass_, index, owner)]
+    (batch,) = pack(chain, 100, 2)
+    assert batch.is_path and batch.single_pass == 1, "the pass of the longest one, whose rows do not fit"
 
 
 def test_a_unit_is_halved_with_the_rows_that_both_halves_need() -> None:

@@ -21,10 +21,11 @@ from tinsmith.backends.torch.attention import (
     Mixer,
     MixerState,
     Window,
+    group_by_length,
     reference_attention,
     visibility_mask,
 )
-from tinsmith.backends.torch.tree_attention import PackedTree, list_state_batches, round_length
+from tinsmith.backends.torch.tree_attention import PackedTree, list_state_batches
 from tinsmith.plan.prefix_tree import PrefixTree, build_tree
 from tinsmith.types import I64
 
@@ -222,8 +223,7 @@ def test_sequences_start_where_their_root_does_so_that_they_have_its_adapter() -
 
 def test_batches_of_states_never_pad_a_node_with_children() -> None:
     tree = make_tree([[0] * 5 + [1] * 3, [0] * 5 + [2], [0] * 5 + [3] * 20, [4] * 7])
-    starts = [0, *np.cumsum(tree.lengths).tolist()]
-    batches = list_state_batches(tree, starts, torch.device("cpu"))
+    batches = list_state_batches(tree, torch.device("cpu"))
     assert [(batch.length, batch.has_children, batch.parents_n is None) for batch in batches] == [
         (5, True, True),
         (7, False, True),
@@ -233,9 +233,15 @@ def test_batches_of_states_never_pad_a_node_with_children() -> None:
     assert batches[2].rows_C.tolist() == [5, 6, 7, 8, 8, 8]
 
 
-@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 100, 129, 1000, 4097])
-def test_lengths_are_rounded_up_by_a_quarter_at_most(num_rows: int) -> None:
-    assert num_rows <= round_length(num_rows) <= max(num_rows + 16, 1.26 * num_rows)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
+def test_lengths_of_a_group_differ_by_a_quarter_at_most(lengths: list[int]) -> None:
+    groups = group_by_length(range(len(lengths)), lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        sizes = [lengths[index] for index in group]
+        assert max(sizes) - min(sizes) <= max(16, 0.25 * max(sizes))
+    equal = group_by_length(range(len(lengths)), lengths, pads=False)
+    assert len(equal) == len(set(lengths)) and all(len({lengths[index] for index in group}) == 1 for group in equal)
 
 
 def test_parts_are_joined_as_one_softmax_in_bfloat16_too() -> None:

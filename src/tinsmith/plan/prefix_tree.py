@@ -59,7 +59,22 @@ class PrefixTree(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
+        """Tokens of each node."""
         return [node.num_tokens for node in self.nodes]
+
+    @property
+    def row_starts(self) -> list[int]:
+        """The first row of each node, if the nodes' rows are adjacent, and the number of rows."""
+        return [0, *accumulate(self.lengths)]
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        return [self.nodes[end].stop for end in self.ends]
+
+    @property
+    def parents(self) -> set[int]:
+        """The nodes with children."""
+        return {node.parent for node in self.nodes} - {ROOT}
 
     def path(self, sequence: int) -> list[int]:
         """The nodes of a sequence, from its root on."""
@@ -71,9 +86,8 @@ class PrefixTree(NamedTuple):
 
     @property
     def token_rows(self) -> npt.NDArray[np.int64]:
-        """[C] the row of each token of each sequence, one sequence after the other, if the nodes' rows are adjacent."""
-        starts = [0, *accumulate(self.lengths)]
-        ranges = [np.arange(start, stop) for start, stop in pairwise(starts)]
+        """[C] the row of each token of each sequence, one sequence after the other."""
+        ranges = [np.arange(start, stop) for start, stop in pairwise(self.row_starts)]
         parts = [ranges[index] for sequence in range(len(self.ends)) for index in self.path(sequence)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -84,8 +98,9 @@ class PrefixTree(NamedTuple):
             sequences[index].append(sequence)
         units: list[tuple[list[int], int]] = []
         for node, members in zip(self.nodes, sequences, strict=True):
-            earlier, num_tokens = units.pop() if node.parent != ROOT else ([], 0)
-            units.append((earlier + members, num_tokens + node.num_tokens))
+            unit, num_tokens = units.pop() if node.parent != ROOT else ([], 0)
+            unit.extend(members)
+            units.append((unit, num_tokens + node.num_tokens))
         return units
 
 
@@ -109,7 +124,7 @@ def count_shared_tokens(data: Sequence[Datum]) -> int:
     if len(data) < 2:
         return 0
     tree = build_tree(list_keys([(datum.tokens_N, datum.images) for datum in data]), MIN_SHARED_ROWS)
-    return sum(len(datum.tokens_N) for datum in data) - sum(tree.lengths)
+    return sum(tree.sequence_lengths) - sum(tree.lengths)
 
 
 def list_keys(sequences: Iterable[tuple[Tokens, Iterable[Image]]]) -> list[Tokens]:

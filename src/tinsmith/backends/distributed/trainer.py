@@ -1,9 +1,9 @@
 """A packed step over ranks: each data rank runs some of the sequences, each context rank some rows of those sequences,
 each stage its layers of all rows, and all ranks end with the same gradients.
 
-Every rank receives all passes and packs them in the same way. Sequences are distributed to data ranks by length, the
-longest first, so that all have about as many tokens; a rank with fewer micro-batches than another still takes part in
-collectives. Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log
+Every rank receives all passes and packs them in the same way. Sequences that share rows go to one
+data rank, the most rows first, so that all have about as many; a rank with fewer micro-batches than another still takes
+part in collectives. Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log
 probabilities. Ranks agree on outcomes that may differ: memory that ran out, and why a custom loss failed.
 """
 
@@ -130,8 +130,7 @@ class RankedTrainer(Trainer):
                 raise RanksLostError(
                     f"rank {self._ranks.rank} ran out of memory over {batch.num_rows} tokens: {error}"
                 ) from error
-            pass_index = batch.examples[0].pass_index if batch.is_path else None
-            return _Shortage(pass_index, batch.num_rows, str(error))
+            return _Shortage(batch.single_pass, batch.num_rows, str(error))
         return None
 
     def _run_micro_batch(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:

@@ -11,7 +11,7 @@ query heads of a key head with their L rows each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack, cast
@@ -225,25 +225,22 @@ class PackedCausal:
 
     def pad_groups(self, x: Tensor) -> list[Tensor]:
         """[n, L, ..] of each group, from [T, ..]."""
-        cells = x if self._row_C is None else TakeRows.apply(x, self._row_C, self._cell_T)
-        sizes = [len(group.starts) * group.length for group in self._groups]
-        # Backward through a slice copies the gradient into zeros; through a split it is one copy.
-        parts = cells.split_with_sizes(sizes) if len(sizes) > 1 else [cells]
-        return [
-            part.view(len(group.starts), group.length, *x.shape[1:])
-            for part, group in zip(parts, self._groups, strict=True)
-        ]
+        return self._split_cells(x if self._row_C is None else TakeRows.apply(x, self._row_C, self._cell_T))
 
     def pad_gradient(self, grad: Tensor) -> list[Tensor]:
         """[n, L, ..] of each group, from [T, ..], with zeros for padding."""
         if self._cell_T is None:
             return self.pad_groups(grad)
         num_cells = sum(len(group.starts) * group.length for group in self._groups)
-        cells = grad.new_zeros(num_cells, *grad.shape[1:]).index_copy_(0, self._cell_T, grad)
+        return self._split_cells(grad.new_zeros(num_cells, *grad.shape[1:]).index_copy_(0, self._cell_T, grad))
+
+    def _split_cells(self, cells: Tensor) -> list[Tensor]:
         sizes = [len(group.starts) * group.length for group in self._groups]
+        # Backward through a slice copies the gradient into zeros; through a split it is one copy.
+        parts = cells.split_with_sizes(sizes) if len(sizes) > 1 else [cells]
         return [
-            part.view(len(group.starts), group.length, *grad.shape[1:])
-            for part, group in zip(cells.split_with_sizes(sizes), self._groups, strict=True)
+            part.view(len(group.starts), group.length, *cells.shape[1:])
+            for part, group in zip(parts, self._groups, strict=True)
         ]
 
     def unpad_groups(self, outputs: Sequence[Tensor]) -> Tensor:
@@ -281,22 +278,27 @@ class _Group(NamedTuple):
     visible_nL: Tensor | None = None  # how many cells each one sees; None: those up to itself
 
 
+def group_by_length(indices: Iterable[int], lengths: Sequence[int], *, pads: bool = True) -> list[list[int]]:
+    """Groups of sequences of similar length, or without `pads` of equal length. They are in the order of their first
+    sequences, so that neighbours of equal length need no copies.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(indices, key=lambda index: -lengths[index]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest - lengths[index] <= (max(16, MAX_PADDING * longest) if pads else 0):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return sorted(map(sorted, groups))
+
+
 def _group_sequences(
     lengths: Sequence[int], device: torch.device, visible_counts: Sequence[I64 | None] = ()
 ) -> tuple[list[_Group], I64, I64]:
     """The groups, the source row of each of their cells, and the cell of each row."""
     starts = [0, *accumulate(lengths)]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[list[int]] = []
-    for i in order:
-        longest = lengths[buckets[-1][0]] if buckets else 0
-        if buckets and longest - lengths[i] <= max(16, MAX_PADDING * longest):
-            buckets[-1].append(i)
-        else:
-            buckets.append([i])
     groups, rows, is_row_parts = [], [], []
-    # In the order of their rows, which then need no copies where neighbours have equal lengths.
-    for bucket in sorted(map(sorted, buckets)):
+    for bucket in group_by_length(range(len(lengths)), lengths):
         bucket_starts, length = tuple(starts[i] for i in bucket), max(lengths[i] for i in bucket)
         visible_nL = (
             _upload_visible_counts([(lengths[i], visible_counts[i]) for i in bucket], device)

@@ -81,6 +81,11 @@ class MicroBatch:
         """Whether the rows are those of one sequence, so that a smaller micro-batch is not possible."""
         return len(self.examples) == 1 or (self.tree is not None and self.tree.is_path)
 
+    @property
+    def single_pass(self) -> int | None:
+        """The pass of the sequence that has all rows, if there is one: it cannot run where these rows do not fit."""
+        return max(self.examples, key=lambda example: example.num_tokens).pass_index if self.is_path else None
+
     @cached_property
     def lengths(self) -> list[int]:
         """Rows of each node."""

@@ -48,19 +48,17 @@ def pack(
     Examples that share rows are in one micro-batch, of at most `max_tree_tokens` rows if that is more, if all of them
     fit; otherwise each of their micro-batches repeats the shared rows that it needs.
     """
-    batches: list[MicroBatch] = []
-    filling = _Filling()
+    builders = [_Builder()]
     for unit in list_units(examples, min_shared_rows):
         limit = max(max_tokens, max_tree_tokens if len(unit.sequences) > 1 else 0)
-        if filling.num_rows + unit.num_rows > max_tokens and unit.num_rows <= limit:
-            filling.move_to(batches)
+        if builders[-1].num_rows + unit.num_rows > max_tokens and unit.num_rows <= limit:
+            builders.append(_Builder())
         for sequence in unit.sequences:
-            num_new_rows = filling.count_new_rows(unit.tree, sequence)
-            if num_new_rows and filling.num_rows + num_new_rows > limit:
-                filling.move_to(batches)
-            filling.add(unit.tree, sequence, unit.examples[sequence])
-    filling.move_to(batches)
-    return batches
+            num_new_rows = builders[-1].count_new_rows(unit.tree, sequence)
+            if num_new_rows and builders[-1].num_rows + num_new_rows > limit:
+                builders.append(_Builder())
+            builders[-1].add(unit.tree, sequence, unit.examples[sequence])
+    return [builder.build() for builder in builders if builder.num_rows]
 
 
 def list_units(examples: Sequence[Example], min_shared_rows: int) -> list[Unit]:
@@ -87,14 +85,11 @@ def _rank(unit: Unit) -> tuple[int, int, int]:
 def _cut(examples: Sequence[Example], sequence: int, length: int) -> int:
     """How many of an example's first tokens may be a node: tokens of a bidirectional image stay together."""
     image_input = examples[sequence].image_input
-    if image_input is not None and image_input.bidirectional:
-        for image in image_input.images:
-            if image.start < length < image.stop:
-                return image.start
-    return length
+    end = length if image_input is None else image_input.piece_end(0, length)
+    return end if end <= length else 0
 
 
-class _Filling:
+class _Builder:
     """A micro-batch that grows."""
 
     def __init__(self) -> None:
@@ -123,9 +118,6 @@ class _Filling:
         self._ends.append(parent)
         self._examples.append(example)
 
-    def move_to(self, batches: list[MicroBatch]) -> None:
-        """Append the micro-batch, and begin another one."""
-        if self._examples:
-            tree = PrefixTree(tuple(self._nodes), tuple(self._ends))
-            batches.append(MicroBatch(tuple(self._examples), tree=tree if tree.has_shared_rows else None))
-        self.__init__()
+    def build(self) -> MicroBatch:
+        tree = PrefixTree(tuple(self._nodes), tuple(self._ends))
+        return MicroBatch(tuple(self._examples), tree=tree if tree.has_shared_rows else None)

@@ -108,8 +108,7 @@ class Trainer:
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         """Memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
-        longest = max(batch.examples, key=lambda example: example.num_tokens)
-        return self._shrink_to(batch.num_rows, longest.pass_index if batch.is_path else None, problem)
+        return self._shrink_to(batch.num_rows, batch.single_pass, problem)
 
     def _shrink_to(self, num_tokens: int, single_pass: int | None, problem: str) -> tuple[int, UserError] | None:
         """`alone`: the pass of the micro-batch, if it was a single sequence."""

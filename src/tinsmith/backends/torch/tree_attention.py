@@ -21,7 +21,7 @@ one length L.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import NamedTuple, Unpack, cast
@@ -38,6 +38,7 @@ from tinsmith.backends.torch.attention import (
     MixerState,
     PackedCausal,
     TakeRows,
+    group_by_length,
     suits_flash,
 )
 from tinsmith.backends.torch.host import upload
@@ -60,18 +61,17 @@ class PrefixPart(NamedTuple):
 
 
 class PackedTree:
-    """`visible_counts`: for each sequence, `seen` of `PackedCausal`."""
+    """`visible_counts`: one of `PackedCausal` for each sequence."""
 
     def __init__(
         self, tree: PrefixTree, device: torch.device | str = "cpu", visible_counts: Sequence[I64 | None] = ()
     ) -> None:
         self._tree = tree
         self._device = torch.device(device)
-        self._starts = [0, *accumulate(tree.lengths)]
         self._visible_counts = visible_counts
         self.nodes = PackedCausal(tree.lengths, self._device)
-        self.parts = _list_parts(tree, self._starts)
-        self._max_length = max(tree.nodes[end].stop for end in tree.ends)
+        self.parts = _list_parts(tree)
+        self._max_length = max(tree.sequence_lengths)
         self._is_causal = all(counts is None for counts in visible_counts)
 
     def attend(
@@ -93,7 +93,8 @@ class PackedTree:
         if mixer.is_whole or not self._can_continue:
             x_CD = x_TD.index_select(0, self._unfolded_rows)
             return self._fold(self._sequences.mix(_WithStarts(mixer, self._first_rows), x_CD))
-        cells = TakeRows.apply(x_TD, self._state_rows, self._state_cells)
+        rows_C, cells_T = self._state_indices
+        cells = TakeRows.apply(x_TD, rows_C, cells_T)
         outputs, states = [], []
         sizes = [len(batch.starts) * batch.length for batch in self._state_batches]
         for batch, x_CD in zip(self._state_batches, cells.split_with_sizes(sizes), strict=True):
@@ -103,7 +104,7 @@ class PackedTree:
             outputs.append(y_nLD.flatten(0, 1))
             if batch.has_children:
                 states.append(state)
-        return TakeRows.apply(torch.cat(outputs), self._state_cells)
+        return TakeRows.apply(torch.cat(outputs), cells_T)
 
     def _suits_parts(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> bool:
         if options.get("softcap") is not None or options.get("sinks_H") is not None:
@@ -117,8 +118,7 @@ class PackedTree:
 
     @cached_property
     def _sequences(self) -> PackedCausal:
-        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
-        return PackedCausal(lengths, self._device, self._visible_counts)
+        return PackedCausal(self._tree.sequence_lengths, self._device, self._visible_counts)
 
     @cached_property
     def _unfolded_rows(self) -> Tensor:
@@ -128,17 +128,16 @@ class PackedTree:
     @cached_property
     def _folded_cells(self) -> Tensor:
         """[T] a cell of each row."""
-        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
-        firsts = [0, *accumulate(lengths)]
+        firsts = [0, *accumulate(self._tree.sequence_lengths)]
         cells = [np.arange(node.start, node.stop) + firsts[node.sequence] for node in self._tree.nodes]
         return upload(np.concatenate(cells), self._device)
 
     @cached_property
     def _first_rows(self) -> dict[int, int]:
         """The first row of each sequence, by its first cell."""
-        lengths = [self._tree.nodes[end].stop for end in self._tree.ends]
-        roots = [self._starts[self._tree.path(sequence)[0]] for sequence in range(len(lengths))]
-        return dict(zip(accumulate(lengths, initial=0), roots, strict=False))
+        tree, row_starts = self._tree, self._tree.row_starts
+        roots = [row_starts[tree.path(sequence)[0]] for sequence in range(len(tree.ends))]
+        return dict(zip(accumulate(tree.sequence_lengths, initial=0), roots, strict=False))
 
     def _fold(self, cells: Tensor) -> Tensor:
         return cast(Tensor, TakeRows.apply(cells, self._folded_cells))
@@ -148,25 +147,21 @@ class PackedTree:
     @cached_property
     def _can_continue(self) -> bool:
         """Whether every state that a node leaves is that of at least two rows after another state."""
-        inner = {node.parent for node in self._tree.nodes} - {ROOT}
-        nodes = [self._tree.nodes[index] for index in inner]
+        nodes = [self._tree.nodes[index] for index in self._tree.parents]
         return all(node.parent == ROOT or node.num_tokens >= MIN_CONTINUED_ROWS for node in nodes)
 
     @cached_property
     def _state_batches(self) -> list[StateBatch]:
-        return list_state_batches(self._tree, self._starts, self._device)
+        return list_state_batches(self._tree, self._device)
 
     @cached_property
-    def _state_rows(self) -> Tensor:
-        """[C] the row of each cell of the batches; padding repeats a node's last row."""
-        return upload(np.concatenate([batch.rows_C for batch in self._state_batches]), self._device)
-
-    @cached_property
-    def _state_cells(self) -> Tensor:
-        """[T] the cell of each row."""
+    def _state_indices(self) -> tuple[Tensor, Tensor]:
+        """[C] the row of each cell of the batches, in which padding repeats a node's last row; [T] the cell of each
+        row.
+        """
         rows_C = np.concatenate([batch.rows_C for batch in self._state_batches])
         # Of a row's cells the first one is not padding.
-        return upload(np.unique(rows_C, return_index=True)[1], self._device)
+        return upload(rows_C, self._device), upload(np.unique(rows_C, return_index=True)[1], self._device)
 
 
 class StateBatch(NamedTuple):
@@ -181,35 +176,33 @@ class StateBatch(NamedTuple):
     has_children: bool
 
 
-def list_state_batches(tree: PrefixTree, starts: Sequence[int], device: torch.device) -> list[StateBatch]:
+def list_state_batches(tree: PrefixTree, device: torch.device) -> list[StateBatch]:
     """Parents before their children. Nodes with children are never padded: padding would change their last state."""
-    inner = {node.parent for node in tree.nodes} - {ROOT}
+    parents, lengths, row_starts = tree.parents, tree.lengths, tree.row_starts
     depths: list[int] = []
     for node in tree.nodes:
         depths.append(0 if node.parent == ROOT else depths[node.parent] + 1)
-    groups: dict[tuple[int, bool, int], list[int]] = {}
-    for index, node in enumerate(tree.nodes):
-        # Leaves of similar length are padded to the same multiple.
-        length = node.num_tokens if index in inner else round_length(node.num_tokens)
-        groups.setdefault((depths[index], index not in inner, length), []).append(index)
     batches, state_of = [], {}
-    for (depth, is_leaf, _), members in sorted(groups.items()):
-        sizes_n1 = np.array([tree.nodes[index].num_tokens for index in members])[:, None]
-        length = max(int(sizes_n1.max()), MIN_CONTINUED_ROWS if depth else 1)
-        starts_n1 = np.array([starts[index] for index in members])[:, None]
-        rows_C = (starts_n1 + np.minimum(np.arange(length), sizes_n1 - 1)).ravel()
-        parents = np.array([state_of.get(tree.nodes[index].parent, ROOT) for index in members])
-        parents_n = upload(parents, device) if depth else None
-        batches.append(StateBatch(tuple(starts_n1[:, 0].tolist()), length, rows_C, parents_n, not is_leaf))
-        if not is_leaf:
-            state_of |= {index: len(state_of) + offset for offset, index in enumerate(members)}
+    for (depth, is_leaf), members in sorted(_group_nodes(depths, parents).items()):
+        for bucket in group_by_length(members, lengths, pads=is_leaf):
+            sizes_n1 = np.array([lengths[index] for index in bucket])[:, None]
+            length = max(int(sizes_n1.max()), MIN_CONTINUED_ROWS if depth else 1)
+            starts_n1 = np.array([row_starts[index] for index in bucket])[:, None]
+            rows_C = (starts_n1 + np.minimum(np.arange(length), sizes_n1 - 1)).ravel()
+            states = np.array([state_of.get(tree.nodes[index].parent, ROOT) for index in bucket])
+            parents_n = upload(states, device) if depth else None
+            batches.append(StateBatch(tuple(starts_n1[:, 0].tolist()), length, rows_C, parents_n, not is_leaf))
+            if not is_leaf:
+                state_of |= {index: len(state_of) + offset for offset, index in enumerate(bucket)}
     return batches
 
 
-def round_length(num_rows: int) -> int:
-    """The longest length of the group of nodes with this length: at most a quarter of it is padding."""
-    step = max(16, (1 << max(num_rows - 1, 1).bit_length()) // 8)
-    return -(-num_rows // step) * step
+def _group_nodes(depths: Sequence[int], parents: Container[int]) -> dict[tuple[int, bool], list[int]]:
+    """The nodes of each depth, by whether they are leaves."""
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for index, depth in enumerate(depths):
+        groups.setdefault((depth, index not in parents), []).append(index)
+    return groups
 
 
 class _WithStarts:
@@ -233,7 +226,8 @@ def _select_states(states: Sequence[MixerState], parents_n: Tensor) -> MixerStat
     return MixerState(*parts)
 
 
-def _list_parts(tree: PrefixTree, starts: Sequence[int]) -> list[PrefixPart]:
+def _list_parts(tree: PrefixTree) -> list[PrefixPart]:
+    starts = tree.row_starts
     stops = list(range(1, len(tree.nodes) + 1))  # the node after the last descendant of each node
     for index in reversed(range(len(tree.nodes))):
         if (parent := tree.nodes[index].parent) != ROOT:
