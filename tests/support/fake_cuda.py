@@ -33,7 +33,7 @@ from transformers.initialization import no_init_weights
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, vision
+from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, tree_attention, vision
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention_implementation
@@ -298,6 +298,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (kv_cache, "page_kernels", kernels),
             (paged_attention, "page_kernels", kernels),
             (trainer, "compute_metrics", {}),  # computed on the host, from values
+            (tree_attention, "check_parts", True),  # compares values, once for each process
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
