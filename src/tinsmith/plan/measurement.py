@@ -19,7 +19,7 @@ MEASURE_S = 0.3
 
 def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
     """Measure the operations/s of a product with TRAINING_ROWS rows, and the bytes/s of weights of a product with one
-    row. Each measurement takes about MEASURE_S. Weights are packed for oneDNN if torch has it. There are no more
+    row. Each measurement takes about MEASURE_S. Weights are packed where oneDNN has kernels for them. There are no more
     weights than the model has, since those of a small model stay in caches.
     """
     import torch
@@ -30,7 +30,7 @@ def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu
     count = max(1, min(MAX_WEIGHTS, num_weights // side**2))
     weights = [torch.randn(side, side, device=device).to(torch_dtype) for _ in range(count)]
     product: Callable[..., torch.Tensor] = torch.nn.functional.linear
-    if not cuda and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not cuda and _has_onednn(dtype):
         weights = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
         product = lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731
 
@@ -50,6 +50,15 @@ def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu
 
     with torch.inference_mode():
         return 2 * rows * side**2 / product_s(rows), DTYPE_BYTES[dtype] * side**2 / product_s(1)
+
+
+def _has_onednn(dtype: str) -> bool:
+    """Whether oneDNN has packed matmuls of this dtype on this processor; bfloat16 needs AVX-512."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype != "bfloat16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def synchronize(device: str) -> None:
