@@ -256,6 +256,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (calling("torch.load"), "call_function 'torch.load' is not allowed"),
     (calling("torch.rand_like"), "'torch.rand_like' is not allowed in a custom loss: a loss must give the same result"),
     (calling("torch.empty_like"), "its memory is not initialised"),
+    (calling("os.log"), "call_function 'os.log' is not allowed in a custom loss; docs/losses.md lists"),
     (calling("add_", op="call_method"), "'add_' is not allowed in a custom loss: it writes in place; use 'add'"),
     (calling("numpy", op="call_method"), "call_method 'numpy' is not allowed"),
     (calling("__class__", op="call_method"), "call_method '__class__' is not allowed"),
@@ -263,10 +264,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (calling("getattr", ["shape"]), "getattr takes a node and one of"),
     (calling("getattr", "grad_fn"), "not ('grad_fn',)"),
     (calling("torch.exp", out={"ref": "logprobs"}), "has the keyword 'out', which is not allowed in a custom loss"),
+    (calling("torch.exp", inplace=True), "has the keyword 'inplace', which is not allowed in a custom loss"),
     (calling("torch.sum", "cuda"), "has the text 'cuda', which is not allowed in a custom loss"),
     (calling("to", {"device": "cuda"}, op="call_method"), "the device 'cuda' must be one of cpu"),
     (calling("to", {"dtype": "complex64"}, op="call_method"), "the dtype 'complex64' must be one of bool, float32"),
     (with_node(-1, args=[{"ref": "logprobs"}]), "must return (loss, metrics)"),
+    (with_node(-1, args=[{"tuple": [{"ref": "logprobs"}, {"dict": {}}, 0]}]), "must return (loss, metrics)"),
+    (with_node(-1, kwargs={"metrics": {"dict": {}}}), "must return (loss, metrics)"),
     (with_node(-1, args=[{"tuple": [1.0, {"dict": {}}]}]), "must return a node as its loss"),
     (with_node(-1, args=[{"tuple": [{"ref": "logprobs"}, {"dict": {"loss:sum": {"ref": "logprobs"}}}]}]),
      "metric 'loss:sum' must be a node named custom/NAME:sum"),
@@ -288,6 +292,17 @@ def test_a_graph_of_too_many_nodes_is_refused() -> None:
 
     with pytest.raises(UserError, match="1027 nodes; it must have 1 to 1024"):
         read(request(trace(long, {"logprobs": 1})))
+
+
+def test_a_graph_at_its_bounds_is_admitted() -> None:
+    ranks = {"logprobs": 1} | {f"input_{index}": 1 for index in range(graphs.MAX_INPUTS - 1)}
+    read(request(trace(lambda logprobs, **_: (logprobs.sum(), {}), ranks)))
+    read(calling("torch.exp", inplace=False, out=None))
+    num_others = sum(map(len, (list(graphs._walk((*node.args, *node.kwargs.values()))) for node in read(GOOD).nodes)))
+    num_others -= len(list(graphs._walk(read(GOOD).nodes[4].args)))
+    read(with_node(4, op="call_function", target="torch.exp", args=[0] * (graphs.MAX_ARGUMENTS - num_others), kwargs={}))
+    with pytest.raises(UserError, match="more than 16384 argument values"):
+        read(with_node(4, args=[0] * (graphs.MAX_ARGUMENTS - num_others + 1), kwargs={}))
 
 
 REFS = st.sampled_from(["logprobs", "weights", "n2", "n3", "n4"])
