@@ -295,14 +295,15 @@ def test_a_graph_of_too_many_nodes_is_refused() -> None:
 
 
 def test_a_graph_at_its_bounds_is_admitted() -> None:
-    ranks = {"logprobs": 1} | {f"input_{index}": 1 for index in range(graphs.MAX_INPUTS - 1)}
-    read(request(trace(lambda logprobs, **_: (logprobs.sum(), {}), ranks)))
+    names = "abcdefghijklmno"[: graphs.MAX_INPUTS - 1]
+    wide = lambda logprobs, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o: (logprobs.sum(), {})  # noqa: E731, E741
+    read(request(trace(wide, {"logprobs": 1} | dict.fromkeys(names, 1))))
     read(calling("torch.exp", inplace=False, out=None))
-    num_others = sum(map(len, (list(graphs._walk((*node.args, *node.kwargs.values()))) for node in read(GOOD).nodes)))
-    num_others -= len(list(graphs._walk(read(GOOD).nodes[4].args)))
-    read(with_node(4, op="call_function", target="torch.exp", args=[0] * (graphs.MAX_ARGUMENTS - num_others), kwargs={}))
+    values = [list(graphs._walk((*node.args, *node.kwargs.values()))) for node in read(GOOD).nodes]
+    most = graphs.MAX_ARGUMENTS - sum(map(len, values)) + len(values[4])
+    read(with_node(4, args=[0] * most, kwargs={}))
     with pytest.raises(UserError, match="more than 16384 argument values"):
-        read(with_node(4, args=[0] * (graphs.MAX_ARGUMENTS - num_others + 1), kwargs={}))
+        read(with_node(4, args=[0] * (most + 1), kwargs={}))
 
 
 REFS = st.sampled_from(["logprobs", "weights", "n2", "n3", "n4"])
