@@ -21,6 +21,7 @@ from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice
 from tinsmith.chat.detokenizer import TextDecoder
+from tinsmith.chat.dialects import choose_dialect
 from tinsmith.chat.generation_request import GenerationPlan, ModelTarget
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags, find_reasoning_tags
@@ -192,8 +193,8 @@ def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[s
         assert not any(stop in streamed for stop in stops)
 
 
-HERMES = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
-LLAMA = replace(HERMES, dialect="llama")
+HERMES = ToolUse((Tool("f", {}, {}),), "auto", False, True, choose_dialect("hermes", ""))
+LLAMA = replace(HERMES, dialect=choose_dialect("llama", ""))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 

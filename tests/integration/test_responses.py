@@ -17,6 +17,7 @@ from tinsmith.api.openai.generation import RESPONSES, serve_request
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
+from tinsmith.chat.dialects import choose_dialect
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import Tool, ToolUse
@@ -369,7 +370,7 @@ def test_stored_responses_have_a_quota(tmp_path: Path) -> None:
 def test_every_server_gives_a_response_the_same_ids(harness: Harness) -> None:
     """A streamed response may be read from another server before its own has stored it."""
     request = validate(ResponseRequest, {"model": nano.MODEL_NAME, "input": "hi"})
-    use = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
+    use = ToolUse((Tool("f", {}, {}),), "auto", False, True, choose_dialect("hermes", ""))
     plan = replace(request.plan(TEXT), tools=use, reasoning_tags=None)
     ids = np.array(TEXT.encode('<tool_call>{"name": "f"}</tool_call>', special=False), np.int32)
     result = SampleResult("r", (SampledSequence(ids, np.full(len(ids), -0.5, np.float32), "stop"),))

@@ -14,8 +14,10 @@ from support.local_sampling import finish, make_prompt, make_sample, run, sample
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.calls import ToolCall
+from tinsmith.chat.dialects import choose_dialect
 from tinsmith.chat.generation_request import json_grammar
-from tinsmith.chat.tools import Tool, ToolUse
+from tinsmith.chat.tokenizer import ModelTokenizer
+from tinsmith.chat.tools import Tool, ToolUse, find_marks
 from tinsmith.errors import UserError
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, GrammarCache
@@ -251,7 +253,9 @@ def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name
 @pytest.mark.parametrize("name", ["flat", "nested", "array", "integer"])
 def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_name: bool) -> None:
     tools = Tool(name, SCHEMAS[name], {}), Tool("other", {"type": "object", "additionalProperties": False}, {})
-    use = ToolUse(tools, name if by_name else "required", by_name, parallel=not by_name, dialect="hermes")
+    hermes = choose_dialect("hermes", "")
+    marks = find_marks(hermes, ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path())))
+    use = ToolUse(tools, name if by_name else "required", by_name, not by_name, hermes, marks)
     grammar = use.grammar()
     assert grammar is not None
     for text, reason in sample_constrained(chatty, grammar, 400):

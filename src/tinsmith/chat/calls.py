@@ -1,8 +1,8 @@
 """Tool calls in a completion: the events of a dialect's parser, and the assembler that turns them into text and calls.
 
 A dialect is a `DialectParser`. It turns text, cut anywhere, into events: text, the start of a call with its name,
-arguments as JSON text, and the end of the call. Each event has its characters of the completion, so
-that the sources of all events are the completion. The cuts decide only how text is divided into events.
+arguments as JSON text, the end of the call, and the end of a section of calls. Each event has its characters of the
+completion, so that the sources of all events are the completion. The cuts decide only how text is divided into events.
 
 `CallAssembler` is the only reader of events, for whole completions and streams. A call counts once it is complete,
 names a tool of the request, and has an object as arguments (none, null and an object written as a string are read as
@@ -53,7 +53,14 @@ class CallEnd:
     source: str
 
 
-CallEvent = TextEvent | CallStart | CallArguments | CallEnd
+@dataclass(frozen=True, slots=True)
+class MarkEvent:
+    """The end of a section of calls. It is part of the call before it, and text if that is text."""
+
+    source: str
+
+
+CallEvent = TextEvent | CallStart | CallArguments | CallEnd | MarkEvent
 """A call without its end, followed by text or by the end of the completion, is not a call."""
 
 
@@ -72,13 +79,21 @@ class DialectParser(Protocol):
 class CallAssembler:
     """The text and the calls of one completion, in order."""
 
-    def __init__(self, names: Collection[str], parser: DialectParser | None = None) -> None:
-        """`names` are the tools of the request. Without a parser, the caller takes events itself."""
+    def __init__(
+        self, names: Collection[str], parser: DialectParser | None = None, max_calls: int | None = None
+    ) -> None:
+        """`names` are the tools of the request. Without a parser, the caller takes events itself. The completion ends
+        with call `max_calls`.
+        """
         self.num_calls = 0
         self.first_call_at: int | None = None
         """Where the first call begins, in characters."""
+        self.end: int | None = None
+        """Where the completion ends because of its last call, in characters."""
         self._names = names
         self._parser = parser
+        self._max_calls = max_calls
+        self._hidden: list[tuple[int, int]] = []  # characters that are no part of the text, in order
         self._parts: list[str | ToolCall] = []
         self._num_read = 0  # characters of all events
         self._space = ""  # white space that belongs to the text if text follows it, and to a call if a call does
@@ -87,6 +102,7 @@ class CallAssembler:
         self._name = ""
         self._arguments = ""
         self._source: str | None = None  # the characters of the unfinished call
+        self._source_start = 0
 
     @property
     def num_undecided(self) -> int:
@@ -112,19 +128,29 @@ class CallAssembler:
             self._parts.append(self._space)
         self._space = ""
 
+    def hide(self, start: int, end: int) -> None:
+        """Leave characters out of the text, such as those of a special token; calls may still contain them. Call this
+        in order, before the characters are read.
+        """
+        self._hidden.append((start, end))
+
     def separate(self) -> None:
         """Begin the next text on a line of its own, if there is text before it."""
         self._is_separate = True
 
     def take(self, event: CallEvent) -> None:
+        start = self._num_read
         self._num_read += len(event.source)
+        if self.end is not None:
+            return
         match event:
             case TextEvent():
                 self._reject()
-                self._add_text(event.source)
+                self._add_text(self._without_hidden(event.source, start))
             case CallStart():
                 self._reject()
                 self._name, self._arguments, self._source = event.name, "", event.source
+                self._source_start = start
             case CallArguments():
                 assert self._source is not None
                 self._arguments += event.text
@@ -133,6 +159,11 @@ class CallAssembler:
                 assert self._source is not None
                 self._source += event.source
                 self._complete()
+            case MarkEvent():
+                if self._has_text or not self.num_calls:
+                    self._add_text(self._without_hidden(event.source, start))
+                else:
+                    self._space = ""
 
     def take_parts(self) -> list[str | ToolCall]:
         """Return the text and calls that were not returned before."""
@@ -149,12 +180,27 @@ class CallAssembler:
         self._parts.append(ToolCall("call_" + secrets.token_hex(12), self._name, arguments, self.num_calls))
         self.num_calls += 1
         self._source, self._space, self._has_text = None, "", False
+        if self.num_calls == self._max_calls:
+            self.end = self._num_read
 
     def _reject(self) -> None:
         """Turn the unfinished call into text."""
         source, self._source = self._source, None
         if source:
-            self._add_text(source)
+            self._add_text(self._without_hidden(source, self._source_start))
+
+    def _without_hidden(self, source: str, start: int) -> str:
+        """Return the characters from `start` on without the hidden ones."""
+        while self._hidden and self._hidden[0][1] <= start:
+            self._hidden.pop(0)
+        parts: list[str] = []
+        at = start
+        for hidden_start, hidden_end in self._hidden:
+            if hidden_start >= start + len(source):
+                break
+            parts.append(source[at - start : max(hidden_start, at) - start])
+            at = max(hidden_end, at)
+        return "".join([*parts, source[at - start :]])
 
     def _add_text(self, new_text: str) -> None:
         if self._is_separate and new_text:

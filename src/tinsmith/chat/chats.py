@@ -17,6 +17,7 @@ from tinsmith.chat.generation_request import (
     GenerationRequest,
     check_grammar_size,
 )
+from tinsmith.chat.history import write_call_ids
 from tinsmith.chat.images import Prompt, encode_conversation
 from tinsmith.chat.splicing import FindRecording, digest_of, digests_of, splice
 from tinsmith.chat.tokenizer import (
@@ -28,7 +29,7 @@ from tinsmith.chat.tokenizer import (
     find_channels,
     find_reasoning_tags,
 )
-from tinsmith.chat.tools import MAX_TOOLS, OPEN, ToolChoice, ToolField, ToolUse, read_tools, select_tools
+from tinsmith.chat.tools import MAX_TOOLS, ToolChoice, ToolField, ToolUse, read_tools, select_tools
 from tinsmith.chat.turns import fit_turns
 from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
@@ -187,9 +188,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         """
         template = tokenizer.template.source
         choice, allowed_tools = select_tools(self.tools, self.tool_choice)
-        tools = read_tools(
-            allowed_tools, choice, self.parallel_tool_calls, template, tokenizer.has_token(OPEN), self.structure
-        )
+        tools = read_tools(allowed_tools, choice, self.parallel_tool_calls, tokenizer, self.structure)
         rendered, images = self.render_prompt(tokenizer, tools)
         conversation = None
         if find_recording is not None and not (images or self.prompt_token_ids or self.continue_final_message):
@@ -202,6 +201,8 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         params = self.params(
             tokenizer, max_tokens, grammar and check_grammar_size(grammar), tools.stops if tools else ()
         )
+        if tools and tools.stop_tokens:
+            params = replace(params, stop_tokens=(*params.stop_tokens, *tools.stop_tokens))
         counted_tags = find_reasoning_tags(tokenizer, prompt) if may_think(params, tools) else None
         plan = GenerationPlan(
             name=self.model,
@@ -234,6 +235,8 @@ class ChatRequest(VendorChatFields, GenerationRequest):
 
     def _template_messages(self, tokenizer: ModelTokenizer, tools: ToolUse | None) -> list[Message]:
         messages = [message.to_template(tokenizer.template.source) for message in self.messages]
+        if tools is not None:
+            messages = write_call_ids(tools.dialect, messages)
         return fit_turns(tokenizer.template, messages, tools=tools is not None)
 
     def render_prompt(self, tokenizer: ModelTokenizer, tools: ToolUse | None) -> Prompt:

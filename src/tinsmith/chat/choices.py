@@ -75,6 +75,9 @@ class Choice:
         self._after_tag = False  # directly after hidden reasoning
         end_token_ids = tokenizer.end_token_ids if plan.params.stop_eos else frozenset()
         self._end_token_ids = end_token_ids | frozenset(plan.params.stop_tokens)
+        self._shown_tokens = plan.tools.shown_tokens if plan.tools and not plan.shows_special else {}
+        self._marks: list[tuple[int, int]] = []  # where the shown tokens are in `_content`, which text leaves out
+        self._hidden_marks: list[tuple[int, int]] = []  # and in `_hidden_text`
         self._content = ""
         self._text_start = 0  # offset in `_content` of the text after the last tag
         self._assembler: CallAssembler | None = None  # of the text from `_text_start` on
@@ -101,7 +104,7 @@ class Choice:
         if token_id not in self._end_token_ids:
             self._take(token)
             return
-        if self._plan.shows_stop:
+        if self._plan.shows_stop or token_id in self._shown_tokens:
             self._tokens.append(token)
             self._decode(token)
         self._is_over = True
@@ -122,6 +125,14 @@ class Choice:
 
     def _decode(self, token: CompletionToken) -> None:
         """Add the token's text, with that of the tokens before it whose characters it completes."""
+        if (mark := self._shown_tokens.get(token.token_id)) is not None:
+            self._flush()
+            self._decoder = self._new_decoder()
+            token.offset = self._offset
+            if not self._is_over:
+                self._marks.append((len(self._content), len(self._content) + len(mark)))
+                self._add(mark)
+            return
         self._pending.append(token)
         if new_text := self._decoder.push(token.token_id):
             self._add(new_text)
@@ -225,17 +236,27 @@ class Choice:
         if token_id in (tags.open_id, tags.close_id):
             if not self._in_hidden:
                 self._flush()
-            self._decoder, self._hidden_text = self._new_decoder(), ""
+            self._decoder, self._hidden_text, self._hidden_marks = self._new_decoder(), "", []
             self._in_hidden = token_id == tags.open_id
             self._after_tag = True
             return True
         if self._in_hidden:
-            new_text = self._decoder.push(token_id)
+            new_text = self._decode_hidden(token_id)
             self._hidden_text += new_text
             if new_text and (at := self._find_stop(self._hidden_text, len(new_text), 0)) is not None:
                 self._hidden_text = self._hidden_text[:at]
                 self._is_over = True
         return self._in_hidden
+
+    def _decode_hidden(self, token_id: int) -> str:
+        """Return the text of a token of hidden reasoning."""
+        if (mark := self._shown_tokens.get(token_id)) is None:
+            return self._decoder.push(token_id)
+        before = self._decoder.flush()
+        self._decoder = self._new_decoder()
+        start = len(self._hidden_text) + len(before)
+        self._hidden_marks.append((start, start + len(mark)))
+        return before + mark
 
     def _is_tag(self, token_id: int) -> bool:
         """Whether a token begins or ends the reasoning."""
@@ -262,6 +283,8 @@ class Choice:
         if assembler.first_call_at is None:
             return
         if self._in_hidden:
+            shift = len(self._content) - assembler.first_call_at
+            self._marks += [(start + shift, end + shift) for start, end in self._hidden_marks if start + shift >= 0]
             self._content += self._hidden_text[assembler.first_call_at :]
             self._in_hidden = False
         else:
@@ -275,6 +298,9 @@ class Choice:
         if first >= len(region):
             return ""
         self._num_returned = len(region)
+        for start, end in reversed(self._marks):
+            if first <= start < len(region):
+                region = region[:start] + region[end:]
         return region[first:]
 
     # Text.
@@ -284,8 +310,12 @@ class Choice:
         if self._assembler is None:
             return end
         if end > self._num_read:
+            for start, mark_end in self._marks:
+                if self._num_read <= start < end:
+                    self._assembler.hide(start - self._text_start, mark_end - self._text_start)
             self._assembler.feed(self._content[self._num_read : end])
             self._num_read = end
+            self._end_with_calls()
         if self._is_finished and not self._in_reasoning:
             self._assembler.finish()
         if self._in_reasoning and self._is_finished:
@@ -294,6 +324,17 @@ class Choice:
         if self._in_reasoning and self._assembler.first_call_at is not None:
             decided = self._assembler.first_call_at
         return self._text_start + decided
+
+    def _end_with_calls(self) -> None:
+        """End the completion after its last call, if the request limits calls."""
+        assert self._assembler is not None
+        if self._assembler.end is None or self._in_reasoning:
+            return
+        end = self._text_start + self._assembler.end
+        if end <= len(self._content):
+            self._content, self.stopped_by = self._content[:end], None
+            self._num_read = min(self._num_read, end)
+            self._end_at(end)
 
     def _add(self, new_text: str) -> None:
         """Add the text of the first tokens in `_pending`."""

@@ -31,7 +31,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith.base_models import json_object, read_special_tokens
-from tinsmith.errors import NotSupportedError, RequestError
+from tinsmith.chat.dialects import choose_dialect, detect_dialect
+from tinsmith.chat.dialects.dialect import ToolDialect
+from tinsmith.errors import NotSupportedError, RequestError, not_supported
 from tinsmith.types import ModelShape, VisionShape
 
 Message = Mapping[str, object]
@@ -77,6 +79,36 @@ class ChatTemplate:
         generation_prompt: bool = True,
     ) -> str:
         """Render the conversation, with `generation_prompt` up to the model's turn. Raises RequestError."""
+        if any(message.get("tool_calls") for message in messages) and self._takes_text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._render(messages, tools, variables, generation_prompt=generation_prompt)
+
+    @cached_property
+    def _takes_text_arguments(self) -> bool:
+        """Whether the template takes the arguments of calls as JSON text. It does if it fails with an object or writes
+        it as Python does, and not with text.
+        """
+        has_failed = False
+        for message in (_PROBE_CALL, _with_text_arguments(_PROBE_CALL)):
+            messages = [{"role": "user", "content": "probe"}, message]
+            try:
+                rendered = self._render(messages, [_PROBE_TOOL], {}, generation_prompt=False)
+            except RequestError:
+                rendered = ""
+            is_written = "probe-value" in rendered and "'probe-key'" not in rendered
+            if is_written:
+                return has_failed
+            has_failed = True
+        return False
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, object],
+        *,
+        generation_prompt: bool,
+    ) -> str:
         reserved_variables = {"messages": list(messages), "tools": tools, "documents": None}
         reserved_variables["add_generation_prompt"] = generation_prompt
         try:
@@ -90,6 +122,35 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise RequestError("messages", f"messages do not fit the model's chat template: {error}") from error
         return "".join(parts)
+
+
+_PROBE_TOOL = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+_PROBE_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        # Some templates accept only ids of nine letters.
+        {
+            "id": "probecall",
+            "type": "function",
+            "function": {"name": "probe", "arguments": {"probe-key": "probe-value"}},
+        }
+    ],
+}
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message in which the arguments of calls are JSON text."""
+    calls = cast("Sequence[dict[str, dict[str, object]]]", message.get("tool_calls") or ())
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [
+            {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
+            for call in calls
+        ],
+    }
 
 
 def _to_json(
@@ -117,9 +178,11 @@ REPLACEMENT_CHARACTER = "\ufffd"
 class ModelTokenizer:
     """The tokenizer and the chat template of one base model, read from its directory on first use."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, tool_parser: str = "auto") -> None:
+        """`tool_parser` names the dialect of tool calls; `auto` lets the chat template decide."""
         self._shape = shape
         self._directory = Path(shape.path)
+        self._tool_parser = tool_parser
 
     @property
     def vision(self) -> VisionShape | None:
@@ -161,6 +224,21 @@ class ModelTokenizer:
             }
             template = templates_by_name.get("default")
         return template if isinstance(template, str) else None
+
+    @cached_property
+    def tool_dialect(self) -> ToolDialect:
+        """The form of tool calls. Raises RequestError for a chat template without tools, or of an unknown form."""
+        source = self.template.source
+        if "tools" not in source:
+            raise not_supported("tools", "this model's chat template does not support tools")
+        if self._tool_parser != "auto":
+            return choose_dialect(self._tool_parser, source)
+        if (dialect := detect_dialect(source)) is None:
+            raise not_supported(
+                "tools",
+                "this model's chat template shows no known form of calls; name one with --tool-parser",
+            )
+        return dialect
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Encode a text. `special` adds the tokenizer's special tokens, such as the beginning of the text."""
@@ -232,6 +310,14 @@ class ModelTokenizer:
     def has_token(self, text: str) -> bool:
         return self.token_id(text) is not None
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether a token was added to the vocabulary, so that its text is always this token."""
+        return token_id in self._is_special_by_added_id
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` drops a token."""
+        return self._is_special_by_added_id.get(token_id, False)
+
     def token_bytes(self, token_id: int, *, special: bool = True) -> bytes:
         """Return the bytes of a token, which may be a part of a character; without `special`, none of special tokens,
         as `decode` does.
@@ -278,13 +364,16 @@ class ModelTokenizer:
 
 
 class ModelTokenizers:
-    def __init__(self) -> None:
+    def __init__(self, tool_parsers: Mapping[str, str] | None = None) -> None:
+        """`tool_parsers` are the names of the models' tool parsers; the name "" is every other model."""
         self._lock = threading.Lock()
+        self._tool_parsers = dict(tool_parsers or {})
         self._by_model: dict[str, ModelTokenizer] = {}
 
     def get(self, shape: ModelShape) -> ModelTokenizer:
+        parser = self._tool_parsers.get(shape.name, self._tool_parsers.get("", "auto"))
         with self._lock:
-            return self._by_model.setdefault(shape.name, ModelTokenizer(shape))
+            return self._by_model.setdefault(shape.name, ModelTokenizer(shape, parser))
 
 
 def _check_text(text: str) -> None:

@@ -1,27 +1,23 @@
-"""Tools: functions that a model may call, and the grammars of its calls.
+"""Tools: functions that a model may call, and what a request says about its calls.
 
-The model's chat template decides on one of four formats: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's), Qwen3.5's (`<tool_call>` around `<function=NAME>`), Llama 3.1's (a bare JSON object with name
-and parameters) and harmony (gpt-oss). A grammar enforces a required call, and arguments that match their schema
-(`strict`); there is none for Qwen3.5's. `dialects` and `harmony` read the calls.
+The form of calls is a dialect of `chat.dialects`, which the model's chat template or the server's settings choose. Its
+grammar enforces a required call, and arguments that match their schema (`strict`).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, WrapValidator
 
-from tinsmith.chat.calls import CallAssembler, read_json
-from tinsmith.chat.dialects import PARSERS
-from tinsmith.chat.dialects.hermes import CLOSE, OPEN
-from tinsmith.chat.schemas import normalize_schema
-from tinsmith.errors import RequestError, not_supported
-from tinsmith.types import JSON_FORM, Grammar
+from tinsmith.chat.calls import CallAssembler
+from tinsmith.chat.dialects.dialect import CallRequest, Tool, ToolDialect
+from tinsmith.chat.tokenizer import ModelTokenizer
+from tinsmith.errors import RequestError
+from tinsmith.types import Grammar
 from tinsmith.wire.fields import (
     ByType,
     ClosedBody,
@@ -41,17 +37,18 @@ MAX_TOOLS = 128
 MAX_CALLS = 16
 """Most calls of a completion that must call tools; some models would never stop."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-NEWLINE = json.dumps("\n")
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool. `definition` is its form for the chat template."""
+class MarkToken:
+    """A mark of the dialect that is one token of the model. `is_special`: decoding without special tokens drops it.
+    `is_separate`: grammars must write it as a token, since its text as other tokens is something else.
+    """
 
-    name: str
-    parameters: Mapping[str, object]
-    definition: Mapping[str, object]
-    strict: bool = False
+    text: str
+    token_id: int
+    is_special: bool
+    is_separate: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,67 +61,57 @@ class ToolUse:
     choice: str
     is_named: bool
     parallel: bool
-    dialect: str  # hermes | function_xml | llama | harmony
-    has_tag_tokens: bool = True  # whether OPEN and CLOSE are single tokens
+    dialect: ToolDialect
+    marks: tuple[MarkToken, ...] = ()
     answer_grammar: Grammar | None = None
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
-        if self.choice == "auto" and self.answer_grammar is None:
-            return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
-        if self.dialect == "function_xml":
-            if self.choice == "auto":
-                raise not_supported("response_format", "together with tools in this model's form of calls")
-            raise not_supported("tool_choice", "with this model's form of calls, other than 'auto' and 'none'")
-        callable_tools = [tool for tool in self.tools if not self.is_named or tool.name == self.choice]
-        kind, start = "json_lark", "start: calls"
-        if self.choice == "auto" and self.answer_grammar is not None:
-            kind = "json_lark" if self.answer_grammar.kind == "json_schema" else "lark"
-            head = '<|channel|> "final" <|message|> ' if self.dialect == "harmony" else ""
-            start = f"start: calls | {head}answer\nanswer: {_embed_grammar(self.answer_grammar)}"
-        if self.dialect == "llama" and self.choice == "auto":
-            return Grammar(kind, _llama_union(callable_tools, self.answer_grammar))
-        if self.dialect == "llama":
-            return Grammar(kind, _rules(f"{start}\ncalls: call", callable_tools, _open_json_call("parameters")))
-        if self.dialect == "harmony":
-            return Grammar(kind, _rules(f"{start}\ncalls: call", callable_tools, _open_harmony_call, closing=""))
-        call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
-        repetition = "" if self.is_named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
-        return Grammar(
-            kind, _rules(f"{start}\ncalls: one{repetition}\none: {call}", callable_tools, _open_json_call("arguments"))
+        is_auto = self.choice == "auto" and not self.is_named
+        allows_text = is_auto and self.answer_grammar is None
+        if allows_text and not any(tool.strict for tool in self.tools):
+            return None
+        request = CallRequest(
+            tools=tuple(tool for tool in self.tools if not self.is_named or tool.name == self.choice),
+            max_calls=1 if self.is_named or not self.parallel else MAX_CALLS,
+            allows_text=allows_text,
+            answer=self.answer_grammar if is_auto else None,
+            mark_ids={mark.text: mark.token_id for mark in self.marks if mark.is_separate},
         )
+        return self.dialect.form.write_grammar(request)
 
-    def _strict_grammar(self) -> Grammar:
-        if self.dialect != "hermes":
-            exception = "" if self.dialect == "function_xml" else " unless tool_choice requires a call"
-            raise not_supported("tools[].function.strict", f"with this model{exception}")
-        repetition = "*" if self.parallel else "?"
-        begin = f"begin: TEXT {OPEN}" if self.has_tag_tokens else f"begin[lazy]: TEXT {_quote(OPEN)}"
-        head = (
-            f"start: tagged{repetition} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
-            f"tagged: begin {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
-        )
-        return Grammar("lark", _rules(head, self.tools, _open_json_call("arguments")))
-
-    def _mark(self, mark: str) -> str:
-        """Return a tag as grammars write it: a single token has no quotes."""
-        return mark if self.has_tag_tokens else _quote(mark)
+    @property
+    def ends_at_call(self) -> bool:
+        """Whether the completion ends with its first call."""
+        return not self.parallel and self.choice == "auto"
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Return the stop string of a completion with at most one call. It is part of the call."""
-        return self.closings if not self.parallel and self.choice == "auto" else ()
+        return self.closings if self.ends_at_call and not self.stop_tokens else ()
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Return the stop token of a completion with at most one call, if a special token ends calls."""
+        if not self.ends_at_call:
+            return ()
+        return tuple(mark.token_id for mark in self.marks if mark.is_special and mark.text == self.dialect.closing)
 
     @property
     def closings(self) -> tuple[str, ...]:
         """Return the strings that end a call; as stop strings of a request they are part of it."""
-        return (CLOSE,) if self.dialect in ("hermes", "function_xml") else ()
+        return (self.dialect.closing,) if self.dialect.closing else ()
+
+    @property
+    def shown_tokens(self) -> dict[int, str]:
+        """Return the special tokens that are marks, with their texts, which the parser must see."""
+        return {mark.token_id: mark.text for mark in self.marks if mark.is_special}
 
     def new_assembler(self) -> CallAssembler:
         """Make the assembler of one completion. The harmony format takes the events of its messages."""
         schemas = {tool.name: tool.parameters for tool in self.tools}
-        parser = PARSERS[self.dialect](schemas) if self.dialect in PARSERS else None
-        return CallAssembler(schemas, parser)
+        parser = self.dialect.new_parser(schemas) if self.dialect.new_parser else None
+        return CallAssembler(schemas, parser, 1 if self.ends_at_call else None)
 
 
 def _check_name(name: str) -> str:
@@ -207,8 +194,7 @@ def read_tools(
     tools: Sequence[Tool],
     tool_choice: NamedTool | str | None,
     parallel: bool,
-    template: str,
-    has_tag_tokens: bool,
+    tokenizer: ModelTokenizer,
     answer_grammar: Grammar | None = None,
 ) -> ToolUse | None:
     """Read a request's tools. Returns None if there are none, or if tool_choice excludes them. `answer_grammar`
@@ -227,104 +213,20 @@ def read_tools(
         return None
     if is_named and choice not in names:
         raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
-    return ToolUse(tuple(tools), choice, is_named, parallel, _detect_dialect(template), has_tag_tokens, answer_grammar)
+    dialect = tokenizer.tool_dialect
+    marks = find_marks(dialect, tokenizer)
+    return ToolUse(tuple(tools), choice, is_named, parallel, dialect, marks, answer_grammar)
 
 
-def _detect_dialect(template: str) -> str:
-    if "tools" not in template:
-        raise not_supported("tools", "this model's chat template does not support tools")
-    if OPEN in template:
-        return "function_xml" if "<function=" in template else "hermes"
-    if "<|channel|>" in template and "functions." in template:
-        return "harmony"
-    if "python_tag" in template or '"parameters": dictionary' in template:
-        return "llama"
-    raise not_supported(
-        "tools", "this model's chat template uses none of the formats Hermes, Qwen3.5, Llama 3.1 and harmony"
-    )
-
-
-def _open_json_call(arguments: str) -> Callable[[str], str]:
-    return lambda name: _quote(f'{{"name": {json.dumps(name)}, "{arguments}": ')
-
-
-def _open_harmony_call(name: str) -> str:
-    """Return the grammar of a message's opening to the tool on the channel "commentary"."""
-    return f'<|channel|> {_quote(f"commentary to=functions.{name} ")} <|constrain|> "json" <|message|>'
-
-
-def _rules(header: str, tools: Sequence[Tool], write_opening: Callable[[str], str], closing: str = ' "}"') -> str:
-    """Return the rules of a call of one of the tools: `write_opening` of its name, its arguments, and `closing`."""
-    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
-    lines = ["%llguidance {}", header, f"call: {calls}"]
-    for index, tool in enumerate(tools):
-        lines += [
-            f"call_{index}: {write_opening(tool.name)} arguments_{index}{closing}",
-            f"arguments_{index}: %json {json.dumps(_arguments_schema(tool))}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _arguments_schema(tool: Tool) -> dict[str, object]:
-    schema = normalize_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")
-    return {**schema, "x-guidance": dict(JSON_FORM)}
-
-
-def _embed_grammar(grammar: Grammar) -> str:
-    """Return a grammar as a part of a rule. Raises RequestError for a schema that is not JSON."""
-    if grammar.kind == "regex":
-        return f"/{_SLASH.sub(lambda match: match[1] or REGEX_ESCAPES[match[0]], grammar.text)}/"
-    if grammar.kind != "json_schema":
-        return f"%lark {{\n{grammar.text}\n}}"
-    schema = _read_object(grammar.text)
-    if schema is None:
-        raise RequestError("response_format", "the schema must be a JSON object if tools are sent, too")
-    return f"%json {json.dumps(schema | {'x-guidance': dict(JSON_FORM)})}"
-
-
-def _llama_union(tools: Sequence[Tool], answer_grammar: Grammar | None) -> str:
-    """Return the rules of a call of one of the tools or an answer. Both may be JSON objects, and the library decides at
-    the first character between the beginnings of two rules, so objects become alternatives of one schema.
-    """
-    options: list[object] = []
-    for index, tool in enumerate(tools):
-        arguments = _rebase(_arguments_schema(tool), f"#/anyOf/{index}/properties/parameters")
-        properties = {"name": {"const": tool.name}, "parameters": arguments}
-        object_limits = {"required": list(properties), "additionalProperties": False}
-        options.append({"type": "object", "properties": properties, **object_limits})
-    rule = ""
-    if answer_grammar is not None and answer_grammar.kind == "json_schema":
-        options.append(_rebase(_read_object(answer_grammar.text), f"#/anyOf/{len(tools)}"))
-    elif answer_grammar is not None:
-        rule = f" | answer\nanswer: {_embed_grammar(answer_grammar)}"
-    schema = {"anyOf": options, "x-guidance": dict(JSON_FORM)}
-    return f"%llguidance {{}}\nstart: calls{rule}\ncalls: %json {json.dumps(schema)}\n"
-
-
-def _rebase(schema: object, path: str) -> object:
-    """Return a schema whose references resolve when it is placed at `path` of another schema."""
-    if isinstance(schema, list):
-        return [_rebase(inner, path) for inner in schema]
-    if not isinstance(schema, dict):
-        return schema
-    rebased = {name: _rebase(value, path) for name, value in schema.items() if name != "x-guidance"}
-    reference = rebased.get("$ref")
-    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        rebased["$ref"] = path + reference.removeprefix("#")
-    return rebased
-
-
-REGEX_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
-_SLASH = re.compile(r"(\\.)|[/\n\r]")
-
-
-def _read_object(text: str) -> dict[str, Any] | None:
-    try:
-        value = read_json(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text)
+def find_marks(dialect: ToolDialect, tokenizer: ModelTokenizer) -> tuple[MarkToken, ...]:
+    """Return the marks of a dialect that are single tokens of a model."""
+    marks: list[MarkToken] = []
+    for text in dialect.marks:
+        token_id = tokenizer.token_id(text)
+        if token_id is None or not tokenizer.is_added(token_id):
+            continue
+        is_special = tokenizer.is_special(token_id)
+        # llguidance takes added tokens in angle brackets for special ones.
+        is_separate = is_special or (text.startswith("<") and text.endswith(">"))
+        marks.append(MarkToken(text, token_id, is_special, is_separate))
+    return tuple(marks)

@@ -52,7 +52,7 @@ errors = Console(stderr=True, emoji=False)
 
 MODEL_HELP = "A base model to serve; repeat it. Default: tinsmith/nano."
 SERVE_OPTIONS = {
-    "Base models": ("models", "backend", "vision", "deterministic"),
+    "Base models": ("models", "backend", "vision", "tool_parser", "deterministic"),
     "Devices": (
         *("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "expert_parallel"),
         "pipeline_parallel",

@@ -44,6 +44,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
+from tinsmith.chat.dialects import read_tool_parsers
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
@@ -385,7 +386,7 @@ def _services(
         files=files,
         openai_batches=batches,
         batch_reconciler=Reconciler(settings, parts),
-        tokenizers=ModelTokenizers(),
+        tokenizers=ModelTokenizers(read_tool_parsers(settings.tool_parser)),
         partials=Partials(),
         implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),

@@ -174,6 +174,10 @@ class ModelSettings(SettingsGroup):
     vision: bool = True
     """Whether vision models accept images."""
 
+    tool_parser: str = "auto"
+    """Form of the models' tool calls: `auto` (the chat template decides) or a name of docs/openai.md, for all models or
+    as `MODEL=NAME,MODEL=NAME`."""
+
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
 

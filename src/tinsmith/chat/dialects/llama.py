@@ -1,7 +1,10 @@
-"""Llama 3.1's JSON: a call is a bare JSON object with `name` and `parameters`.
+"""The JSON of Llama 3.1, 3.2 and 4: a call is a bare JSON object with `name` and `parameters`.
 
 Nothing marks a call. An object is one if it begins a line of the completion or follows another call, after `;` or white
 space, and has a name and parameters, or nothing but a name. Other objects are text, as is an unfinished one.
+
+In grammars, text has no line that begins with `{`. Calls and an answer of a schema may both be JSON objects, and the
+library decides at the first character between the beginnings of two rules, so they become alternatives of one schema.
 """
 
 from __future__ import annotations
@@ -10,8 +13,19 @@ import re
 from collections.abc import Iterable, Iterator
 
 from tinsmith.chat.calls import CallArguments, CallEnd, CallEvent, CallStart, TextEvent
-from tinsmith.chat.dialects.hermes import name_and_arguments, read_object
+from tinsmith.chat.dialects.dialect import CallRequest, ToolDialect
+from tinsmith.chat.dialects.grammar_writer import (
+    GrammarWriter,
+    embed_grammar,
+    normalize_arguments,
+    read_schema,
+    rebase_schema,
+    write_lines_without,
+    write_repetition,
+)
+from tinsmith.chat.dialects.json_calls import name_and_arguments, read_object
 from tinsmith.chat.dialects.json_objects import NotACallError, ObjectScanner
+from tinsmith.types import Grammar
 
 _BEFORE_CALL = re.compile(r"\s*")
 _AFTER_CALL = re.compile(r"\s*(?:;\s*)?")
@@ -90,3 +104,36 @@ class LlamaParser:
         yield CallStart(name, source)
         yield CallArguments(arguments, "")
         yield CallEnd("")
+
+
+class LlamaForm:
+    def write_grammar(self, request: CallRequest) -> Grammar:
+        writer = GrammarWriter(request.mark_ids)
+        options: list[object] = []
+        for index, tool in enumerate(request.tools):
+            arguments = rebase_schema(normalize_arguments(tool), f"#/anyOf/{index}/properties/parameters")
+            properties = {"name": {"const": tool.name}, "parameters": arguments}
+            limits = {"required": list(properties), "additionalProperties": False}
+            options.append({"type": "object", "properties": properties, **limits})
+        call = writer.add_json("call", {"anyOf": options})
+        calls = call + write_repetition(f'"; " {call}', request.max_calls - 1)
+        if request.allows_text:
+            plain, lines = write_lines_without(writer, "{")
+            return writer.write_grammar("lark", f"{plain} | {lines}? {calls}")
+        if request.answer is None:
+            return writer.write_grammar("json_lark", calls)
+        if request.answer.kind != "json_schema":
+            writer.add_rule("answer", embed_grammar(request.answer))
+            return writer.write_grammar("lark", f"{calls} | answer")
+        options.append(rebase_schema(read_schema(request.answer), f"#/anyOf/{len(options)}"))
+        union = writer.add_json("object", {"anyOf": options})
+        return writer.write_grammar("json_lark", union)
+
+
+LLAMA = ToolDialect(
+    name="llama",
+    is_in=lambda template: "python_tag" in template or '"parameters": dictionary' in template,
+    form=LlamaForm(),
+    new_parser=lambda _schemas: LlamaParser(),
+    aliases=("llama3_json", "llama4_json"),
+)
