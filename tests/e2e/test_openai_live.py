@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ import numpy as np
 import openai
 import pytest
 import tinker
+from rich.console import Console
 from tinker import types
 from transformers import AutoTokenizer
 
 from support.chat_models import make_tool_model
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.base_models import nano
+from tinsmith.cli.demo import show_call
 
 pytestmark = pytest.mark.smoke
 
@@ -197,15 +200,16 @@ def test_an_answer_fits_the_schema(clients: LiveClients, kind: str) -> None:
             assert kind == "json_object"  # an object may be longer than there is room for
 
 
+@pytest.mark.parametrize("model", [TOOLS, NANO])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called_when_it_must_be(clients: LiveClients, stream: bool) -> None:
+def test_a_tool_is_called_when_it_must_be(clients: LiveClients, stream: bool, model: str) -> None:
     options = {"tools": [WEATHER, CLOCK], "max_tokens": 200, "parallel_tool_calls": False, "stream": stream}
     forced_choice = {"type": "function", "function": {"name": "weather"}}
     for choice, names, reason in (
         ("required", {"weather", "clock"}, "tool_calls"),
         (forced_choice, {"weather"}, "stop"),
     ):
-        answered = ask(clients, TOOLS, tool_choice=choice, **options)
+        answered = ask(clients, model, tool_choice=choice, **options)
         if stream:
             chunks = [chunk.choices[0] for chunk in answered]
             assert not "".join(chunk.delta.content or "" for chunk in chunks)
@@ -217,6 +221,13 @@ def test_a_tool_is_called_when_it_must_be(clients: LiveClients, stream: bool) ->
             finish = answered.choices[0].finish_reason
         assert call.function.name in names and finish == reason
         assert set(json.loads(call.function.arguments)) == ({"city"} if call.function.name == "weather" else set())
+
+
+def test_the_demo_shows_a_call_of_a_tool(clients: LiveClients) -> None:
+    text = io.StringIO()
+    call = show_call(Console(file=text, width=100), clients.server.url)
+    assert call["name"] == "add" and set(call["arguments"]) == {"a", "b"}  # type: ignore[call-overload]
+    assert "What is 3 + 4?  ->  add({" in text.getvalue()
 
 
 def test_what_a_tool_said_goes_into_the_next_prompt(clients: LiveClients) -> None:
@@ -237,7 +248,6 @@ def test_what_a_tool_said_goes_into_the_next_prompt(clients: LiveClients) -> Non
         ({"functions": [{"name": "f"}]}, "functions", "send tools"),
         ({"extra_body": {"length_penalty": 2}}, "length_penalty", "without beam search"),
         ({"modalities": ["text", "audio"]}, "modalities", "only text"),
-        ({"tools": [WEATHER]}, "tools", "chat template does not support tools"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             None,
@@ -254,7 +264,6 @@ def test_what_a_tool_said_goes_into_the_next_prompt(clients: LiveClients) -> Non
             None,
             "response_format cannot be enforced",
         ),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "chat template"),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(

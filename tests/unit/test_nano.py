@@ -104,6 +104,28 @@ def test_the_chat_template_writes_qwen3s_format() -> None:
     assert full_text == CHATML + CHATML_ANSWER + "\n"
 
 
+def test_the_chat_template_has_the_tools_of_hermes() -> None:
+    loaded = load_tokenizer()
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 4, "b": 5}}}
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        CONVERSATION[0],
+        {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": "9"},
+        {"role": "tool", "tool_call_id": "1", "content": "nine"},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 4, "b": 5}}\n</tool_call>'
+    text = loaded.apply_chat_template(turns, tools=[tool], add_generation_prompt=True, tokenize=False)
+    assert text.startswith(f"<|im_start|>system\nBe brief.\n\n<tools>\n{json.dumps(tool)}\n</tools>\n")
+    assert text.count("<|im_start|>system") == 1 and f"assistant\n{written}\n{written}<|im_end|>\n" in text
+    results = "<tool_response>\n9\n</tool_response>\n<tool_response>\nnine\n</tool_response>"
+    assert text.endswith(f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n")
+    config = json.loads((nano.path() / "tokenizer_config.json").read_text())
+    recipe = Path(tokenizer.__file__).parent / "chat_template.jinja"
+    assert config["chat_template"] == recipe.read_text().rstrip("\n"), "as the recipe saves it"
+
+
 def test_the_corpus_writes_the_renderers_formats() -> None:
     def text(segments: list[corpus.Segment]) -> str:
         return "".join(text for text, _ in segments)

@@ -1,12 +1,14 @@
 """`tinsmith demo`: trains the embedded model with the official SDK, in about two minutes on a laptop.
 
-Supervised fine-tuning teaches it consistent pig latin; reinforcement learning improves its sums. All work is done
-through the `tinker` SDK over HTTP, as in a user's script; only the tasks come from `tinsmith.base_models.nano`.
+Supervised fine-tuning teaches it consistent pig latin; reinforcement learning improves its sums. All training is done
+through the `tinker` SDK over HTTP, as in a user's script; only the tasks come from `tinsmith.base_models.nano`. At the
+end the model calls a tool through OpenAI's protocol.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import signal
 import socket
@@ -40,6 +42,19 @@ NUM_HELD_OUT = 64
 MAX_TOKENS = 48
 START_S = 120.0
 API_KEY = "tml-demo"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two digits.",
+        "parameters": {
+            "type": "object",
+            "properties": {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in ("a", "b")},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +106,11 @@ def run_demo(
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
         sft = _show_sft(output, service, chat)
         rl = _show_rl(output, service, chat, url)
+        call = show_call(output, url)
         output.rule("[bold]Done")
         output.print(f"Checkpoints: {sft.path}\n             {rl.path}", soft_wrap=True)
         if on_done:
-            on_done({"url": url, "sft": asdict(sft), "rl": asdict(rl)})
+            on_done({"url": url, "sft": asdict(sft), "rl": asdict(rl), "call": call})
         output.print(f"The server is at [bold]{url}[/]", highlight=False)
         output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}", highlight=False, soft_wrap=True)
         if stay:
@@ -149,6 +165,28 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat, url: st
     after = _answers(client, chat, held_out)
     shares = _show_answers(output, held_out, before, after)
     return TrainingOutcome(RL_TASK, *shares, client.save_state("demo-rl").result().path)
+
+
+def show_call(output: Console, url: str) -> dict[str, object]:
+    """Ask the base model for a call of a tool, print the call, and return its name and arguments."""
+    question = "What is 3 + 4?"
+    body = {
+        "model": nano.MODEL_NAME,
+        "messages": [{"role": "user", "content": question}],
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {API_KEY}"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        message = json.load(response)["choices"][0]["message"]
+    function = message["tool_calls"][0]["function"]
+    call = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+    output.rule("A call of a tool, held to its schema by a grammar")
+    output.print(f"{question}  ->  {call['name']}({function['arguments']})", highlight=False, markup=False)
+    return call
 
 
 def _rollouts(
