@@ -68,8 +68,17 @@ _DATE = (
     rf"|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-EXACT_PATTERNS: Mapping[str, str] = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats of RFC 3339 for which the library also draws days that do not exist, such as 2023-02-29."""
+_ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,15}"
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,20}[a-zA-Z0-9])?"
+EXACT_PATTERNS: Mapping[str, str] = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "time": f"^{_TIME}$",
+    "email": rf"^{_ATOM}(\.{_ATOM}){{0,3}}@{_LABEL}(\.{_LABEL}){{0,3}}$",
+}
+"""Formats for which the library also draws what RFC 3339 and RFC 5321 exclude: days such as 2023-02-29, leap seconds at
+any time, and local parts of addresses with more than 64 characters.
+"""
 
 _SUBSCHEMA_KEYWORDS = ("items", "additionalItems", "additionalProperties")
 _SUBSCHEMA_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
