@@ -353,8 +353,28 @@ def test_a_chat_template_decides_on_the_dialect(tmp_path_factory: pytest.TempPat
         ("hermes", '<tool_call>{"a": ['),
         ("llama", '{"a":\n'),
         ("llama", '{"a":"b"}\n'),
+        ("deepseek_v31", "<\uff5ctool\u2581call\u2581begin\uff5c>weather"),
+        ("kimi_k2", "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"a'),
     ],
 )
 def test_many_beginnings_of_calls_are_not_read_again_for_each_of_them(name: str, unit: str) -> None:
     written = unit * 30_000  # quadratic work would take hours
+    assert parts_of([written], new_parser(name, SCHEMAS)) == [written]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("function_xml", "<tool_call><function=weather><parameter=city>Rome</parameter>\n<parameter"),
+        ("glm47", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="weather"><parameter name="city">Rome</parameter>'),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>Rome<|"'),
+        ("pythonic", "[weather(city\n"),
+        ("pythonic", '[weather(city="Rome\n'),
+    ],
+)
+def test_the_work_for_beginnings_with_texts_is_bounded(name: str, unit: str) -> None:
+    written = unit * (60_000 // len(unit)) + "."  # quadratic work would take minutes
     assert parts_of([written], new_parser(name, SCHEMAS)) == [written]

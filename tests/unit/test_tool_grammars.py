@@ -126,6 +126,19 @@ def test_references_of_both_schemas_hold(texts: dict[str, ModelTokenizer], form:
     assert check_completions(plan, text, CALLS[form], ANSWERS[form], *wrong) == [True, True, False, False]
 
 
+def test_strict_arguments_hold_after_messages_of_the_harmony_format(texts: dict[str, ModelTokenizer]) -> None:
+    text, call = texts["harmony"], CALLS["harmony"]
+    tool = {"type": "function", "function": TOOL["function"] | {"strict": True}}  # type: ignore[operator]
+    thought = "<|channel|>analysis<|message|>It rains.<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>I look.\n<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>It rains."
+    completions = [call, thought + call, thought + preamble + call, thought + final, final]
+    wrong = [completion.replace("Rome", "Oslo") for completion in completions[:3]] + ["It rains."]
+    plan = plan_of(text, tools=[tool])
+    assert check_completions(plan, text, *completions, *wrong) == [True] * 5 + [False] * 4
+    assert plan.channels is not None, "reasoning is allowed"
+
+
 def test_the_other_protocols_say_the_same(texts: dict[str, ModelTokenizer]) -> None:
     text = texts["hermes"]
     expected = plan_of(text, response_format=FORMAT).params

@@ -20,6 +20,8 @@ from tinsmith.chat.dialects.typed_values import is_text, parameter_types, read_v
 
 MAX_TAG = 512
 """Most characters of a tag after its opening."""
+MAX_INNER_TAGS = 256
+"""Most closing tags within a value; the limit bounds the work for text that only begins like calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class ElementReader:
         self._name: str | None = None
         self._key: re.Match[str] | None = None  # of the value that begins at `_at`
         self._search_start = 0  # where the search for the end of the value goes on
+        self._num_inner_tags = 0
         self._values: dict[str, object] = {}
         self._is_complete = False
 
@@ -128,6 +131,9 @@ class ElementReader:
             if None in next_matches:
                 return False
             self._search_start = after_value
+            self._num_inner_tags += 1
+            if self._num_inner_tags > MAX_INNER_TAGS:
+                raise NotACallError(after_value)
             return True
         value = text[self._at : end]
         if elements.trims_lines:
@@ -179,9 +185,9 @@ def write_elements(writer: GrammarWriter, form: ElementForm, tool: Tool, index: 
     path = f"tools[{tool.name}].parameters"
     properties = check_parameters(schema, path, form.forbidden)
     expression = [writer.write_literal(form.before_name + tool.name + form.after_name)]
-    for number, (key, property_schema) in enumerate(properties.items()):
+    for position, (key, property_schema) in enumerate(properties.items()):
         is_value_text = is_text(parameter_types(schema, key))
-        name = f"value_{index}_{number}"
+        name = f"value_{index}_{position}"
         opening = writer.write_literal(form.write_opening(key, is_value_text))
         value = write_parameter(
             writer, name, property_schema, schema, f"{path}.properties.{key}", form.value_end, is_text=is_value_text

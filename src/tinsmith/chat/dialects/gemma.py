@@ -40,13 +40,18 @@ class GemmaReader:
         self._name: str | None = None
         self._scanner: LiteralScanner | None = None
         self._end: int | None = None  # of the arguments
+        self._num_searched = start + len(OPEN)
 
     def read(self, text: str) -> ReadCall | None:
         if self._scanner is None and not self._read_name(text):
             return None
         assert self._scanner is not None and self._name is not None
         if self._end is None:
-            self._end = self._scanner.end_in(text)
+            next_call = text.find(OPEN, self._num_searched)
+            self._end = self._scanner.end_in(text if next_call < 0 else text[:next_call])
+            if self._end is None and next_call >= 0:
+                raise NotACallError(next_call)  # so that no character is read for several calls
+            self._num_searched = max(self._num_searched, len(text) - len(OPEN) + 1)
         if self._end is None or (end := skip_words(text, self._end, (CLOSE,))) is None:
             return None
         arguments = LiteralReader(text[self._at : self._end - 1], GEMMA).read_arguments(":")
@@ -148,12 +153,12 @@ class ValueWriter:
         item = self._writer.add_rule(
             self._new_name(), self.write(items if isinstance(items, Mapping) else {}, f"{path}.items")
         )
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if most == 0 or items is False:
+        min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+        if max_items == 0 or items is False:
             return '"[]"'
-        last = "" if most is None else most - 1
-        repetition = f'{item} ("," {item}){{{max(least - 1, 0)},{last}}}'
-        optional = "" if least else "?"
+        last = "" if max_items is None else max_items - 1
+        repetition = f'{item} ("," {item}){{{max(min_items - 1, 0)},{last}}}'
+        optional = "" if min_items else "?"
         return f'"[" ({repetition}){optional} "]"'
 
     def _new_name(self) -> str:

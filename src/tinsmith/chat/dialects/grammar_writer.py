@@ -194,13 +194,13 @@ def escape_regex(text: str) -> str:
 
 def write_sequence(writer: GrammarWriter, name: str, items: Sequence[tuple[str, bool]], separator: str) -> str:
     """Add rules of items in order, of which the second component says whether they are required, with separators."""
-    rest = ""  # the items after this one, each after a separator
+    tail = ""  # the items after this one, each after a separator
     first: list[str] = []
     for index in range(len(items) - 1, -1, -1):
         item, is_required = items[index]
-        first = [f"{item} {rest}", *([] if is_required else first)]
-        following = f"{separator} {item} {rest}".strip()
-        rest = writer.add_rule(f"{name}_{index}", following if is_required else f"({separator} {item})? {rest}".strip())
+        first = [f"{item} {tail}", *([] if is_required else first)]
+        following = f"{separator} {item} {tail}".strip()
+        tail = writer.add_rule(f"{name}_{index}", following if is_required else f"({separator} {item})? {tail}".strip())
     is_empty_allowed = not any(is_required for _, is_required in items)
     options = " | ".join(option.strip() for option in first)
     if not options:

@@ -24,7 +24,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 
 @dataclass(frozen=True, slots=True)
 class LiteralForm:
-    """`quotes` begin and end strings; those of one character have escapes."""
+    """`quotes` begin and end strings; those of one character have escapes, and no line ends."""
 
     quotes: tuple[str, ...]
 
@@ -82,6 +82,8 @@ class LiteralScanner:
             return True
         while self._at < len(text):
             letter = text[self._at]
+            if letter == "\n":
+                raise NotACallError(self._at)
             if letter == "\\":
                 if self._at + 1 == len(text):
                     return False

@@ -61,6 +61,7 @@ class MarkedParser:
         self._line_marks = frozenset(line_marks)
         self._text = ""
         self._at = 0  # offset in `_text` of the first undecided character
+        self._search_starts: dict[str, int] = {}  # by mark, the offset before which it is not
         self._mark = ""  # the mark of the reader
         self._reader: CallReader | None = None  # set while a call may begin at `_at`
         self._closings: tuple[str, ...] | None = None  # set after a call of a section; those that may follow
@@ -111,6 +112,7 @@ class MarkedParser:
         if before > self._at:
             yield TextEvent(self._take_up_to(before))
         if not mark:
+            self._search_starts = {word: start - self._at for word, start in self._search_starts.items()}
             self._text, self._at = self._text[self._at :], 0
             return False
         self._mark, self._reader = mark, self._readers[mark](self._at)
@@ -118,15 +120,22 @@ class MarkedParser:
 
     def _next_mark(self) -> tuple[int, str]:
         """Return where the next mark begins, or may begin, and the mark, or "" while it is incomplete."""
-        best = (len(self._text) - max(partial_length(self._text, mark) for mark in self._readers), "")
-        best = max(best[0], self._at), ""
+        num_partial = max(partial_length(self._text, mark) for mark in self._readers)
+        best = max(len(self._text) - num_partial, self._at), ""
         for mark in self._readers:
-            at = self._text.find(mark, self._at)
-            while at >= 0 and mark in self._line_marks and not self._begins_line(at):
-                at = self._text.find(mark, at + 1)
+            at = self._find(mark)
             if at >= 0 and (at < best[0] or (at == best[0] and len(mark) > len(best[1]))):
                 best = at, mark
         return best
+
+    def _find(self, mark: str) -> int:
+        """Return the offset of the next occurrence of a mark, or -1. No character is searched twice."""
+        start = max(self._search_starts.get(mark, 0), self._at)
+        at = self._text.find(mark, start)
+        while at >= 0 and mark in self._line_marks and not self._begins_line(at):
+            at = self._text.find(mark, at + 1)
+        self._search_starts[mark] = at if at >= 0 else max(len(self._text) - len(mark) + 1, start)
+        return at
 
     def _begins_line(self, at: int) -> bool:
         line_start = self._text.rfind("\n", self._at, at) + 1

@@ -48,8 +48,8 @@ def write_parameter(
     if not is_text:
         return f"{write_json_value(writer, name, schema, root)} {writer.write_literal(closing)}"
     options = [
-        write_text(writer, f"{name}_{number}", branch, path, closing)
-        for number, branch in enumerate(string_branches(schema, root, path, 0))
+        write_text(writer, f"{name}_{position}", branch, path, closing)
+        for position, branch in enumerate(string_branches(schema, root, path, 0))
     ]
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
@@ -155,7 +155,7 @@ def _is_escaped(pattern: str, at: int) -> bool:
     return (len(before) - len(before.rstrip("\\"))) % 2 == 1
 
 
-def _unescaped(pattern: str) -> Iterator[tuple[str, int]]:
+def _list_unescaped(pattern: str) -> Iterator[tuple[str, int]]:
     """Yield the characters outside of classes that are not escaped, with their depth in parentheses."""
     depth, in_class, at = 0, False, 0
     while at < len(pattern):
@@ -174,8 +174,8 @@ def _unescaped(pattern: str) -> Iterator[tuple[str, int]]:
 
 
 def _has_top_alternative(pattern: str) -> bool:
-    return ("|", 0) in list(_unescaped(pattern))
+    return ("|", 0) in list(_list_unescaped(pattern))
 
 
 def _has_anchor(pattern: str) -> bool:
-    return any(letter in "^$" for letter, _ in _unescaped(pattern))
+    return any(letter in "^$" for letter, _ in _list_unescaped(pattern))

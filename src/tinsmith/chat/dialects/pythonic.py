@@ -97,12 +97,12 @@ def _write_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
     path = f"tools[{tool.name}].parameters"
     properties = check_parameters(schema, path, "")
     items: list[tuple[str, bool]] = []
-    for number, (key, property_schema) in enumerate(properties.items()):
+    for position, (key, property_schema) in enumerate(properties.items()):
         if not _KEYWORD.fullmatch(key):
             raise RequestError(f"{path}.properties.{key}", f"{path}.properties has {key!r}, which is no Python keyword")
         kind = property_schema.get("type")
         literal = _LITERALS.get(kind) if isinstance(kind, str) and property_schema.keys() <= {"type"} else None
-        name = f"value_{index}_{number}"
+        name = f"value_{index}_{position}"
         value = writer.add_rule(name, literal) if literal else write_json_value(writer, name, property_schema, schema)
         opening = json.dumps(f"{key}=")
         items.append((f"{opening} {value}", key in schema.get("required", ())))
