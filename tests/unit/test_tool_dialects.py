@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -133,6 +134,13 @@ def test_every_dialect_has_a_template_and_a_name_of_its_own() -> None:
             "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "kimi_k2", "glm45", "glm47", "minimax_m2",
             "gemma4", "granite", "granite4", "seed_oss")  # fmt: skip
     assert set(vllm) <= set(list_names())
+
+
+def test_the_documents_list_every_dialect_and_name() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text()
+    section = page.partition("## Tool calls")[2].partition("\n## ")[0]
+    first_cells = "".join(line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`([a-z0-9_]+)`", first_cells)) >= set(list_names())
 
 
 def test_a_name_chooses_the_dialect_where_the_template_does_not(tmp_path: Path) -> None:
@@ -403,6 +411,29 @@ def test_text_and_calls_stand_in_their_order(
     unknown = rome.replace("weather", "nope")
     parts = read_all(plan, model, f"{unknown}\n{time}")
     assert parts[-1] == TIME and len(parts) == 2 and "nope" in parts[0], "an unknown name hides no other call"
+
+
+HEADER_DIALECTS = ("deepseek_v3", "deepseek_v31", "kimi_k2")
+
+
+@pytest.mark.parametrize("arguments", ["null", '"{}"', '""', "{}", ""])
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral_list", "mistral_args", "granite", "nemotron",
+                                  *HEADER_DIALECTS])  # fmt: skip
+def test_a_call_without_arguments_is_a_call(
+    models: Mapping[tuple[str, bool], ModelTokenizer], name: str, arguments: str
+) -> None:
+    model = models[name, True]
+    call = render_calls(model, "", [TIME])
+    before, braces, after = call.rpartition("{}")
+    assert braces
+    written = f"{before}{arguments}{after}"
+    if not arguments and name not in HEADER_DIALECTS:
+        field = re.compile(r', "(arguments|parameters)": ')
+        if not field.search(before):
+            return  # the arguments end the completion
+        written = field.sub("", before) + after
+    rome = render_calls(model, "", [ROME])
+    assert read_all(plan_of(model), model, f"{written}\n{rome}") == [TIME, ROME]
 
 
 @pytest.mark.parametrize("special", [True, False])

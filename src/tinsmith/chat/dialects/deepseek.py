@@ -22,33 +22,34 @@ def _token(words: str) -> str:
 BEGIN_CALLS, END_CALLS = _token("tool calls begin"), _token("tool calls end")
 BEGIN_CALL, SEPARATOR, END_CALL = _token("tool call begin"), _token("tool sep"), _token("tool call end")
 MARKS = (BEGIN_CALLS, BEGIN_CALL, SEPARATOR, END_CALL, END_CALLS)
-_BLOCK, _END_BLOCK = "\n```json\n", "\n```"
-_BLOCK_HEADER = re.compile(rf"(?:function)?{re.escape(SEPARATOR)}\s*([^\s`{{}}]+)\s*```json\s*")
-_HEADER = re.compile(rf"\s*([^\s`{{}}]+)\s*{re.escape(SEPARATOR)}\s*")
+_BEGIN_BLOCK, _END_BLOCK = "```json", "```"
+_BLOCK_HEADER = re.compile(rf"(?:function)?{re.escape(SEPARATOR)}\s*([^\s`{{}}]+)\s*```json")
+_HEADER = re.compile(rf"\s*([^\s`{{}}]+)\s*{re.escape(SEPARATOR)}")
 
 
-def _new_parser(header: re.Pattern[str], after: tuple[str, ...]) -> DialectParser:
+def _new_parser(header: re.Pattern[str], separator: str, after: tuple[str, ...]) -> DialectParser:
     def new_reader(start: int) -> HeaderCallReader:
-        return HeaderCallReader(start, (BEGIN_CALL,), header, after)
+        return HeaderCallReader(start, (BEGIN_CALL,), header, separator, after)
 
     def new_first_reader(start: int) -> HeaderCallReader:
-        return HeaderCallReader(start, (BEGIN_CALLS, BEGIN_CALL), header, after)
+        return HeaderCallReader(start, (BEGIN_CALLS, BEGIN_CALL), header, separator, after)
 
     marks = [(BEGIN_CALLS, new_first_reader), (BEGIN_CALL, new_reader)]
     return MarkedParser(marks, Section(BEGIN_CALL, new_reader, (END_CALLS,)))
 
 
 def _new_block_parser(_schemas: ToolSchemas) -> DialectParser:
-    return _new_parser(_BLOCK_HEADER, ("```", END_CALL))
+    return _new_parser(_BLOCK_HEADER, _BEGIN_BLOCK, (_END_BLOCK, END_CALL))
 
 
 def _new_plain_parser(_schemas: ToolSchemas) -> DialectParser:
-    return _new_parser(_HEADER, (END_CALL,))
+    return _new_parser(_HEADER, SEPARATOR, (END_CALL,))
 
 
 def _write_block_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
-    opening = writer.write_literal(f"{BEGIN_CALL}function{SEPARATOR}{tool.name}{_BLOCK}")
-    return f"{opening} {write_json_arguments(writer, tool, index)} {writer.write_literal(_END_BLOCK + END_CALL)}"
+    closing = f"\n{_END_BLOCK}{END_CALL}"
+    opening = writer.write_literal(f"{BEGIN_CALL}function{SEPARATOR}{tool.name}\n{_BEGIN_BLOCK}\n")
+    return f"{opening} {write_json_arguments(writer, tool, index)} {writer.write_literal(closing)}"
 
 
 def _write_plain_call(writer: GrammarWriter, tool: Tool, index: int) -> str:

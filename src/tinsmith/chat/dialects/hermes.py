@@ -30,7 +30,7 @@ HERMES = ToolDialect(
     is_in=lambda template: OPEN in template,
     form=MarkedForm(OPEN, _write_call, gap="\n", has_only_json=True),
     new_parser=new_parser,
-    aliases=("granite4", "qwen25", "qwen"),
+    aliases=("granite4", "qwen25"),
     marks=(OPEN, CLOSE),
     closing=CLOSE,
 )

@@ -16,15 +16,15 @@ from tinsmith.chat.dialects.marked import MarkedParser, Section
 
 BEGIN_CALLS, END_CALLS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 BEGIN_CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_HEADER = re.compile(r"\s*(?:functions\.)?([a-zA-Z0-9_.-]+)(?::\d+)?\s*" + re.escape(ARGUMENTS) + r"\s*")
+_HEADER = re.compile(r"\s*(?:functions\.)?([a-zA-Z0-9_.-]+)(?::\d+)?\s*" + re.escape(ARGUMENTS))
 
 
 def _new_parser(_schemas: ToolSchemas) -> DialectParser:
     def new_reader(start: int) -> HeaderCallReader:
-        return HeaderCallReader(start, (BEGIN_CALL,), _HEADER, (END_CALL,))
+        return HeaderCallReader(start, (BEGIN_CALL,), _HEADER, ARGUMENTS, (END_CALL,))
 
     def new_first_reader(start: int) -> HeaderCallReader:
-        return HeaderCallReader(start, (BEGIN_CALLS, BEGIN_CALL), _HEADER, (END_CALL,))
+        return HeaderCallReader(start, (BEGIN_CALLS, BEGIN_CALL), _HEADER, ARGUMENTS, (END_CALL,))
 
     marks = [(BEGIN_CALLS, new_first_reader), (BEGIN_CALL, new_reader)]
     return MarkedParser(marks, Section(BEGIN_CALL, new_reader, (END_CALLS,)))

@@ -17,7 +17,7 @@ from tinsmith.chat.dialects.json_calls import HeaderCallReader, ObjectCallReader
 from tinsmith.chat.dialects.marked import CallReader, MarkedParser, ReadCall, Section
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_HEADER = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*")
+_HEADER = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\[\]{}]*)?\s*(?:\[ARGS\])?")
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -38,7 +38,7 @@ class MistralReader:
             if text[at] == "[":
                 self._reader = ObjectCallReader(self._start, (MARK, "["), in_list=True)
             else:
-                self._reader = HeaderCallReader(self._start, (MARK,), _HEADER)
+                self._reader = HeaderCallReader(self._start, (MARK,), _HEADER, ARGS)
         return self._reader.read(text)
 
 
