@@ -295,7 +295,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
     """Whether a completion may contain reasoning. A grammar from the first token on excludes it."""
     has_grammar = params.adjustments is not None and params.adjustments.grammar is not None
-    return not has_grammar or (tools is not None and tools.choice == "auto" and tools.answer_grammar is None)
+    return not has_grammar or (tools is not None and tools.is_auto and tools.answer_grammar is None)
 
 
 def hide_reasoning(plan: GenerationPlan, tokenizer: ModelTokenizer) -> GenerationPlan:

@@ -131,7 +131,7 @@ class Choice:
             token.offset = self._offset
             if not self._is_over:
                 self._marks.append((len(self._content), len(self._content) + len(mark)))
-                self._add(mark)
+                self._content += mark  # in which no stop string is searched
             return
         self._pending.append(token)
         if new_text := self._decoder.push(token.token_id):
@@ -346,8 +346,9 @@ class Choice:
         if not new_text:
             return
         self._content += new_text
-        # A stop string does not span a tag.
-        if (at := self._find_stop(self._content, len(new_text), self._text_start)) is not None:
+        # A stop string does not span a tag or a mark.
+        first = max(self._text_start, self._marks[-1][1] if self._marks else 0)
+        if (at := self._find_stop(self._content, len(new_text), first)) is not None:
             self._content = self._content[:at]
             self._end_at(at)
 

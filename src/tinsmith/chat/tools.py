@@ -67,23 +67,27 @@ class ToolUse:
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of a completion, or None if any text is allowed."""
-        is_auto = self.choice == "auto" and not self.is_named
-        allows_text = is_auto and self.answer_grammar is None
+        allows_text = self.is_auto and self.answer_grammar is None
         if allows_text and not any(tool.strict for tool in self.tools):
             return None
         request = CallRequest(
             tools=tuple(tool for tool in self.tools if not self.is_named or tool.name == self.choice),
             max_calls=1 if self.is_named or not self.parallel else MAX_CALLS,
             allows_text=allows_text,
-            answer=self.answer_grammar if is_auto else None,
+            answer=self.answer_grammar if self.is_auto else None,
             mark_ids={mark.text: mark.token_id for mark in self.marks if mark.is_separate},
         )
         return self.dialect.form.write_grammar(request)
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the model decides between a call and text."""
+        return self.choice == "auto" and not self.is_named
+
+    @property
     def ends_at_call(self) -> bool:
         """Whether the completion ends with its first call."""
-        return not self.parallel and self.choice == "auto"
+        return not self.parallel and self.is_auto
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -54,5 +54,5 @@ def _new_dialect(name: str, tag: str, aliases: tuple[str, ...]) -> ToolDialect:
     )
 
 
-FUNCTION_XML = _new_dialect("function_xml", "tool_call", ("qwen3_coder", "qwen3_xml", "nemotron3", "mimo", "step3p5"))
+FUNCTION_XML = _new_dialect("function_xml", "tool_call", ("qwen3_coder", "qwen3_xml", "nemotron3", "mimo"))
 SEED_OSS = _new_dialect("seed_oss", "seed:tool_call", ())

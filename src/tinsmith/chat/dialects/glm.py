@@ -39,7 +39,10 @@ def _new_dialect(name: str, line_end: str, aliases: tuple[str, ...], pattern: st
 
     return ToolDialect(
         name=name,
-        is_in=lambda template: OPEN in template and re.search(pattern, template) is not None,
+        # Hunyuan's form has the same elements after `<tool_sep>`, and is another one.
+        is_in=lambda template: (
+            OPEN in template and "<tool_sep>" not in template and re.search(pattern, template) is not None
+        ),
         form=MarkedForm(OPEN, write_call, gap="\n" if line_end else ""),
         new_parser=_new_parser,
         aliases=aliases,

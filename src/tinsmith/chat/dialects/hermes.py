@@ -27,7 +27,7 @@ def _write_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
 
 HERMES = ToolDialect(
     name="hermes",
-    is_in=lambda template: OPEN in template,
+    is_in=lambda template: OPEN in template and "<arg_key>" not in template,
     form=MarkedForm(OPEN, _write_call, gap="\n", has_only_json=True),
     new_parser=new_parser,
     aliases=("granite4", "qwen25"),
