@@ -626,6 +626,23 @@ def test_grammars_allow_the_calls_of_the_template_and_nothing_else(
     assert not matcher.accepts(plan_of(model, tools=tools), before.replace("Rome", "Oslo"))
 
 
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("function_xml", "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>"),
+        ("kimi_k2", '<|tool_call_begin|>weather:0<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>'),
+        ("pythonic", 'So <|python_start|>[weather(city="Oslo")]'),
+    ],
+)
+def test_strict_arguments_hold_in_calls_without_their_first_mark(
+    matchers: Mapping[tuple[str, bool], Matchers], name: str, written: str
+) -> None:
+    assert parse(name, [written])[-1] == ("weather", {"city": "Oslo"})
+    for special in (True, False):
+        matcher = matchers[name, special]
+        assert not matcher.accepts(plan_of(matcher.model, tools=[CITY_TOOL]), written)
+
+
 LIMITED: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -64,7 +64,9 @@ def _is_block(template: str) -> bool:
 DEEPSEEK_V3 = ToolDialect(
     name="deepseek_v3",
     is_in=_is_block,
-    form=MarkedForm(BEGIN_CALLS, _write_block_call, separator="\n", closing=END_CALLS, has_only_json=True),
+    form=MarkedForm(
+        BEGIN_CALLS, _write_block_call, separator="\n", closing=END_CALLS, excluded=BEGIN_CALL, has_only_json=True
+    ),
     new_parser=_new_block_parser,
     aliases=("deepseek_r1",),
     marks=MARKS,
@@ -73,7 +75,9 @@ DEEPSEEK_V3 = ToolDialect(
 DEEPSEEK_V31 = ToolDialect(
     name="deepseek_v31",
     is_in=lambda template: BEGIN_CALLS in template,
-    form=MarkedForm(BEGIN_CALLS, _write_plain_call, separator="", closing=END_CALLS, has_only_json=True),
+    form=MarkedForm(
+        BEGIN_CALLS, _write_plain_call, separator="", closing=END_CALLS, excluded=BEGIN_CALL, has_only_json=True
+    ),
     new_parser=_new_plain_parser,
     marks=MARKS,
     closing=END_CALL,

@@ -127,12 +127,14 @@ def without(text: str) -> str:
     return f" & ~/(.|\\n)*{escape_regex(text)}(.|\\n)*/" if text else ""
 
 
-def write_lines_without(writer: GrammarWriter, first: str) -> tuple[str, str]:
-    """Add rules of text without a line that begins with the character `first`, for dialects whose calls begin a line:
-    of a completion, and of the lines before a call.
+def write_lines_without(writer: GrammarWriter, first: str, excluded: str = "") -> tuple[str, str]:
+    """Add rules of text without `excluded` and without a line that begins with the character `first`, for dialects
+    whose calls begin a line: of a completion, and of the lines before a call.
     """
+    end = without(excluded)
     line = f"[ \\t]*([^ \\t\\n{escape_regex(first)}][^\\n]*)?"
-    return writer.add_rule("PLAIN", f"/{line}(\\n{line})*/"), writer.add_rule("LINES", f"/({line}\\n)+[ \\t]*/")
+    plain = writer.add_rule("PLAIN", f"/{line}(\\n{line})*/{end}")
+    return plain, writer.add_rule("LINES", f"/({line}\\n)+[ \\t]*/{end}")
 
 
 def write_repetition(expression: str, max_count: int) -> str:

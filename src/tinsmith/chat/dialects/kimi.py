@@ -42,7 +42,7 @@ def _write_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
 KIMI_K2 = ToolDialect(
     name="kimi_k2",
     is_in=lambda template: BEGIN_CALLS in template,
-    form=MarkedForm(BEGIN_CALLS, _write_call, separator="", closing=END_CALLS, has_only_json=True),
+    form=MarkedForm(BEGIN_CALLS, _write_call, separator="", closing=END_CALLS, excluded=BEGIN_CALL, has_only_json=True),
     new_parser=_new_parser,
     aliases=("kimi",),
     marks=(BEGIN_CALLS, BEGIN_CALL, ARGUMENTS, END_CALL, END_CALLS),

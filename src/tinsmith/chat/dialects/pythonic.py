@@ -83,7 +83,7 @@ class PythonicForm:
         more_calls = write_repetition('", " call', request.max_calls - 1)
         writer.add_rule("calls", f'"[" call{more_calls} "]"')
         if request.allows_text:
-            plain, lines = write_lines_without(writer, "[")
+            plain, lines = write_lines_without(writer, "[", START)
             return writer.write_grammar("lark", f"{plain} | {lines}? calls")
         if request.answer is not None and request.answer.kind == "json_schema" and '"array"' in request.answer.text:
             raise not_supported(
