@@ -14,7 +14,8 @@ from support.local_sampling import finish, make_prompt, make_sample, run, sample
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.calls import ToolCall
-from tinsmith.chat.dialects import choose_dialect
+from tinsmith.chat.dialects import DIALECTS, choose_dialect
+from tinsmith.chat.dialects.dialect import ToolDialect
 from tinsmith.chat.generation_request import json_grammar
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import Tool, ToolUse, find_marks
@@ -270,6 +271,25 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_na
             jsonschema.validate(
                 json.loads(call.arguments), SCHEMAS[name] if call.name == name else {"maxProperties": 0}
             )
+
+
+@pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect.new_parser], ids=lambda d: d.name)
+def test_every_dialect_is_sampled_in_its_form(chatty: BaseModel, dialect: ToolDialect) -> None:
+    """The sampler appends forced tokens, which the tokenizer must write as the grammar reads them."""
+    marks = find_marks(dialect, ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path())))
+    properties = {"kind": {"enum": ["a", "b c"]}, "code": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["kind", "code"], "additionalProperties": False}
+    use = ToolUse((Tool("f", schema, {}),), "required", False, False, dialect, marks)
+    grammar = use.grammar()
+    assert grammar is not None
+    for text, reason in sample_constrained(chatty, grammar, 300):
+        assert reason == "stop", text
+        assembler = use.new_assembler()
+        assembler.feed(text)
+        assembler.finish()
+        (call,) = assembler.take_parts()
+        assert isinstance(call, ToolCall)
+        jsonschema.validate(json.loads(call.arguments), schema)
 
 
 @pytest.mark.parametrize("seed", range(8))
