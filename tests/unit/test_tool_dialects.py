@@ -708,3 +708,82 @@ def test_what_a_grammar_draws_is_calls_of_the_schema_with_many_seeds(
 ) -> None:
     assert check_drawn_calls(matchers[name, True], name, range(50), tool_choice="required") >= 20
     assert check_drawn_calls(matchers[name, False], name, range(50, 100)) >= 20
+
+
+TEXT: dict[str, Any] = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [
+        ("function_xml", {"anyOf": [{"required": ["a"]}]}, "parameters.anyOf is not supported.*describe each argument"),
+        ("glm47", {"properties": {"a": TEXT}, "minProperties": 1}, "parameters.minProperties is not supported"),
+        ("minimax_m2", {"properties": {"<a>": TEXT}}, "parameters.properties.<a> is not supported.*use a name without"),
+        ("gemma4", {"properties": {"a b": TEXT}}, "parameters.properties.a b is not supported"),
+        ("pythonic", {"properties": {"a-b": TEXT}}, "'a-b', which is no Python keyword"),
+        ("function_xml", {"properties": {"a": TEXT | {"format": "uuid"}}}, "a.format is not supported.*use pattern"),
+        (
+            "deepseek_v4",
+            {"properties": {"a": TEXT | {"pattern": "^a|b$"}}},
+            r"put the alternatives between \^\( and \)\$",
+        ),
+        ("seed_oss", {"properties": {"a": TEXT | {"pattern": "a^b"}}}, r"use \^ and \$ only at its ends"),
+        ("glm45", {"properties": {"a": {"enum": ["x</arg_value>\n"]}}}, "a.enum is not supported.*the end of a value"),
+        ("gemma4", {"properties": {"a": {"type": "array", "prefixItems": [TEXT]}}}, "prefixItems is not supported"),
+        (
+            "function_xml",
+            {"properties": {"a": {"allOf": [TEXT, {"pattern": "^a"}]}}},
+            "a.allOf is not supported.*write them as one",
+        ),
+    ],
+)
+def test_a_schema_that_a_form_cannot_hold_is_refused_by_its_path(
+    models: Mapping[tuple[str, bool], ModelTokenizer], name: str, parameters: dict[str, Any], words: str
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | parameters}}
+    assert plan_of(models[name, True], tools=[tool]).params.adjustments is None, "without a grammar it may be used"
+    with pytest.raises(RequestError, match=words):
+        plan_of(models[name, True], tools=[tool], tool_choice="required")
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "rejected"),
+    [
+        ({"pattern": "b+"}, ["abbc", "b"], ["ac"]),
+        ({"pattern": "^a/[$]$"}, ["a/$"], ["a/$x", "xa/$"]),
+        ({"pattern": "^(a|b)$"}, ["a", "b"], ["ab"]),
+        ({"pattern": "\\$$"}, ["a$"], ["$a"]),
+        ({"minLength": 2, "maxLength": 3}, ["ab", "a\nb"], ["a", "abcd"]),
+        ({"format": "date"}, ["2024-02-29"], ["2023-02-29"]),
+        ({"enum": ["a", "a<b", ""]}, ["a", "a<b", ""], ["b"]),
+        ({"anyOf": [{"const": "a"}, {"pattern": "^x"}]}, ["a", "xy"], ["b"]),
+        ({"$ref": "#/$defs/t"}, ["t"], ["u"]),
+        ({"type": ["string", "null"], "minLength": 2}, ["ab", "null"], ["a"]),
+    ],
+)
+def test_texts_between_tags_fit_their_schema(
+    matchers: Mapping[tuple[str, bool], Matchers], schema: dict[str, Any], texts: list[str], rejected: list[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": TEXT | schema}, "required": ["a"]}
+    if not schema.keys().isdisjoint(("$ref", "anyOf", "enum")):
+        parameters["properties"] = {"a": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters | {"$defs": {"t": {"const": "t"}}}}}
+    for special in (True, False):
+        matcher = matchers["function_xml", special]
+        plan = plan_of(matcher.model, tools=[tool], tool_choice="required")
+        call = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+        verdicts = [matcher.accepts(plan, call.format(text)) for text in (*texts, *rejected)]
+        assert verdicts == [True] * len(texts) + [False] * len(rejected)
+
+
+def test_null_is_null_where_a_schema_has_nothing_else_but_strings() -> None:
+    properties = {"a": {"type": ["string", "null"]}, "b": {"type": "string"}, "c": {"anyOf": [TEXT, {"type": "null"}]}}
+    make_parser = choose_dialect("function_xml", "").new_parser
+    assert make_parser is not None
+    schemas = {"f": {"properties": properties}}
+    assembler = CallAssembler(schemas, make_parser(schemas))
+    written = {"a": "null", "b": "null", "c": "None"}
+    values = "".join(f"<parameter={key}>{value}</parameter>" for key, value in written.items())
+    assembler.feed(f"<tool_call><function=f>{values}</function></tool_call>")
+    assembler.finish()
+    assert join_parts(assembler.take_parts()) == [("f", {"a": None, "b": "null", "c": None})]
