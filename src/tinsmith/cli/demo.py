@@ -186,6 +186,7 @@ def show_call(output: Console, url: str) -> dict[str, object]:
     call = {"name": function["name"], "arguments": json.loads(function["arguments"])}
     output.rule("A call of a tool, held to its schema by a grammar")
     output.print(f"{question}  ->  {call['name']}({function['arguments']})", highlight=False, markup=False)
+    output.print("The model never learned tools: the grammar makes its call valid, not right.")
     return call
 
 
