@@ -25,6 +25,7 @@ from tinsmith.engine.scheduler import Step
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.telemetry import BURST_OF_SAMPLES, FULL_BURST_AFTER_S, Recorder, Records, SampleRecorder
 from tinsmith.losses import LOSSES, token_weight
+from tinsmith.losses.divergence import measure_divergence, summarize_divergence
 from tinsmith.store.curves import Curves, Point
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.recent_steps import RecentSteps
@@ -137,6 +138,20 @@ def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
         expected["loss:sum"] / sum(num_data for num_data, _ in results)
     )
     assert gathered_metrics == pytest.approx({name: expected[name] for name in names})
+
+
+def test_divergence_is_estimated_from_the_sums_of_all_passes_of_a_step() -> None:
+    rng = np.random.default_rng(2)
+    sampling = [rng.normal(-2, 1, n).astype(np.float32) for n in (3, 40)]
+    logprobs = [(array + rng.normal(0, 0.5, len(array))).astype(np.float32) for array in sampling]
+    gathered = telemetry._PassMetrics()
+    for trained, sampled in zip(logprobs, sampling, strict=True):
+        gathered.add(measure_divergence(trained, sampled), num_data=1, tokens=None)
+    together = measure_divergence(np.concatenate(logprobs), np.concatenate(sampling))
+    expected = summarize_divergence(together)
+    assert set(expected) == {"kl_sample_train_v1", "kl_sample_train_v2", "kl_sample_train_v3", "effective_sample_share"}
+    expected |= {name: together[name] for name in ("sample_train_ratio:max", "sample_train_nonfinite:sum")}
+    assert gathered.metrics() == pytest.approx(expected)
 
 
 def pass_of(loss_fn: str, *inputs: dict[str, Array]) -> Pass:

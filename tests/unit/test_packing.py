@@ -14,10 +14,10 @@ from torch import Tensor
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import PackedCausal, Window
-from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch, build_examples
+from tinsmith.backends.torch.batch import ADVANTAGE, COLUMNS, SAMPLING_LOGPROB, Example, MicroBatch, build_examples
 from tinsmith.backends.torch.packing import pack
 from tinsmith.backends.torch.vision import ImageInput
-from tinsmith.losses import CLIP_HIGH, CLIP_LOW, ROLLOUT_LOGPROBS
+from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, ROLLOUT_LOGPROBS
 from tinsmith.types import Array, Datum, Image, LoraSpec, Pass, SparseRows
 
 torch.set_num_threads(1)
@@ -124,7 +124,8 @@ def test_inputs_become_columns_and_those_left_out_have_their_defaults() -> None:
         ("custom", {"weights": mask}, {"loss_id": "l"}, {"weight": [1, 1], "old_logprob": [0, 0]}),
     ):
         (converted,) = examples_with(loss_fn, policy_datum(2, **inputs), **config)  # type: ignore[arg-type]
-        assert converted.columns.keys() == set(COLUMNS)
+        of_policy = {ADVANTAGE, SAMPLING_LOGPROB} if LOSSES[loss_fn].is_policy else set()
+        assert converted.columns.keys() == {*COLUMNS, *of_policy}
         assert all(column.dtype == np.float32 and column.shape == (2,) for column in converted.columns.values())
         for name, values in expected.items():
             np.testing.assert_allclose(converted.columns[name], values, rtol=1e-6, err_msg=f"{loss_fn}: {name}")
@@ -135,6 +136,9 @@ def test_rollout_logprobs_weigh_the_advantages_of_the_losses_that_take_them() ->
     for loss_fn, expected in (("cispo", [1.5, 0.5]), ("dro", [1.0, 1.0])):
         (converted,) = examples_with(loss_fn, policy_datum(2, **{ROLLOUT_LOGPROBS: rollout}))
         np.testing.assert_allclose(converted.columns["weight"], expected, rtol=1e-5)
+        assert converted.columns[ADVANTAGE].tolist() == [1, 1]
+        sampling = rollout if loss_fn == "cispo" else converted.columns["old_logprob"]
+        assert converted.columns[SAMPLING_LOGPROB].tolist() == sampling.tolist()
 
 
 def test_sparse_targets_become_dense_pairs() -> None:

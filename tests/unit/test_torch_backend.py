@@ -106,6 +106,30 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-12))
 
 
+def check_divergence(result: PassResult, loss_fn: str, inputs: list[dict[str, np.ndarray]], lp: list[Tensor]) -> None:
+    names = [name for name in result.metrics if "sample_train" in name]
+    assert bool(names) == LOSSES[loss_fn].is_policy
+    if not names:
+        return
+    differences: list[float] = []
+    for arrays, lp_N in zip(inputs, (array.detach().numpy() for array in lp), strict=True):
+        takes_rollout = "rollout_logprobs" in arrays and "rollout_logprobs" in LOSSES[loss_fn].optional
+        sampling_N = arrays["rollout_logprobs" if takes_rollout else "logprobs"]
+        differences += [float(lp_N[t]) - float(sampling_N[t]) for t in np.flatnonzero(arrays["advantages"])]
+    d = np.array(differences)
+    expected = {
+        "sample_train_tokens:sum": len(d),
+        "sample_train_nonfinite:sum": 0,
+        "kl_sample_train_v1:sum": -d.sum(),
+        "kl_sample_train_v2:sum": (d**2 / 2).sum(),
+        "kl_sample_train_v3:sum": (np.exp(d) - 1 - d).sum(),
+        "sample_train_ratio:sum": np.exp(d).sum(),
+        "sample_train_ratio_squared:sum": np.exp(2 * d).sum(),
+        "sample_train_ratio:max": np.exp(d).max(),
+    }
+    assert {name: result.metrics[name] for name in names} == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
 def check_against_reference(
     backend: TorchBackend, oracle: Reference, model_id: str, data: list[Datum], loss_fn: str
 ) -> None:
@@ -128,6 +152,7 @@ def check_against_reference(
         total = total + loss(loss_fn, lp, inputs, config)
     assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
     assert all(key.count(":") == 1 for key in result.metrics)
+    check_divergence(result, loss_fn, all_inputs, all_lp)
     assert len(result.elementwise_loss) == (len(data) if loss_fn == "cross_entropy" else 0)
     for losses_N, lp, inputs in zip(result.elementwise_loss, all_lp, all_inputs, strict=bool(result.elementwise_loss)):
         assert losses_N.dtype == np.float32 and losses_N.shape == lp.shape

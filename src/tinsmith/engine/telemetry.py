@@ -32,6 +32,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.statements import Effect
 from tinsmith.engine.scheduler import PASS_KINDS, Step
 from tinsmith.losses import LOSSES, floats, token_weight
+from tinsmith.losses.divergence import SUMMARIZED, summarize_divergence
 from tinsmith.samplers import CacheUse
 from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, SERVER, Curves, thin_points
 from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
@@ -196,7 +197,8 @@ class _Mean:
 class _PassMetrics:
     """The metrics of passes of one kind since the last optimizer step, combined as the SDK combines chunks.
 
-    Also the mean loss: per token, or per datum where a loss is not a sum over tokens (losses.token_weight).
+    Also the mean loss, per token, or per datum where a loss is not a sum over tokens (losses.token_weight), and the
+    estimates of train-sample divergence in place of their sums.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -234,7 +236,8 @@ class _PassMetrics:
                 self.extremes[name] = choose(value, self.extremes.get(name, value))
 
     def metrics(self) -> dict[str, float]:
-        combined = dict(self.sums)
+        combined = {name: total for name, total in self.sums.items() if name not in SUMMARIZED}
+        combined |= summarize_divergence(self.sums)
         combined |= {name: mean.total / mean.weight for name, mean in self.means.items() if mean.weight}
         for name, values in (("response_tokens", self.lengths), ("advantage", self.advantages)):
             if values:

@@ -28,6 +28,9 @@ Columns32 = Mapping[str, F32]
 COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
 """The columns that a loss may read of a pair, one float32 each; a loss ignores columns that it does not use."""
 
+ADVANTAGE, SAMPLING_LOGPROB = "advantage", "sampling_logprob"
+"""Columns of policy losses that only metrics read: advantages as sent, and logprobs of the policy that sampled."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -210,6 +213,9 @@ def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs
             columns[column] = losses.floats(datum.inputs[name]).reshape(-1)
         else:
             columns[column] = np.full(num_pairs, default, np.float32)
+    if loss.is_policy:
+        columns |= {ADVANTAGE: columns["weight"], SAMPLING_LOGPROB: columns["old_logprob"]}
     if losses.ROLLOUT_LOGPROBS in loss.optional and losses.ROLLOUT_LOGPROBS in datum.inputs:
+        columns[SAMPLING_LOGPROB] = losses.floats(datum.inputs[losses.ROLLOUT_LOGPROBS]).reshape(-1)
         columns["weight"] = columns["weight"] * losses.rollout_weights(datum, config)
     return columns

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
+from tinsmith.backends.torch.batch import ADVANTAGE, COLUMNS, SAMPLING_LOGPROB, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload, upload_all
 from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.losses import Loss
+from tinsmith.losses.divergence import measure_divergence
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import F32, I64
 
@@ -386,4 +387,13 @@ def compute_metrics(spec: LossSpec, examples: Sequence[Example], logprobs: Seque
     metrics["ratio:mean"] = float(terms.ratio_P.sum(dtype=torch.float64)) / count if active_P.any() else 1.0
     metrics["ppo_kl:mean"] = float((x.old_logprob_P - x.logprob_P).sum(dtype=torch.float64)) / count
     metrics["pg_clipfrac:mean"] = float(terms.clipped_P.sum(dtype=torch.float64)) / count
-    return {**metrics, **spec.loss.constant_metrics}
+    return {**metrics, **_measure_divergence(examples, columns["logprob"]), **spec.loss.constant_metrics}
+
+
+def _measure_divergence(examples: Sequence[Example], logprob_P: F32) -> dict[str, float]:
+    """Of the positions with an advantage, also where a rollout's weight has made it 0."""
+    advantage_P, sampling_logprob_P = (
+        np.concatenate([example.columns[name] for example in examples]) for name in (ADVANTAGE, SAMPLING_LOGPROB)
+    )
+    trained_P = advantage_P != 0
+    return measure_divergence(logprob_P[trained_P], sampling_logprob_P[trained_P])

@@ -7,6 +7,12 @@ const TITLES = new Map([
   ["response_tokens", "Trained tokens per response"],
   ["advantage", "Advantage"],
   ["ppo_kl:mean", "KL (sampled minus current logprobs)"],
+  ["kl_sample_train_v1", "KL of sampling and training policy, k1"],
+  ["kl_sample_train_v2", "KL of sampling and training policy, k2"],
+  ["kl_sample_train_v3", "KL of sampling and training policy, k3"],
+  ["effective_sample_share", "Effective sample share"],
+  ["sample_train_ratio:max", "Largest ratio of training and sampling policy"],
+  ["sample_train_nonfinite:sum", "Tokens without a finite ratio"],
   ["ratio:mean", "Importance ratio"],
   ["pg_clipfrac:mean", "Clipped share"],
   ["grad_norm", "Gradient norm"],
@@ -35,7 +41,7 @@ export const GROUPS = ["Key metrics", "Reward", "Policy", "Optimizer", "Speed", 
 const BELONGS = [
   ["Speed", /second|^time\/|tokens:sum|rows:sum|_s$|\btime\b/],
   ["Reward", /reward|advantage|correct|accuracy|score|success|format|^env\/|^eval|^test\//],
-  ["Policy", /kl|entropy|clip|ratio|logprob|response|length|turn/],
+  ["Policy", /kl|entropy|clip|ratio|logprob|response|length|turn|effective_sample|sample_train/],
   ["Optimizer", /loss|grad|norm|learning_rate|\blr\b|nll|weight|progress/],
 ];
 
