@@ -47,10 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"auth", "base_models", "batch", "chat", "cluster", "db", "exchange", "losses", "plan", "runtime", "settings"}
     | {"storage", "store", "telemetry", "wire"},
     "server": VALUES
-    | {"api", "auth", "base_models", "batch", "chat", "cluster", "db", "runtime", "settings", "storage", "store"}
-    | {"telemetry", "wire"},
-    "cli": {"auth", "base_models", "batch", "cluster", "db", "errors", "exchange", "plan", "runtime", "server"}
-    | {"settings", "storage", "telemetry"},
+    | {"api", "auth", "base_models", "batch", "chat", "cluster", "db", "losses", "runtime", "settings", "storage"}
+    | {"store", "telemetry", "wire"},
+    "cli": {"auth", "base_models", "batch", "cluster", "db", "errors", "exchange", "losses", "plan", "runtime"}
+    | {"server", "settings", "storage", "telemetry"},
 }
 ONE_LAYER = {frozenset({"backends", "samplers"})}
 """Packages that import each other: a sampler decodes with the backend's model."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.errors import NonFiniteGradientError, UserError
-from tinsmith.losses import LOSSES, cross_entropy_weights, elementwise_cross_entropy
+from tinsmith.losses import cross_entropy_weights, elementwise_cross_entropy, loss_registry
 from tinsmith.samplers.fake import FakeSampler
 from tinsmith.types import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 
@@ -81,7 +81,7 @@ class FakeBackend:
             weight = self._models[request.model_id].weight
             logprobs = tuple(_logprobs(datum, weight) for datum in request.data)
             elementwise: tuple[F32, ...] = ()
-            if LOSSES[request.loss_fn].elementwise:
+            if loss_registry()[request.loss_fn].elementwise:
                 weights = map(cross_entropy_weights, request.data)
                 elementwise = tuple(map(elementwise_cross_entropy, weights, logprobs))
             loss = float(sum(values.sum(dtype=np.float64) for values in elementwise or [-lp for lp in logprobs]))

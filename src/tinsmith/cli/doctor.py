@@ -58,6 +58,7 @@ def examine(settings: Settings) -> list[Finding]:
         _torch(settings),
         _tinker(),
         *_releases(),
+        *_losses(),
         _memory(),
         _disk(settings.resolved_data_dir),
         _port(settings),
@@ -99,6 +100,19 @@ def _releases() -> Iterator[Finding]:
     yield Finding(True, "tested releases", tested or "none of those installed")
     for release in list_untested_versions((*TESTED, *TESTED_OF_SERVER)):
         yield Finding(True, "not tested", f"{release}; tested are {release.tested}")
+
+
+def _losses() -> Iterator[Finding]:
+    """Name each plug-in with its distribution, or the one that cannot be used."""
+    from tinsmith.losses import list_plugins
+
+    try:
+        plugins = list_plugins()
+    except SettingsError as error:
+        yield Finding(False, "loss plug-ins", str(error))
+        return
+    if plugins:
+        yield Finding(True, "loss plug-ins", ", ".join(f"{loss.name} ({loss.distribution})" for loss in plugins))
 
 
 def _memory() -> Finding:

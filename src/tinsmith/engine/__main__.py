@@ -70,6 +70,7 @@ from tinsmith.engine.telemetry import Records
 from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, VersionTransfer
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
+from tinsmith.losses import loss_registry
 from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import (
     Degrees,
@@ -452,6 +453,7 @@ class _EngineContext:
 def _serve(context: _EngineContext, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = context.shape, context.seat, context.engines
     try:
+        loss_registry()
         check_device(settings)
         settings = _resolve_sampler(settings, shape, seat.kind)
         settings = choose_degrees(settings, shape, seat.kind)

@@ -31,7 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.db.database import Database, now
 from tinsmith.db.statements import Effect
 from tinsmith.engine.scheduler import PASS_KINDS, Step
-from tinsmith.losses import LOSSES, floats, token_weight
+from tinsmith.losses import floats, loss_registry, token_weight
 from tinsmith.losses.divergence import SUMMARIZED, summarize_divergence
 from tinsmith.samplers import CacheUse
 from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, SERVER, Curves, thin_points
@@ -300,7 +300,7 @@ class Recorder:
             if result.num_rows is not None:
                 metrics["rows:sum"] = float(result.num_rows)
             gathered.add(metrics, len(result.logprobs), token_weight(pass_))
-            if LOSSES[pass_.loss_fn].is_policy:
+            if loss_registry()[pass_.loss_fn].is_policy:
                 self._record_answers(request, pass_, result, run.steps + 1, gathered)
 
     def _record_answers(

@@ -1,9 +1,9 @@
-"""The registry of losses, and the check of a pass against it.
+"""The losses, and the check of a pass against them.
 
-`LOSSES` is the contract of docs/losses.md: inputs, configuration keys, defaults, formula, and special requirements.
-Other code reads an entry's fields and never compares names. The server calls `check_pass` at admission, and the backend
-calls it before it runs, so that no malformed pass reaches a device. Every error names the datum, the field, the value
-and the fix. The package uses only numpy and does no I/O.
+`loss_registry` is the contract of docs/losses.md: inputs, configuration keys, defaults, formula, and special
+requirements. Other code reads an entry's fields and never compares names. The server calls `check_pass` at admission,
+and the backend calls it before it runs, so that no malformed pass reaches a device. Every error names the datum, the
+field, the value and the fix. The package uses only numpy, and reads nothing but the installation's entry points.
 
 Shape letters: N positions of one datum, K targets per position.
 """
@@ -12,15 +12,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import UserError
-from tinsmith.losses import formulas
-from tinsmith.losses.formulas import Formula
+from tinsmith.losses.formulas import Columns, Formula, LossTerms, differentiate
+from tinsmith.losses.registry import (
+    CLIP_HIGH,
+    CLIP_LOW,
+    DUAL_CLIP,
+    LOSSES,
+    RATIO_MASK,
+    ROLLOUT_LOGPROBS,
+    ROLLOUT_MAX,
+    Loss,
+    list_plugins,
+    loss_registry,
+)
 from tinsmith.types import F32, I64, Array, CustomLoss, Datum, ModelShape, Pass, SparseRows
+
+__all__ = [
+    "CLIP_HIGH",
+    "CLIP_LOW",
+    "DUAL_CLIP",
+    "LOSSES",
+    "RATIO_MASK",
+    "ROLLOUT_LOGPROBS",
+    "ROLLOUT_MAX",
+    "Columns",
+    "Formula",
+    "Loss",
+    "LossTerms",
+    "check_pass",
+    "differentiate",
+    "list_plugins",
+    "loss_registry",
+]
 
 MAX_TARGETS_PER_DATUM = 1 << 24
 """Most cells of a sparse tensor's shape. Results are dense, so larger tensors are refused."""
@@ -28,80 +56,14 @@ MAX_TARGETS_PER_DATUM = 1 << 24
 EXACT_INTEGER = 1 << 24
 """Integer weights are converted to float32; above this, the conversion is not exact."""
 
-CLIP_LOW = "clip_low_threshold"
-CLIP_HIGH = "clip_high_threshold"
-DUAL_CLIP = "dual_clip_threshold"
-ROLLOUT_LOGPROBS, ROLLOUT_MAX = "rollout_logprobs", "rollout_ratio_max"
-"""Extensions of the wire's losses that Tinker does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """`required` and `optional` inputs are per position; `config` maps each key to its default."""
-
-    formula: Formula
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    config: Mapping[str, float] = field(default_factory=dict)
-    many_targets: bool = False  # target_tokens may be [N, K]
-    elementwise: bool = False  # the result has each pair's loss (`elementwise_cross_entropy`)
-    sequence_ratio: bool = False  # the formula reads the mean log ratio of the whole sequence
-    recorded_sequences: bool = False  # data must consist of sequences sampled in the session
-    custom: bool = False  # a client's graph computes the loss; the formula differentiates its result
-    constant_metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def is_policy(self) -> bool:
-        """Whether its weights are advantages, and metrics show how far the policy has moved."""
-        return "advantages" in self.required
-
-
-_POLICY = ("target_tokens", "logprobs", "advantages")
-_CLIPS = (CLIP_LOW, CLIP_HIGH)
-_ROLLOUT = {ROLLOUT_MAX: 2.0}
-
-LOSSES: Mapping[str, Loss] = {
-    # Without weights every target counts once.
-    "cross_entropy": Loss(
-        formulas.cross_entropy, ("target_tokens",), ("weights",), many_targets=True, elementwise=True
-    ),
-    "importance_sampling": Loss(formulas.importance_sampling, _POLICY, (ROLLOUT_LOGPROBS,), _ROLLOUT),
-    # Bounds of the ratio, not distances from 1 (tinker's documentation of ppo and cispo).
-    "ppo": Loss(
-        formulas.ppo, _POLICY, (*_CLIPS, ROLLOUT_LOGPROBS), {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, DUAL_CLIP: 0.0, **_ROLLOUT}
-    ),
-    "cispo": Loss(formulas.cispo, _POLICY, (*_CLIPS, ROLLOUT_LOGPROBS), {CLIP_LOW: 0.0, CLIP_HIGH: 4.0, **_ROLLOUT}),
-    # The value of the documentation's example, the only published one.
-    "dro": Loss(formulas.dro, _POLICY, (), {"beta": 0.05}),
-    # arXiv 2507.18071, section 5.1: left 3e-4, right 4e-4.
-    "gspo": Loss(
-        formulas.gspo,
-        _POLICY,
-        ("sequence_ratio_mask", *_CLIPS, ROLLOUT_LOGPROBS),
-        {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4, **_ROLLOUT},
-        sequence_ratio=True,
-    ),
-    # Its formula is not published; docs/losses.md describes the approximation.
-    "stable_reinforce": Loss(
-        formulas.stable_reinforce,
-        _POLICY,
-        (),
-        {"kl_coeff": 0.0},
-        recorded_sequences=True,
-        constant_metrics={"stable_reinforce_approximation:max": 1.0},
-    ),
-    # The client defines further inputs. The negative gradient replaces the weights.
-    "custom": Loss(formulas.cross_entropy, ("target_tokens",), many_targets=True, custom=True),
-}
-
 LOSS_ID = "loss_id"
 
 
 def check_pass(request: Pass, shape: ModelShape) -> None:
     """Raise UserError unless the backend can compute this pass. Ignores inputs unknown to the loss."""
-    loss = LOSSES.get(request.loss_fn)
+    loss = loss_registry().get(request.loss_fn)
     if loss is None:
-        raise UserError(f"loss_fn is {_quote(request.loss_fn)}; it must be one of {', '.join(LOSSES)}")
+        raise UserError(f"loss_fn is {_quote(request.loss_fn)}; it must be one of {', '.join(loss_registry())}")
     config = resolve_config(request)
     if not request.data:
         raise UserError("data is empty; send at least one datum")
@@ -109,12 +71,12 @@ def check_pass(request: Pass, shape: ModelShape) -> None:
         _check_shapes(index, datum, request.loss_fn, loss, shape)
     _check_values(request.data, "model_input tokens", _tokens, 0, shape.vocab_size)
     _check_values(request.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
-    for name in (*loss.required[1:], *loss.optional):
+    for name in loss.inputs[1:]:
         _check_values(request.data, name, _values_of(name))
     if CLIP_LOW in loss.config:
         _check_clips(request.data, config)
-    if "sequence_ratio_mask" in loss.optional:
-        _check_ratio_masks(request.data)
+    if RATIO_MASK in loss.inputs:
+        _check_ratio_masks(request.data, loss)
     if request.custom_loss is not None:
         for index, datum in enumerate(request.data):
             _check_custom_inputs(index, datum, request.custom_loss)
@@ -122,7 +84,7 @@ def check_pass(request: Pass, shape: ModelShape) -> None:
 
 def loss_id_of(request: Pass) -> str | None:
     """Return the id of a stored custom loss, or None for other losses. Raises UserError if it is missing."""
-    loss = LOSSES.get(request.loss_fn)
+    loss = loss_registry().get(request.loss_fn)
     if loss is None or not loss.custom:
         return None
     loss_id = request.loss_config.get(LOSS_ID)
@@ -138,7 +100,8 @@ def resolve_config(request: Pass) -> dict[str, float]:
     """Merge the pass's configuration with its loss's defaults. Raises UserError for an invalid key or value."""
     if loss_id_of(request) is not None:
         return {}
-    defaults = LOSSES[request.loss_fn].config
+    loss = loss_registry()[request.loss_fn]
+    defaults = loss.config
     for key, value in request.loss_config.items():
         field = f"loss_fn_config[{_quote(key)}]"
         if key not in defaults:
@@ -146,8 +109,10 @@ def resolve_config(request: Pass) -> dict[str, float]:
             raise UserError(f"{field} is not a setting of {request.loss_fn}; {choices}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{field} is {_quote(value)}; it must be a number")
-        if not math.isfinite(value) or value < 0:
-            raise UserError(f"{field} is {value}; it must be finite and not negative")
+        low, high = loss.ranges.get(key, (0.0, math.inf))
+        if not math.isfinite(value) or not low <= value <= high:
+            limits = "not negative" if (low, high) == (0, math.inf) else f"between {low:g} and {high:g}"
+            raise UserError(f"{field} is {value}; it must be finite and {limits}")
     config = {key: float(request.loss_config.get(key, default)) for key, default in defaults.items()}
     if CLIP_LOW in config and config[CLIP_LOW] > config[CLIP_HIGH]:
         raise UserError(
@@ -187,8 +152,15 @@ def rollout_weights(datum: Datum, config: Mapping[str, float]) -> F32:
 
 def cross_entropy_weights(datum: Datum) -> F32:
     """Return weights in the shape of target_tokens, dense or sparse; ones if the datum has no weights."""
-    weights = datum.inputs.get("weights")
-    return np.ones(datum.inputs["target_tokens"].shape, np.float32) if weights is None else floats(weights)
+    return input_weights(datum, LOSSES["cross_entropy"])
+
+
+def input_weights(datum: Datum, loss: Loss) -> F32:
+    """Return the loss's weights in the shape of target_tokens; ones, or a plug-in's default, where there are none."""
+    if loss.weight is not None and loss.weight in datum.inputs:
+        return floats(datum.inputs[loss.weight])
+    default = loss.defaults.get(loss.weight, 1.0) if loss.weight else 1.0
+    return np.full(datum.inputs["target_tokens"].shape, default, np.float32)
 
 
 def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
@@ -204,15 +176,16 @@ def token_weight(request: Pass) -> float | None:
     over tokens.
 
     cross_entropy: the sum of the absolute weights. Prompts of weight 0 do not count, and weights of both signs (a
-    gradient that the client computed) sum to 0 only if all are 0. Policy losses: the number of positions with an
-    advantage other than 0. custom: None, since it is a sum over data.
+    gradient that the client computed) sum to 0 only if all are 0. Policy losses: the number of positions with a weight
+    (an advantage) other than 0. custom: None, since it is a sum over data.
     """
-    loss = LOSSES[request.loss_fn]
+    loss = loss_registry()[request.loss_fn]
     if loss.custom:
         return None
+    weights = (input_weights(datum, loss) for datum in request.data)
     if loss.is_policy:
-        return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in request.data))
-    return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in request.data))
+        return float(sum(map(np.count_nonzero, weights)))
+    return float(sum(np.abs(array).sum(dtype=np.float64) for array in weights))
 
 
 def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:
@@ -230,7 +203,7 @@ def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: Mod
             raise UserError(f"data[{index}].loss_fn_inputs has no {name!r}; {loss_fn} needs {needs}")
     targets = datum.inputs["target_tokens"]
     _check_input(index, "target_tokens", targets, (num_positions,), loss)
-    for name in (*loss.required[1:], *loss.optional):
+    for name in loss.inputs[1:]:
         if name in datum.inputs:
             _check_input(index, name, datum.inputs[name], targets.shape, loss)
 
@@ -358,10 +331,10 @@ def _check_custom_inputs(index: int, datum: Datum, loss: CustomLoss) -> None:
             )
 
 
-def _check_ratio_masks(data: Sequence[Datum]) -> None:
+def _check_ratio_masks(data: Sequence[Datum], loss: Loss) -> None:
     for index, datum in enumerate(data):
-        mask = datum.inputs.get("sequence_ratio_mask")
-        if mask is not None and not floats(mask).any() and floats(datum.inputs["advantages"]).any():
+        mask = datum.inputs.get(RATIO_MASK)
+        if mask is not None and not floats(mask).any() and input_weights(datum, loss).any():
             raise UserError(
                 f"data[{index}].loss_fn_inputs['sequence_ratio_mask'] is zero everywhere; "
                 f"the sequence's ratio needs at least one position"

@@ -5,7 +5,7 @@ the chunks of a batch, as it does by the suffix of a name. `summarize_divergence
 any number of passes. Everything is float64 on the host. Knows no loss and no model.
 
 With d = (training logprob) - (sampling logprob) and r = exp(d), of tokens drawn from the sampling policy, the means of
--d, d^2 / 2 and r - 1 - d estimate KL(sampling || training); they are called k1, k2 and k3, and v1, v2 and v3 in metrics.
+-d, d^2 / 2 and r - 1 - d estimate KL(sampling || training): k1, k2 and k3, which metrics call v1, v2 and v3.
 The effective sample share is (sum r)^2 / (n sum r^2): 1 where all ratios are equal, 1/n where one outweighs all others.
 """
 

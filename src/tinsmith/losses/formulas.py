@@ -4,7 +4,7 @@ Every loss is a sum over tokens, and in all but one the terms depend on one toke
 columns: the loss, and its derivative with respect to the token's log probability. With explicit derivatives, a chunk of
 logits is turned into gradients while it exists. The exception is gspo's mean log ratio of a whole sequence, which is
 computed first and is a constant in the derivative (docs/losses.md). All values are float32. The code only calls tensor
-methods, so that a server can import the registry without torch.
+methods, so that a server can import the registry without torch; `differentiate` imports torch when it runs.
 
 Shapes: P pairs of (position, target).
 """
@@ -12,16 +12,22 @@ Shapes: P pairs of (position, target).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+SEQUENCE_COUNT = "sequence_count"
+"""The name in `Columns.inputs` of how many positions of the sequence `sequence_log_ratio` is the mean of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The pairs of one loss. `weight` has cross_entropy's weights, or the advantages of other losses."""
+    """The pairs of one loss. `weight` has the weights of cross_entropy, the advantages of other losses of the wire, and
+    a plug-in's `Loss.weight`; `inputs` has a plug-in's further inputs by name. What a loss does not take is 0.
+    """
 
     logprob_P: Tensor
     old_logprob_P: Tensor
@@ -29,6 +35,7 @@ class Columns:
     low_P: Tensor
     high_P: Tensor
     sequence_log_ratio_P: Tensor
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class LossTerms(NamedTuple):
@@ -42,6 +49,9 @@ class LossTerms(NamedTuple):
 
 Formula = Callable[[Columns, Mapping[str, float]], LossTerms]
 """A function of the columns and the complete configuration."""
+
+ValueFormula = Callable[[Columns, Mapping[str, float]], "Tensor"]
+"""Returns the loss of each pair."""
 
 
 def cross_entropy(x: Columns, config: Mapping[str, float]) -> LossTerms:
@@ -98,6 +108,26 @@ def stable_reinforce(x: Columns, config: Mapping[str, float]) -> LossTerms:
     plain = importance_sampling(x, config)
     loss_P = plain.loss_P + 0.5 * kl_coeff * log_ratio_P.square()
     return LossTerms(loss_P, plain.dloss_dlogprob_P + kl_coeff * log_ratio_P, plain.ratio_P, plain.clipped_P)
+
+
+def differentiate(value: ValueFormula) -> Formula:
+    """Return the formula of a loss of which only the value per pair is known; autograd differentiates it.
+
+    A pair's value may depend on the log probability of that pair alone. The sequence's mean log ratio is a constant.
+    """
+
+    def formula(x: Columns, config: Mapping[str, float]) -> LossTerms:
+        import torch
+
+        with torch.enable_grad():
+            leaf_P = x.logprob_P.detach().requires_grad_()
+            loss_P = value(replace(x, logprob_P=leaf_P), config)
+            (derivative_P,) = torch.autograd.grad(loss_P.sum(), leaf_P)
+        loss_P = loss_P.detach()
+        ratio_P = (x.logprob_P - x.old_logprob_P).exp()
+        return LossTerms(loss_P, derivative_P, ratio_P, loss_P.new_zeros(loss_P.shape))
+
+    return formula
 
 
 def sequence_log_ratios(

@@ -65,6 +65,7 @@ from tinsmith.db.wakeups import (
     server_mailbox,
 )
 from tinsmith.errors import SettingsError
+from tinsmith.losses import list_plugins
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import SWEEPS, ThreadPools, bound_starlette_threads, num_threads
@@ -249,6 +250,7 @@ def _with_engine_states(services: Services, supervisor: Supervisor, engines: Eng
 
 def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server:
     """Prepare the data directory, migrate the database, and connect the parts. Raises SettingsError."""
+    _log_plugins()
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models, vision=settings.vision)
@@ -468,6 +470,12 @@ def raise_file_limit() -> None:
         log.info("the limit of open files was not raised", limit=soft, error=str(error))
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
+
+
+def _log_plugins() -> None:
+    """Log the installed losses. Raises SettingsError for one that cannot be used."""
+    if plugins := list_plugins():
+        log.info("loss plug-ins", losses={loss.name: loss.distribution for loss in plugins})
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:

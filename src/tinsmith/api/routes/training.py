@@ -17,7 +17,7 @@ from tinsmith.api.legacy import JsonPassBody, pass_message
 from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.submission import ModelRequest, TokenCount, submit_json_operation, submit_operation
 from tinsmith.errors import NotFoundError, SeqIdTakenError, UserError
-from tinsmith.losses import LOSSES, check_pass, loss_id_of
+from tinsmith.losses import check_pass, loss_id_of, loss_registry
 from tinsmith.losses.graphs import check_graph
 from tinsmith.plan.prefix_tree import count_shared_tokens
 from tinsmith.store.custom_losses import MAX_DEFINITION_BYTES, MAX_LOSSES, NewCustomLoss, insertion
@@ -55,7 +55,7 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
             definition = call.services.custom_losses.get(model.session_id, loss_id)
             pass_ = replace(pass_, custom_loss=read_definition(definition))
         check_pass(pass_, shape)
-        if LOSSES[pass_.loss_fn].recorded_sequences:
+        if loss_registry()[pass_.loss_fn].recorded_sequences:
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))
         return TokenCount(pass_.num_tokens, count_shared_tokens(pass_.data))
 

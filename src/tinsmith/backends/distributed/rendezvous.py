@@ -24,6 +24,7 @@ import structlog
 from tinsmith import __version__
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.errors import SettingsError
+from tinsmith.losses import list_plugins
 
 GREETING = b"tinsmith rank 01"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -60,7 +61,7 @@ class Machines:
 @dataclass(frozen=True, slots=True)
 class Introduction:
     """How a rank introduces itself: rank `index` of `num_ranks` on `machine`, a name for this start; `gpus` is the
-    number of visible GPUs. `version` names the versions of Tinsmith and torch.
+    number of visible GPUs. `version` names the versions of Tinsmith, torch and plug-ins of losses.
     """
 
     machine: str
@@ -72,7 +73,8 @@ class Introduction:
 
 
 def describe_version(torch_version: str) -> str:
-    return f"{__version__} with torch {torch_version}"
+    plugins = "".join(f" and {loss.name} of {loss.distribution}" for loss in list_plugins())
+    return f"{__version__} with torch {torch_version}{plugins}"
 
 
 class Listener:

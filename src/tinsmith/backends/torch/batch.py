@@ -20,6 +20,7 @@ from tinsmith import losses
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.vision import ImageInput, InputSpan
+from tinsmith.losses.formulas import SEQUENCE_COUNT
 from tinsmith.plan.prefix_tree import Node, PrefixTree
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
@@ -30,6 +31,11 @@ COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
 
 ADVANTAGE, SAMPLING_LOGPROB = "advantage", "sampling_logprob"
 """Columns of policy losses that only metrics read: advantages as sent, and logprobs of the policy that sampled."""
+
+
+def extra_column(name: str) -> str:
+    """The column of a plug-in's input."""
+    return f"input {name}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Example:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens_N)
+
+    def column_P(self, name: str) -> F32:
+        """Zeros if its loss does not have this column."""
+        column_P = self.columns.get(name)
+        return np.zeros(len(self.targets_P), np.float32) if column_P is None else column_P
 
     @cached_property
     def has_weight(self) -> bool:
@@ -164,7 +175,7 @@ class MicroBatch:
         return np.array(flags, np.bool_)[self.example_P]
 
     def column_P(self, name: str) -> F32:
-        return np.concatenate([example.columns[name] for example in self.examples])
+        return np.concatenate([example.column_P(name) for example in self.examples])
 
     def rows_of_pairs(self, chosen_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """[T] Whether a row has a chosen pair."""
@@ -197,25 +208,30 @@ def build_examples(
 
 
 def _columns(request: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
-    loss = losses.LOSSES[request.loss_fn]
-    sources = {
+    loss = losses.loss_registry()[request.loss_fn]
+    columns = {
         # 1 where cross_entropy has no weights. A custom loss's weights are known only after its log probabilities:
         # until then every position may count.
-        "weight": ("weights" if "weights" in loss.optional else "advantages", 1.0),
+        "weight": losses.input_weights(datum, loss).reshape(-1),
+    }
+    sources = {
         "old_logprob": ("logprobs", 0.0),
         "low": (losses.CLIP_LOW, config.get(losses.CLIP_LOW, 0.0)),
         "high": (losses.CLIP_HIGH, config.get(losses.CLIP_HIGH, 0.0)),
-        "ratio_mask": ("sequence_ratio_mask", 1.0),
+        "ratio_mask": (losses.RATIO_MASK, 1.0),
+        **{extra_column(name): (name, loss.defaults.get(name, 0.0)) for name in loss.extra_inputs},
     }
-    columns = {}
     for column, (name, default) in sources.items():
-        if name in datum.inputs and name in (*loss.required, *loss.optional):
+        if name in datum.inputs and name in loss.inputs:
             columns[column] = losses.floats(datum.inputs[name]).reshape(-1)
         else:
             columns[column] = np.full(num_pairs, default, np.float32)
     if loss.is_policy:
         columns |= {ADVANTAGE: columns["weight"], SAMPLING_LOGPROB: columns["old_logprob"]}
-    if losses.ROLLOUT_LOGPROBS in loss.optional and losses.ROLLOUT_LOGPROBS in datum.inputs:
+    if loss.distribution and loss.sequence_ratio:
+        count = np.count_nonzero(columns["ratio_mask"])
+        columns[extra_column(SEQUENCE_COUNT)] = np.full(num_pairs, count, np.float32)
+    if losses.ROLLOUT_LOGPROBS in loss.inputs and losses.ROLLOUT_LOGPROBS in datum.inputs:
         columns[SAMPLING_LOGPROB] = losses.floats(datum.inputs[losses.ROLLOUT_LOGPROBS]).reshape(-1)
         columns["weight"] = columns["weight"] * losses.rollout_weights(datum, config)
     return columns

@@ -25,14 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.batch import ADVANTAGE, COLUMNS, SAMPLING_LOGPROB, Example, MicroBatch
+from tinsmith.backends.device_errors import is_device_fault, is_out_of_memory
+from tinsmith.backends.torch.batch import ADVANTAGE, COLUMNS, SAMPLING_LOGPROB, Example, MicroBatch, extra_column
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.host import read, upload, upload_all
 from tinsmith.backends.torch.lora_batch import AdapterGroup, LoRABatch
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.errors import UserError
 from tinsmith.losses import Loss
 from tinsmith.losses.divergence import measure_divergence
-from tinsmith.losses.formulas import Columns, sequence_log_ratios
+from tinsmith.losses.formulas import SEQUENCE_COUNT, Columns, LossTerms, sequence_log_ratios
 from tinsmith.types import F32, I64
 
 if TYPE_CHECKING:
@@ -51,6 +53,33 @@ class LossSpec(NamedTuple):
     loss: Loss
     config: Mapping[str, float]
     custom: CustomRun | None = None
+
+    @property
+    def extra_columns(self) -> dict[str, str]:
+        """A plug-in's columns, and the names under which its formula reads them."""
+        counts = (SEQUENCE_COUNT,) if self.loss.distribution and self.loss.sequence_ratio else ()
+        return {extra_column(name): name for name in (*self.loss.extra_inputs, *counts)}
+
+    def evaluate(self, x: Columns) -> LossTerms:
+        """The formula's terms. Raises UserError if a plug-in fails; errors of the device or of memory pass."""
+        if not self.loss.distribution:
+            return self.loss.formula(x, self.config)
+        try:
+            terms = self.loss.formula(x, self.config)
+        except Exception as error:
+            if is_out_of_memory(error) or is_device_fault(error):
+                raise
+            raise self._failure(f"{type(error).__name__}: {error}") from error
+        if not isinstance(terms, LossTerms):
+            raise self._failure(f"its formula returned {type(terms).__name__}, not LossTerms")
+        for name, term in terms._asdict().items():
+            if not isinstance(term, Tensor) or (term.shape, term.dtype) != (x.logprob_P.shape, torch.float32):
+                kind = f"{term.dtype} of shape {list(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+                raise self._failure(f"its {name} is {kind}, not float32 of shape {list(x.logprob_P.shape)}")
+        return terms
+
+    def _failure(self, reason: str) -> UserError:
+        return UserError(f"the loss {self.loss.name!r} of {self.loss.distribution} failed: {reason}")
 
 
 class Chunk(NamedTuple):
@@ -97,7 +126,8 @@ class Head:
         weight_P = self._pair_weights(batch, hidden_TD, specs)[batch.pairs]
         active_T = batch.rows_of_pairs(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
-        host_columns = {name: batch.column_P(name) for name in COLUMNS} | {"weight": weight_P}
+        extra = {name: None for example in batch.examples for name in specs[example.pass_index].extra_columns}
+        host_columns = {name: batch.column_P(name) for name in (*COLUMNS, *extra)} | {"weight": weight_P}
         columns = dict(zip(host_columns, upload_all([*host_columns.values()], self._base.device), strict=True))
         columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs)[batch.pairs]
         grad_TD = torch.zeros_like(hidden_TD)
@@ -222,9 +252,10 @@ class Head:
             old, weight, low, high, log_ratio = (
                 columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
             )
-            x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
+            inputs = {name: columns[column][pairs] for column, name in spec.extra_columns.items()}
+            x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio, inputs)
             # A pair of weight 0 has no gradient, also where another pair of its row has one.
-            gradients.append(spec.loss.formula(x, spec.config).dloss_dlogprob_P.masked_fill(weight == 0, 0.0))
+            gradients.append(spec.evaluate(x).dloss_dlogprob_P.masked_fill(weight == 0, 0.0))
         return torch.cat(gradients)
 
     def _log_ratios(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> Tensor:
@@ -363,7 +394,8 @@ def _pass_spans(pass_p: I64) -> list[tuple[int, int, int]]:
 
 def compute_metrics(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
     """`logprobs[i]` are those of example i's pairs. Positions of weight 0 count in `tokens:sum` only."""
-    columns = {name: np.concatenate([example.columns[name] for example in examples]) for name in COLUMNS}
+    names = (*COLUMNS, *spec.extra_columns)
+    columns = {name: np.concatenate([example.columns[name] for example in examples]) for name in names}
     columns["logprob"] = np.concatenate([array.reshape(-1) for array in logprobs])
     columns["log_ratio"] = np.zeros_like(columns["logprob"])
     if spec.loss.sequence_ratio:
@@ -375,8 +407,9 @@ def compute_metrics(spec: LossSpec, examples: Sequence[Example], logprobs: Seque
     active_P = columns["weight"] != 0
     chosen = slice(None) if active_P.all() else active_P  # usually all, and then nothing is copied
     names = "logprob", "old_logprob", "weight", "low", "high", "log_ratio"
-    x = Columns(*(torch.from_numpy(columns[name][chosen]) for name in names))
-    terms = spec.loss.formula(x, spec.config)
+    inputs = {name: torch.from_numpy(columns[column][chosen]) for column, name in spec.extra_columns.items()}
+    x = Columns(*(torch.from_numpy(columns[name][chosen]) for name in names), inputs=inputs)
+    terms = spec.evaluate(x)
     metrics = {
         "loss:sum": float(terms.loss_P.sum(dtype=torch.float64)),
         "tokens:sum": float(sum(example.num_tokens for example in examples)),

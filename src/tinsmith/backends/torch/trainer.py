@@ -19,6 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -199,11 +200,14 @@ class Trainer:
                 self._base.prepare_images(datum.tokens_N, datum.images, request.model_id) for datum in request.data
             ]
             custom = _custom_run(request)
+            spec = LossSpec(losses.loss_registry()[request.loss_fn], losses.resolve_config(request), custom)
+            examples = build_examples(request, index, trained.adapter, image_inputs)
+            _try_plugin(spec, examples)
         except UserError as error:
             return error
         return CheckedPass(
-            LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
-            build_examples(request, index, trained.adapter, image_inputs),
+            spec,
+            examples,
             [None] * len(request.data),
             None if request.forward_only else trained,
         )
@@ -299,6 +303,12 @@ class Trainer:
             entry = checked[example.pass_index]
             assert isinstance(entry, CheckedPass)
             entry.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
+
+
+def _try_plugin(spec: LossSpec, examples: Sequence[Example]) -> None:
+    """Raises UserError if a plug-in's formula fails on these inputs: on all ranks, before one waits for others."""
+    if spec.loss.distribution:
+        compute_metrics(spec, examples, [np.full(len(example.targets_P), -1.0, np.float32) for example in examples])
 
 
 def _custom_run(request: Pass) -> CustomRun | None:
