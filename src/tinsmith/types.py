@@ -323,13 +323,27 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Reasoning that a completion may begin with, between two tokens. A grammar holds from its end on.
+
+    `is_open`: the prompt has opened it, so that the completion begins inside. `max_tokens` is the most tokens between
+    the two; None: any number.
+    """
+
+    open_id: int
+    close_id: int
+    is_open: bool = False
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Adjustments:
     """Changes to the sampling distribution; the reported logprobs stay the model's own.
 
     They are applied in this order: masks, bias, repetition penalty (over prompt and sampled tokens), frequency and
     presence penalty (over sampled tokens), temperature, min_p. The defaults have no effect. The masks are the grammar,
-    `allowed_token_ids` (empty: all), `bad_words` (forbidden token sequences), and `min_tokens` (sampled tokens before a
-    stop token is allowed).
+    from the end of the `reasoning` on, `allowed_token_ids` (empty: all), `bad_words` (forbidden token sequences), and
+    `min_tokens` (sampled tokens before a stop token is allowed).
     """
 
     min_p: float = 0.0
@@ -341,6 +355,7 @@ class Adjustments:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    reasoning: ReasoningSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

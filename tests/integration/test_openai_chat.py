@@ -382,7 +382,9 @@ def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> N
     with_thinking = read(thinking={"type": "enabled", "budget_tokens": 1024})
     assert with_thinking.reasoning_tags is not None and with_thinking.hidden_tags is None
     schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert read(output_config=schema).hidden_tags is None, "it cannot think"
+    assert read(output_config=schema).hidden_tags == THINKING, "it may think first"
+    off = read(output_config=schema, thinking={"type": "disabled"})
+    assert off.hidden_tags is None, "it cannot think"
     text = ModelTokenizer(shape_of(make_tool_model(tmp_path / "plain")))
     unmarked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     assert message(unmarked, text).hidden_tags is not None, "whatever the template says, the marks are tokens"
@@ -432,9 +434,11 @@ def test_completions_and_messages_have_ranges_of_their_own() -> None:
 
 def test_models_with_separate_reasoning(tmp_path: Path) -> None:
     grammar = {"type": "json_object"}
-    assert chat().reasoning_tags == chat(chat_template_kwargs={"enable_thinking": False}).reasoning_tags == THINKING
-    assert chat(response_format=grammar).reasoning_tags is None, "it cannot think"
-    assert chat(structured_outputs={"regex": "a"}).reasoning_tags is None
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert chat().reasoning_tags == THINKING and chat(**off).reasoning_tags == replace(THINKING, is_over=True)
+    assert chat(response_format=grammar).reasoning_tags == THINKING
+    assert chat(response_format=grammar, **off).reasoning_tags is None, "it cannot think"
+    assert chat(structured_outputs={"regex": "a"}, **off).reasoning_tags is None
     assert chat(separate_reasoning=False).reasoning_tags is None
     plain = ModelTokenizer(shape_of(make_tool_model(tmp_path / "plain")))
     assert plain.has_token("<think>") and find_reasoning_tags(plain) is None, "its template knows nothing of it"

@@ -300,8 +300,9 @@ def test_numbers_have_bounded_lengths_and_strings_of_digits_do_not(chatty: BaseM
     digits = [chatty.tokenizer.encode(digit)[0] for digit in "0123456789"]
 
     def draw_value(schema: object) -> object:
-        constraint = grammars.constraint(json_grammar({"type": "array", "prefixItems": [schema], "items": False,
-                                                       "minItems": 1}))  # fmt: skip
+        grammar = json_grammar({"type": "array", "prefixItems": [schema], "items": False, "minItems": 1})
+        constraint = grammars.constraint(Adjustments(grammar=grammar))
+        assert constraint is not None
         tokens: list[int] = []
         while not constraint.is_finished and len(tokens) < 200:
             allowed = np.flatnonzero(constraint.token_mask())

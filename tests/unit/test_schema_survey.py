@@ -20,6 +20,7 @@ from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.schemas import FORMATS, check_grammar, schema_grammar
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.samplers.local.grammar import GrammarCache
+from tinsmith.types import Adjustments
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = ModelTokenizer(SHAPE)
@@ -123,7 +124,9 @@ def draw_answer(keyword: str, seed: int, max_tokens: int = 600) -> str | None:
     """
     grammar = schema_grammar(SCHEMAS[keyword], "schema")
     check_grammar(grammar, "schema")
-    generator, constraint, tokens = np.random.default_rng(seed), GRAMMARS.constraint(grammar), list[int]()
+    generator, tokens = np.random.default_rng(seed), list[int]()
+    constraint = GRAMMARS.constraint(Adjustments(grammar=grammar))
+    assert constraint is not None
     while len(tokens) < max_tokens:
         allowed = np.flatnonzero(constraint.token_mask()).tolist()
         ends = [token for token in allowed if token in TEXT.end_token_ids]

@@ -26,7 +26,7 @@ from tinsmith.chat.schemas import (
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, UserError
 from tinsmith.samplers.local.grammar import GrammarCache
-from tinsmith.types import Grammar
+from tinsmith.types import Adjustments, Grammar
 from tinsmith.wire.fields import validate
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
@@ -45,7 +45,9 @@ def accepts(grammar: Grammar, text: str) -> bool:
 
 def draw_answer(grammar: Grammar, seed: int, max_tokens: int = 250) -> str | None:
     """An answer of random tokens that the grammar allows, as at a high temperature; None if it does not end in time."""
-    generator, constraint, tokens = np.random.default_rng(seed), GRAMMARS.constraint(grammar), list[int]()
+    generator, tokens = np.random.default_rng(seed), list[int]()
+    constraint = GRAMMARS.constraint(Adjustments(grammar=grammar))
+    assert constraint is not None
     for _ in range(max_tokens):
         allowed = np.flatnonzero(constraint.token_mask())
         assert len(allowed), "no token may follow"

@@ -34,7 +34,7 @@ from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, SettingsError
 from tinsmith.samplers.local.grammar import GrammarCache
-from tinsmith.types import Grammar, SampledSequence, SampleResult
+from tinsmith.types import Adjustments, Grammar, SampledSequence, SampleResult
 from tinsmith.wire.fields import validate
 
 NAMES = sorted(CALLS)
@@ -556,7 +556,8 @@ class Matchers:
     def sample(self, plan: GenerationPlan, seed: int, max_tokens: int = 1500) -> str | None:
         """Return a completion of uniformly drawn tokens; None if it does not end in time."""
         rng = random.Random(seed)
-        constraint = self._grammars.constraint(grammar_of(plan))
+        constraint = self._grammars.constraint(Adjustments(grammar=grammar_of(plan)))
+        assert constraint is not None
         tokens: list[int] = []
         while len(tokens) < max_tokens:
             allowed = np.flatnonzero(constraint.token_mask()).tolist()

@@ -25,6 +25,7 @@ from tinsmith.chat.tokenizer import (
     Channels,
     Message,
     ModelTokenizer,
+    ReasoningTags,
     find_any_tags,
     find_channels,
     find_reasoning_tags,
@@ -33,7 +34,7 @@ from tinsmith.chat.tools import MAX_TOOLS, ToolChoice, ToolField, ToolUse, read_
 from tinsmith.chat.turns import fit_turns
 from tinsmith.chat.vendor_fields import VendorChatFields, VendorMessageFields
 from tinsmith.errors import RequestError, not_supported
-from tinsmith.types import SamplingParams
+from tinsmith.types import ReasoningSpan, SamplingParams
 from tinsmith.wire import fields
 from tinsmith.wire.fields import (
     NO_EFFECT,
@@ -158,6 +159,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_TOKENS, description="most tokens of reasoning")] | None = (
+        None
+    )
+    enable_thinking: Annotated[bool, Field(description="as in chat_template_kwargs")] | None = None
     reasoning_effort: Annotated[str, OneOf(("none", "minimal", "low", "medium", "high", "xhigh"))] | None = None
     verbosity: Annotated[str, OneOf(("low", "medium", "high"))] | None = None
     include_reasoning: Annotated[bool, Field(description="false removes reasoning from the response")] = True
@@ -198,12 +203,17 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         grammar = tools.grammar() if tools else self.structure
+        tags = find_reasoning_tags(tokenizer, prompt)
         params = self.params(
-            tokenizer, max_tokens, grammar and check_grammar_size(grammar), tools.stops if tools else ()
+            tokenizer,
+            max_tokens,
+            grammar and check_grammar_size(grammar),
+            tools.stops if tools else (),
+            self._reasoning(tags) if grammar or self.thinking_token_budget is not None else None,
         )
         if tools and tools.stop_tokens:
             params = replace(params, stop_tokens=(*params.stop_tokens, *tools.stop_tokens))
-        counted_tags = find_reasoning_tags(tokenizer, prompt) if may_think(params, tools) else None
+        counted_tags = tags if may_think(params, tools) else None
         plan = GenerationPlan(
             name=self.model,
             prompts=(prompt,),
@@ -220,6 +230,16 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             **self.response_options(),
         )
         return plan if self.include_reasoning else hide_reasoning(plan, tokenizer)
+
+    def _reasoning(self, tags: ReasoningTags | None) -> ReasoningSpan | None:
+        """Return the reasoning before the answer; None for a model without, or if the prompt has closed it or ends
+        within the answer. Raises RequestError for a budget of reasoning without tags.
+        """
+        if tags is None and self.thinking_token_budget is not None:
+            raise not_supported("thinking_token_budget", "this model has no tags of reasoning; leave it out")
+        if tags is None or tags.is_over or (self.continue_final_message and not tags.in_reasoning):
+            return None
+        return ReasoningSpan(tags.open_id, tags.close_id, tags.in_reasoning, self.thinking_token_budget)
 
     def _splice_recording(
         self, tokenizer: ModelTokenizer, tools: ToolUse | None, rendered: list[int], find_recording: FindRecording
@@ -268,6 +288,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     def _template_variables(self, template: str) -> tuple[dict[str, object], dict[str, str]]:
         """Return the template's variables, and the fields that the template does not read, with the reasons."""
         variables, ignored = dict(self.chat_template_kwargs), dict[str, str]()
+        if self.enable_thinking is not None and SWITCH in template:
+            variables.setdefault(SWITCH, self.enable_thinking)
+        elif self.enable_thinking is not None:
+            ignored[SWITCH] = "this model's chat template has no such switch; leave it out"
         effort = self.reasoning_effort
         if effort is not None and "reasoning_effort" in template:
             variables["reasoning_effort"] = effort
@@ -294,8 +318,10 @@ class ChatRequest(VendorChatFields, GenerationRequest):
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
     """Whether a completion may contain reasoning. A grammar from the first token on excludes it."""
-    has_grammar = params.adjustments is not None and params.adjustments.grammar is not None
-    return not has_grammar or (tools is not None and tools.is_auto and tools.answer_grammar is None)
+    adjustments = params.adjustments
+    if adjustments is None or adjustments.grammar is None or adjustments.reasoning is not None:
+        return True
+    return tools is not None and tools.is_auto and tools.answer_grammar is None
 
 
 def hide_reasoning(plan: GenerationPlan, tokenizer: ModelTokenizer) -> GenerationPlan:

@@ -20,7 +20,7 @@ from tinsmith.chat.tokenizer import Channels, ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import ToolUse
 from tinsmith.chat.vendor_fields import VendorFields, VendorSamplingFields
 from tinsmith.errors import RequestError, not_supported
-from tinsmith.types import Adjustments, Grammar, Image, SamplingParams
+from tinsmith.types import Adjustments, Grammar, Image, ReasoningSpan, SamplingParams
 from tinsmith.wire.fields import (
     MAX_TEXT,
     NO_EFFECT,
@@ -343,9 +343,16 @@ class SamplingFields(VendorSamplingFields):
         return set_grammars[0] if set_grammars else None
 
     def params(
-        self, tokenizer: ModelTokenizer, max_tokens: int | None, grammar: Grammar | None, own_stops: Sequence[str] = ()
+        self,
+        tokenizer: ModelTokenizer,
+        max_tokens: int | None,
+        grammar: Grammar | None,
+        own_stops: Sequence[str] = (),
+        reasoning: ReasoningSpan | None = None,
     ) -> SamplingParams:
-        """Return the sampling parameters; `grammar` is that of the response. Raises RequestError."""
+        """Return the sampling parameters; `grammar` is that of the response, after the `reasoning`. Raises
+        RequestError.
+        """
         if grammar is not None:
             check_grammar(grammar, self._grammar_field)
         for name in ("min_tokens", "allowed_token_ids", "bad_words"):
@@ -364,6 +371,7 @@ class SamplingFields(VendorSamplingFields):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             bad_words=tokenizer.spellings(self.bad_words),
             min_tokens=self.min_tokens,
+            reasoning=reasoning,
         )
         return SamplingParams(
             max_tokens=max_tokens,

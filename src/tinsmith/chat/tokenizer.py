@@ -409,11 +409,12 @@ MAX_SPACE = 4
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """The tag tokens of reasoning. `in_reasoning`: the prompt ends inside the reasoning."""
+    """The tag tokens of reasoning. `in_reasoning`: the prompt ends inside the reasoning; `is_over`: after it."""
 
     open_id: int
     close_id: int
     in_reasoning: bool = False
+    is_over: bool = False
 
 
 def find_reasoning_tags(tokenizer: ModelTokenizer, prompt: Sequence[int] = ()) -> ReasoningTags | None:
@@ -472,14 +473,12 @@ def _tags(
     for opening, closing in tag_pairs:
         open_id, close_id = tokenizer.token_id(opening), tokenizer.token_id(closing)
         if open_id is not None and close_id is not None:
-            return ReasoningTags(open_id, close_id, _ends_in_reasoning(tokenizer, prompt, open_id))
+            last_id = _last_token(tokenizer, prompt)
+            return ReasoningTags(open_id, close_id, last_id == open_id, last_id == close_id)
     return None
 
 
-def _ends_in_reasoning(tokenizer: ModelTokenizer, prompt: Sequence[int], open_id: int) -> bool:
-    for token_id in reversed(prompt[-MAX_SPACE - 1 :]):
-        if token_id == open_id:
-            return True
-        if tokenizer.token_bytes(token_id).strip():
-            return False
-    return False
+def _last_token(tokenizer: ModelTokenizer, prompt: Sequence[int]) -> int | None:
+    """Return the last token of a prompt before white space."""
+    last_ids = reversed(prompt[-MAX_SPACE - 1 :])
+    return next((token_id for token_id in last_ids if tokenizer.token_bytes(token_id).strip()), None)

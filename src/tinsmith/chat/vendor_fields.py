@@ -28,7 +28,7 @@ class VendorSamplingFields(ClosedBody):
     do_sample: Annotated[Ignored, neutral(True, reason="send temperature 0 for greedy decoding")] = None
     logits_processors: Annotated[Ignored, refuse(_SAMPLER)] = None
     custom_logit_processor: Annotated[Ignored, refuse(_SAMPLER)] = None
-    thinking_token_budget: Annotated[Ignored, refuse("reasoning has no budget; send max_tokens")] = None
+    thinking_token_budget: Annotated[Ignored, refuse("only chats know where reasoning begins")] = None
     guided_decoding_backend: Annotated[Ignored, NO_EFFECT] = None
     guided_whitespace_pattern: Annotated[Ignored, refuse("enforced JSON is on one line")] = None
     typical_p: Annotated[Ignored, neutral(0, 1, reason=_SAMPLER)] = None
@@ -95,7 +95,6 @@ class VendorChatFields(VendorFields):
         Ignored, refuse("the model's own template is used; render yours in the client and send prompt_token_ids")
     ] = None
     documents: Annotated[Ignored, refuse("put the documents into messages")] = None
-    enable_thinking: Annotated[Ignored, refuse("send chat_template_kwargs.enable_thinking")] = None
     mm_processor_kwargs: Annotated[Ignored, refuse("images are processed as the model's directory says")] = None
     media_io_kwargs: Annotated[Ignored, refuse("images are processed as the model's directory says")] = None
     functions: Annotated[Ignored, refuse("an outdated field; send tools")] = None

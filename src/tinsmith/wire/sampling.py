@@ -12,7 +12,7 @@ Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from tinsmith.types import (
     Adjustments,
     Grammar,
     Image,
+    ReasoningSpan,
     Sample,
     SampledSequence,
     SampleResult,
@@ -91,6 +92,8 @@ def _adjustment_fields(adjustments: Adjustments | None) -> dict[str, object]:
     fields["bad_words"] = [list(word) for word in adjustments.bad_words]
     if adjustments.grammar:
         fields["grammar"] = {"kind": adjustments.grammar.kind, "text": adjustments.grammar.text}
+    if adjustments.reasoning:
+        fields["reasoning"] = asdict(adjustments.reasoning)
     return fields
 
 
@@ -211,6 +214,13 @@ class GrammarBody(Body):
     text: LongText
 
 
+class ReasoningBody(Body):
+    open_id: Position
+    close_id: Position
+    is_open: bool = False
+    max_tokens: int | None = None
+
+
 class ExtensionsBody(Body):
     min_p: float = _DEFAULTS.min_p
     repetition_penalty: float = _DEFAULTS.repetition_penalty
@@ -218,6 +228,7 @@ class ExtensionsBody(Body):
     frequency_penalty: float = _DEFAULTS.frequency_penalty
     logit_bias: list[Any] = Field(default_factory=list)
     grammar: GrammarBody | None = None
+    reasoning: ReasoningBody | None = None
     allowed_token_ids: list[int] = Field(default_factory=list)
     bad_words: list[list[int]] = Field(default_factory=list)
     min_tokens: int = _DEFAULTS.min_tokens
@@ -233,6 +244,7 @@ class ExtensionsBody(Body):
             grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
             allowed_token_ids=tuple(self.allowed_token_ids),
             bad_words=tuple(tuple(word) for word in self.bad_words),
+            reasoning=self.reasoning and ReasoningSpan(**self.reasoning.model_dump()),
         )
         params = replace(
             sample.params,

@@ -361,8 +361,7 @@ class LocalSampler:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         stop = request.stop_rule(self._decode, self._base.eos_token_ids)
-        grammar = _grammar_of(request.sample)
-        return Sequence(request, index, stop, self._grammars.constraint(grammar) if grammar else None)
+        return Sequence(request, index, stop, self._grammars.constraint(request.sample.params.adjustments))
 
     def _decode(self, token_ids: list[int]) -> str:
         # Calls the Rust tokenizer: transformers' decode is much slower for a few tokens.

@@ -8,14 +8,15 @@ library is imported with the first request that needs it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import GRAMMAR_LIMITS, JSON_FORM, Grammar
+from tinsmith.samplers.local.reasoning import Constraint, ReasoningConstraint
+from tinsmith.types import GRAMMAR_LIMITS, JSON_FORM, Adjustments, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -61,7 +62,7 @@ class NumberRun:
                 self.length = self.length + 1 if byte in _NUMBER else 0
 
 
-class Constraint:
+class GrammarConstraint:
     """One answer's position in its grammar; `number_run` bounds the length of JSON numbers."""
 
     def __init__(self, matcher: LLMatcher, num_vocab: int, number_run: NumberRun | None = None) -> None:
@@ -102,8 +103,6 @@ class GrammarCache:
         self._hf_tokenizer = tokenizer
         self._num_vocab = num_vocab
         self._end_token_ids = sorted(end_token_ids)
-        self._tokenizer: LLTokenizer | None = None
-        self._token_bytes: TokenBytes | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> LLMatcher:
@@ -118,24 +117,44 @@ class GrammarCache:
             self._compiled.popitem(last=False)
         return matcher
 
-    def constraint(self, grammar: Grammar) -> Constraint:
-        """A new answer's position at the start of the grammar."""
+    def constraint(self, adjustments: Adjustments | None) -> Constraint | None:
+        """A new answer's position at the start of its reasoning and grammar; None if every text is allowed."""
+        if adjustments is None:
+            return None
+        grammar = None if adjustments.grammar is None else self._grammar_constraint(adjustments.grammar)
+        if adjustments.reasoning is None:
+            return grammar
+        return ReasoningConstraint(adjustments.reasoning, grammar, *self._token_kinds)
+
+    def _grammar_constraint(self, grammar: Grammar) -> GrammarConstraint:
         matcher = self.compile(grammar).deep_copy()
-        if grammar.kind not in ("json_schema", "json_lark"):
-            return Constraint(matcher, self._num_vocab)
-        if self._token_bytes is None:
-            assert self._tokenizer is not None
-            self._token_bytes = TokenBytes(self._tokenizer, self._num_vocab)
-        return Constraint(matcher, self._num_vocab, NumberRun(self._token_bytes))
+        has_numbers = grammar.kind in ("json_schema", "json_lark")
+        return GrammarConstraint(matcher, self._num_vocab, NumberRun(self._token_bytes) if has_numbers else None)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer  # lazy: many engines never need it
+
+        if not self._end_token_ids:
+            raise NotSupportedError("this model has no end token, so answers cannot be constrained by a grammar")
+        return from_tokenizer(self._hf_tokenizer, self._num_vocab, self._end_token_ids)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer, self._num_vocab)
+
+    @cached_property
+    def _token_kinds(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """[V]: the tokens that end an answer, and those of white space."""
+        ends_V = np.zeros(self._num_vocab, np.bool_)
+        ends_V[self._end_token_ids] = True
+        spelled = self._token_bytes.bytes_of
+        return ends_V, np.array([bool(text) and not text.strip() for text in spelled])
 
     def _compile_uncached(self, grammar: Grammar) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits  # lazy: many engines never need it
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLMatcher, LLParserLimits
 
-        if self._tokenizer is None:
-            if not self._end_token_ids:
-                raise NotSupportedError("this model has no end token, so answers cannot be constrained by a grammar")
-            self._tokenizer = from_tokenizer(self._hf_tokenizer, self._num_vocab, self._end_token_ids)
+        tokenizer = self._tokenizer
         of_kind = {
             "json_schema": partial(LLMatcher.grammar_from_json_schema, overrides=_JSON),
             "regex": LLMatcher.grammar_from_regex,
@@ -146,7 +165,7 @@ class GrammarCache:
             source = of_kind[grammar.kind](grammar.text)
         except ValueError as error:
             raise UserError(f"the {grammar.kind} cannot be compiled: {str(error)[:REASON_CHARS]}") from None
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if matcher.is_error():
             raise UserError(f"the {grammar.kind} cannot be compiled: {matcher.get_error()[:REASON_CHARS]}")
         return matcher

@@ -21,9 +21,9 @@ import numpy as np
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.vision import ImageInput
-from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
+from tinsmith.samplers.local.reasoning import Constraint
 from tinsmith.samplers.local.states import SequenceState
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
@@ -139,7 +139,7 @@ class Request:
         has_penalty = (
             adjustments.repetition_penalty != 1.0 or adjustments.frequency_penalty or adjustments.presence_penalty
         )
-        return bool(adjustments.grammar or adjustments.bad_words or has_penalty)
+        return bool(adjustments.grammar or adjustments.reasoning or adjustments.bad_words or has_penalty)
 
     @cached_property
     def allowed_ids(self) -> I64:
