@@ -389,7 +389,27 @@ def test_openais_client_gets_thoughts_apart(clients: LiveClients, thinker: str) 
     )
     turns = [*SAY, {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}, *SAY]
     assert ask(clients, thinker, messages=turns, max_tokens=1).usage.completion_tokens == 1
-    strict = ask(clients, thinker, response_format={"type": "json_object"}, max_tokens=40).choices[0].message
+
+
+@pytest.mark.parametrize("fields", [{}, {"thinking_token_budget": 4}])
+def test_an_answer_fits_the_schema_after_its_thoughts(
+    clients: LiveClients, thinker: str, fields: dict[str, Any]
+) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "row", "schema": ROW}}
+    options = {"temperature": 0, "max_tokens": 150, "response_format": schema, "extra_body": fields}
+    answer = ask(clients, thinker, **options)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "stop" and json.loads(message.content)["n"] in (1, 2)
+    assert THOUGHT.startswith(message.reasoning_content)
+    assert (message.reasoning_content == THOUGHT) is not bool(fields)
+    if fields:
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 6, "with both tags"
+    chunks = list(ask(clients, thinker, stream=True, **options))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    off = {"response_format": {"type": "json_object"}, "extra_body": {"enable_thinking": False}, "max_tokens": 40}
+    strict = ask(clients, thinker, **off).choices[0].message
     assert strict.content.startswith("{") and not hasattr(strict, "reasoning_content")
 
 
@@ -426,13 +446,14 @@ def test_anthropics_client_gets_thoughts_if_it_asks(clients: LiveClients, thinke
     assert said(None, max_tokens=4) == [], "it was still thinking"
     off = said({"type": "disabled"}, max_tokens=8)
     assert not any("think>" in str(block) or block["type"] != "text" for block in off)
+    row = {"output_config": {"format": {"type": "json_schema", "schema": ROW}}}
+    thought, row_text = said(enabled, **row)
+    assert thought["thinking"] == THOUGHT and json.loads(str(row_text["text"]))["n"] in (1, 2)
     turns = [*SAY, {"role": "assistant", "content": blocks}, *SAY]
     said({"type": "adaptive"}, messages=turns, max_tokens=4)  # a thought may be sent back
     if not stream:
         with pytest.raises(anthropic.BadRequestError, match="thinking has budget_tokens 10; it must be at least 1024"):
             said(enabled | {"budget_tokens": 10})
-        with pytest.raises(anthropic.BadRequestError, match=r"together with output_config\.format"):
-            said(enabled, output_config={"format": {"type": "json_schema", "schema": ROW}})
         with pytest.raises(anthropic.BadRequestError, match="'sometimes'; use enabled"):
             said({"type": "sometimes"})
 

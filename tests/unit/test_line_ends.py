@@ -28,7 +28,7 @@ from tinsmith.wire.fields import validate
 LINE_ENDS = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\r\n"
 SOURCE = Path(tinsmith.__file__).parent
 SPLITTERS = re.compile(r"\.(splitlines|iter_lines|aiter_lines)\(")
-OF_TEXT_FOR_PEOPLE = {"backends/torch/custom_loss.py"}
+OF_TEXT_FOR_PEOPLE = {"backends/torch/custom_loss.py", "losses/registry.py"}
 """Files that split messages for people, not data."""
 
 

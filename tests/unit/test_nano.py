@@ -120,7 +120,12 @@ def test_the_chat_template_has_the_tools_of_hermes() -> None:
     assert text.startswith(f"<|im_start|>system\nBe brief.\n\n<tools>\n{json.dumps(tool)}\n</tools>\n")
     assert text.count("<|im_start|>system") == 1 and f"assistant\n{written}\n{written}<|im_end|>\n" in text
     results = "<tool_response>\n9\n</tool_response>\n<tool_response>\nnine\n</tool_response>"
-    assert text.endswith(f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n")
+    prompt = f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n"
+    assert text.endswith(prompt + "<think>\n\n</think>\n\n"), "it never learned to think about tools"
+    thinking = loaded.apply_chat_template(
+        turns, tools=[tool], add_generation_prompt=True, tokenize=False, enable_thinking=True
+    )
+    assert thinking.endswith(prompt)
     config = json.loads((nano.path() / "tokenizer_config.json").read_text())
     recipe = Path(tokenizer.__file__).parent / "chat_template.jinja"
     assert config["chat_template"] == recipe.read_text().rstrip("\n"), "as the recipe saves it"
