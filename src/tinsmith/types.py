@@ -327,13 +327,14 @@ class ReasoningSpan:
     """Reasoning that a completion may begin with, between two tokens. A grammar holds from its end on.
 
     `is_open`: the prompt has opened it, so that the completion begins inside. `max_tokens` is the most tokens between
-    the two; None: any number.
+    the two; None: any number. `is_advisory`: a sampler that cannot close the reasoning there may ignore it.
     """
 
     open_id: int
     close_id: int
     is_open: bool = False
     max_tokens: int | None = None
+    is_advisory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

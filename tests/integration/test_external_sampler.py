@@ -63,6 +63,7 @@ from tinsmith.types import (
     LoraSpec,
     OptimStep,
     Partial,
+    ReasoningSpan,
     Sample,
     SampleResult,
     SamplingParams,
@@ -262,6 +263,8 @@ REFUSED = {
     ("sglang", "penalty"): {"temperature": 0.7, "adjustments": Adjustments(presence_penalty=1.0)},
     ("vllm", "grammar"): {"adjustments": Adjustments(grammar=Grammar("regex", "a+"))},
     ("sglang", "grammar"): {"adjustments": Adjustments(grammar=Grammar("regex", "a+"))},
+    ("vllm", "budget of reasoning"): {"adjustments": Adjustments(reasoning=ReasoningSpan(1, 2, max_tokens=3))},
+    ("sglang", "budget of reasoning"): {"adjustments": Adjustments(reasoning=ReasoningSpan(1, 2, max_tokens=3))},
     ("sglang", "repetition_penalty"): {"adjustments": Adjustments(repetition_penalty=1.5)},
     ("sglang", "frequency_penalty"): {"adjustments": Adjustments(frequency_penalty=3.0)},
     ("sglang", "ignore_eos"): {"stop_eos": False, "stop_tokens": (5,)},
@@ -276,6 +279,14 @@ def test_what_an_engine_cannot_do_is_refused_by_name(case: tuple[str, str], open
     with pytest.raises(NotSupportedError, match=case[1]):
         setup.sampler.submit(sample(**REFUSED[case]))
     assert not setup.sampler.has_work
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_budget_that_is_a_target_is_ignored(kind: str, open_setup: Open) -> None:
+    setup = open_setup(kind)
+    span = ReasoningSpan(1, 2, max_tokens=3, is_advisory=True)
+    setup.sampler.submit(sample(adjustments=Adjustments(reasoning=span)))
+    assert setup.sampler.has_work
 
 
 def test_a_seed_is_refused_where_none_is_known(open_setup: Open) -> None:

@@ -155,7 +155,7 @@ def test_every_protocol_has_a_budget_or_a_schema_after_reasoning(tmp_path: Path)
         MessageRequest,
         {**body, "thinking": thinking, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     ).plan(opening)
-    assert reasoning_of(plan) == ReasoningSpan(OPEN, CLOSE, is_open=True, max_tokens=1024)
+    assert reasoning_of(plan) == ReasoningSpan(OPEN, CLOSE, is_open=True, max_tokens=1024, is_advisory=True)
     text = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
     response = validate(ResponseRequest, {"model": "m", "input": "What is 3 + 4?", "text": text}).plan(opening)
     assert reasoning_of(response) == ReasoningSpan(OPEN, CLOSE) and response.reasoning_tags is not None

@@ -27,7 +27,7 @@ from tinsmith.chat.tokenizer import SWITCH, ModelTokenizer, find_channels, find_
 from tinsmith.chat.tools import drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
-from tinsmith.types import SampleResult
+from tinsmith.types import SampleResult, SamplingParams
 from tinsmith.wire import fields
 from tinsmith.wire.fields import (
     NO_EFFECT,
@@ -294,7 +294,7 @@ class CountRequest(ClosedBody):
             ignored["thinking.budget_tokens"] = "reasoning in channels has no budget; send max_tokens"
         if self.output_config and self.output_config.effort == "max":
             ignored["output_config.effort"] = "'max'; no chat template has such a level; use 'xhigh'"
-        return replace(plan, ignored=ignored)
+        return replace(plan, params=_soften_budget(plan.params), ignored=ignored)
 
     def chat(self, tokenizer: ModelTokenizer) -> JsonObject:
         """Return the body of the equivalent chat completion."""
@@ -328,6 +328,14 @@ class CountRequest(ClosedBody):
         has_budget = self.thinking.type == "enabled" and find_reasoning_tags(tokenizer) is not None
         budget = {"thinking_token_budget": self.thinking.budget_tokens} if has_budget else {}
         return {"separate_reasoning": thinks, **switch, **budget}
+
+
+def _soften_budget(params: SamplingParams) -> SamplingParams:
+    """Return parameters whose budget of reasoning is a target, as this protocol defines `budget_tokens`."""
+    if params.adjustments is None or params.adjustments.reasoning is None:
+        return params
+    reasoning = replace(params.adjustments.reasoning, is_advisory=True)
+    return replace(params, adjustments=replace(params.adjustments, reasoning=reasoning))
 
 
 _NO_TAGS = "this model has no tags for reasoning in template and tokenizer"

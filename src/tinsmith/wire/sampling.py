@@ -219,6 +219,7 @@ class ReasoningBody(Body):
     close_id: Position
     is_open: bool = False
     max_tokens: int | None = None
+    is_advisory: bool = False
 
 
 class ExtensionsBody(Body):

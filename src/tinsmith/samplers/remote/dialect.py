@@ -150,7 +150,7 @@ class Dialect(ABC):
         adjustments = params.adjustments or NO_ADJUSTMENTS
         if adjustments.grammar is not None:
             raise NotSupportedError(f"a grammar (response_format, tools) is not supported where {self.name} samples")
-        if adjustments.reasoning is not None:
+        if adjustments.reasoning is not None and not adjustments.reasoning.is_advisory:
             raise NotSupportedError(f"a budget of reasoning is not supported where {self.name} samples; leave it out")
         for name in ("allowed_token_ids", "bad_words", "min_tokens"):
             if getattr(adjustments, name):
