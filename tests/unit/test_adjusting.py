@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support import tiny_models
+from support.answers import read_parts
 from support.local_sampling import finish, make_prompt, make_sample, run, sample_alone
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.base_models import nano, read_shape
@@ -261,10 +262,7 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_na
     assert grammar is not None
     for text, reason in sample_constrained(chatty, grammar, 400):
         assert reason == "stop", text
-        assembler = use.new_assembler()
-        assembler.feed(text)
-        assembler.finish()
-        parts = assembler.take_parts()
+        parts = read_parts(use, text)
         calls = [part for part in parts if isinstance(part, ToolCall)]
         assert calls == parts and calls and (not by_name or [call.name for call in calls] == [name])
         for call in calls:
@@ -284,10 +282,7 @@ def test_every_dialect_is_sampled_in_its_form(chatty: BaseModel, dialect: ToolDi
     assert grammar is not None
     for text, reason in sample_constrained(chatty, grammar, 300):
         assert reason == "stop", text
-        assembler = use.new_assembler()
-        assembler.feed(text)
-        assembler.finish()
-        (call,) = assembler.take_parts()
+        (call,) = read_parts(use, text)
         assert isinstance(call, ToolCall)
         jsonschema.validate(json.loads(call.arguments), schema)
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.answers import result_of, stream_events
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.calls import CallAssembler, CallEvent, DialectParser, ToolCall
@@ -23,10 +23,10 @@ from tinsmith.chat.dialects.dialect import Tool, ToolSchemas
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.messages import MessageAnswer
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
+from tinsmith.chat.results import ChatAnswer
 from tinsmith.chat.tokenizer import ModelTokenizer, ReasoningTags
 from tinsmith.chat.tools import ToolUse
-from tinsmith.types import SampledSequence, SampleResult, SamplingParams
+from tinsmith.types import SamplingParams
 from tinsmith.wire.fields import validate
 
 TEXT = ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()))
@@ -265,37 +265,17 @@ def test_a_stop_string_inside_a_call_leaves_its_text(at_once: bool) -> None:
 # Protocols.
 
 
-def result_of(written: str, reason: str = "stop") -> SampleResult:
-    ids = np.array(TEXT.encode(written, special=False), np.int32)
-    return SampleResult("r", (SampledSequence(ids, np.full(len(ids), -0.5, np.float32), reason),))
-
-
-def events_of(answer: ClientAnswer, plan: GenerationPlan, result: SampleResult) -> list[dict[str, Any]]:
-    """The events of a stream in which each token comes alone."""
-    choice = Choice(plan, TEXT, 0)
-    events = list(answer.start_events())
-    for token in result.sequences[0].tokens_T.tolist():
-        choice.push(token, -0.5)
-        if text_piece := choice.take_delta():
-            events += answer.delta_events(choice, text_piece, None)
-    choice.finish()
-    text_piece = choice.take_delta()
-    reason = finish_reason(plan, choice.num_calls, result.sequences[0].stop_reason)
-    events += answer.delta_events(choice, text_piece, reason)
-    return [json.loads(json.dumps(content)) for _, content in [*events, *answer.end_events([result])]]
-
-
 IN_ORDER = f"Sure.\n{HERMES}\nNow the time.\n{HERMES}\nDone."
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_chat_has_the_text_and_the_calls(reason: str) -> None:
-    plan, result = plan_of(), result_of(IN_ORDER, reason)
+    plan, result = plan_of(), result_of(TEXT, IN_ORDER, reason)
     body: Any = ChatAnswer(plan, TEXT).build_response([result])
     message = body["choices"][0]["message"]
     assert message["content"] == "Sure.\nNow the time.\nDone." and len(message["tool_calls"]) == 2
     assert body["choices"][0]["finish_reason"] == "tool_calls"
-    choices = [event["choices"][0] for event in events_of(ChatAnswer(plan, TEXT), plan, result)]
+    choices = [event["choices"][0] for event in stream_events(ChatAnswer(plan, TEXT), TEXT, result)]
     deltas = [choice["delta"] for choice in choices]
     assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
@@ -304,14 +284,14 @@ def test_a_chat_has_the_text_and_the_calls(reason: str) -> None:
 
 
 def test_a_message_has_its_blocks_in_their_order() -> None:
-    plan, result = plan_of(), result_of(IN_ORDER)
+    plan, result = plan_of(), result_of(TEXT, IN_ORDER)
     body: Any = MessageAnswer(plan, TEXT).build_response([result])
     blocks = [(block["type"], block.get("text") or block.get("input")) for block in body["content"]]
     use = ("tool_use", {"city": "Rome"})
     assert blocks == [("text", "Sure."), use, ("text", "Now the time."), use, ("text", "Done.")]
     assert body["stop_reason"] == "tool_use"
     streamed: list[list[str]] = []
-    for event in events_of(MessageAnswer(plan, TEXT), plan, result):
+    for event in stream_events(MessageAnswer(plan, TEXT), TEXT, result):
         if event["type"] == "content_block_start":
             assert event["index"] == len(streamed)
             streamed.append([event["content_block"]["type"], ""])
@@ -324,12 +304,12 @@ def test_a_message_has_its_blocks_in_their_order() -> None:
 
 def test_a_response_has_its_items_in_their_order() -> None:
     request = validate(ResponseRequest, {"model": "m", "input": "hi"})
-    plan, result = plan_of(), result_of(IN_ORDER)
+    plan, result = plan_of(), result_of(TEXT, IN_ORDER)
     body: Any = ResponseAnswer(request, plan, TEXT, "resp_1").build_response([result])
     kinds = ["message", "function_call", "message", "function_call", "message"]
     assert [item["type"] for item in body["output"]] == kinds
     assert [item["content"][0]["text"] for item in body["output"][::2]] == ["Sure.", "Now the time.", "Done."]
-    events = events_of(ResponseAnswer(request, plan, TEXT, "resp_1"), plan, result)
+    events = stream_events(ResponseAnswer(request, plan, TEXT, "resp_1"), TEXT, result)
     assert events[-1]["response"]["output"] == body["output"], "also the ids, which every server builds alike"
 
 

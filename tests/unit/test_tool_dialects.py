@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from support.answers import result_of, stream_events
 from support.properties import examples
 from support.tool_templates import CALLS, make_dialect_model
 from tinsmith.base_models import read_shape
@@ -27,14 +28,13 @@ from tinsmith.chat.calls import CallAssembler, CallEvent, DialectParser, ToolCal
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.dialects import DIALECTS, choose_dialect, detect_dialect, list_names, read_tool_parsers
 from tinsmith.chat.generation_request import GenerationPlan
-from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageAnswer
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
-from tinsmith.chat.results import ChatAnswer, ClientAnswer, finish_reason
+from tinsmith.chat.results import ChatAnswer
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, SettingsError
 from tinsmith.samplers.local.grammar import GrammarCache
-from tinsmith.types import Adjustments, Grammar, SampledSequence, SampleResult
+from tinsmith.types import Adjustments, Grammar, SampleResult
 from tinsmith.wire.fields import validate
 
 NAMES = sorted(CALLS)
@@ -274,27 +274,6 @@ class Completion:
     parts: Parts
     reason: str
     reasoning: str
-
-
-def result_of(model: ModelTokenizer, written: str, reason: str) -> SampleResult:
-    ids = np.array(model.encode(written, special=False), np.int32)
-    return SampleResult("r", (SampledSequence(ids, np.full(len(ids), -0.5, np.float32), reason),))
-
-
-def stream_events(answer: ClientAnswer, model: ModelTokenizer, result: SampleResult) -> list[dict[str, Any]]:
-    """Return the events of a stream in which each token comes alone."""
-    plan = answer.plan
-    choice = new_choice(plan, model, 0)
-    events = list(answer.start_events())
-    for token in result.sequences[0].tokens_T.tolist():
-        choice.push(token, -0.5)
-        if delta := choice.take_delta():
-            events += answer.delta_events(choice, delta, None)
-    choice.finish()
-    delta = choice.take_delta()
-    reason = finish_reason(plan, choice.num_calls, result.sequences[0].stop_reason)
-    events += answer.delta_events(choice, delta, reason)
-    return [json.loads(json.dumps(content)) for _, content in [*events, *answer.end_events([result])]]
 
 
 def read_chat(plan: GenerationPlan, model: ModelTokenizer, result: SampleResult) -> list[Completion]:

@@ -1,9 +1,9 @@
 """A packed step over ranks: each data rank runs some of the sequences, each context rank some rows of those sequences,
 each stage its layers of all rows, and all ranks end with the same gradients.
 
-Every rank receives all passes and packs them in the same way. Sequences that share rows go to one
-data rank, the most rows first, so that all have about as many; a rank with fewer micro-batches than another still takes
-part in collectives. Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log
+Every rank receives all passes and packs them in the same way. Sequences that share rows go to one data rank, the most
+rows first, so that all have about as many; a rank with fewer micro-batches than another still takes part in
+collectives. Losses are sums, so gradients are summed, in float32, once per step; ranks exchange their log
 probabilities. Ranks agree on outcomes that may differ: memory that ran out, and why a custom loss failed.
 """
 

@@ -6,7 +6,6 @@ Gemma 3's template has no tools; a template written for it may use another diale
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from tinsmith.chat.calls import DialectParser
 from tinsmith.chat.dialects.dialect import Tool, ToolDialect, ToolSchemas
 from tinsmith.chat.dialects.grammar_writer import GrammarWriter, MarkedForm, normalize_arguments, write_sequence
 from tinsmith.chat.dialects.json_objects import NotACallError
-from tinsmith.chat.dialects.literals import GEMMA, LiteralReader, LiteralScanner
+from tinsmith.chat.dialects.literals import GEMMA, LiteralReader, LiteralScanner, read_name
 from tinsmith.chat.dialects.marked import MarkedParser, ReadCall, skip_words
 from tinsmith.chat.dialects.parameter_values import (
     FORM,
@@ -28,8 +27,6 @@ from tinsmith.chat.dialects.typed_values import resolve_reference
 from tinsmith.errors import not_supported
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-MAX_NAME = 128
-_NAME = re.compile(r"\s*([\w.-]*)\s*", re.ASCII)
 _FORBIDDEN = " \n\t:,{}[]()\"'<>="
 _ALL_TYPES = ("string", "number", "boolean", "null")
 
@@ -60,13 +57,10 @@ class GemmaReader:
     def _read_name(self, text: str) -> bool:
         if (start := skip_words(text, self._at, (OPEN, "call:"))) is None:
             return False
-        match = _NAME.match(text, start)
-        end = start if match is None else match.end()
-        if end == len(text) and end - start <= MAX_NAME:
+        if (name := read_name(text, start, "{")) is None:
             return False
-        if match is None or not match[1] or not text.startswith("{", end):
-            raise NotACallError(end)
-        self._name, self._at, self._scanner = match[1], end + 1, LiteralScanner(end + 1, "{", GEMMA)
+        self._name, self._at = name
+        self._scanner = LiteralScanner(self._at, "{", GEMMA)
         return True
 
 

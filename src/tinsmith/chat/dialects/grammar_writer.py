@@ -146,6 +146,12 @@ def write_json_arguments(writer: GrammarWriter, tool: Tool, index: int) -> str:
     return writer.add_json(f"arguments_{index}", normalize_arguments(tool))
 
 
+def write_object_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
+    """Add the rules of a call as a JSON object with the name and the arguments, and return its expression."""
+    opening = writer.write_literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+    return f'{opening} {write_json_arguments(writer, tool, index)} "}}"'
+
+
 def normalize_arguments(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments as grammars hold it. Raises RequestError by the keyword's path."""
     return normalize_schema({"type": "object"} | dict(tool.parameters), f"tools[{tool.name}].parameters")

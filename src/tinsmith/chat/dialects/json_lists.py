@@ -4,18 +4,11 @@ Nano 2 and older Nemotron models.
 
 from __future__ import annotations
 
-import json
-
 from tinsmith.chat.calls import DialectParser
-from tinsmith.chat.dialects.dialect import Tool, ToolDialect, ToolSchemas
-from tinsmith.chat.dialects.grammar_writer import GrammarWriter, MarkedForm, write_json_arguments
+from tinsmith.chat.dialects.dialect import ToolDialect, ToolSchemas
+from tinsmith.chat.dialects.grammar_writer import MarkedForm, write_object_call
 from tinsmith.chat.dialects.json_calls import ObjectCallReader
 from tinsmith.chat.dialects.marked import MarkedParser, Section
-
-
-def _write_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
-    opening = writer.write_literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-    return f'{opening} {write_json_arguments(writer, tool, index)} "}}"'
 
 
 def _new_dialect(name: str, mark: str, closings: tuple[str, ...], aliases: tuple[str, ...]) -> ToolDialect:
@@ -26,7 +19,7 @@ def _new_dialect(name: str, mark: str, closings: tuple[str, ...], aliases: tuple
     return ToolDialect(
         name=name,
         is_in=lambda template: mark in template,
-        form=MarkedForm(f"{mark}[", _write_call, separator=", ", closing="".join(closings), has_only_json=True),
+        form=MarkedForm(f"{mark}[", write_object_call, separator=", ", closing="".join(closings), has_only_json=True),
         new_parser=new_parser,
         aliases=aliases,
         marks=(mark, *closings[1:]),

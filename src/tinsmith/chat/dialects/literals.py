@@ -22,6 +22,10 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8}
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 
 
+MAX_NAME = 128
+_NAME = re.compile(r"\s*([\w.-]*)\s*", re.ASCII)
+
+
 @dataclass(frozen=True, slots=True)
 class LiteralForm:
     """`quotes` begin and end strings; those of one character have escapes, and no line ends."""
@@ -31,6 +35,19 @@ class LiteralForm:
 
 PYTHON = LiteralForm(('"', "'"))
 GEMMA = LiteralForm(('<|"|>', '"'))
+
+
+def read_name(text: str, start: int, bracket: str) -> tuple[str, int] | None:
+    """Return the name before an open `bracket` and the offset after it, or None while they are incomplete. Raises
+    NotACallError if something else follows.
+    """
+    match = _NAME.match(text, start)
+    end = start if match is None else match.end()
+    if end == len(text) and end - start <= MAX_NAME:
+        return None
+    if match is None or not match[1] or not text.startswith(bracket, end):
+        raise NotACallError(end)
+    return match[1], end + 1
 
 
 class LiteralScanner:

@@ -7,12 +7,11 @@ letters and digits.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 
 from tinsmith.chat.calls import DialectParser
 from tinsmith.chat.dialects.dialect import Tool, ToolDialect, ToolSchemas
-from tinsmith.chat.dialects.grammar_writer import GrammarWriter, MarkedForm, write_json_arguments
+from tinsmith.chat.dialects.grammar_writer import GrammarWriter, MarkedForm, write_json_arguments, write_object_call
 from tinsmith.chat.dialects.json_calls import HeaderCallReader, ObjectCallReader
 from tinsmith.chat.dialects.marked import CallReader, MarkedParser, ReadCall, Section
 
@@ -47,11 +46,6 @@ def _new_parser(_schemas: ToolSchemas) -> DialectParser:
     return MarkedParser([(MARK, MistralReader)], section)
 
 
-def _write_object(writer: GrammarWriter, tool: Tool, index: int) -> str:
-    opening = writer.write_literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-    return f'{opening} {write_json_arguments(writer, tool, index)} "}}"'
-
-
 def _write_header_call(writer: GrammarWriter, tool: Tool, index: int) -> str:
     return f"{writer.write_literal(tool.name + ARGS)} {write_json_arguments(writer, tool, index)}"
 
@@ -65,7 +59,7 @@ def _write_id(call_id: str, _name: str, _index: int) -> str:
 MISTRAL_LIST = ToolDialect(
     name="mistral_list",
     is_in=lambda template: MARK in template and ARGS not in template,
-    form=MarkedForm(MARK + " [", _write_object, separator=", ", closing="]", has_only_json=True),
+    form=MarkedForm(MARK + " [", write_object_call, separator=", ", closing="]", has_only_json=True),
     new_parser=_new_parser,
     aliases=("mistral",),
     marks=(MARK,),

@@ -19,16 +19,13 @@ from tinsmith.chat.dialects.grammar_writer import (
     write_sequence,
     write_union,
 )
-from tinsmith.chat.dialects.json_objects import NotACallError
-from tinsmith.chat.dialects.literals import PYTHON, LiteralReader, LiteralScanner
+from tinsmith.chat.dialects.literals import PYTHON, LiteralReader, LiteralScanner, read_name
 from tinsmith.chat.dialects.marked import MarkedParser, ReadCall, Section, skip_words
 from tinsmith.chat.dialects.parameter_values import check_parameters, write_json_value
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import Grammar
 
 START, END = "<|python_start|>", "<|python_end|>"
-MAX_NAME = 128
-_NAME = re.compile(r"\s*([\w.-]*)\s*", re.ASCII)
 _LITERALS = {"boolean": '"True" | "False"', "null": '"None"'}
 _EXAMPLE = re.compile(r"\[\s*[A-Za-z_][\w.]*\(\s*\w+\s*=")
 _KEYWORD = re.compile(r"[^\W\d]\w*")
@@ -53,13 +50,10 @@ class PythonicReader:
     def _read_name(self, text: str) -> bool:
         if (start := skip_words(text, self._at, self._before)) is None:
             return False
-        match = _NAME.match(text, start)
-        end = start if match is None else match.end()
-        if end == len(text) and end - start <= MAX_NAME:
+        if (name := read_name(text, start, "(")) is None:
             return False
-        if match is None or not match[1] or not text.startswith("(", end):
-            raise NotACallError(end)
-        self._name, self._at, self._scanner = match[1], end + 1, LiteralScanner(end + 1, "(", PYTHON)
+        self._name, self._at = name
+        self._scanner = LiteralScanner(self._at, "(", PYTHON)
         return True
 
 
