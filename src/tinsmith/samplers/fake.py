@@ -25,6 +25,8 @@ from tinsmith.types import (
 )
 
 DEFAULT_MAX_TOKENS = 8
+# The first tokens of nano's vocabulary begin and end turns, reasoning and calls: answers of a fake are text.
+NUM_CONTROL_TOKENS = 16
 
 
 class FakeSampler:
@@ -88,7 +90,8 @@ class FakeSampler:
     def _sequence(self, sample: Sample, seed: list[int]) -> SampledSequence:
         room = max(0, sample.max_answer_tokens(self._shape.max_context_length))
         count = min(sample.params.max_tokens or room, room, DEFAULT_MAX_TOKENS)
-        tokens = np.random.default_rng(seed).integers(0, self._shape.vocab_size, count).astype(np.int32)
+        first = min(NUM_CONTROL_TOKENS, self._shape.vocab_size - 1)
+        tokens = np.random.default_rng(seed).integers(first, self._shape.vocab_size, count).astype(np.int32)
         topk = _topk(count, sample.topk_sample_logprobs, num_empty=0)
         return SampledSequence(tokens, np.full(count, -0.25, np.float32), "length", topk)
 
