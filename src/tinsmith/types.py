@@ -462,6 +462,8 @@ class SampleResult:
     """All prompt logprobs are at temperature 1; a missing value of `prompt_logprobs_T` is NaN.
 
     `target_prompt` has the shape and the layout of the request's targets, with 0 where a target is -1.
+    `weight_version` names the weights that sampled: the base model, a checkpoint's path, or the sampling session that
+    published them; a sampler leaves it empty.
     """
 
     request_id: str
@@ -471,6 +473,7 @@ class SampleResult:
     prompt_cache_hit_tokens: int = 0
     target_prompt: F32 | SparseRows | None = None
     alt_tokens: AltTokens | None = None
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

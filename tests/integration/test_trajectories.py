@@ -16,6 +16,7 @@ from tinker.types._pydantic_types.datum import Datum
 
 from support.http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.api.openai.generation import Prepared, record
+from tinsmith.api.openai.weights import ServedWeights
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.store import exchanges as exchanges_module
 from tinsmith.store.exchanges import RETENTION_S, Exchange, merge_exchanges
@@ -74,8 +75,9 @@ def store_exchanges(
     harness: Harness, session: str, turns: list[Exchange], tenant_id: str = "alice"
 ) -> list[dict[str, Any]]:
     for turn in turns:
-        result = SampleResult("r", (SampledSequence(turn.tokens_T, turn.logprobs_T, "stop"),))
-        harness.services.exchanges.record(tenant_id, session, turn.version, [turn.prompt_T.tolist()], [result])
+        sequence = SampledSequence(turn.tokens_T, turn.logprobs_T, "stop")
+        result = SampleResult("r", (sequence,), weight_version=turn.version)
+        harness.services.exchanges.record(tenant_id, session, [turn.prompt_T.tolist()], [result])
     return harness.get(f"trajectories?session={session}").json()["trajectories"]
 
 
@@ -147,12 +149,12 @@ def test_old_exchanges_are_swept(harness: Harness, monkeypatch: pytest.MonkeyPat
 def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None:
     plan = GenerationPlan("m", ([1, 2],), 2, SamplingParams())
     sequences = tuple(SampledSequence(np.array([t], np.int32), np.array([-1.0], np.float32), "stop") for t in (3, 4))
-    shape = harness.services.bases.get(BASE)
-    context = harness.services, "alice", shape, "tinker://a/weights/b"
-    prepared = Prepared(*context, None, plan, "s")  # type: ignore[arg-type]
-    asyncio.run(record(prepared, [SampleResult("r", sequences)]))
+    weights = ServedWeights(harness.services.bases.get(BASE), "tinker://a/weights/b")
+    prepared = Prepared(harness.services, "alice", weights, None, plan, "s")  # type: ignore[arg-type]
+    result = SampleResult("r", sequences, weight_version="tinker://a/weights/b")
+    asyncio.run(record(prepared, [result]))
     for other in (replace(prepared, capture=None), replace(prepared, plan=replace(plan, echo_only=True))):
-        asyncio.run(record(other, [SampleResult("r", sequences)]))
+        asyncio.run(record(other, [result]))
     trajectories = harness.get("trajectories?session=s").json()["trajectories"]
     assert [trajectory["tokens"] for trajectory in trajectories] == [[1, 2, 3], [1, 2, 4]]
     assert all(trajectory["versions"] == ["tinker://a/weights/b"] for trajectory in trajectories)
@@ -160,8 +162,8 @@ def test_an_answer_is_recorded_with_its_weight_version(harness: Harness) -> None
 
 def capture(harness: Harness, session: str, prompts: list[list[int]]) -> None:
     answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
-    results = [SampleResult("r", (answer,)) for _ in prompts]
-    harness.services.exchanges.record("alice", session, BASE, prompts, results)
+    results = [SampleResult("r", (answer,), weight_version=BASE) for _ in prompts]
+    harness.services.exchanges.record("alice", session, prompts, results)
 
 
 def test_a_page_ends_before_a_session_that_would_make_it_too_large(

@@ -153,7 +153,7 @@ def store_trajectory(harness: Harness, tenant_id: str) -> tuple[str, str]:
     """Store a trajectory; return it and its session."""
     session = uuid.uuid4().hex
     answer = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
-    harness.services.exchanges.record(tenant_id, session, BASE, [[1, 2]], [SampleResult("r", (answer,))])
+    harness.services.exchanges.record(tenant_id, session, [[1, 2]], [SampleResult("r", (answer,), weight_version=BASE)])
     (trajectory,) = harness.services.exchanges.trajectories(tenant_id, session)
     return trajectory.trajectory_id, session
 

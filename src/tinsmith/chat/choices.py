@@ -64,6 +64,7 @@ class Choice:
         self.stopped_by: str | None = None  # the stop string that ended the completion
         self.reasoning_tokens = 0  # reasoning tokens, including the tags
         self.num_calls = 0  # calls in the returned deltas
+        self.weight_version = ""  # the name of the weights that sampled, once the completion has ended
         self._plan = plan
         self._tokenizer = tokenizer
         self._decoder = self._new_decoder()

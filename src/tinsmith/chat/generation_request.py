@@ -47,21 +47,30 @@ MAX_BAD_WORDS = 1024
 STRUCTURES = ("json", "regex", "choice", "grammar")
 
 
+TINKER_SCHEME = "tinker://"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTarget:
-    """The weights to sample from: a base model, or a checkpoint of it. `name` is the request's text."""
+    """The weights to sample from: a base model, a checkpoint of it, or the newest ones that a training run published.
+    `name` is the request's text.
+    """
 
     name: str
     base_model: str | None
-    model_path: str | None
+    model_path: str | None = None
+    training_run_id: str | None = None
 
     @classmethod
     def of(cls, name: str) -> ModelTarget:
-        """Parse `base`, `tinker://...` or `base;tinker://...`."""
-        base_model, separator, path = name.partition(";")
-        if separator:
-            return cls(name, base_model, path)
-        return cls(name, None, name) if name.startswith("tinker://") else cls(name, name, None)
+        """Parse `base`, `tinker://RUN/KIND/NAME` or `tinker://RUN`, the last two also after `base;`."""
+        base_model, separator, path = name.rpartition(";")
+        if not path.startswith(TINKER_SCHEME):
+            return cls(name, base_model, path) if separator else cls(name, name)
+        training_run_id = path.removeprefix(TINKER_SCHEME)
+        if training_run_id and "/" not in training_run_id:
+            return cls(name, base_model or None, training_run_id=training_run_id)
+        return cls(name, base_model or None, path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tinsmith.chat.chats import ChatRequest, hide_reasoning
 from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.generation_request import MAX_TOKENS, GenerationPlan, Stops
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence, version_fields
 from tinsmith.chat.schemas import normalize_schema
 from tinsmith.chat.splicing import FindRecording
 from tinsmith.chat.tokenizer import SWITCH, ModelTokenizer, find_channels, find_reasoning_tags
@@ -402,7 +402,8 @@ class MessageAnswer(ClientAnswer):
         completion = choice.take_delta()
         content = [_thinking_block(completion.reasoning)] if completion.reasoning else []
         content += [_text_block(part) if isinstance(part, str) else _call(part) for part in completion.parts]
-        return self._message(content, results) | _describe_stop(choice, sequence.stop_reason)
+        message = self._message(content, results) | _describe_stop(choice, sequence.stop_reason)
+        return message | version_fields(results[0].weight_version)
 
     def start_events(self) -> Iterator[Event]:
         yield self._event("message_start", message=self._message([], ()))
@@ -425,7 +426,8 @@ class MessageAnswer(ClientAnswer):
 
     def end_events(self, results: Sequence[SampleResult]) -> Iterator[Event]:
         yield from self._close_block()
-        yield self._event("message_delta", delta=self._stop_fields, usage=self._usage(results))
+        versions = version_fields(results[0].weight_version)
+        yield self._event("message_delta", delta=self._stop_fields, usage=self._usage(results), **versions)
         yield self._event("message_stop")
 
     def error_events(self, error: TinsmithError) -> Iterator[Event]:

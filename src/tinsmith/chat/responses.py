@@ -19,7 +19,7 @@ from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import Choice, CompletionDelta
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan
 from tinsmith.chat.harmony import new_choice
-from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence
+from tinsmith.chat.results import ClientAnswer, Event, openai_error, read_sequence, version_fields
 from tinsmith.chat.schemas import normalize_schema
 from tinsmith.chat.splicing import FindRecording
 from tinsmith.chat.tokenizer import ModelTokenizer
@@ -505,7 +505,7 @@ class ResponseAnswer(ClientAnswer):
             "output_tokens_details": {"reasoning_tokens": self._reasoning},
             "total_tokens": num_input + num_output,
         }
-        return self.body(status) | {"usage": usage}
+        return self.body(status) | {"usage": usage} | version_fields(result.weight_version)
 
     def _event(self, kind: str, **event_fields: object) -> Event:
         self._sequence_number += 1

@@ -121,7 +121,7 @@ class ChoicesAnswer(ClientAnswer):
             yield self._chunk(choice.index, delta, None)
         if reason:
             self._reasoning += choice.reasoning_tokens
-            yield self._chunk(choice.index, CompletionDelta(), reason)
+            yield self._chunk(choice.index, CompletionDelta(), reason, version_fields(choice.weight_version))
 
     def end_events(self, results: Sequence[SampleResult]) -> Iterator[Event]:
         if self.plan.include_usage:
@@ -144,19 +144,27 @@ class ChoicesAnswer(ClientAnswer):
         """Return a choice of a chunk, between its index and its finish_reason."""
 
     def _prompt_fields(self, prompt_index: int, result: SampleResult | None = None) -> JsonObject:
-        """Return vLLM's fields about a prompt; its logprobs are not streamed, so chunks have no result."""
+        """Return vLLM's fields about a prompt, and the weights that answered it. The prompt's logprobs are not
+        streamed, so chunks have no result.
+        """
         prompt = self.plan.prompts[prompt_index]
         fields: JsonObject = {"prompt_token_ids": list(prompt)} if self.plan.token_ids else {}
-        if self.plan.prompt_logprobs is not None and result is not None:
+        if result is None:
+            return fields
+        if self.plan.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self.tokenizer, prompt, result, self.plan.prompt_logprobs)
-        return fields
+        return fields | version_fields(result.weight_version)
 
     def _head(self, kind: str) -> JsonObject:
         return {"id": self._answer_id, "object": kind, "created": self._created, "model": self.plan.name}
 
-    def _chunk(self, index: int, delta: CompletionDelta, reason: str | None) -> Event:
-        choice = {"index": index, **self._delta(delta), "finish_reason": reason}
-        return self._chunk_of(choice | self._token_ids(delta))
+    def _chunk(
+        self, index: int, delta: CompletionDelta, reason: str | None, end_fields: JsonObject | None = None
+    ) -> Event:
+        choice = {"index": index, **self._delta(delta), "finish_reason": reason} | self._token_ids(delta)
+        if self.describes_each_prompt:
+            return self._chunk_of(choice | (end_fields or {}))
+        return self._chunk_of(choice, **(end_fields or {}))
 
     def _chunk_of(self, choice: JsonObject, **extra_fields: object) -> Event:
         usage_fields: JsonObject = {"usage": None} if self.plan.include_usage else {}
@@ -261,6 +269,11 @@ class CompletionAnswer(ChoicesAnswer):
             return token_bytes.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+
+def version_fields(weight_version: str) -> JsonObject:
+    """Return the field that names the weights of an answer; none for a result without a name."""
+    return {"weight_version": weight_version} if weight_version else {}
 
 
 def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:

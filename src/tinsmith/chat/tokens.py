@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import LOWEST_LOGPROB
 from tinsmith.chat.generation_request import MAX_TOKENS, MAX_TOP_LOGPROBS, GenerationPlan, SamplingFields
-from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage
+from tinsmith.chat.results import finish_reason, prompt_logprobs, top_rows, usage, version_fields
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.errors import RequestError, not_supported
 from tinsmith.types import SampledSequence, SampleResult
@@ -140,7 +140,7 @@ def build_generate_response(plan: GenerationPlan, tokenizer: ModelTokenizer, res
         "choices": choices,
         "prompt_logprobs": prompt_rows,
         "usage": usage(plan, [result]),
-    }
+    } | version_fields(result.weight_version)
 
 
 def _logprobs(sequence: SampledSequence) -> list[JsonObject]:

@@ -160,6 +160,7 @@ SAMPLERS = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_samplers_session", "session_id"),
     sa.Index("ix_samplers_version", "version_id"),
+    sa.Index("ix_samplers_model", "model_id", "created_at", **_where("model_id IS NOT NULL")),
     sa.Index("ix_samplers_directory", "directory", **_where("directory IS NOT NULL")),
 )
 
@@ -208,7 +209,7 @@ EXCHANGES = sa.Table(
     _serial("exchange_id"),
     sa.Column("tenant_id", sa.String(64), nullable=False),
     sa.Column("session", sa.String(128), nullable=False),
-    sa.Column("version", sa.Text, nullable=False),  # a checkpoint's path, or the base model
+    sa.Column("version", sa.Text, nullable=False),  # the name of the weights that sampled
     sa.Column("prompt", sa.LargeBinary, nullable=False),  # int32, zstd
     sa.Column("tokens", sa.LargeBinary, nullable=False),  # int32, zstd
     sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32, zstd
@@ -216,9 +217,19 @@ EXCHANGES = sa.Table(
     sa.Column("digest", sa.String(64)),  # of the chat that the answer ends (chat/splicing.py)
     sa.Column("reward", sa.Float),
     sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("images", sa.Text),  # of the prompt: JSON of their positions and digests
     sa.Index("ix_exchanges_session", "tenant_id", "session", "exchange_id"),
     sa.Index("ix_exchanges_created", "created_at"),
     sa.Index("ix_exchanges_digest", "tenant_id", "session", "digest"),
+)
+
+EXCHANGE_IMAGES = sa.Table(
+    "exchange_images",
+    METADATA,
+    sa.Column("tenant_id", sa.String(64), primary_key=True),
+    sa.Column("session", sa.String(128), primary_key=True),
+    sa.Column("digest", sa.String(64), primary_key=True),  # of the file
+    sa.Column("data", sa.LargeBinary, nullable=False),
 )
 
 RESPONSES = sa.Table(

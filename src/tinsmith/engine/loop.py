@@ -36,7 +36,7 @@ from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
-from tinsmith.engine.versions import Versions
+from tinsmith.engine.versions import PreparedVersion, Versions
 from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime import malloc
 from tinsmith.runtime.failpoints import hit
@@ -388,7 +388,7 @@ class Engine:
     def _send_partials(self, partials: Sequence[Partial]) -> None:
         self._mailbox.stream(SERVER, map(line_of, partials))
 
-    def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
+    def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> PreparedVersion:
         return self._versions.prepare(sampler, self._restore_model)
 
     def _restore_model(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:

@@ -235,7 +235,7 @@ class Operations:
                 f"sampling_session_seq_id {save.sampling_session_seq_id} is in use: sampling session "
                 f"{sampling_session_id!r} exists; use the next number"
             )
-        self._versions.publish(model.model_id, version_id)
+        self._versions.publish(model.model_id, version_id, sampling_session_id)
         new = NewSamplingSession(
             sampling_session_id=sampling_session_id,
             session_id=model.session_id,

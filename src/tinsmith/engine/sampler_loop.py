@@ -38,6 +38,7 @@ from tinsmith.engine.settling import DatabaseRetry, IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, RequestTimings
 from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, VersionRef
+from tinsmith.engine.versions import PreparedVersion
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -271,7 +272,7 @@ class SamplerEngine:
         self._sampling = Sampling(
             holder,
             stores,
-            self._key_of,
+            self._prepare_version,
             self._quarantine,
             self._outbox,
             self._send_partials,
@@ -495,8 +496,8 @@ class SamplerEngine:
         with self._quarantine.running([request.request_id for request in requests]):
             self._holder.load_version(key, directory)
 
-    def _key_of(self, _sampler: SamplingSession, request: Pending) -> str | None:
-        return self._loader.key_of(request.request_id)
+    def _prepare_version(self, sampler: SamplingSession, request: Pending) -> PreparedVersion:
+        return PreparedVersion(self._loader.key_of(request.request_id), sampler.weight_version)
 
     def _reassign(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
         if not requests:

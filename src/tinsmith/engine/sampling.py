@@ -31,6 +31,7 @@ from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import IterationFailedError, Outbox
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import DECODE, EngineMeters, RequestTimings, SampleRecord, SampleRecorder
+from tinsmith.engine.versions import PreparedVersion
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -63,7 +64,7 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _RunningSample:
     """A request in the sampler: its prompt tokens, the session for which its sequences are recorded, the sample to
-    keep, whether it streams, and its number of answers.
+    keep, whether it streams, its number of answers, and the name of its weights.
     """
 
     request: Pending
@@ -72,13 +73,14 @@ class _RunningSample:
     record: SampleRecord | None = None
     streams: bool = False
     num_samples: int = 1
+    weight_version: str = ""
 
 
 @dataclass(eq=False)
 class Sampling:
     backend: VersionHolder
     stores: Stores
-    prepare_version: Callable[[SamplingSession, Pending], str | None]
+    prepare_version: Callable[[SamplingSession, Pending], PreparedVersion]
     quarantine: Quarantine
     outbox: Outbox
     send_partials: Callable[[Sequence[Partial]], None]
@@ -345,13 +347,19 @@ class Sampling:
             if (sampler := self._find_session(request, sessions)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self.quarantine.running([request.request_id]):
-                version_id = self.prepare_version(sampler, request)
-                sample = read_sample(body, request.request_id, version_id, self.vision)
+                version = self.prepare_version(sampler, request)
+                sample = read_sample(body, request.request_id, version.version_id, self.vision)
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 record = self._sample_recorder.begin(request, sampler, sample)
                 self._running[request.request_id] = _RunningSample(
-                    request, len(sample.prompt_T), recorded_for, record, sample.stream, sample.num_samples
+                    request,
+                    len(sample.prompt_T),
+                    recorded_for,
+                    record,
+                    sample.stream,
+                    sample.num_samples,
+                    version.weight_version,
                 )
                 self.backend.sampler.submit(sample)
                 hit("sample.admitted")
@@ -382,4 +390,5 @@ class Sampling:
             )
         if running.record is not None:
             effects += self._sample_recorder.record(running.record, outcome)
-        return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)
+        result = replace(outcome, weight_version=running.weight_version)
+        return Settlement(request_id, write_sample_result(result), "proto", cost=cost, effects=effects)

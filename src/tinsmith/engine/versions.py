@@ -49,6 +49,14 @@ RestoreModel = Callable[[str], TinsmithError | None]
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedVersion:
+    """A version in memory, None for the base model, and the name of its weights for clients."""
+
+    version_id: str | None
+    weight_version: str
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedVersion:
     version_id: str
     capture: Capture
@@ -77,13 +85,14 @@ class Versions:
         self._written: set[str] = set()
         self._being_written: set[str] = set()
         self._newer_inflight: set[str] = set()  # published since they were written
+        self._inflight_publishes: dict[str, str] = {}  # the sampling session of each model's last one
         self._loaded: dict[str, int] = {}  # with their bytes
 
     def has_sampling_session(self, sampling_session_id: str) -> bool:
         """Whether a sampling session with this id exists."""
         return self._samplers.find(sampling_session_id) is not None
 
-    def publish(self, model_id: str, version_id: str) -> None:
+    def publish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
         self._backend.publish(model_id, version_id)
         hit("model.published")
         if self._transfer:
@@ -91,6 +100,7 @@ class Versions:
         self._loaded.pop(version_id, None)
         if version_id == inflight_version(model_id):
             self._newer_inflight.add(version_id)
+            self._inflight_publishes[model_id] = sampling_session_id
         else:
             self._forget_size(version_id)
             self._ephemeral[model_id][version_id] = None
@@ -107,21 +117,19 @@ class Versions:
         sampler = self._samplers.find(sampling_session_id)
         if sampler is None or (not inflight and (sampler.directory or self._backend.has_version(version_id))):
             return
-        self.publish(model_id, version_id)
+        self.publish(model_id, version_id, sampling_session_id)
 
     def forget(self, model_id: str) -> None:
         """A model is unloaded: drop its versions that are only in memory."""
+        self._inflight_publishes.pop(model_id, None)
         for version_id in (*self._ephemeral.pop(model_id, ()), inflight_version(model_id)):
             self._drop(version_id)
 
-    def prepare(self, sampler: SamplingSession, restore_model: RestoreModel) -> str | None:
-        """Ensure that a sampling session's weights are in memory; returns their version id.
-
-        Raises UserError or LostStateError if they are gone.
-        """
+    def prepare(self, sampler: SamplingSession, restore_model: RestoreModel) -> PreparedVersion:
+        """Bring a sampling session's weights into memory. Raises UserError or LostStateError if they are gone."""
         version_id = sampler.version_id
         if version_id is None:
-            return None
+            return PreparedVersion(None, sampler.weight_version)
         if not self._backend.has_version(version_id):
             with self._files_of(sampler, restore_model) as directory:
                 if directory is not None:
@@ -137,7 +145,15 @@ class Versions:
             oldest = next(iter(self._loaded))
             del self._loaded[oldest]
             self._backend.drop_version(oldest)
-        return version_id
+        return PreparedVersion(version_id, self._weight_version(sampler))
+
+    def _weight_version(self, sampler: SamplingSession) -> str:
+        if not sampler.is_inflight or sampler.model_id is None:
+            return sampler.weight_version
+        if sampler.model_id not in self._inflight_publishes:  # its weights were read from files
+            newest = self._samplers.newest_of_version(inflight_version(sampler.model_id)) or sampler
+            self._inflight_publishes[sampler.model_id] = newest.sampling_session_id
+        return self._inflight_publishes[sampler.model_id]
 
     @contextmanager
     def _files_of(self, sampler: SamplingSession, restore_model: RestoreModel) -> Iterator[Path | None]:

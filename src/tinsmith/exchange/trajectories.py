@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,11 @@ def session_key(api_key: str, session: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CapturedTrajectory:
-    """`sampled[i]`: whether token i was sampled, by one of `versions`; `logprobs[i]`: its logprob at that time."""
+    """`sampled[i]`: whether token i was sampled, by one of `versions`; `logprobs[i]`: its logprob at that time.
+
+    `version_spans` has for each answer the name of its weights and its tokens: `version`, `start` and `stop`. `chunks`
+    are all tokens but the last as JSON of the SDK's chunks, with the prompt's images.
+    """
 
     trajectory_id: str
     session: str
@@ -37,6 +42,8 @@ class CapturedTrajectory:
     tokens: list[int]
     sampled: list[bool]
     logprobs: list[float]
+    version_spans: list[dict[str, Any]]
+    chunks: list[dict[str, Any]]
 
     def datum(self, advantage: float) -> tinker.Datum:
         """For importance_sampling, ppo and similar losses: the advantage at every sampled token, and 0 elsewhere."""
@@ -49,7 +56,15 @@ class CapturedTrajectory:
             "logprobs": np.array(self.logprobs[1:], np.float32),
             "advantages": advantages,
         }
-        return types.Datum(model_input=types.ModelInput.from_ints(self.tokens[:-1]), loss_fn_inputs=arrays)  # pyright: ignore[reportArgumentType]
+        chunks = [
+            types.ImageChunk(
+                data=base64.b64decode(chunk["data"]), format=chunk["format"], expected_tokens=chunk["expected_tokens"]
+            )
+            if chunk["type"] == "image"
+            else types.EncodedTextChunk(tokens=chunk["tokens"])
+            for chunk in self.chunks
+        ]
+        return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=arrays)  # pyright: ignore[reportArgumentType]
 
 
 class Trajectories:
@@ -97,5 +112,8 @@ class Trajectories:
 
 
 def _read(record: Mapping[str, Any]) -> CapturedTrajectory:
-    names = ("trajectory_id", "session", "reward", "versions", "tokens", "sampled", "logprobs")
-    return CapturedTrajectory(num_exchanges=record["exchanges"], **{name: record[name] for name in names})
+    names = ("trajectory_id", "session", "reward", "versions", "tokens", "sampled", "logprobs", "version_spans")
+    chunks = record["datum"]["model_input"]["chunks"]
+    return CapturedTrajectory(
+        num_exchanges=record["exchanges"], chunks=chunks, **{name: record[name] for name in names}
+    )

@@ -146,6 +146,12 @@ class Checkpoints:
         condition = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
         return self._list(_newest_first(condition))
 
+    def newest_for_sampling(self, tenant_id: str, training_run_id: str) -> Checkpoint | None:
+        """The newest checkpoint for sampling of a training run of the tenant."""
+        of_run = CHECKPOINTS.c.training_run_id == training_run_id, CHECKPOINTS.c.kind == "sampler_weights"
+        condition = sa.and_(*of_run, CHECKPOINTS.c.tenant_id == tenant_id)
+        return next(iter(self._list(_newest_first(condition).limit(1))), None)
+
     def page(
         self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:

@@ -1,11 +1,11 @@
 """Captured exchanges: the tokens of an agent's requests and their answers, merged into trajectories.
 
-An exchange is one prompt and one sampled answer, with the answer's logprobs and the weight version that sampled it: the
-path of a checkpoint, or the base model. It belongs to a capture session, which the client names, and is deleted
-`RETENTION_S` after it was recorded.
+An exchange is one prompt and one sampled answer, with the answer's logprobs, the name of the weights that sampled it
+(`SampleResult.weight_version`) and the prompt's images. It belongs to a capture session, which the client names, and is
+deleted `RETENTION_S` after it was recorded. An image is stored once for a session, however many of its prompts have it.
 
 `merge_exchanges` merges the exchanges of a session, in their order, into trajectories. An exchange whose prompt begins
-with all tokens of a trajectory continues the longest such trajectory; any other exchange begins a new one. So forks are
+with all tokens and images of a trajectory continues the longest such one; any other begins a new one. So forks are
 separate trajectories, and each sampled token is marked as sampled in exactly one. A trajectory has the id and the
 reward of its first exchange.
 """
@@ -15,18 +15,19 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
+import orjson
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db.database import Database, now
-from tinsmith.db.schema import EXCHANGES
+from tinsmith.db.database import Database, chunks, now
+from tinsmith.db.schema import EXCHANGE_IMAGES, EXCHANGES
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.types import F32, I32, SampleResult
+from tinsmith.types import F32, I32, Image, SampleResult
 
 RETENTION_S = 7 * 86400.0
 _PREFIX = "traj-"
@@ -34,8 +35,36 @@ MAX_EXCHANGES = 10_000
 """Most exchanges of one session that can be merged."""
 MAX_TOKENS = 1_000_000
 """Most tokens of the merged trajectories of one session, and of a page beyond its first session."""
+MAX_IMAGE_BYTES = 256 << 20
+"""Most bytes of the images in one session's trajectories."""
 _ROWS = 100
 """Exchanges that are read at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedImage:
+    """An image of a prompt: the positions `start` to `stop` that it occupies, its file's digest, and the file, which
+    is empty until it is read.
+    """
+
+    start: int
+    num_tokens: int
+    format: str
+    digest: str
+    data: bytes = b""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The tokens `start` to `stop` of a trajectory, sampled by the weights of this name."""
+
+    version: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +78,13 @@ class Exchange:
     stop_reason: str
     reward: float | None
     created_at: float
+    images: tuple[CapturedImage, ...] = ()
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """`sampled` and `logprobs` (0 where not sampled) are per token; `versions` are the weight versions that sampled, in
-    their order.
+    """`sampled` and `logprobs` (0 where not sampled) are per token. `spans` are the sampled answers with their weights,
+    in their order.
     """
 
     trajectory_id: str
@@ -64,17 +94,28 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[str] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    images: list[CapturedImage] = field(default_factory=list)
     num_exchanges: int = 0
     stop_reason: str = ""
+
+    @property
+    def versions(self) -> list[str]:
+        """The weights that sampled, in the order of their first answers."""
+        return list(dict.fromkeys(span.version for span in self.spans))
+
+    @property
+    def digest(self) -> bytes:
+        return _digest(np.array(self.tokens, "<i4"), self.images)
 
     def add(self, exchange: Exchange) -> None:
         """Add an exchange whose prompt begins with all tokens so far."""
         new, answer = exchange.prompt_T[len(self.tokens) :].tolist(), exchange.tokens_T.tolist()
+        self.images += [image for image in exchange.images if image.start >= len(self.tokens)]
         self.tokens += [*new, *answer]
+        self.spans.append(VersionSpan(exchange.version, len(self.tokens) - len(answer), len(self.tokens)))
         self.sampled += [False] * len(new) + [True] * len(answer)
         self.logprobs += [0.0] * len(new) + exchange.logprobs_T.tolist()
-        self.versions += [] if exchange.version in self.versions else [exchange.version]
         self.num_exchanges += 1
         self.stop_reason = exchange.stop_reason
 
@@ -87,7 +128,11 @@ def merge_exchanges(exchanges: Iterable[Exchange]) -> list[Trajectory]:
     num_tokens = 0
     for exchange in exchanges:
         prompt = exchange.prompt_T
-        begins = (_digest(prompt[:length]) for length in sorted(lengths, reverse=True) if length <= len(prompt))
+        begins = (
+            _digest(prompt[:length], exchange.images)
+            for length in sorted(lengths, reverse=True)
+            if length <= len(prompt)
+        )
         key = next((digest for digest in begins if digest in ends), None)
         if key is not None:
             trajectory = ends[key].pop()
@@ -105,13 +150,18 @@ def merge_exchanges(exchanges: Iterable[Exchange]) -> list[Trajectory]:
         num_tokens += len(trajectory.tokens) - before
         if num_tokens > MAX_TOKENS:
             raise too_large_error(exchange.session, f"{MAX_TOKENS} tokens")
-        ends.setdefault(_digest(np.array(trajectory.tokens, "<i4")), []).append(trajectory)
+        ends.setdefault(trajectory.digest, []).append(trajectory)
         lengths[len(trajectory.tokens)] += 1
     return trajectories
 
 
-def _digest(tokens_T: I32) -> bytes:
-    return hashlib.sha256(tokens_T.tobytes()).digest()
+def _digest(tokens_T: I32, images: Iterable[CapturedImage]) -> bytes:
+    """The digest of tokens, and of the images that begin inside: images of one size have the same tokens."""
+    digest = hashlib.sha256(tokens_T.tobytes())
+    for image in images:
+        if image.start < len(tokens_T):
+            digest.update(f"{image.start} {image.digest};".encode())
+    return digest.digest()
 
 
 class Exchanges:
@@ -122,30 +172,45 @@ class Exchanges:
         self,
         tenant_id: str,
         session: str,
-        version: str,
         prompts: Sequence[Sequence[int]],
         results: Sequence[SampleResult],
         digests: Sequence[str] | None = None,
+        images: Sequence[Image] = (),
     ) -> None:
-        """Record each sequence of one request's results as an exchange. `digests` identify the chats that they end."""
+        """Record each sequence of one request's results as an exchange. `digests` identify the chats that they end;
+        `images` are those of its one prompt.
+        """
         numbered = count()
+        places = [
+            {name: getattr(image, name) for name in ("start", "num_tokens", "format")} | {"digest": image.digest.hex()}
+            for image in images
+        ]
         rows = [
             {
                 "tenant_id": tenant_id,
                 "session": session,
-                "version": version,
+                "version": result.weight_version,
                 "prompt": _pack(np.array(prompt, "<i4")),
                 "tokens": _pack(sequence.tokens_T.astype("<i4")),
                 "logprobs": _pack(sequence.logprobs_T.astype("<f4")),
                 "stop_reason": sequence.stop_reason,
                 "digest": None if digests is None else digests[next(numbered)],
+                "images": orjson.dumps(places).decode() if places else None,
                 "created_at": now(),
             }
             for prompt, result in zip(prompts, results, strict=True)
             for sequence in result.sequences
         ]
+        files = {
+            image.digest: {
+                "tenant_id": tenant_id, "session": session, "digest": image.digest.hex(), "data": image.data
+            }
+            for image in images
+        }  # fmt: skip
         with self._db.write() as connection:
             connection.execute(EXCHANGES.insert(), rows)
+            for row in files.values():
+                connection.execute(self._db.insert_once(EXCHANGE_IMAGES), row)
 
     def find_answered(self, tenant_id: str, session: str, digests: Sequence[str]) -> tuple[int, I32, I32] | None:
         """Find the first digest of a recorded chat; returns its index, the chat's prompt and its newest answer."""
@@ -164,8 +229,25 @@ class Exchanges:
         return index, prompt_T, tokens_T
 
     def trajectories(self, tenant_id: str, session: str) -> list[Trajectory]:
-        """The merged trajectories. Raises UserError if the session is larger than MAX_EXCHANGES or MAX_TOKENS."""
-        return merge_exchanges(self._exchanges(tenant_id, session))
+        """The merged trajectories. Raises UserError if the session is larger than MAX_EXCHANGES, MAX_TOKENS or
+        MAX_IMAGE_BYTES.
+        """
+        trajectories = merge_exchanges(self._exchanges(tenant_id, session))
+        digests = [image.digest for trajectory in trajectories for image in trajectory.images]
+        files = self._read_images(tenant_id, session, digests) if digests else {}
+        for trajectory in trajectories:
+            trajectory.images = [replace(image, data=files[image.digest]) for image in trajectory.images]
+        return trajectories
+
+    def _read_images(self, tenant_id: str, session: str, digests: Sequence[str]) -> dict[str, bytes]:
+        of_session = (EXCHANGE_IMAGES.c.tenant_id == tenant_id) & (EXCHANGE_IMAGES.c.session == session)
+        digest, data = EXCHANGE_IMAGES.c.digest, EXCHANGE_IMAGES.c.data
+        sizes = {row[0]: row[1] for row in self._db.rows(sa.select(digest, sa.func.length(data)).where(of_session))}
+        if sum(sizes[name] for name in digests) > MAX_IMAGE_BYTES:
+            raise too_large_error(session, f"{MAX_IMAGE_BYTES >> 20} MiB of images")
+        query = sa.select(digest, data).where(of_session)
+        parts = (self._db.rows(query.where(digest.in_(chunk))) for chunk in chunks(sorted(set(digests))))
+        return {row[0]: row[1] for rows in parts for row in rows}
 
     def _exchanges(self, tenant_id: str, session: str) -> Iterator[Exchange]:
         """The exchanges of a session in their order, read in pages, since their prompts repeat each other."""
@@ -182,16 +264,17 @@ class Exchanges:
             last = rows[-1].exchange_id
 
     def page(self, tenant_id: str, limit: int, after: str) -> tuple[list[Trajectory], str | None]:
-        """The trajectories of up to `limit` sessions, fewer if those have many tokens, and the last session's name if
-        there are more.
+        """The trajectories of up to `limit` sessions, fewer if those have many tokens or large images, and the last
+        session's name if there are more.
         """
         names, has_more = self.sessions(tenant_id, limit, after)
         trajectories: list[Trajectory] = []
-        num_tokens = 0
+        num_tokens = num_bytes = 0
         for index, name in enumerate(names):
             of_session = self.trajectories(tenant_id, name)
             num_tokens += sum(len(trajectory.tokens) for trajectory in of_session)
-            if index and num_tokens > MAX_TOKENS:
+            num_bytes += sum(len(image.data) for trajectory in of_session for image in trajectory.images)
+            if index and (num_tokens > MAX_TOKENS or num_bytes > MAX_IMAGE_BYTES):
                 return trajectories, names[index - 1]
             trajectories += of_session
         return trajectories, names[-1] if has_more else None
@@ -217,11 +300,28 @@ class Exchanges:
                     raise NotFoundError(f"trajectory {trajectory_id!a} does not exist")
 
     def delete(self, tenant_id: str, session: str) -> int:
-        of_session = (EXCHANGES.c.tenant_id == tenant_id) & (EXCHANGES.c.session == session)
-        return self._db.execute(EXCHANGES.delete().where(of_session))
+        """Delete the exchanges of a session and their images; returns the number of exchanges."""
+        with self._db.write() as connection:
+            num_exchanges, _ = (
+                connection.execute(
+                    table.delete().where((table.c.tenant_id == tenant_id) & (table.c.session == session))
+                ).rowcount
+                for table in (EXCHANGES, EXCHANGE_IMAGES)
+            )
+        return num_exchanges
 
     def sweep(self) -> int:
-        return self._db.execute(EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S))
+        """Delete old exchanges, and the images of sessions without any; returns the number of exchanges."""
+        of_image = (EXCHANGES.c.tenant_id == EXCHANGE_IMAGES.c.tenant_id) & (
+            EXCHANGES.c.session == EXCHANGE_IMAGES.c.session
+        )
+        with self._db.write() as connection:
+            num_exchanges = connection.execute(
+                EXCHANGES.delete().where(EXCHANGES.c.created_at < now() - RETENTION_S)
+            ).rowcount
+            if num_exchanges:
+                connection.execute(EXCHANGE_IMAGES.delete().where(~sa.exists().where(of_image)))
+        return num_exchanges
 
 
 def too_large_error(session: str, limit: str) -> UserError:
@@ -232,14 +332,16 @@ def too_large_error(session: str, limit: str) -> UserError:
 
 
 _COLUMNS = (
-    "exchange_id", "session", "version", "prompt", "tokens", "logprobs", "stop_reason", "reward", "created_at"
+    "exchange_id", "session", "version", "prompt", "tokens", "logprobs", "stop_reason", "reward", "created_at", "images"
 )  # fmt: skip
 
 
 def _exchange(row: Sequence[Any]) -> Exchange:
-    exchange_id, session, version, prompt, tokens, logprobs, *fields = row
+    exchange_id, session, version, prompt, tokens, logprobs, *fields, images = row
     arrays = np.frombuffer(_unpack(prompt), "<i4"), np.frombuffer(_unpack(tokens), "<i4")
-    return Exchange(exchange_id, session, version, *arrays, np.frombuffer(_unpack(logprobs), "<f4"), *fields)
+    logprobs_T = np.frombuffer(_unpack(logprobs), "<f4")
+    places = tuple(CapturedImage(**place) for place in orjson.loads(images or "[]"))
+    return Exchange(exchange_id, session, version, *arrays, logprobs_T, *fields, images=places)
 
 
 def _pack(array: I32 | F32) -> bytes:

@@ -55,6 +55,13 @@ class SamplingSession:
         """Whether its version is the model's inflight version, which every publish replaces."""
         return self.model_id is not None and self.version_id == inflight_version(self.model_id)
 
+    @property
+    def weight_version(self) -> str:
+        """The name of its weights: the base model, a checkpoint's path, or the sampling session of their publish. For
+        an inflight version, it names the weights of the session's own publish, which later publishes replace.
+        """
+        return self.model_path or (self.base_model if self.version_id is None else self.sampling_session_id)
+
 
 def inflight_version(model_id: str) -> str:
     """The version that all inflight samplers of a model share."""
@@ -198,6 +205,22 @@ class SamplingSessions:
         """The directory of a version's files, if it has files."""
         query = sa.select(sa.func.max(SAMPLERS.c.directory)).where(SAMPLERS.c.version_id == version_id)
         return self._db.scalar(query)
+
+    def newest_of_version(self, version_id: str) -> SamplingSession | None:
+        """The newest sampling session of a version; for an inflight version, that of its last publish."""
+        columns = [SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__]
+        newest = SAMPLERS.c.created_at.desc(), SAMPLERS.c.sampling_session_id.desc()
+        row = self._db.first(sa.select(*columns).where(SAMPLERS.c.version_id == version_id).order_by(*newest).limit(1))
+        return None if row is None else SamplingSession(*row)
+
+    def newest_of_model(self, tenant_id: str, model_id: str) -> SamplingSession | None:
+        """The sampling session of a training run's last ephemeral publish, if its session is open."""
+        columns = [SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__]
+        newest = SAMPLERS.c.created_at.desc(), SAMPLERS.c.sampling_session_id.desc()
+        query = sa.select(*columns).join(SESSIONS, SESSIONS.c.session_id == SAMPLERS.c.session_id)
+        of_model = SAMPLERS.c.model_id == model_id, SAMPLERS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
+        row = self._db.first(query.where(*of_model).order_by(*newest).limit(1))
+        return None if row is None else SamplingSession(*row)
 
     def directories(self) -> set[str]:
         """The directories of all versions that can be sampled."""

@@ -2,8 +2,9 @@
 
 `ServerSessions` has what their owners share: heartbeats, and one sampling session for each weight version.
 `ImplicitSessions` are those for clients without sessions, such as OpenAI's: each tenant has one at a time, opened by
-its first request and replaced after `SESSION_LIFETIME_S`, so that the usual retention deletes its results. A caller
-that waits for a result calls `keep` to keep the session alive. Thread-safe.
+its first request and replaced after `SESSION_LIFETIME_S`, so that the usual retention deletes its results. Samples of
+weights that a trainer has published are part of the trainer's own sampling session, which ends with its weights. A
+caller that waits for a result calls `keep` to keep the session alive. Thread-safe.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import hashlib
 import itertools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tinsmith.errors import GoneError, NotFoundError
-from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
+from tinsmith.store.sampling_sessions import CLONE_SIZE, NewSamplingSession, SamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
 
 SESSION_LIFETIME_S = 600.0
@@ -24,6 +26,8 @@ HEARTBEAT_S = 15.0
 MAX_HEARTBEATS = 4096
 """Most sessions whose last heartbeat is remembered, beyond which old ones are forgotten."""
 DISPLAY_NAME = "chat and completions"
+MAX_JOINED = 1024
+"""Most sampling sessions of trainers that are remembered; the least recently used one would be joined again."""
 
 
 class ServerSessions:
@@ -74,6 +78,10 @@ class ServerSessions:
             else:  # another version has the same digest
                 seq_id += 1
 
+    def join(self, sampling_session: SamplingSession) -> int:
+        """Join a client's sampling session and return this client's number."""
+        return self._samplers.join(sampling_session.tenant_id, sampling_session.sampling_session_id)
+
     def _remember(self, session_id: str) -> None:
         with self._lock:
             self._kept_at[session_id] = self.clock()
@@ -122,6 +130,7 @@ class ImplicitSessions:
         self._server_sessions = server_sessions
         self._lock = threading.Lock()
         self._current: dict[str, _CurrentSession] = {}
+        self._joined: OrderedDict[str, Iterator[int]] = OrderedDict()  # seq_ids in trainers' sampling sessions
 
     @property
     def heartbeat_s(self) -> float:
@@ -139,6 +148,18 @@ class ImplicitSessions:
                 current.samplers[base_model, model_path] = session, itertools.count()
             session, seq_ids = current.samplers[base_model, model_path]
             return SampleId(session, next(seq_ids))
+
+    def next_sample_of(self, published: SamplingSession) -> SampleId:
+        """The id of a new sample in a trainer's sampling session, in which this server has a block of seq_ids."""
+        with self._lock:
+            name = published.sampling_session_id
+            if name not in self._joined:
+                first = self._server_sessions.join(published) * CLONE_SIZE
+                self._joined[name] = itertools.count(first)
+                if len(self._joined) > MAX_JOINED:
+                    self._joined.popitem(last=False)
+            self._joined.move_to_end(name)
+            return SampleId(published, next(self._joined[name]))
 
     def keep(self, tenant_id: str, session_id: str) -> None:
         """Record a heartbeat if one is due. Raises GoneError if the session has ended."""

@@ -12,6 +12,7 @@ import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -120,12 +121,28 @@ class InputParts:
         return tuple(self._images)
 
 
-def chunks_of(tokens: Sequence[int], images: Sequence[Image]) -> list[dict[str, object]]:
+class PlacedImage(Protocol):
+    """An image at its positions of an input."""
+
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def chunks_of(tokens: Sequence[int], images: Sequence[PlacedImage]) -> list[dict[str, object]]:
     """The JSON chunks of these tokens and images."""
     chunks: list[dict[str, object]] = []
     begin = 0
     for image in images:
-        chunks.append({"type": "encoded_text", "tokens": tokens[begin : image.start]})
+        if begin < image.start:
+            chunks.append({"type": "encoded_text", "tokens": tokens[begin : image.start]})
         chunks.append(
             {
                 "type": "image",

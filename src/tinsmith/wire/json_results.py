@@ -56,6 +56,7 @@ def sample_result(body: bytes) -> JsonObject:
         "sequences": [_sequence(sequence) for sequence in message.sequences],
         "prompt_logprobs": None,
         "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
+        "weight_version": message.weight_version,
     }
     if message.HasField("prompt_logprobs"):
         result["prompt_logprobs"] = np.frombuffer(message.prompt_logprobs, "<f4")

@@ -381,7 +381,9 @@ def _stops(stop: object) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def write_sample_result(result: SampleResult) -> bytes:
-    message = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    message = pb.SampleResponse(
+        prompt_cache_hit_tokens=result.prompt_cache_hit_tokens, weight_version=result.weight_version
+    )
     for sequence in result.sequences:
         sequence_message = message.sequences.add()
         sequence_message.stop_reason = _STOP_REASONS[sequence.stop_reason]
@@ -438,6 +440,7 @@ def read_sample_result(body: bytes, request_id: str) -> SampleResult:
         prompt_logprobs_T=np.frombuffer(message.prompt_logprobs, "<f4") if message.prompt_logprobs else None,
         topk_prompt=_read_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+        weight_version=message.weight_version,
     )
 
 

@@ -11,13 +11,9 @@ from starlette.responses import Response
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import operation
 from tinsmith.api.event_stream import cancel_on_disconnect
-from tinsmith.api.openai.generation import (
-    find_weights,
-    read_request,
-    resolve_model_name,
-    sample_all,
-)
+from tinsmith.api.openai.generation import read_request, sample_all
 from tinsmith.api.openai.streaming import respond
+from tinsmith.api.openai.weights import find_weights, resolve_model_name
 from tinsmith.api.openapi import ANYTHING, COUNT, GENERATION, LIST, TEXT, TEXTS, fields, for_anthropic, for_openai
 from tinsmith.api.request import Call, JsonObject, json_response, run
 from tinsmith.chat.chats import ChatRequest, CompletionRequest
@@ -149,7 +145,7 @@ def detokenize(call: Call, request: DetokenizeRequest) -> JsonObject:
 
 def _model(call: Call, name: str | None) -> tuple[ModelShape, ModelTokenizer]:
     target = ModelTarget.of(resolve_model_name(call.services, name))
-    shape, _ = find_weights(call.services, call.tenant_id, target)
+    shape = find_weights(call.services, call.tenant_id, target).shape
     return shape, call.services.tokenizers.get(shape)
 
 

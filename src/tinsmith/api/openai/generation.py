@@ -22,6 +22,7 @@ import orjson
 
 from tinsmith.api.errors import anthropic_text
 from tinsmith.api.ignored_fields import build_header
+from tinsmith.api.openai.weights import ServedWeights, find_weights, resolve_model_name
 from tinsmith.api.request import Call, JsonObject, capture_session, new_ignored, read_body, report_ignored, run
 from tinsmith.api.routes.futures import read_outcome
 from tinsmith.api.services import Services
@@ -46,7 +47,6 @@ from tinsmith.errors import (
     UserError,
     not_supported,
 )
-from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.store.server_sessions import SampleId
 from tinsmith.types import ModelShape, Sample, SampleResult
@@ -79,8 +79,7 @@ class Prepared:
 
     services: Services
     tenant_id: str
-    shape: ModelShape
-    model_path: str | None
+    weights: ServedWeights
     tokenizer: ModelTokenizer
     plan: GenerationPlan
     capture: str | None = None
@@ -178,38 +177,11 @@ def prepare_plan(
     capture: str | None = None,
 ) -> Prepared:
     """Plan a request that is already validated, on a worker thread. Raises UserError."""
-    shape, model_path = find_weights(services, tenant_id, ModelTarget.of(resolve_model_name(services, model)))
-    tokenizer = services.tokenizers.get(shape)
+    weights = find_weights(services, tenant_id, ModelTarget.of(resolve_model_name(services, model)))
+    tokenizer = services.tokenizers.get(weights.shape)
     generation_plan = make_plan(tokenizer)
     ignored.advise(generation_plan.ignored)
-    return Prepared(services, tenant_id, shape, model_path, tokenizer, generation_plan, capture, ignored.names)
-
-
-def resolve_model_name(services: Services, model: str | None) -> str:
-    """Return the model that a request names, or the server's only base model."""
-    names = [shape.name for shape in services.bases]
-    if model is None and len(names) != 1:
-        raise RequestError("model", f"model is missing; this server serves {', '.join(names)}")
-    return names[0] if model is None else model
-
-
-def find_weights(services: Services, tenant_id: str, target: ModelTarget) -> tuple[ModelShape, str | None]:
-    base_model = target.base_model
-    try:
-        if target.model_path is not None:
-            checkpoint = services.checkpoints.get(tenant_id, parse_path(target.model_path, "model"))
-            if base_model not in (None, checkpoint.base_model):
-                raise RequestError(
-                    "model", f"model names {base_model!r}, but its checkpoint was trained on {checkpoint.base_model!r}"
-                )
-            base_model = checkpoint.base_model
-        return services.bases.get(base_model or ""), target.model_path
-    except NotFoundError as error:
-        raise ModelNotFoundError("model", str(error), "model_not_found") from error
-
-
-class ModelNotFoundError(RequestError, NotFoundError):
-    """The model does not exist."""
+    return Prepared(services, tenant_id, weights, tokenizer, generation_plan, capture, ignored.names)
 
 
 # Samples.
@@ -232,7 +204,7 @@ async def record(prepared: Prepared, results: Sequence[SampleResult]) -> None:
 
 
 def _record(prepared: Prepared, session: str, results: Sequence[SampleResult]) -> None:
-    plan, version = prepared.plan, prepared.model_path or prepared.shape.name
+    plan = prepared.plan
     digests: list[str] | None = None
     if plan.conversation is not None:
         digests = []
@@ -241,7 +213,7 @@ def _record(prepared: Prepared, session: str, results: Sequence[SampleResult]) -
             read_sequence(choice, sequence)
             digests.append(digest_answer(plan.conversation, choice.take_delta()))
     exchanges = prepared.services.exchanges
-    exchanges.record(prepared.tenant_id, session, version, plan.prompts, results, digests)
+    exchanges.record(prepared.tenant_id, session, plan.prompts, results, digests, plan.images)
 
 
 @asynccontextmanager
@@ -273,19 +245,19 @@ def submit_all(prepared: Prepared, sample_ids: list[SampleId]) -> None:
 
 
 def _submit(prepared: Prepared, prompt: Sequence[int], sample_ids: list[SampleId]) -> None:
-    services, tenant_id, plan, shape = prepared.services, prepared.tenant_id, prepared.plan, prepared.shape
+    services, plan, weights = prepared.services, prepared.plan, prepared.weights
     params = plan.params
     if params.seed is None:
         # With a fixed seed, an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
     body = sample_body(prompt, plan.num_choices, params, _logprob_fields(plan), stream=plan.stream, images=plan.images)
-    sample = read_sample(orjson.dumps(body), "", prepared.model_path, shape.vision)
-    _check_sample(sample, shape, plan)
-    sample_id = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
+    sample = read_sample(orjson.dumps(body), "", weights.version_id, weights.shape.vision)
+    _check_sample(sample, weights.shape, plan)
+    sample_id = weights.next_sample(services, prepared.tenant_id)
     session, seq_id = sample_id.sampling_session, sample_id.seq_id
     body |= {"sampling_session_id": session.sampling_session_id, "seq_id": seq_id}
     new = make_request(session, sample_id.request_id, seq_id, orjson.dumps(body))
-    new = services.sample_admission.admit(new, sample, shape)
+    new = services.sample_admission.admit(new, sample, weights.shape, inflight=weights.is_inflight)
     sample_ids.append(sample_id)
     if plan.stream:
         services.partials.expect(sample_id.request_id)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import MAX_PAGE
-from tinsmith.api.openai.generation import find_weights
+from tinsmith.api.openai.weights import find_weights
 from tinsmith.api.openapi import LIST, TEXT, fields, for_anthropic
 from tinsmith.api.queries import AnthropicPageQuery
 from tinsmith.api.request import Call, JsonObject, is_anthropic
@@ -49,10 +49,9 @@ def _list_served(call: Call) -> list[ServedModel]:
 
 def _find_served(call: Call) -> ServedModel:
     name = call.path["model"]
-    target = ModelTarget.of(name)
-    shape, _ = find_weights(call.services, call.tenant_id, target)
-    owner = "tinsmith" if target.model_path is None else call.tenant_id
-    return ServedModel(name, owner, BASE_MODEL_CREATED_AT, shape.max_context_length)
+    weights = find_weights(call.services, call.tenant_id, ModelTarget.of(name))
+    owner = "tinsmith" if weights.version_id is None else call.tenant_id
+    return ServedModel(name, owner, BASE_MODEL_CREATED_AT, weights.shape.max_context_length)
 
 
 def _openai(served: ServedModel) -> JsonObject:

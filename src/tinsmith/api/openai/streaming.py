@@ -89,6 +89,7 @@ async def stream_deltas(
                     result = result_task.result()
                     results_by_request[result.request_id] = result
                     for choice, sequence in zip(choices_by_request[result.request_id], result.sequences, strict=True):
+                        choice.weight_version = result.weight_version
                         yield _final_delta(prepared, choice, sequence)
                 pending_results -= finished
         finally:

@@ -7,6 +7,7 @@ fields of the SDK's `Datum`; its advantages are the trajectory's reward at sampl
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from tinsmith.api.request import Call, JsonObject
 from tinsmith.errors import RequestError, UserError
 from tinsmith.store.exchanges import Trajectory
 from tinsmith.wire.fields import ClosedBody, Number, Query, Text, iso
+from tinsmith.wire.images import chunks_of
 
 MAX_LIMIT, DEFAULT_LIMIT = 100, 20
 TRAJECTORY = fields(
@@ -62,6 +64,7 @@ def trajectory_body(trajectory: Trajectory) -> JsonObject:
         "reward": trajectory.reward,
         "created_at": iso(trajectory.created_at),
         "versions": trajectory.versions,
+        "version_spans": [asdict(span) for span in trajectory.spans],
         "exchanges": trajectory.num_exchanges,
         "stop_reason": trajectory.stop_reason,
         "tokens": trajectory.tokens,
@@ -76,7 +79,7 @@ def datum(trajectory: Trajectory) -> JsonObject:
     tokens, reward = trajectory.tokens, trajectory.reward or 0.0
     advantages = [reward if sampled else 0.0 for sampled in trajectory.sampled[1:]]
     return {
-        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens[:-1]}]},
+        "model_input": {"chunks": chunks_of(tokens[:-1], trajectory.images)},
         "loss_fn_inputs": {
             "target_tokens": _tensor(tokens[1:], "int64"),
             "logprobs": _tensor(trajectory.logprobs[1:], "float32"),

@@ -1,0 +1,31 @@
+"""Adds the images of captured exchanges, and an index for the newest weights of a training run."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "schema_0004"
+down_revision = "schema_0003"
+
+
+def upgrade() -> None:
+    inspector = sa.inspect(op.get_bind())
+    if "images" not in {column["name"] for column in inspector.get_columns("exchanges")}:
+        op.add_column("exchanges", sa.Column("images", sa.Text()))
+    if "exchange_images" not in inspector.get_table_names():
+        op.create_table(
+            "exchange_images",
+            sa.Column("tenant_id", sa.String(64), primary_key=True),
+            sa.Column("session", sa.String(128), primary_key=True),
+            sa.Column("digest", sa.String(64), primary_key=True),
+            sa.Column("data", sa.LargeBinary(), nullable=False),
+        )
+    predicate = sa.text("model_id IS NOT NULL")
+    columns = ["model_id", "created_at"]
+    op.create_index(
+        "ix_samplers_model",
+        "samplers",
+        columns,
+        if_not_exists=True,
+        sqlite_where=predicate,
+        postgresql_where=predicate,
+    )
