@@ -21,6 +21,7 @@ from support.vision_models import picture, tokenizer
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
+from tinsmith.exchange.trajectories import Trajectories, session_key
 from tinsmith.types import Datum
 from unit.test_vision import corrupt_image, load_reference_model, logits, text
 
@@ -169,6 +170,32 @@ def test_openai_and_anthropic_clients_send_images(server: LiveServer) -> None:
         )
         assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == said.usage.prompt_tokens
         assert message.content[0].text == said.choices[0].message.content  # type: ignore[union-attr]
+
+
+def test_a_captured_chat_with_an_image_trains_with_the_logprobs_that_it_had(
+    server: LiveServer, service: tinker.ServiceClient
+) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(WIDE).decode()}"
+    content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": url}}]
+    key = session_key(API_KEY, "with an image")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+        client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": content}],  # type: ignore[misc, list-item]
+            max_tokens=5,
+            temperature=0,
+        )
+    with Trajectories(server.url, API_KEY) as captured:
+        (trajectory,) = captured.of("with an image")
+    datum = trajectory.datum(1.0)
+    assert [type(chunk) for chunk in datum.model_input.chunks].count(types.ImageChunk) == 1
+    assert datum.model_input.length == len(trajectory.tokens) - 1
+    model = service.create_lora_training_client(NAME, rank=3, seed=1).result()
+    output = model.forward_backward([datum], "importance_sampling").result()
+    trained = output.loss_fn_outputs[0]["logprobs"].to_numpy()
+    sampled = np.array(trajectory.sampled[1:])
+    assert sampled.sum() == 5
+    np.testing.assert_allclose(trained[sampled], np.array(trajectory.logprobs[1:])[sampled], atol=1e-4)
 
 
 def test_a_bulk_job_samples_over_a_column_of_images(server: LiveServer, tmp_path: Path) -> None:

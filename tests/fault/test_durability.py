@@ -22,6 +22,7 @@ from tinsmith.storage.directories import MANIFEST
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import OptimStep
+from tinsmith.wire.sampling import read_sample_result
 
 pytestmark = pytest.mark.smoke
 
@@ -372,8 +373,9 @@ def test_an_inflight_sampler_comes_back_with_its_newest_publish(bench: Bench, co
         sampled = bench.sample(sampler, attempt)
         bench.run_until_idle()
         outcome = bench.outcome(sampled)
-        assert outcome is not None and outcome.error is None
+        assert outcome is not None and outcome.error is None and outcome.body is not None
         assert bench.backend._versions[f"{model}:inflight"] == version
+        assert read_sample_result(outcome.body, sampled).weight_version == sampler
     assert len(list((bench.directory / "versions").glob("*"))) == covered, "of inflight versions the newest files only"
 
 
@@ -397,6 +399,21 @@ def test_an_inflight_version_that_could_not_be_written_is_written_with_the_next_
     outcome = bench.outcome(sampled)
     assert outcome is not None and outcome.error is None
     assert bench.backend._versions[f"{model}:inflight"] == version
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+def test_a_sample_names_the_publish_whose_weights_it_got(bench: Bench, kind: str) -> None:
+    model = bench.model()
+    samplers = [bench.publish(model, seq_id, seq_id, kind=kind) for seq_id in (1, 2)]
+    bench.run_until_idle()
+    versions = []
+    for sampler in samplers:
+        sampled = bench.sample(sampler)
+        bench.run_until_idle()
+        outcome = bench.outcome(sampled)
+        assert outcome is not None and outcome.body is not None
+        versions.append(read_sample_result(outcome.body, sampled).weight_version)
+    assert versions == (samplers if kind == "snapshot" else [samplers[1], samplers[1]])
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,7 @@ from tinsmith.api.openai.weights import ServedWeights
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.store import exchanges as exchanges_module
 from tinsmith.store.exchanges import RETENTION_S, Exchange, merge_exchanges
-from tinsmith.types import SampledSequence, SampleResult, SamplingParams
+from tinsmith.types import Image, SampledSequence, SampleResult, SamplingParams
 
 _TOKENS = st.integers(0, 2)
 TURNS = st.lists(
@@ -79,6 +81,55 @@ def store_exchanges(
         result = SampleResult("r", (sequence,), weight_version=turn.version)
         harness.services.exchanges.record(tenant_id, session, [turn.prompt_T.tolist()], [result])
     return harness.get(f"trajectories?session={session}").json()["trajectories"]
+
+
+def picture_in_prompt(start: int, num_tokens: int, content: bytes) -> Image:
+    digest = hashlib.blake2b(content, digest_size=16).digest()
+    return Image("messages[0]", content, "png", 8, 8, start, num_tokens, digest)
+
+
+def test_images_are_stored_once_and_tell_prompts_of_equal_tokens_apart(harness: Harness) -> None:
+    exchanges = harness.services.exchanges
+    prompt, answers = [1, 9, 9, 2], [[3], [4]]
+    for picture in (b"cat" * 50, b"dog" * 50):
+        images = [picture_in_prompt(1, 2, picture)]
+        for turn in range(2):
+            tokens = [*prompt, *answers[0], 5][: len(prompt) + 2 * turn]
+            sequence = SampledSequence(np.array(answers[turn], np.int32), np.array([-1.0], np.float32), "stop")
+            exchanges.record("alice", "s", [tokens], [SampleResult("r", (sequence,), weight_version="v")], None, images)
+    with exchanges._db.read() as connection:
+        assert connection.scalar(sa.text("SELECT count(*) FROM exchange_images")) == 2
+    trajectories = harness.get("trajectories?session=s").json()["trajectories"]
+    assert [trajectory["tokens"] for trajectory in trajectories] == [[1, 9, 9, 2, 3, 5, 4]] * 2
+    for trajectory, picture in zip(trajectories, (b"cat" * 50, b"dog" * 50), strict=True):
+        chunks = trajectory["datum"]["model_input"]["chunks"]
+        assert [chunk["type"] for chunk in chunks] == ["encoded_text", "image", "encoded_text"]
+        assert base64.b64decode(chunks[1]["data"]) == picture and chunks[1]["expected_tokens"] == 2
+        assert (chunks[0]["tokens"], chunks[2]["tokens"]) == ([1], [2, 3, 5])
+        Datum.model_validate(trajectory["datum"])
+    assert exchanges.delete("alice", "s") == 4
+    with exchanges._db.read() as connection:
+        assert connection.scalar(sa.text("SELECT count(*) FROM exchange_images")) == 0
+
+
+def test_images_leave_with_the_last_exchange_and_have_a_limit(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanges = harness.services.exchanges
+    sequence = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), "stop")
+    result = SampleResult("r", (sequence,), weight_version="v")
+    for session in ("a", "b"):
+        exchanges.record("alice", session, [[9, 9]], [result], None, [picture_in_prompt(0, 2, b"x" * 100)])
+    monkeypatch.setattr(exchanges_module, "MAX_IMAGE_BYTES", 99)
+    assert "MiB of images" in harness.get("trajectories?session=a").json()["detail"]
+    monkeypatch.setattr(exchanges_module, "MAX_IMAGE_BYTES", 100)
+    page = harness.get("trajectories").json()
+    assert [trajectory["session"] for trajectory in page["trajectories"]] == ["a"] and page["has_more"]
+    later = exchanges_module.now() + RETENTION_S + 1
+    monkeypatch.setattr(exchanges_module, "now", lambda: later)
+    assert exchanges.sweep() == 2
+    with exchanges._db.read() as connection:
+        assert connection.scalar(sa.text("SELECT count(*) FROM exchange_images")) == 0
 
 
 def test_a_trajectory_is_a_datum_of_the_sdk_and_takes_a_reward(harness: Harness) -> None:
