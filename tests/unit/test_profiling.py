@@ -16,7 +16,7 @@ from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, profiling
 from tinsmith.engine.__main__ import _options
-from tinsmith.errors import SettingsError
+from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import Settings
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, SamplingParams
 
@@ -122,3 +122,27 @@ def test_the_setting_reaches_a_backend_on_one_device_and_no_other(tmp_path: Path
     assert "profile" not in _options(Settings())
     with pytest.raises(SettingsError, match="profile is for an engine on one device"):
         _options(Settings(profile=tmp_path, data_parallel=2))
+
+
+def test_a_profile_on_demand_has_its_own_files_and_changes_nothing(shape: ModelShape, tmp_path: Path) -> None:
+    backend, plain = TorchBackend(shape, device="cpu"), TorchBackend(shape, device="cpu")
+    for candidate in (backend, plain):
+        candidate.create_model("m", LoraSpec(4, seed=1))
+        for number in range(3):
+            if candidate is backend and number == 1:
+                backend.start_profile(tmp_path / "profile")
+                with pytest.raises(UserError, match="a profile has begun already"):
+                    backend.start_profile(tmp_path / "other")
+            run_to_end(candidate.run_passes([pass_of(2)]))
+            candidate.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+            if candidate is backend and number == 1:
+                backend.publish("m", "v")
+                sample(backend, 2)
+                assert not backend.has_full_profile()
+                files = backend.stop_profile()
+    assert sorted(path.name.split("-")[0] for path in files) == ["optimizer", "sampling", "training"]
+    assert set(files) == set((tmp_path / "profile").iterdir())
+    assert set(ranges(next(path for path in files if path.name.startswith("training")))) == TRAINED
+    assert torch.equal(*(candidate._models["m"].adapter.flat_P for candidate in (backend, plain)))
+    backend.start_profile(tmp_path / "again")
+    assert backend.stop_profile() == []

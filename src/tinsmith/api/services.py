@@ -36,6 +36,7 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
+from tinsmith.store.profiles import Profiles
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
@@ -108,6 +109,7 @@ class Services:
     engines: EngineStatus
     sample_admission: SampleAdmission
     dedicated_samplers: DedicatedSamplers
+    profiles: Profiles
     meters: ServerMeters
     tracing: Tracing
     threads: ThreadPools

@@ -89,6 +89,20 @@ class Backend(Protocol):
         """Take the device back. All or nothing: raises MemoryError."""
         ...
 
+    def start_profile(self, directory: Path) -> None:
+        """Write traces of the next steps into `directory`, which is created. Raises UserError if this backend cannot
+        trace, or traces already.
+        """
+        ...
+
+    def has_full_profile(self) -> bool:
+        """Whether the profile has all the files that it may have."""
+        ...
+
+    def stop_profile(self) -> Sequence[Path]:
+        """End the profile between two steps; returns its files."""
+        ...
+
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient.
 

@@ -67,6 +67,15 @@ class FakeBackend:
     def memory_use(self) -> dict[str, int]:
         return {"models": ADAPTER_BYTES * len(self._models)}
 
+    def start_profile(self, directory: Path) -> None:
+        raise UserError("the fake backend computes nothing that a profile could show")
+
+    def has_full_profile(self) -> bool:
+        return False
+
+    def stop_profile(self) -> Sequence[Path]:
+        return ()
+
     def sleep(self) -> None:
         self.is_asleep = True
 

@@ -29,6 +29,7 @@ from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import database as database_cli
 from tinsmith.cli import keys as keys_cli
+from tinsmith.cli import profile as profile_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
@@ -138,6 +139,7 @@ app.command()(database_cli.migrate)
 app.add_typer(keys_cli.app, name="keys")
 app.add_typer(samplers_cli.app, name="samplers")
 app.add_typer(runs_cli.app, name="runs")
+app.command()(profile_cli.profile)
 app.add_typer(batch_cli.app, name="batch")
 app.add_typer(checkpoints_cli.app, name="checkpoints")
 app.command()(up_cli.up)

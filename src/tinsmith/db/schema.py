@@ -223,6 +223,18 @@ EXCHANGES = sa.Table(
     sa.Index("ix_exchanges_digest", "tenant_id", "session", "digest"),
 )
 
+PROFILES = sa.Table(
+    "profiles",
+    METADATA,
+    sa.Column("base_model", sa.String(512), primary_key=True),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("seconds", sa.Float, nullable=False),
+    sa.Column("requested_at", sa.Float, nullable=False),
+    sa.Column("host", sa.String(255)),
+    sa.Column("files", sa.JSON, nullable=False),
+    sa.Column("reason", sa.Text),
+)
+
 EXCHANGE_IMAGES = sa.Table(
     "exchange_images",
     METADATA,

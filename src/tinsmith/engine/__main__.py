@@ -96,6 +96,7 @@ from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
+from tinsmith.store.profiles import Profiles
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import Tracing, open_tracing
@@ -573,6 +574,7 @@ def open_stores(database: Database, settings: Settings, ownership: Ownership, tr
         custom_losses=CustomLosses(database),
         ownership=ownership,
         records=Records(database, settings.kept_samples),
+        profiles=Profiles(database),
         tracing=tracing or Tracing(),
     )
 

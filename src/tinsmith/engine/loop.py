@@ -28,6 +28,7 @@ from tinsmith.engine.faults import EngineFaultError, answer_of, classify
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, StepPacer
 from tinsmith.engine.passes import PassReader
+from tinsmith.engine.profiling import PROFILES_DIRECTORY, OperatorProfiles
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
@@ -112,6 +113,10 @@ class Engine:
         self._migration = RunMigration(
             stores.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox
         )
+        self._profiles: OperatorProfiles | None = None
+        if stores.profiles is not None:
+            directory = settings.resolved_data_dir / PROFILES_DIRECTORY
+            self._profiles = OperatorProfiles(stores.profiles, backend, shape.name, directory)
         self._decode_share_s = self._next_check = 0.0
         self._trim_at = math.inf
         self._part_began = 0.0
@@ -214,6 +219,8 @@ class Engine:
             self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
         self._writes_at_once = self._versions.poll_samplers()
         self._migration.poll()
+        if self._profiles is not None:
+            self._profiles.poll()
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
         """Nothing arrived for a moment: do deferrable work, then wait. False if still nothing arrived."""

@@ -12,6 +12,7 @@ from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
+from tinsmith.store.profiles import Profiles
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.tracing import Tracing
 
@@ -27,5 +28,6 @@ class Stores:
     custom_losses: CustomLosses
     ownership: Ownership
     records: Records | None = None
+    profiles: Profiles | None = None
     tracing: Tracing = field(default_factory=Tracing)
     transfer: VersionTransfer | None = None

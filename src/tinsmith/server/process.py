@@ -85,6 +85,7 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
+from tinsmith.store.profiles import Profiles
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
@@ -398,6 +399,7 @@ def _services(
         engines=EngineStatus(engines.queue_state, engine_router.for_run),
         sample_admission=admission,
         dedicated_samplers=DedicatedSamplers(database),
+        profiles=Profiles(database),
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),

@@ -213,6 +213,15 @@ class ShardedBackend:
         """The memory of rank 0."""
         return self.local.memory_use()
 
+    def start_profile(self, directory: Path) -> None:
+        raise UserError("a profile is for an engine on one device; this one has several")
+
+    def has_full_profile(self) -> bool:
+        return False
+
+    def stop_profile(self) -> Sequence[Path]:
+        return ()
+
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self._call("begin_passes", list(passes))
         try:

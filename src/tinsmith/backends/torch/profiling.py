@@ -1,4 +1,4 @@
-"""Ranges named after the stages of a step, and traces of an engine's first steps.
+"""Ranges named after the stages of a step, and traces of an engine's steps: of the first ones, or on demand.
 
 `stage` marks part of a step: as an NVTX range where torch has CUDA, which `nsys profile` shows, and in an open trace.
 `StepTraces` writes files that torch's profiler makes and chrome://tracing or Perfetto reads. A trace covers the first
@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tinsmith.backends import MicroBatches
+from tinsmith.errors import UserError
 
 FILES = 4
 MICRO_BATCHES = 4
@@ -50,15 +51,41 @@ def stage(name: str) -> Iterator[None]:
 
 
 class StepTraces:
-    """Without a directory nothing is written."""
+    """Without a directory nothing is written. A profile on demand has a directory of its own from `start` to `stop`."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory
+        self._directory: Path | None = None
         self._written: dict[str, int] = dict.fromkeys((TRAINING, OPTIMIZER, SAMPLING), 0)
+        self._files: list[Path] = []
         self._open: tuple[str, profile] | None = None
         self._steps_left = 0
+        self._on_demand = False
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+            self._write_to(directory)
+
+    def _write_to(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._files = directory, []
+        self._written = dict.fromkeys(self._written, 0)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether FILES of each kind are written."""
+        return min(self._written.values()) >= FILES
+
+    def start(self, directory: Path) -> None:
+        """Begin a profile on demand, also after the traces of the first steps. Raises UserError during another one."""
+        if self._on_demand:
+            raise UserError("a profile has begun already; stop it first")
+        self._end_open()
+        self._write_to(directory)
+        self._on_demand = True
+
+    def stop(self) -> list[Path]:
+        """End the profile on demand; returns its files."""
+        self._end_open()
+        self._directory, self._on_demand = None, False
+        return self._files
 
     def training(self, micro_batches: MicroBatches) -> MicroBatches:
         """The same micro-batches, the first of them traced."""
@@ -102,8 +129,7 @@ class StepTraces:
                 self._end(SAMPLING)
 
     def _begin(self, kind: str) -> None:
-        if self._open is not None:  # decode steps, which a training or optimizer step ends
-            self._end(self._open[0])
+        self._end_open()  # decode steps, which a training or optimizer step ends
         if self._directory is None or self._written[kind] == FILES:
             return
         activities = [ProfilerActivity.CPU]
@@ -112,6 +138,10 @@ class StepTraces:
         recorder = profile(activities=activities, acc_events=True)
         recorder.start()
         self._open = kind, recorder
+
+    def _end_open(self) -> None:
+        if self._open is not None:
+            self._end(self._open[0])
 
     def _end(self, kind: str) -> None:
         """Write the trace, if one of this kind is open."""
@@ -122,5 +152,6 @@ class StepTraces:
         recorder.stop()
         path = self._directory / f"{kind}-{os.getpid()}-{self._written[kind]}.json.gz"
         self._written[kind] += 1
+        self._files.append(path)
         recorder.export_chrome_trace(str(path))
         log.info("trace written", file=str(path))

@@ -1,4 +1,4 @@
-"""Adds the images of captured exchanges, and an index for the newest weights of a training run."""
+"""Adds the images of captured exchanges, an index for the newest weights of a training run, and profiles."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -18,6 +18,17 @@ def upgrade() -> None:
             sa.Column("session", sa.String(128), primary_key=True),
             sa.Column("digest", sa.String(64), primary_key=True),
             sa.Column("data", sa.LargeBinary(), nullable=False),
+        )
+    if "profiles" not in inspector.get_table_names():
+        op.create_table(
+            "profiles",
+            sa.Column("base_model", sa.String(512), primary_key=True),
+            sa.Column("state", sa.String(16), nullable=False),
+            sa.Column("seconds", sa.Float(), nullable=False),
+            sa.Column("requested_at", sa.Float(), nullable=False),
+            sa.Column("host", sa.String(255)),
+            sa.Column("files", sa.JSON(), nullable=False),
+            sa.Column("reason", sa.Text()),
         )
     predicate = sa.text("model_id IS NOT NULL")
     columns = ["model_id", "created_at"]

@@ -1,0 +1,64 @@
+"""Profiles that an operator asks for while the engine runs (`store.profiles`).
+
+The engine looks for a request about once a second, between steps. A profile ends after its seconds, when an operator
+stops it, or when its files are complete; then the row names the files. A backend that cannot trace refuses by name. An
+engine that finds a profile of an earlier engine says so: its traces ended with that process.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import structlog
+
+from tinsmith.backends import Backend
+from tinsmith.errors import UserError
+from tinsmith.store.profiles import REQUESTED, STOPPING, Profile, Profiles
+
+PROFILES_DIRECTORY = "profiles"
+"""Below the data directory of the engine's machine."""
+
+log = structlog.get_logger()
+
+
+class OperatorProfiles:
+    def __init__(self, profiles: Profiles, backend: Backend, base_model: str, directory: Path) -> None:
+        """Each profile has a directory of its own in `directory`."""
+        self._profiles = profiles
+        self._backend = backend
+        self._base_model = base_model
+        self._directory = directory
+        self._ends_at: float | None = None  # while tracing
+
+    def poll(self) -> None:
+        """Begin or end a profile. A database error changes nothing that the next poll does not find."""
+        profile = self._profiles.find_active(self._base_model)
+        if profile is None:
+            return
+        if self._ends_at is not None:
+            if profile.state == STOPPING or time.monotonic() >= self._ends_at or self._backend.has_full_profile():
+                self._end()
+        elif profile.state == REQUESTED:
+            self._begin(profile)
+        else:
+            self._profiles.finish(self._base_model, (), "its engine ended; ask for another one")
+
+    def _begin(self, profile: Profile) -> None:
+        began_at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(profile.requested_at))
+        directory = self._directory / f"{self._base_model.replace('/', '--')}-{began_at}"
+        try:
+            self._backend.start_profile(directory)
+        except (UserError, OSError) as error:
+            self._profiles.finish(self._base_model, (), str(error))
+            return
+        self._ends_at = time.monotonic() + profile.seconds
+        self._profiles.begin(self._base_model, socket.gethostname())
+        log.info("profile begun", base_model=self._base_model, directory=str(directory))
+
+    def _end(self) -> None:
+        files = [str(path) for path in self._backend.stop_profile()]
+        self._profiles.finish(self._base_model, files)
+        self._ends_at = None
+        log.info("profile finished", base_model=self._base_model, files=len(files))
