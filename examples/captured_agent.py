@@ -1,7 +1,8 @@
 """An agent that knows only OpenAI's client is trained from what the server captured of its chats.
 
 The agent asks nano for a sum. If nano is not sure, the agent runs its calculator and asks again with the result. A
-right answer earns 1, with the calculator's help 0.4. The agent's key names the episode, so that it is captured.
+right answer earns 1, with the calculator's help 0.4. The agent's key names the episode, so that it is captured, and its
+model is the training run, whose newest published weights answer.
 
 tinsmith serve                            # in another terminal
 export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
@@ -37,26 +38,27 @@ def agent(client: openai.OpenAI, model: str, example: nano.PromptExample) -> flo
 
 
 def episode(job: tuple[str, str, nano.PromptExample]) -> float:
-    name, path, example = job
-    return agent(client.with_options(api_key=session_key(KEY, name)), path, example)
+    name, run, example = job
+    return agent(client.with_options(api_key=session_key(KEY, name)), run, example)
 
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY)
 with tinker.ServiceClient() as service, Trajectories(URL, KEY) as captured, ThreadPoolExecutor(16) as threads:
     model = service.create_lora_training_client(BASE, rank=16, seed=2).result()
+    run = f"tinker://{model.model_id}"
     for step in range(STEPS):
-        path = model.save_weights_for_sampler(f"step-{step}").result().path
+        model.save_weights_and_get_sampling_client().result()
         examples = [nano.draw("add", rng, "train") for _ in range(SUMS)]
-        jobs = [(f"{path}/{sum_}/{n}", path, examples[sum_]) for sum_ in range(SUMS) for n in range(GROUP)]
+        jobs = [(f"{run}/{step}/{sum_}/{n}", run, examples[sum_]) for sum_ in range(SUMS) for n in range(GROUP)]
         rewards = list(threads.map(episode, jobs))
         data = []
-        for place, (name, _, _) in enumerate(jobs):
-            group = rewards[place // GROUP * GROUP :][:GROUP]
-            advantage = rewards[place] - sum(group) / GROUP
+        for index, (name, _, _) in enumerate(jobs):
+            group = rewards[index // GROUP * GROUP :][:GROUP]
+            advantage = rewards[index] - sum(group) / GROUP
             if advantage:
-                found = captured.of(name)
-                captured.reward({each.trajectory_id: rewards[place] for each in found})
-                data += [each.datum(advantage) for each in found]
+                trajectories = captured.of(name)
+                captured.reward({trajectory.trajectory_id: rewards[index] for trajectory in trajectories})
+                data += [trajectory.datum(advantage) for trajectory in trajectories]
         if data:
             passed = model.forward_backward(data, "importance_sampling")
             model.optim_step(types.AdamParams(learning_rate=RATE)).result()

@@ -296,6 +296,8 @@ def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: st
     for path, body in BODIES.items():
         if "{" in path or isinstance(request_fields := body(ids), bytes):
             continue
+        if request_fields == body(alice):  # names nothing of a tenant
+            continue
         answer = harness.client.post(url_of(path), json=request_fields, headers={"X-API-Key": ALICE})
         assert answer.status_code in (400, 404, 410), (path, answer.text[:300])
     saved = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})

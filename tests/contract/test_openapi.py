@@ -135,6 +135,8 @@ def test_an_operation_with_a_typed_body_has_an_example_that_it_takes() -> None:
 def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never_asks(harness: Harness) -> None:
     headers = {"X-API-Key": "tml-alice", "Content-Type": "text/plain"}
     for operation in OPERATIONS:
+        if operation.access is Access.OPERATOR:
+            continue  # refused before its body is looked at
         if operation.method in ("POST", "PUT") and operation.access.needs_key:
             answer = harness.client.request(operation.method, operation.url, content=b"{}", headers=headers)
             assert (answer.status_code == 415) == bool(operation.takes), operation.name

@@ -46,7 +46,7 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.wire.bodies import PROTO_TYPE
 
-SMALL = {"engines", "tenants", "keys", "batch_worker"}
+SMALL = {"engines", "tenants", "keys", "batch_worker", "profiles"}
 """Tables with a row for each process, tenant or key."""
 
 GROWING = set(METADATA.tables) - SMALL

@@ -29,6 +29,7 @@ from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
+from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.db.database import Database
 from tinsmith.db.factory import open_database
@@ -224,6 +225,7 @@ def make_harness(
         engines=EngineStatus(lambda base_model: queue.get(base_model, ("active", None)), lambda _base_model: None),
         sample_admission=admission,
         dedicated_samplers=DedicatedSamplers(database),
+        profiles=Profiles(database),
         meters=meters,
         tracing=Tracing(),
         threads=ThreadPools.start(),

@@ -22,6 +22,7 @@ from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engines import EngineFailure
 from tinsmith.cluster.executors import DedicatedSamplers
+from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.db.wakeups import Waiters
 from tinsmith.runtime.threads import ThreadPools
@@ -36,7 +37,6 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
-from tinsmith.store.profiles import Profiles
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses

@@ -17,7 +17,7 @@ from tinsmith.cli.remote import AsJson, output, print_json
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from tinsmith.store.profiles import Profile, Profiles
+    from tinsmith.cluster.profiles import Profile, Profiles
 
 POLL_S = 0.2
 BEGIN_S = 60.0
@@ -32,7 +32,7 @@ def profile(
     data_dir: DataDir = None,
 ) -> None:
     """Trace the next steps of a running engine with torch's profiler."""
-    from tinsmith.store.profiles import FAILED, Profiles
+    from tinsmith.cluster.profiles import FAILED, Profiles
 
     with server_database(data_dir) as database:
         profiles = Profiles(database)
@@ -54,7 +54,7 @@ def profile(
 
 def _wait_for_end(profiles: Profiles, base_model: str) -> Profile:
     """Wait until the profile has ended. Raises UserError for one that does not begin, which is cancelled, or end."""
-    from tinsmith.store.profiles import ACTIVE, REQUESTED
+    from tinsmith.cluster.profiles import ACTIVE, REQUESTED
 
     started = time.monotonic()
     while (current := profiles.find(base_model)).state in ACTIVE:

@@ -57,6 +57,7 @@ from tinsmith.cluster.engines import (
 from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.factory import open_database, open_mailbox
@@ -96,7 +97,6 @@ from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
-from tinsmith.store.profiles import Profiles
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import Tracing, open_tracing

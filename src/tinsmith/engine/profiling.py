@@ -1,4 +1,4 @@
-"""Profiles that an operator asks for while the engine runs (`store.profiles`).
+"""Profiles that an operator asks for while the engine runs (`cluster.profiles`).
 
 The engine looks for a request about once a second, between steps. A profile ends after its seconds, when an operator
 stops it, or when its files are complete; then the row names the files. A backend that cannot trace refuses by name. An
@@ -14,8 +14,8 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Backend
+from tinsmith.cluster.profiles import REQUESTED, STOPPING, Profile, Profiles
 from tinsmith.errors import UserError
-from tinsmith.store.profiles import REQUESTED, STOPPING, Profile, Profiles
 
 PROFILES_DIRECTORY = "profiles"
 """Below the data directory of the engine's machine."""

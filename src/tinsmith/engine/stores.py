@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.cluster.profiles import Profiles
 from tinsmith.engine.telemetry import Records
 from tinsmith.engine.transfer import VersionTransfer
 from tinsmith.storage.directories import Directories
@@ -12,7 +13,6 @@ from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
-from tinsmith.store.profiles import Profiles
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.tracing import Tracing
 

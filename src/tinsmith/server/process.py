@@ -50,6 +50,7 @@ from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
+from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sample_admission import SampleAdmission
 from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
@@ -85,7 +86,6 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
-from tinsmith.store.profiles import Profiles
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses
@@ -363,7 +363,6 @@ def _services(
     server_sessions = ServerSessions(sessions, samplers, settings.session_timeout_s)
     gateway = ModelGateway(served, sessions, server_sessions, checkpoints, futures, waiters, admission)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
-    parts = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.try_lock("openai_batches"))
     return Services(
         settings=settings,
         bases=served,
@@ -388,7 +387,7 @@ def _services(
         model_gateway=gateway,
         files=files,
         openai_batches=batches,
-        batch_reconciler=Reconciler(settings, parts),
+        batch_reconciler=_build_reconciler(settings, database, batches, files, coordinator),
         tokenizers=ModelTokenizers(read_tool_parsers(settings.tool_parser)),
         partials=Partials(),
         implicit_sessions=ImplicitSessions(server_sessions),
@@ -405,6 +404,14 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=database.reads_wait,
     )
+
+
+def _build_reconciler(
+    settings: Settings, database: Database, batches: OpenAIBatches, files: Files, coordinator: Coordinator
+) -> Reconciler:
+    batch_jobs = BatchJobs(database)
+    parts = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.try_lock("openai_batches"))
+    return Reconciler(settings, parts)
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:

@@ -1,6 +1,6 @@
 """Profiles of running engines, which operators start and stop; `tinsmith profile` does the same in the database.
 
-An engine begins within about a second, between two steps, and `store.profiles` has the states.
+An engine begins within about a second, between two steps, and `cluster.profiles` has the states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinsmith.api.access import Access
 from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import LIST, NUMBER, TEXT, TEXTS, fields, one_of
 from tinsmith.api.request import Call, JsonObject
-from tinsmith.store.profiles import FAILED, FINISHED, MAX_PROFILE_S, PROFILE_S, REQUESTED, STOPPING, TRACING
+from tinsmith.cluster.profiles import FAILED, FINISHED, MAX_PROFILE_S, PROFILE_S, REQUESTED, STOPPING, TRACING
 from tinsmith.wire.fields import ClosedBody, Schema, Text
 
 _for_operators = partial(operation, access=Access.OPERATOR)
