@@ -504,6 +504,47 @@ def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: B
     assert not sampler.cancel("kept")
 
 
+def test_a_paused_request_holds_no_blocks_and_is_no_work(base: BaseModel):
+    sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4, max_sequences=4))
+    paused = make_sample("paused", make_prompt(20), num_samples=3, prompt_logprobs=True)
+    sampler.submit(paused)
+    for _ in range(4):
+        sampler.step()
+    sampler.pause({"paused", "later", "unknown"})
+    assert not sampler.has_work and sampler._batcher.pool.num_live == 0
+    sampler.submit(make_sample("later", make_prompt(3)))
+    others = [make_sample(str(index), make_prompt(9, index), num_samples=4) for index in range(2)]
+    results = run(sampler, *others)
+    assert set(results) == {"0", "1"} and sampler.cancel("later")
+    sampler.pause(())
+    results |= finish(sampler)
+    for sample in (paused, *others):
+        assert_same(results[sample.request_id], sample_alone(base, sample))
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_5"])
+@given(st.data())
+@examples(12)
+def test_pauses_at_any_step_change_no_token(bases: dict[str, BaseModel], arch: str, data: st.DataObject):
+    base = bases[arch]
+    options = SamplerOptions(block_size=4, max_sequences=3, max_tokens_per_step=7)
+    sampler = LocalSampler(base, {}, options=options)
+    samples = [make_sample(str(index), make_prompt(5 + 6 * index, index), num_samples=2) for index in range(3)]
+    for sample in samples:
+        sampler.submit(sample)
+    results: dict[str, SampleResult] = {}
+    names = st.sets(st.sampled_from(["0", "1", "2"]))
+    for _ in range(data.draw(st.integers(1, 8))):
+        sampler.pause(data.draw(names))
+        for _ in range(data.draw(st.integers(0, 6))):
+            if sampler.has_work:
+                results |= dict(sampler.step())  # type: ignore[arg-type]
+    sampler.pause(())
+    results |= finish(sampler)
+    for sample in samples:
+        assert_same(results[sample.request_id], sample_alone(base, sample), BOUNDS[arch])
+
+
 def test_nothing_is_allocated_before_there_is_work_and_memory_follows_the_work(base: BaseModel):
     sampler = LocalSampler(base, {})
     assert sampler._cache.num_blocks == 0

@@ -53,6 +53,7 @@ SESSIONS = sa.Table(
     sa.Column("ended_at", sa.Float),  # when it finished or expired
     sa.Column("closed_at", sa.Float),  # when the unloading of its models was requested
     sa.Column("forgotten_at", sa.Float),  # when the last of its futures was deleted
+    sa.Column("sampling_paused_at", sa.Float),  # while its samples are paused
     sa.Index("ix_sessions_tenant_created", "tenant_id", "created_at"),
     sa.Index("ix_sessions_closed_heartbeat", "closed_at", "last_heartbeat_at"),
     sa.Index("ix_sessions_forgotten_closed", "forgotten_at", "closed_at"),

@@ -196,7 +196,7 @@ class Engine:
             self._slow_poll()
             self._skip_gaps()
             self._recorder.flush()
-            self._sampling.update_absent_sessions(self._queues, self._settings.absent_after_s)
+            self._sampling.update_sessions(self._queues, self._settings.absent_after_s)
             self._sampling.measure()
             self.meters.set_memory_use(self._backend.memory_use())
         self._trim_when_idle(busy)

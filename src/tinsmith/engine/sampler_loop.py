@@ -333,7 +333,7 @@ class SamplerEngine:
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._stores.ownership.free_expired()
             self._fetch_late()
-            self._sampling.update_absent_sessions(self._queues, self._absent_after_s)
+            self._sampling.update_sessions(self._queues, self._absent_after_s)
             self._sampling.measure()
             self._report()
             self._follow_operator()

@@ -91,6 +91,9 @@ class Sampling:
     def __post_init__(self) -> None:
         self._sample_recorder = SampleRecorder(self.stores.records)
         self._absent: set[str] = set()  # sessions
+        self._paused: set[str] = set()  # sessions
+        self._looked_up: set[str] = set()  # sessions of which it is known whether they are paused
+        self._paused_samples: set[str] = set()  # of them, those in the sampler
         self._running: dict[str, _RunningSample] = {}
         self._max_running = MAX_IN_SAMPLER
         self._returned: list[Pending] = []
@@ -203,13 +206,16 @@ class Sampling:
             )
             self._finish([Settlement(running.request.request_id, error=error)])
 
-    def update_absent_sessions(self, queues: Queues, absent_after_s: float) -> None:
-        """Update which sessions are absent, and give the slots of their samples to others that wait. A session is
-        absent after `absent_after_s` of silence; 0 disables this.
+    def update_sessions(self, queues: Queues, absent_after_s: float) -> None:
+        """Update which sessions are paused, and which are absent: those give the slots of their samples to others that
+        wait. A session is absent after `absent_after_s` of silence; 0 disables this.
         """
         waiting = [request for requests in queues.waiting_samples().values() for request in requests]
         sessions = {running.request.session_id for running in self._running.values()}
         sessions.update(request.session_id for request in waiting)
+        self._update_paused(sessions)
+        sessions -= self._paused
+        waiting = [request for request in waiting if request.session_id not in self._paused]
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
@@ -218,6 +224,15 @@ class Sampling:
         present_wait = any(request.session_id in present_sessions for request in waiting)
         if self._absent and present_sessions and (present_wait or self.backend.sampler.cache_use().waiting_sequences):
             self._requeue_absent(queues)
+
+    def _update_paused(self, sessions: Collection[str]) -> None:
+        self._paused = self.stores.samplers.filter_paused(sorted(sessions)) if sessions else set()
+        self._looked_up = set(sessions)
+        samples = {name for name, running in self._running.items() if running.request.session_id in self._paused}
+        if samples != self._paused_samples:
+            self.backend.sampler.pause(samples)
+            log.info("sampling is paused" if samples else "sampling goes on", sessions=sorted(self._paused)[:20])
+            self._paused_samples = samples
 
     def _requeue_absent(self, queues: Queues) -> None:
         """Move samples of absent sessions from the sampler back into the queue, except streaming ones."""
@@ -283,7 +298,7 @@ class Sampling:
         """Move waiting samples into the sampler; without `loads` only those whose weights are in memory."""
         if not queues.samples:
             return
-        requests = self._choose_next(queues)
+        requests = self._drop_paused(self._choose_next(queues))
         sessions: dict[str, SamplingSession | None] = {}
         if not loads:
             requests = [request for request in requests if self._is_loaded(request, sessions)]
@@ -317,11 +332,29 @@ class Sampling:
                 # Suspects run first, while the sampler is empty, so that no other sample fails with them.
                 return self.quarantine.groups(quarantined)[0]
         occupied = Counter(running.request.tenant_id for running in self._running.values())
-        waiting = self._without_absent(queues.waiting_samples())
+        waiting = self._without_absent(self._without_paused(queues.waiting_samples()))
         requests, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
         if self._max_running < MAX_IN_SAMPLER:  # after a memory shortage, no tenant exceeds the limit
             return requests[: max(0, self._max_running - len(self._running))]
         return requests
+
+    def _drop_paused(self, requests: list[Pending]) -> list[Pending]:
+        """`requests` without those of sessions that are found paused at their first sample since the last update."""
+        new_sessions = {request.session_id for request in requests} - self._looked_up
+        if not new_sessions:
+            return requests
+        self._paused |= self.stores.samplers.filter_paused(sorted(new_sessions))
+        self._looked_up |= new_sessions
+        return [request for request in requests if request.session_id not in self._paused]
+
+    def _without_paused(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
+        if not self._paused:
+            return waiting
+        parts = {
+            tenant_id: [request for request in requests if request.session_id not in self._paused]
+            for tenant_id, requests in waiting.items()
+        }
+        return {tenant_id: requests for tenant_id, requests in parts.items() if requests}
 
     def _without_absent(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
         """`waiting` without the samples of absent sessions, unless there are no others, here or in the sampler."""

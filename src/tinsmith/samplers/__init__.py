@@ -69,6 +69,12 @@ class Sampler(Protocol):
         """Drop a waiting or running request; False if it is unknown or finished."""
         ...
 
+    def pause(self, request_ids: Collection[str]) -> None:
+        """Pause these of the submitted requests, and continue all others. A paused request keeps its tokens and draws
+        no more; it is no work, and leaves its slot and its memory to others. A sampler that cannot pause finishes it.
+        """
+        ...
+
     def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
         """Run one step and return the finished requests as (request_id, outcome). With `scopes`, a sampler that
         supports it leaves requests of other cache_scopes out of the step.

@@ -34,6 +34,7 @@ class FakeSampler:
 
     runs_by_itself = False
     inference_server = None
+    _paused: Collection[str] = ()
 
     def __init__(self, shape: ModelShape, versions: Mapping[str, float]) -> None:
         self._shape = shape
@@ -42,7 +43,7 @@ class FakeSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting)
+        return any(sample.request_id not in self._paused for sample, _ in self._waiting)
 
     def submit(self, sample: Sample) -> None:
         weight = 0.0 if sample.version_id is None else self._versions[sample.version_id]
@@ -53,10 +54,15 @@ class FakeSampler:
         self._waiting = deque(entry for entry in self._waiting if entry[0].request_id != request_id)
         return len(self._waiting) < before
 
+    def pause(self, request_ids: Collection[str]) -> None:
+        self._paused = frozenset(request_ids)
+
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
-        if not self._waiting:
+        entry = next((entry for entry in self._waiting if entry[0].request_id not in self._paused), None)
+        if entry is None:
             return []
-        sample, weight = self._waiting.popleft()
+        self._waiting.remove(entry)
+        sample, weight = entry
         return [(sample.request_id, self._answer(sample, weight))]
 
     def partials(self) -> list[Partial]:

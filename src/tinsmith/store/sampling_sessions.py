@@ -243,6 +243,12 @@ class SamplingSessions:
         parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(chunk))) for chunk in chunks(session_ids))
         return {session_id for part in parts for session_id in part}
 
+    def filter_paused(self, session_ids: Sequence[str]) -> set[str]:
+        """Return those of `session_ids` whose sampling is paused."""
+        paused = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.sampling_paused_at.is_not(None))
+        parts = (self._db.scalars(paused.where(SESSIONS.c.session_id.in_(chunk))) for chunk in chunks(session_ids))
+        return {session_id for part in parts for session_id in part}
+
     def of_session(self, session_id: str) -> list[str]:
         query = (
             sa.select(SAMPLERS.c.sampling_session_id)

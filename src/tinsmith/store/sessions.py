@@ -60,6 +60,7 @@ class Session:
     closed_at: float | None = None
     finish_type: str | None = None
     forgotten_at: float | None = None
+    sampling_paused_at: float | None = None
 
     @property
     def finish_detail(self) -> str | None:
@@ -134,6 +135,15 @@ class Sessions:
     def heartbeat(self, tenant_id: str, session_id: str) -> None:
         self.require_active(tenant_id, session_id)
         self._update(session_id, last_heartbeat_at=now())
+
+    def pause_sampling(self, tenant_id: str, session_id: str) -> None:
+        """Pause the session's samples until `continue_sampling`; a repetition changes nothing. Raises GoneError."""
+        if self.require_active(tenant_id, session_id).sampling_paused_at is None:
+            self._update(session_id, sampling_paused_at=now())
+
+    def continue_sampling(self, tenant_id: str, session_id: str) -> None:
+        self.require_active(tenant_id, session_id)
+        self._update(session_id, sampling_paused_at=None)
 
     def is_poll_heartbeat_due(self, session_id: str) -> bool:
         """Whether to call `record_poll` for this poll: once in POLL_HEARTBEAT_S. Must be called from one thread."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.declaration import operation
@@ -126,3 +128,19 @@ class JoinSamplingSessionRequest(Body):
 def join_sampling_session(call: Call, request: JoinSamplingSessionRequest) -> JsonObject:
     client_counter = call.services.sampling_sessions.join(call.tenant_id, request.sampling_session_id)
     return {"type": "join_sampling_session", "client_counter": client_counter}
+
+
+_for_samples_of_session = partial(operation, "POST", answer=fields({"session_id": TEXT, "sampling": TEXT}))
+
+
+@_for_samples_of_session("/sessions/{session_id}/pause_sampling", "Pause a session's samples", errors=(404, 410))
+def pause_sampling(call: Call) -> JsonObject:
+    """Engines pause within about a second: samples that they have begun keep their tokens, and none begins."""
+    call.services.sessions.pause_sampling(call.tenant_id, call.path["session_id"])
+    return {"session_id": call.path["session_id"], "sampling": "paused"}
+
+
+@_for_samples_of_session("/sessions/{session_id}/continue_sampling", "Continue a session's samples", errors=(404, 410))
+def continue_sampling(call: Call) -> JsonObject:
+    call.services.sessions.continue_sampling(call.tenant_id, call.path["session_id"])
+    return {"session_id": call.path["session_id"], "sampling": "running"}

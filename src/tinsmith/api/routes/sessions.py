@@ -155,6 +155,7 @@ def get_session(call: Call, _query: ScopeQuery) -> JsonObject:
         "sampler_ids": call.services.sampling_sessions.of_session(session.session_id),
         "user_metadata": text_values(session.user_metadata),
         "display_name": session.display_name,
+        "sampling": "running" if session.sampling_paused_at is None else "paused",
     }
 
 

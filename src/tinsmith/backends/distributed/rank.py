@@ -44,7 +44,7 @@ RANK_COMMANDS = frozenset(
 BACKEND_COMMANDS = frozenset(
     {"create_model", "unload_model", "optim_step", "publish", "drop_version", "sleep", "wake_up"}
 )
-SAMPLER_COMMANDS = frozenset({"submit", "cancel", "hold", "release"})
+SAMPLER_COMMANDS = frozenset({"submit", "cancel", "pause", "hold", "release"})
 """The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
 
 

@@ -141,10 +141,11 @@ class GroupSampler:
         self._prefix_groups: OrderedDict[tuple[str | None, str, bytes], int] = OrderedDict()
         self._partials: list[Partial] = []
         self._uses: dict[int, CacheUse] = {}
+        self._paused: frozenset[str] = frozenset()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._assignments)
+        return not self._paused.issuperset(self._assignments)
 
     def submit(self, sample: Sample) -> None:
         group_index = self._choose_group(sample)
@@ -167,6 +168,10 @@ class GroupSampler:
         self._remove(request_id)
         group = self._degrees.sampling_group(assignment.group_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
+
+    def pause(self, request_ids: Collection[str]) -> None:
+        self._paused = frozenset(request_ids)
+        self._call("pause", sorted(self._paused))
 
     def step(self, scopes: Collection[str] | None = None) -> SampleOutcomes:
         if not self._assignments:

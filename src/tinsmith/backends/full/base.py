@@ -259,6 +259,9 @@ class FullSampler(LocalSampler):
         )
         return super().cancel(request_id)
 
+    def pause(self, request_ids: Collection[str]) -> None:
+        """Running requests finish: those of other weights wait for them."""
+
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
         if self._waiting and len(self._waiting) == len(self._requests):
             self._active = self._waiting[0].request.weights.adapter

@@ -185,6 +185,7 @@ class LocalSampler:
         self._can_retry = True
         self._prepared = True
         self._spans: list[TokenSpan] = []
+        self._paused: frozenset[str] = frozenset()  # ids of requests
 
     def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
         """The bytes of a cached token and of a state that decide how many there may be."""
@@ -192,7 +193,7 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return not self._paused.issuperset(self._requests)
 
     def submit(self, sample: Sample) -> None:
         """Enqueue a request. Raises UserError, and stores nothing, if the request can never run."""
@@ -214,6 +215,11 @@ class LocalSampler:
         if sequences is not None:
             self._batcher.remove(sequences)
         return sequences is not None
+
+    def pause(self, request_ids: Collection[str]) -> None:
+        """A paused request keeps its tokens; its keys and values stay as long as the cache has room for them."""
+        self._paused = frozenset(request_ids)
+        self._batcher.pause(self._paused)
 
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
         """Run one step. If memory runs out, the youngest half of the running sequences is preempted and the step is

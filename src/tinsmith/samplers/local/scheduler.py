@@ -103,6 +103,7 @@ class Batcher:
         self._computing: dict[bytes, Sequence] = {}
         self._num_admitted = 0
         self._admitted_at: dict[str, int] = {}  # the ordinal of each scope's last admission
+        self._paused: Container[str] = ()  # ids of requests that are not admitted
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -121,6 +122,12 @@ class Batcher:
             self._free_blocks(sequence)
         self.running = [s for s in self.running if id(s) not in retired_ids]
         self.waiting = [s for s in self.waiting if id(s) not in retired_ids]
+
+    def pause(self, request_ids: Container[str]) -> None:
+        """Preempt the sequences of these requests and admit none of them; sequences of all others continue."""
+        self._paused = request_ids
+        for sequence in [s for s in self.running if s.request.sample.request_id in request_ids]:
+            self._preempt(sequence)
 
     def schedule(self, scopes: Container[str] | None = None) -> SamplerStep:
         """Choose the next step; with `scopes`, only sequences of those scopes. The others keep their slots."""
@@ -293,7 +300,7 @@ class Batcher:
         """The waiting sequences of each scope that can be admitted, oldest first."""
         queues: ScopeQueues = {}
         for sequence in self.waiting:
-            if not sequence.num_unread:
+            if not sequence.num_unread and sequence.request.sample.request_id not in self._paused:
                 queues.setdefault(sequence.scope, deque()).append(sequence)
         return queues
 

@@ -176,6 +176,9 @@ class ExternalSampler:
             self._loop.call_soon_threadsafe(_cancel, job)
         return job is not None
 
+    def pause(self, request_ids: Collection[str]) -> None:
+        """The server finishes what it has begun."""
+
     def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
         self.wake_up()
         outcomes: list[tuple[str, SampleResult | TinsmithError]] = []

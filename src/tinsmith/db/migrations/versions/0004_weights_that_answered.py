@@ -1,4 +1,4 @@
-"""Adds the images of captured exchanges, an index for the newest weights of a training run, and profiles."""
+"""Adds images of captured exchanges, an index for the newest weights of a run, profiles, and pauses of sampling."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,6 +11,8 @@ def upgrade() -> None:
     inspector = sa.inspect(op.get_bind())
     if "images" not in {column["name"] for column in inspector.get_columns("exchanges")}:
         op.add_column("exchanges", sa.Column("images", sa.Text()))
+    if "sampling_paused_at" not in {column["name"] for column in inspector.get_columns("sessions")}:
+        op.add_column("sessions", sa.Column("sampling_paused_at", sa.Float()))
     if "exchange_images" not in inspector.get_table_names():
         op.create_table(
             "exchange_images",
