@@ -315,6 +315,17 @@ def test_a_cancelled_sample_is_gone_from_its_ranks(single: TorchBackend, sharded
     assert finish(sharded).keys() == {sample.request_id for sample in base_only[1:]}
 
 
+def test_a_paused_sample_waits_on_its_ranks(single: TorchBackend, sharded: ShardedBackend) -> None:
+    base_only = [sample for sample in samples() if sample.version_id is None]
+    for sample in base_only:
+        sharded.sampler.submit(sample)
+    sharded.sampler.step()
+    sharded.sampler.pause([base_only[0].request_id])
+    assert finish(sharded).keys() == {sample.request_id for sample in base_only[1:]}
+    sharded.sampler.pause([])
+    assert sharded.sampler.has_work and finish(sharded).keys() == {base_only[0].request_id}
+
+
 def test_refusals_equal_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
     rng = np.random.default_rng(3)
     for backend in (single, sharded):
