@@ -21,7 +21,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
-from tinsmith.samplers.local.grammar import GrammarCache
+from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, GrammarCache
 from tinsmith.wire.fields import validate
 
 WEATHER = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -120,10 +120,72 @@ def test_thoughts_are_apart_or_text_or_left_out(text: ModelTokenizer) -> None:
     assert (answer.reasoning, answer.text) == ("hm", "yes")
 
 
-def test_special_tokens_that_are_shown_and_answers_in_a_grammar_are_no_messages(text: ModelTokenizer) -> None:
+def test_special_tokens_that_are_shown_and_answers_that_go_on_in_a_grammar_are_no_messages(
+    text: ModelTokenizer,
+) -> None:
     assert chat(text, tools=[], skip_special_tokens=False).channels is None
-    assert chat(text, tools=[], response_format={"type": "json_object"}).channels is None
+    json_format = {"type": "json_object"}
+    assert chat(text, tools=[], skip_special_tokens=False, response_format=json_format).channels is None
+    ids = text.encode(f"<|start|>user<|message|>hi<|end|><|start|>assistant{FINAL}", special=False)
+    within = chat(text, tools=[], response_format=json_format, prompt_token_ids=ids)
+    assert within.channels is None and not accepts(within, text, f"{FINAL}{{}}") and accepts(within, text, "{}")
     assert chat(text, tool_choice="required").channels is not None
+
+
+def accepts(plan: GenerationPlan, text: ModelTokenizer, written: str) -> bool:
+    from transformers import PreTrainedTokenizerFast
+
+    assert plan.params.adjustments and plan.params.adjustments.grammar
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+    matcher = grammars.compile(plan.params.adjustments.grammar).deep_copy()
+    ids = text.encode(written, special=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer", "wrong"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+        ({"structured_outputs": {"regex": "a+/b"}}, "aa/b", "a"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "no", "perhaps"),
+        ({"guided_grammar": 'start: "x" /[0-9]/'}, "x1", "x"),
+    ],
+)
+def test_a_format_holds_in_the_final_message_after_reasoning(
+    text: ModelTokenizer, fields: dict[str, Any], answer: str, wrong: str
+) -> None:
+    thought = f'{ANALYSIS}Is it "5 feet?{NEXT}'
+    for tools in ([], TOOLS):
+        plan = chat(text, tools=tools, **fields)
+        for before in ("", thought, thought + thought):
+            assert accepts(plan, text, f"{before}{FINAL}{answer}")
+            assert not accepts(plan, text, f"{before}{FINAL}{wrong}") and not accepts(plan, text, before + answer)
+            assert accepts(plan, text, f'{before}{CALL}{{"city": "Rome"}}') == bool(tools)
+        assert not accepts(plan, text, f"<|channel|>commentary<|message|>I look.{NEXT}{FINAL}{answer}")
+        parsed, _ = parse_both_ways(plan, text, f"{thought}{FINAL}{answer}<|return|>")
+        assert (parsed.reasoning, parsed.text) == ('Is it "5 feet?', answer)
+    required = chat(text, tool_choice="required")
+    assert accepts(required, text, f'{thought}{CALL}{{"city": "Rome"}}')
+    assert not accepts(required, text, f"{thought}{FINAL}Rome")
+
+
+def test_numbers_of_json_after_reasoning_are_bounded(text: ModelTokenizer) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    plan = chat(text, tools=[], response_format={"type": "json_object"})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+    constraint = grammars.constraint(plan.params.adjustments)
+    assert constraint is not None
+    digit = text.encode("7", special=False)[0]
+    for token in text.encode(f'{ANALYSIS}a " mark{NEXT}{FINAL}{{"a": ', special=False):
+        constraint.push(token)
+    num_digits = 0
+    while constraint.token_mask()[digit]:
+        constraint.push(digit)
+        num_digits += 1
+    assert num_digits == MAX_NUMBER_LENGTH
 
 
 def test_a_stop_string_ends_a_thought_or_a_text(text: ModelTokenizer) -> None:

@@ -77,7 +77,7 @@ def test_an_answer_of_the_schema_or_a_call_in_the_models_form(texts: dict[str, M
     required = plan_of(text, response_format=FORMAT, tool_choice="required")
     assert check_completions(required, text, call, answer) == [True, False]
     excluded = plan_of(text, response_format=FORMAT, tool_choice="none")
-    assert excluded.tools is None and check_completions(excluded, text, ANSWER, call) == [True, False]
+    assert excluded.tools is None and check_completions(excluded, text, answer, call) == [True, False]
 
 
 @pytest.mark.parametrize("form", sorted(CALLS))

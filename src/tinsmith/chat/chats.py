@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from tinsmith.chat.dialects.harmony import write_final_answer
 from tinsmith.chat.generation_request import (
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
@@ -202,7 +203,12 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         if images and len(prompt) < len(rendered):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        channels = find_channels(tokenizer, prompt) if self.skip_special_tokens else None
         grammar = tools.grammar() if tools else self.structure
+        if grammar and not tools and channels is not None and channels.begins_turn:
+            grammar = write_final_answer(grammar)
+        elif grammar and not tools:
+            channels = None  # the completion is the grammar's text, without messages
         tags = find_reasoning_tags(tokenizer, prompt)
         params = self.params(
             tokenizer,
@@ -223,7 +229,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             tools=tools,
             reasoning_tags=counted_tags if self.separate_reasoning else None,
             counted_tags=counted_tags,
-            channels=self._channels(tokenizer, prompt, may_think(params, tools) or tools is not None),
+            channels=self._with_mode(channels),
             images=images,
             conversation=conversation,
             ignored=self._template_variables(template)[1],
@@ -280,9 +286,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     def _grammar_field(self) -> str:
         return super()._grammar_field if self.structure else "tools"
 
-    def _channels(self, tokenizer: ModelTokenizer, prompt: Sequence[int], may_write: bool) -> Channels | None:
-        """Return the completion's channels; None if special tokens are shown or a grammar excludes channels."""
-        channels = find_channels(tokenizer, prompt) if may_write and self.skip_special_tokens else None
+    def _with_mode(self, channels: Channels | None) -> Channels | None:
         return channels if channels is None or self.separate_reasoning else replace(channels, reasoning_mode="text")
 
     def _template_variables(self, template: str) -> tuple[dict[str, object], dict[str, str]]:

@@ -444,6 +444,11 @@ class Channels:
     in_message: bool = False
     reasoning_mode: str = "apart"
 
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the completion begins with the channel of the turn's first message."""
+        return not self.in_message and bool(self.header) and self.channel_id not in self.header
+
 
 CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 

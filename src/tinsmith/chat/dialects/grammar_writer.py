@@ -173,7 +173,7 @@ def read_schema(grammar: Grammar) -> dict[str, Any]:
     except (ValueError, RecursionError):
         schema = None
     if not isinstance(schema, dict):
-        raise RequestError("response_format", "the schema must be a JSON object if tools are sent, too")
+        raise RequestError("response_format", "the schema must be a JSON object where calls or reasoning are possible")
     return schema
 
 

@@ -1,7 +1,7 @@
 """The harmony format of gpt-oss: a call is a message to `functions.NAME` on the channel "commentary".
 
 Its calls are messages between tokens and not text, so that `chat.harmony` reads them. Every grammar begins after
-`<|start|>assistant`, which ends the prompt.
+`<|start|>assistant`, which ends the prompt, and lets messages of reasoning come first.
 """
 
 from __future__ import annotations
@@ -9,15 +9,31 @@ from __future__ import annotations
 import json
 
 from tinsmith.chat.dialects.dialect import CallRequest, ToolDialect
-from tinsmith.chat.dialects.grammar_writer import ANY_TEXT, GrammarWriter, write_json_arguments, write_union
+from tinsmith.chat.dialects.grammar_writer import ANY_TEXT, GrammarWriter, embed_grammar, write_json_arguments
 from tinsmith.types import Grammar
 
 FINAL = '<|channel|> "final" <|message|> '
 
 
+def write_final_answer(answer: Grammar) -> Grammar:
+    """Return the grammar of messages of reasoning and a final message that `answer` holds."""
+    writer = GrammarWriter({})
+    reasoning = _add_messages(writer, "analysis")
+    writer.add_rule("answer", embed_grammar(answer))
+    kind = "json_lark" if answer.kind == "json_schema" else "lark"
+    return writer.write_grammar(kind, f"{reasoning}* {FINAL}answer")
+
+
+def _add_messages(writer: GrammarWriter, *channels: str) -> str:
+    """Add the rule of a message on one of these channels and of what begins the next message."""
+    writer.add_rule("TEXT", ANY_TEXT)
+    options = " | ".join(map(json.dumps, channels))
+    return writer.add_rule("before", f'<|channel|> ({options}) <|message|> TEXT <|end|> <|start|> "assistant"')
+
+
 class HarmonyForm:
     """A completion has one call, since the token that ends a call ends the completion. Free text is messages of
-    reasoning and preambles before the call or the final message.
+    reasoning and preambles before the call or the final message. A completion without free text has reasoning only.
     """
 
     def write_grammar(self, request: CallRequest) -> Grammar:
@@ -30,11 +46,15 @@ class HarmonyForm:
             calls.append(writer.add_rule(f"call_{index}", f"{header} {arguments}"))
         writer.add_rule("call", " | ".join(calls))
         if request.allows_text:
-            writer.add_rule("TEXT", ANY_TEXT)
-            writer.add_rule("before", '<|channel|> ("analysis" | "commentary") <|message|> TEXT')
-            next_message = 'before <|end|> <|start|> "assistant"'
-            return writer.write_grammar("lark", f"({next_message})* (call | {FINAL} TEXT)")
-        return write_union(writer, "call", "json_lark", request.answer, FINAL)
+            before = _add_messages(writer, "analysis", "commentary")
+            return writer.write_grammar("lark", f"{before}* (call | {FINAL} TEXT)")
+        reasoning = _add_messages(writer, "analysis")
+        last = "call"
+        if request.answer is not None:
+            writer.add_rule("answer", embed_grammar(request.answer))
+            last = f"(call | {FINAL}answer)"
+        kind = "json_lark" if request.answer is None or request.answer.kind == "json_schema" else "lark"
+        return writer.write_grammar(kind, f"{reasoning}* {last}")
 
 
 HARMONY = ToolDialect(

@@ -37,15 +37,18 @@ _QUOTE, _ESCAPE = b'"\\'
 
 
 class TokenBytes:
-    """The bytes of each token of a vocabulary."""
+    """The bytes of each token of a vocabulary, and the ids of special tokens, which no JSON has inside."""
 
-    def __init__(self, tokenizer: LLTokenizer, num_vocab: int) -> None:
+    def __init__(self, tokenizer: LLTokenizer, num_vocab: int, special_ids: frozenset[int]) -> None:
+        self.special_ids = special_ids
         self.bytes_of = [tokenizer.decode_bytes([token]) for token in range(num_vocab)]
         self.continues_number = np.array([bool(spelled) and spelled[0] in _NUMBER for spelled in self.bytes_of])
 
 
 class NumberRun:
-    """Length of the number that the JSON text ends with, updated token by token; 0 inside a string and elsewhere."""
+    """Length of the number that the JSON text ends with, updated token by token; 0 inside a string and elsewhere. A
+    special token ends what was before it: reasoning, which may have a single quotation mark.
+    """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
@@ -53,6 +56,9 @@ class NumberRun:
         self._in_string = self._escaped = False
 
     def push(self, token: int) -> None:
+        if token in self.token_bytes.special_ids:
+            self.length, self._in_string, self._escaped = 0, False, False
+            return
         for byte in self.token_bytes.bytes_of[token]:
             if self._in_string:
                 self._in_string = self._escaped or byte != _QUOTE
@@ -141,7 +147,9 @@ class GrammarCache:
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer, self._num_vocab)
+        added = self._hf_tokenizer.added_tokens_decoder
+        special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        return TokenBytes(self._tokenizer, self._num_vocab, special_ids)
 
     @cached_property
     def _token_kinds(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
