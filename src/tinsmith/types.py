@@ -328,6 +328,8 @@ class ReasoningSpan:
 
     `is_open`: the prompt has opened it, so that the completion begins inside. `max_tokens` is the most tokens between
     the two; None: any number. `is_advisory`: a sampler that cannot close the reasoning there may ignore it.
+    `header_ids` are tokens that follow `open_id`, in a format of messages, of which any number may be reasoning. A
+    grammar then covers these messages, too, and `max_tokens` counts all of them.
     """
 
     open_id: int
@@ -335,6 +337,11 @@ class ReasoningSpan:
     is_open: bool = False
     max_tokens: int | None = None
     is_advisory: bool = False
+    header_ids: tuple[int, ...] = ()
+
+    @property
+    def max_id(self) -> int:
+        return max(self.open_id, self.close_id, *self.header_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -554,10 +554,15 @@ def test_prompts_come_as_text_or_ids_one_or_many() -> None:
             prompts(wrong)
 
 
-def test_a_model_is_a_base_a_path_or_both() -> None:
-    targets = [ModelTarget.of(name) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
-    assert [(target.base_model, target.model_path) for target in targets] == [
-        ("a/b", None),
-        (None, "tinker://x"),
-        ("a/b", "tinker://x"),
+def test_a_model_is_a_base_a_path_a_run_or_two_of_them() -> None:
+    path = "tinker://r:train:0/sampler_weights/x"
+    names = ("a/b", path, f"a/b;{path}", "tinker://r:train:0", "a/b;tinker://r", "tinker://")
+    targets = [ModelTarget.of(name) for name in names]
+    assert [(target.base_model, target.model_path, target.training_run_id) for target in targets] == [
+        ("a/b", None, None),
+        (None, path, None),
+        ("a/b", path, None),
+        (None, None, "r:train:0"),
+        ("a/b", None, "r"),
+        (None, "tinker://", None),
     ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,6 +169,55 @@ def test_a_format_holds_in_the_final_message_after_reasoning(
     required = chat(text, tool_choice="required")
     assert accepts(required, text, f'{thought}{CALL}{{"city": "Rome"}}')
     assert not accepts(required, text, f"{thought}{FINAL}Rome")
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
+@pytest.mark.parametrize("budget", [0, 1, 4])
+def test_a_budget_counts_all_messages_of_reasoning(text: ModelTokenizer, fields: dict[str, Any], budget: int) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    plan = chat(text, tools=[], thinking_token_budget=budget, **fields)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+    constraint = grammars.constraint(plan.params.adjustments)
+    assert constraint is not None and plan.channels is not None
+    (end_id,) = text.encode("<|end|>", special=False)
+    thoughts = text.encode("It rains all day.", special=False)[:6]
+    num_thoughts = 0
+    for _ in range(2):  # messages
+        for token in text.encode(ANALYSIS, special=False):
+            assert constraint.token_mask()[token]
+            constraint.push(token)
+        for token in thoughts[:2]:
+            is_allowed = num_thoughts < budget
+            mask = constraint.token_mask()
+            assert mask[token] == is_allowed and mask[end_id]
+            if not is_allowed:
+                assert np.flatnonzero(mask).tolist() == [end_id]
+                break
+            constraint.push(token)
+            num_thoughts += 1
+        for token in text.encode(NEXT, special=False):
+            assert constraint.token_mask()[token]
+            constraint.push(token)
+    assert num_thoughts == min(budget, 4)
+    for token in text.encode(f"{FINAL}{{}}", special=False):
+        assert constraint.token_mask()[token]
+        constraint.push(token)
+
+
+def test_the_budget_of_a_prompt_that_ends_in_reasoning_counts_from_there(text: ModelTokenizer) -> None:
+    ids = text.encode(f"<|start|>user<|message|>hi<|end|><|start|>assistant{ANALYSIS}", special=False)
+    for prompt, is_open in ((ids, True), (ids[:-3], False)):
+        plan = chat(text, tools=[], prompt_token_ids=prompt, thinking_token_budget=3)
+        assert plan.params.adjustments and plan.params.adjustments.reasoning
+        assert plan.params.adjustments.reasoning.is_open == is_open
+    message = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2000}
+    message["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+    plan = validate(MessageRequest, message).plan(text)
+    assert plan.params.adjustments and plan.params.adjustments.reasoning
+    assert plan.params.adjustments.reasoning.max_tokens == 1024 and plan.params.adjustments.reasoning.is_advisory
+    assert not plan.ignored
 
 
 def test_numbers_of_json_after_reasoning_are_bounded(text: ModelTokenizer) -> None:

@@ -215,7 +215,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             max_tokens,
             grammar and check_grammar_size(grammar),
             tools.stops if tools else (),
-            self._reasoning(tags) if grammar or self.thinking_token_budget is not None else None,
+            self._reasoning(tokenizer, tags, channels) if grammar or self.thinking_token_budget is not None else None,
         )
         if tools and tools.stop_tokens:
             params = replace(params, stop_tokens=(*params.stop_tokens, *tools.stop_tokens))
@@ -237,15 +237,20 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         )
         return plan if self.include_reasoning else hide_reasoning(plan, tokenizer)
 
-    def _reasoning(self, tags: ReasoningTags | None) -> ReasoningSpan | None:
+    def _reasoning(
+        self, tokenizer: ModelTokenizer, tags: ReasoningTags | None, channels: Channels | None
+    ) -> ReasoningSpan | None:
         """Return the reasoning before the answer; None for a model without, or if the prompt has closed it or ends
-        within the answer. Raises RequestError for a budget of reasoning without tags.
+        within the answer. Raises RequestError for a budget of reasoning that cannot be found.
         """
-        if tags is None and self.thinking_token_budget is not None:
+        budget = self.thinking_token_budget
+        if tags is None and channels is not None:
+            return None if budget is None else limit_channel(tokenizer, channels, budget)
+        if tags is None and budget is not None:
             raise not_supported("thinking_token_budget", "this model has no tags of reasoning; leave it out")
         if tags is None or tags.is_over or (self.continue_final_message and not tags.in_reasoning):
             return None
-        return ReasoningSpan(tags.open_id, tags.close_id, tags.in_reasoning, self.thinking_token_budget)
+        return ReasoningSpan(tags.open_id, tags.close_id, tags.in_reasoning, budget)
 
     def _splice_recording(
         self, tokenizer: ModelTokenizer, tools: ToolUse | None, rendered: list[int], find_recording: FindRecording
@@ -318,6 +323,14 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             reason = "this model's chat template does not read reasoning; leave it out"
             ignored |= {f"messages[].{name}": reason for name in sorted(names)}
         return variables, ignored
+
+
+def limit_channel(tokenizer: ModelTokenizer, channels: Channels, budget: int) -> ReasoningSpan:
+    """Return the reasoning of the harmony format, messages on the channel "analysis", with at most `budget` tokens."""
+    name_ids = tuple(tokenizer.encode("analysis", special=False))
+    is_open = channels.in_message and channels.header[-len(name_ids) :] == name_ids
+    header_ids = (*name_ids, channels.message_id)
+    return ReasoningSpan(channels.channel_id, channels.end_id, is_open, budget, header_ids=header_ids)
 
 
 def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:

@@ -290,8 +290,6 @@ class CountRequest(ClosedBody):
         ignored = {FIELD_NAMES.get(name, name): reason for name, reason in plan.ignored.items()}
         if self.thinking is not None and self.thinking.type == "adaptive" and not self._can_think(tokenizer):
             ignored["thinking"] = f"{_NO_TAGS}; leave it out"
-        if self.thinking is not None and self.thinking.type == "enabled" and find_reasoning_tags(tokenizer) is None:
-            ignored["thinking.budget_tokens"] = "reasoning in channels has no budget; send max_tokens"
         if self.output_config and self.output_config.effort == "max":
             ignored["output_config.effort"] = "'max'; no chat template has such a level; use 'xhigh'"
         return replace(plan, params=_soften_budget(plan.params), ignored=ignored)
@@ -325,8 +323,7 @@ class CountRequest(ClosedBody):
         if thinks and not self._can_think(tokenizer):
             raise not_supported("thinking", f"{_NO_TAGS}; leave it out")
         switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in tokenizer.template.source else {}
-        has_budget = self.thinking.type == "enabled" and find_reasoning_tags(tokenizer) is not None
-        budget = {"thinking_token_budget": self.thinking.budget_tokens} if has_budget else {}
+        budget = {"thinking_token_budget": self.thinking.budget_tokens} if self.thinking.type == "enabled" else {}
         return {"separate_reasoning": thinks, **switch, **budget}
 
 

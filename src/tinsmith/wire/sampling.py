@@ -220,6 +220,10 @@ class ReasoningBody(Body):
     is_open: bool = False
     max_tokens: int | None = None
     is_advisory: bool = False
+    header_ids: list[Position] = Field(default_factory=list)
+
+    def span(self) -> ReasoningSpan:
+        return ReasoningSpan(**self.model_dump(exclude={"header_ids"}), header_ids=tuple(self.header_ids))
 
 
 class ExtensionsBody(Body):
@@ -245,7 +249,7 @@ class ExtensionsBody(Body):
             grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
             allowed_token_ids=tuple(self.allowed_token_ids),
             bad_words=tuple(tuple(word) for word in self.bad_words),
-            reasoning=self.reasoning and ReasoningSpan(**self.reasoning.model_dump()),
+            reasoning=self.reasoning and self.reasoning.span(),
         )
         params = replace(
             sample.params,

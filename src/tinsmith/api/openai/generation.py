@@ -283,10 +283,7 @@ def _check_sample(sample: Sample, shape: ModelShape, plan: GenerationPlan) -> No
         for name, token_id in (
             ("logit_bias", max_biased_id),
             ("allowed_token_ids", max(adjustments.allowed_token_ids or (0,))),
-            (
-                "reasoning",
-                max(adjustments.reasoning.open_id, adjustments.reasoning.close_id) if adjustments.reasoning else 0,
-            ),
+            ("reasoning", adjustments.reasoning.max_id if adjustments.reasoning else 0),
         ):
             if token_id >= shape.vocab_size:
                 raise RequestError(name, f"{name} names token {token_id}; ids lie below {shape.vocab_size}")

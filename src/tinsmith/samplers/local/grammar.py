@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.samplers.local.reasoning import Constraint, ReasoningConstraint
+from tinsmith.samplers.local.reasoning import Constraint, MessageBudget, ReasoningConstraint
 from tinsmith.types import GRAMMAR_LIMITS, JSON_FORM, Adjustments, Grammar
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class GrammarCache:
         grammar = None if adjustments.grammar is None else self._grammar_constraint(adjustments.grammar)
         if adjustments.reasoning is None:
             return grammar
+        if adjustments.reasoning.header_ids:
+            return MessageBudget(adjustments.reasoning, grammar, self._num_vocab)
         return ReasoningConstraint(adjustments.reasoning, grammar, *self._token_kinds)
 
     def _grammar_constraint(self, grammar: Grammar) -> GrammarConstraint:

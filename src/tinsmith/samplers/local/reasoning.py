@@ -4,6 +4,8 @@ Inside the reasoning every token is allowed but those that end the answer. At it
 one. After it come a few tokens of white space, as chat templates write them, and then the grammar's text. An answer
 that does not open its reasoning is the grammar's text from its first token on. Without a grammar, only the budget
 holds.
+
+In a format of messages the grammar covers the reasoning, too, and only the budget is added.
 """
 
 from __future__ import annotations
@@ -98,6 +100,48 @@ class ReasoningConstraint:
     @property
     def is_finished(self) -> bool:
         return self._part is _Part.TEXT and self._grammar is not None and self._grammar.is_finished
+
+    @property
+    def error(self) -> UserError | None:
+        return None if self._grammar is None else self._grammar.error
+
+
+class MessageBudget:
+    """A budget of all messages of reasoning together; a message that begins after it is closed at once."""
+
+    def __init__(self, reasoning: ReasoningSpan, grammar: Constraint | None, num_vocab: int) -> None:
+        self._reasoning = reasoning
+        self._grammar = grammar
+        self._opening = (reasoning.open_id, *reasoning.header_ids)
+        self._num_matched = 0  # tokens of the opening that the last tokens are
+        self._is_inside = reasoning.is_open
+        self._count = 0
+        self._all_V = np.ones(num_vocab, np.bool_)
+        self._close_V = np.zeros(num_vocab, np.bool_)
+        self._close_V[reasoning.close_id] = True
+
+    def token_mask(self) -> Mask:
+        budget = self._reasoning.max_tokens
+        if self._is_inside and budget is not None and self._count >= budget:
+            return self._close_V
+        return self._all_V if self._grammar is None else self._grammar.token_mask()
+
+    def push(self, token: int) -> None:
+        if self._is_inside:
+            self._is_inside = token != self._reasoning.close_id
+            self._count += self._is_inside
+        elif token == self._opening[self._num_matched]:
+            self._num_matched += 1
+            if self._num_matched == len(self._opening):
+                self._is_inside, self._num_matched = True, 0
+        else:
+            self._num_matched = int(token == self._opening[0])
+        if self._grammar is not None:
+            self._grammar.push(token)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._grammar is not None and self._grammar.is_finished
 
     @property
     def error(self) -> UserError | None:
