@@ -606,6 +606,19 @@ def test_grammars_allow_the_calls_of_the_template_and_nothing_else(
     assert not matcher.accepts(plan_of(model, tools=tools), before.replace("Rome", "Oslo"))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
+def test_an_answer_that_is_an_array_is_no_call(matchers: Mapping[tuple[str, bool], Matchers], name: str) -> None:
+    items = {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array"}, {"type": "object"}, {"const": True}]}
+    response_format = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": items}}}
+    for special in (True, False):
+        matcher = matchers[name, special]
+        plan = plan_of(matcher.model, tools=[CITY_TOOL], response_format=response_format)
+        for answer in ("[]", "[1, 2]", "[true]", '["[weather(city=1)]", "a"]', "[[1]]", '[{"city": "Rome"}]'):
+            assert matcher.accepts(plan, answer), (name, answer)
+            assert parse(name, [answer]) == parse(name, answer) == [answer]
+        assert matcher.accepts(plan, render_for_grammar(matcher.model, [("weather", {"city": "Rome"})]))
+
+
 @pytest.mark.parametrize(
     ("name", "written"),
     [

@@ -22,7 +22,7 @@ from tinsmith.chat.dialects.grammar_writer import (
 from tinsmith.chat.dialects.literals import PYTHON, LiteralReader, LiteralScanner, read_name
 from tinsmith.chat.dialects.marked import MarkedParser, ReadCall, Section, skip_words
 from tinsmith.chat.dialects.parameter_values import check_parameters, write_json_value
-from tinsmith.errors import RequestError, not_supported
+from tinsmith.errors import RequestError
 from tinsmith.types import Grammar
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -79,10 +79,6 @@ class PythonicForm:
         if request.allows_text:
             plain, lines = write_lines_without(writer, "[", START)
             return writer.write_grammar("lark", f"{plain} | {lines}? calls")
-        if request.answer is not None and request.answer.kind == "json_schema" and '"array"' in request.answer.text:
-            raise not_supported(
-                "response_format", "with a schema of arrays together with tools in this model's form of calls"
-            )
         return write_union(writer, "calls", "json_lark", request.answer)
 
 
