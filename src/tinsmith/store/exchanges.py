@@ -181,7 +181,7 @@ class Exchanges:
         `images` are those of its one prompt.
         """
         numbered = count()
-        places = [
+        positions = [
             {name: getattr(image, name) for name in ("start", "num_tokens", "format")} | {"digest": image.digest.hex()}
             for image in images
         ]
@@ -195,7 +195,7 @@ class Exchanges:
                 "logprobs": _pack(sequence.logprobs_T.astype("<f4")),
                 "stop_reason": sequence.stop_reason,
                 "digest": None if digests is None else digests[next(numbered)],
-                "images": orjson.dumps(places).decode() if places else None,
+                "images": orjson.dumps(positions).decode() if positions else None,
                 "created_at": now(),
             }
             for prompt, result in zip(prompts, results, strict=True)
@@ -340,8 +340,8 @@ def _exchange(row: Sequence[Any]) -> Exchange:
     exchange_id, session, version, prompt, tokens, logprobs, *fields, images = row
     arrays = np.frombuffer(_unpack(prompt), "<i4"), np.frombuffer(_unpack(tokens), "<i4")
     logprobs_T = np.frombuffer(_unpack(logprobs), "<f4")
-    places = tuple(CapturedImage(**place) for place in orjson.loads(images or "[]"))
-    return Exchange(exchange_id, session, version, *arrays, logprobs_T, *fields, images=places)
+    positions = tuple(CapturedImage(**position) for position in orjson.loads(images or "[]"))
+    return Exchange(exchange_id, session, version, *arrays, logprobs_T, *fields, images=positions)
 
 
 def _pack(array: I32 | F32) -> bytes:
