@@ -762,6 +762,8 @@ def test_models_are_sampled_side_by_side_as_streams(alice: Site, browser: Browse
     tokens.send_keys(Keys.ARROW_RIGHT)
     said = browser.until(lambda: browser.text(".column:nth-child(2) .said"), "words")
     assert "logprob" in said and "most likely" in said
+    token = browser.one(".column:nth-child(2) .token.chosen")
+    assert token.value_of_css_property("display") == "inline", "the text stays as it is"
     browser.click(".column:nth-child(2) summary")
     browser.until(lambda: browser.all(".column:nth-child(2) tbody tr"), "the numbers")
     browser.click("button", "Add a model")

@@ -50,7 +50,7 @@ export async function showComparison(main, ids, signal) {
     }
   };
   const { view, controls } = viewOf(h, drawCurves);
-  const links = h("ul", { class: "chosen" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
+  const links = h("ul", { class: "run-links" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
   page(main, `Comparison of ${count(runs.length)} runs`, links, section("Differences", settings), controls, groups);
   keep(settings)(runs, () => differences(runs));
   await poll(signal, 3, async () => {
