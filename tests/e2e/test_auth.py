@@ -77,7 +77,7 @@ def keyed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     with serving(tmp_path_factory.mktemp("keyed") / "data", "--backend", "fake") as server:
         assert server.get("sessions").status_code == 200, "without keys, any will do"
         first = keys_command(server.data_dir, "create", "alice", "--name", "laptop")
-        assert "keys create local" in first.stderr, "what was made before belongs to local, and the user is told"
+        assert f"keys create local --data-dir {server.data_dir}`" in first.stderr, "what was there before is local's"
         second = keys_command(server.data_dir, "create", "bob")
         assert "local" not in second.stderr
         deadline = time.monotonic() + REVOKED_WITHIN_S
@@ -286,12 +286,21 @@ def test_a_commands_user_error_is_one_line(keyed_server: Keyed, arguments: tuple
     assert completed.stdout == ""
 
 
+def test_the_command_for_a_key_reaches_the_servers_database_and_strangers_learn_no_path(keyed_server: Keyed) -> None:
+    server = keyed_server.server
+    log = (server.data_dir / "server.log").read_text()
+    assert "API key     any" in log, "before the first key"
+    answer = httpx.get(f"{server.url}/api/v1/sessions", headers={"X-API-Key": "tml-stranger"})
+    assert answer.status_code == 401 and "tinsmith keys create TENANT --data-dir DIRECTORY" in answer.text
+    assert str(server.data_dir) not in answer.text
+
+
 def test_a_server_with_keys_may_listen_everywhere(tmp_path: Path) -> None:
     from tinsmith.errors import SettingsError
     from tinsmith.server import process as server
 
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=free_port(), backend="fake")
-    with pytest.raises(SettingsError, match="keys create"):
+    with pytest.raises(SettingsError, match=f"keys create TENANT --data-dir {tmp_path / 'data'}"):
         server.build(settings)
     database = open_database(settings.resolved_database_url)
     Keys(database).create("alice")

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tinsmith.cli import main as cli
 from tinsmith.errors import SettingsError
+from tinsmith.plan import versions
 from tinsmith.settings import Settings, load
 from tinsmith.settings.environment import CACHED_MATMULS, engine_environment
 
@@ -165,3 +166,43 @@ def test_files_are_in_a_directory_or_a_bucket(tmp_path: Path, storage_dir: str, 
 def test_a_store_that_is_not_supported_is_refused(storage_dir: str) -> None:
     with pytest.raises(SettingsError, match="storage_dir is"):
         load({"storage_dir": storage_dir})
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [
+        ({}, "tinsmith keys create TENANT"),
+        ({"data_dir": "/srv/a b"}, "tinsmith keys create TENANT --data-dir '/srv/a b'"),
+        ({"database_url": "postgresql://db/t"}, "TINSMITH_DATABASE_URL=... tinsmith keys create TENANT"),
+    ],
+)
+def test_the_command_that_makes_a_key_names_the_servers_database(settings: dict[str, str], command: str) -> None:
+    assert Settings.model_validate(settings).create_key_command() == command
+
+
+def test_a_level_of_logs_is_known_and_takes_either_case() -> None:
+    assert load({"log_level": "debug"}).log_level == "DEBUG"
+    with pytest.raises(SettingsError, match=r"log_level is 'LOUD'.*'DEBUG', 'INFO', 'WARNING' or 'ERROR'"):
+        load({"log_level": "loud"})
+
+
+@pytest.mark.parametrize(
+    ("release", "nodes", "obstacle"),
+    [
+        ("2.13.0+cpu", ["nvidia0"], "PyTorch 2.13.0+cpu is a build for CPUs"),
+        ("2.13.0", [], "this machine has no GPU"),
+        ("2.13.0", ["nvidiactl"], "this machine has no GPU"),
+        ("2.13.0+cu130", ["nvidia3"], ""),
+        ("2.13.0", ["dxg"], ""),
+    ],
+)
+def test_a_gpu_that_cannot_be_there_is_found_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, nodes: list[str], obstacle: str
+) -> None:
+    for node in nodes:
+        (tmp_path / node).touch()
+    monkeypatch.setattr(versions, "Path", lambda _path: tmp_path)
+    monkeypatch.setattr(versions, "version", lambda _package: release)
+    monkeypatch.setattr(versions.sys, "platform", "linux")
+    reason = versions.find_cuda_obstacle()
+    assert reason.startswith(obstacle) if obstacle else not reason

@@ -115,6 +115,7 @@ class LocalOriginGuard:
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._tenants, self._threads = services.tenants, services.threads
         self._app = app
+        self._create_key = services.settings.create_key_command("DIRECTORY")
         bound_host = services.settings.host.lower()
         self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound_host}]" if ":" in bound_host else bound_host}
 
@@ -151,12 +152,12 @@ class LocalOriginGuard:
         if host_match is None or host_match[1].lower() not in self._names:
             return (
                 f"the header Host is {show(', '.join(hosts))}; a server without API keys accepts only its own names "
-                f"({', '.join(sorted(self._names))}). Use one, or make a key: tinsmith keys create TENANT"
+                f"({', '.join(sorted(self._names))}). Use one, or make a key: {self._create_key}"
             )
         if any(origin.lower().partition("://")[2] != hosts[0].lower() for origin in origins):
             return (
                 f"the header Origin is {show(', '.join(origins))}, not {hosts[0]}; a server without API "
-                "keys refuses web pages of other origins. Make a key: tinsmith keys create TENANT"
+                f"keys refuses web pages of other origins. Make a key: {self._create_key}"
             )
         return ""
 

@@ -32,8 +32,11 @@ class StoredTenants:
         tokens: Tokens,
         clock: Callable[[], float] = time.monotonic,
         prefixes: tuple[str, ...] = (KEY_PREFIX,),
+        create_key: str = "tinsmith keys create TENANT",
     ) -> None:
+        """`create_key` is the command that errors name."""
         self._keys = keys
+        self._create_key = create_key
         self._prefixes = prefixes
         self._tokens = tokens
         self._clock = clock
@@ -104,14 +107,14 @@ class StoredTenants:
     def revoke(self, caller: Caller) -> None:
         """Revoke the caller's key. Raises UserError if the server has no keys."""
         if caller.key_id == 0:
-            raise UserError("this server accepts any key; `tinsmith keys create TENANT` creates the first one")
+            raise UserError(f"this server accepts any key; `{self._create_key}` creates the first one")
         self._keys.revoke(caller.key_id)
         self._cache = {}  # takes effect on this server at once
 
     def _caller_of_key(self, secret: str) -> Caller:
         key = self._keys.find(secret)
         if key is None:
-            raise self._refuse(secret, "this server does not know the API key; `tinsmith keys create TENANT` makes one")
+            raise self._refuse(secret, f"this server does not know the API key; `{self._create_key}` makes one")
         if key.revoked_at is not None:
             raise self._refuse(secret, f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
         return Caller(key.tenant_id, key.key_id, key.name)

@@ -35,7 +35,7 @@ from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
-from tinsmith.plan.versions import INSTALL_ENGINE, list_missing_packages
+from tinsmith.plan.versions import INSTALL_ENGINE, find_cuda_obstacle, list_missing_packages
 from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, load
 from tinsmith.settings.environment import client_address
@@ -343,6 +343,8 @@ def serve_until_signal(settings: Settings, *, as_json: bool, quiet: bool = True)
     if settings.backend == "torch" and settings.num_torch_processes and (missing := list_missing_packages()):
         fix = "to run a server whose engines are elsewhere, pass --role server"
         raise SettingsError(f"an engine needs {_engine_extra(missing)}; {fix}")
+    if settings.device.startswith("cuda") and settings.num_torch_processes and (obstacle := find_cuda_obstacle()):
+        raise SettingsError(f"device {settings.device!r} is unavailable: {obstacle}; use 'auto' or 'cpu'")
     prestarted = EngineProcess.prestart(settings)
     try:
         _serve_with(settings, prestarted, as_json=as_json, quiet=quiet or as_json)
@@ -377,7 +379,7 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
             ("tinker SDK", f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}"),
             ("dashboard", f"{url}/"),
             ("data", f"{settings.resolved_data_dir}"),
-            ("API key", "any" if server.accepts_anyone else "tinsmith keys create TENANT"),
+            ("API key", "any" if server.accepts_anyone else settings.create_key_command()),
         ):
             output.print(f"  {label:<11} {line}", highlight=False, soft_wrap=True)
         output.print("Press Ctrl-C to stop.", highlight=False)

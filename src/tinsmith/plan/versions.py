@@ -7,7 +7,10 @@ models with a state (`backends.torch.start_check`). Reads the metadata of instal
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -71,6 +74,17 @@ def list_missing_packages() -> list[str]:
     """The packages of the extra `engine` that are not installed."""
     installed = {release.tested.package for release in list_installed_versions()}
     return [package_range.package for package_range in TESTED if package_range.package not in installed]
+
+
+def find_cuda_obstacle() -> str:
+    """Why no process of this machine can have a GPU, without importing torch; "" if nothing is known against it."""
+    with suppress(PackageNotFoundError):
+        if (release := version("torch")).endswith("+cpu"):
+            return f"PyTorch {release} is a build for CPUs"
+    nodes = ("nvidia[0-9]*", "dxg", "kfd")  # NVIDIA's, WSL's and AMD's
+    if sys.platform == "linux" and not any(next(Path("/dev").glob(node), None) for node in nodes):
+        return "this machine has no GPU, or does not show it to this process"
+    return ""
 
 
 def list_untested_versions(tested: tuple[VersionRange, ...] = TESTED) -> list[InstalledVersion]:

@@ -372,7 +372,7 @@ def _services(
         traces=Traces(database),
         waiters=waiters,
         signer=signer,
-        tenants=StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes),
+        tenants=_open_tenants(settings, database, signer),
         quotas=quotas,
         custom_losses=CustomLosses(database),
         responses=Responses(database),
@@ -404,6 +404,11 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=database.reads_wait,
     )
+
+
+def _open_tenants(settings: Settings, database: Database, signer: Signer) -> StoredTenants:
+    create_key = settings.create_key_command("DIRECTORY")
+    return StoredTenants(Keys(database), Tokens(signer), prefixes=settings.key_prefixes, create_key=create_key)
 
 
 def _build_reconciler(
@@ -507,7 +512,7 @@ def _refuse_public_address(settings: Settings) -> None:
             return
     raise SettingsError(
         f"host is {host!r}, but without API keys everyone who can reach it could train and read models; create a key "
-        "(tinsmith keys create TENANT), or use 127.0.0.1"
+        f"({settings.create_key_command()}), or use 127.0.0.1"
     )
 
 

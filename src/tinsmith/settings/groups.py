@@ -7,6 +7,7 @@ the settings of one subject takes the group; `Settings` has them all.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -74,6 +75,17 @@ class StorageSettings(SettingsGroup):
     @property
     def resolved_data_dir(self) -> Path:
         return self.data_dir.expanduser().resolve()
+
+    def create_key_command(self, directory: str = "") -> str:
+        """The command that makes a key for this server. `directory` replaces the data directory's path, which a client
+        without a key must not learn.
+        """
+        command = "tinsmith keys create TENANT"
+        if self.database_url:
+            return f"TINSMITH_DATABASE_URL=... {command}"
+        if self.data_dir == type(self).model_fields["data_dir"].default:
+            return command
+        return f"{command} --data-dir {directory or shlex.quote(str(self.resolved_data_dir))}"
 
     @field_validator("storage_dir")
     @classmethod
@@ -446,8 +458,13 @@ class BatchSettings(SettingsGroup):
 class TelemetrySettings(SettingsGroup):
     """Logs, metrics, traces and tests."""
 
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_capitals(cls, value: object) -> object:
+        return value.upper() if isinstance(value, str) else value
 
     log_format: Literal["logfmt", "json", "console"] = "logfmt"
     """`logfmt` (key=value), `json`, or `console` (aligned)."""
