@@ -17,6 +17,7 @@ DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 # Every flag of every command. A new flag must be added here and to docs/settings.md.
 FLAGS = {
     "serve": {
+        "base_models",
         "--model",
         "-m",
         "--role",

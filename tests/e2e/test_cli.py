@@ -24,6 +24,7 @@ from tinsmith.cli import main as cli
 from tinsmith.cli.doctor import Finding
 from tinsmith.cli.main import work_line
 from tinsmith.errors import SettingsError
+from tinsmith.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 NO_SERVER = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": "tml-test"}
@@ -47,6 +48,28 @@ def test_every_command_can_print_json() -> None:
             assert "--json" in {flag for param in command.params for flag in param.opts}, name
             num_commands += 1
     assert num_commands > 15
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [(("checkpoints", "merge", "", "out"), 3), (("serve", ""), 2), (("runs", "log", "--json", "run", ""), 5)],
+)
+def test_an_empty_argument_is_named(
+    words: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tinsmith", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2 and f"argument {number} of `tinsmith {words[0]}" in capsys.readouterr().err
+
+
+def test_serve_takes_base_models_with_and_without_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Settings] = []
+    monkeypatch.setattr(cli, "serve_until_signal", lambda settings, **_flags: served.append(settings))
+    for words in (("serve", "a", "n=b"), ("serve", "-m", "a", "n=b"), ("serve", "-m", "a", "-m", "n=b")):
+        assert run(*words).exit_code == 0
+    assert run("serve").exit_code == 0
+    assert [settings.models for settings in served] == [("a", "n=b")] * 3 + [()]
 
 
 @pytest.mark.smoke

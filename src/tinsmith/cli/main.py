@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -117,6 +119,9 @@ def _option(name: str, group: str | None) -> inspect.Parameter:
 @settings_options(**SERVE_OPTIONS)
 def serve(
     flags: dict[str, object],
+    base_models: Annotated[
+        list[str] | None, typer.Argument(metavar="MODEL", help="Base models, as with --model.", show_default=False)
+    ] = None,
     backend_options: Annotated[
         str, typer.Option(metavar="JSON", help='More settings by name, such as \'{"memory_budget": "6GiB"}\'.')
     ] = "{}",
@@ -124,6 +129,8 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
     """Serve base models to the tinker SDK until Ctrl-C, or run one role of a server."""
+    if base_models:
+        flags["models"] = [*cast("list[str]", flags.get("models", [])), *base_models]
     serve_until_signal(load(_json_settings(backend_options) | flags), as_json=as_json, quiet=quiet)
 
 
@@ -421,10 +428,19 @@ def _engine_extra(packages: list[str]) -> str:
     return f"{' and '.join(packages)}: {INSTALL_ENGINE}"
 
 
+def _refuse_empty_argument(arguments: Sequence[str]) -> None:
+    """Raise SettingsError for an empty argument that is not the value of an option."""
+    for number, (before, argument) in enumerate(pairwise(("", *arguments)), 1):
+        if not argument and not before.startswith("-"):
+            command = shlex.join(("tinsmith", *arguments))
+            raise SettingsError(f"argument {number} of `{command}` is empty; is a variable of the shell not set?")
+
+
 def main() -> None:
     """Run the command. A SettingsError, and a package of the extra `engine` that is not installed, print one line
     instead of a traceback."""
     try:
+        _refuse_empty_argument(sys.argv[1:])
         app()
     except SettingsError as error:
         message = str(error)
