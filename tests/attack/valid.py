@@ -23,8 +23,10 @@ BOUNDARY = "attack-boundary"
 JSON, PROTO = b"application/json", b"application/x-protobuf"
 FORM = "multipart/form-data"
 PASSES = ("/forward", "/forward_backward")
-ENDS = re.compile(r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures)$")
-"""Routes that delete objects which other routes need."""
+ENDS = re.compile(
+    r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures|pause_sampling)$"
+)
+"""Routes that delete objects which other routes need, or hold them."""
 _BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 NEVER_200 = {
     *(f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")),
@@ -56,6 +58,7 @@ PLAIN_BODIES: Mapping[str, object] = {
     "/batch/jobs/{job_id}/resume": {},
     "/client/config": {"sdk_version": "0.38.0"},
     "/client/dynamic_config": {},
+    "/operator/stop_profile": {"base_model": MODEL},
     "/auth/token": {},
     "/telemetry": {"events": [], "platform": "x", "sdk_version": "0.38.0", "session_id": "x", "process_uuid": "x"},
     "/create_session": {"tags": ["a"], "sdk_version": "0.38.0", "user_metadata": {"a": "b"}},

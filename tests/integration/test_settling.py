@@ -300,12 +300,12 @@ def test_an_error_at_any_transaction_of_an_engine_changes_no_result(
     bench: FaultyBench, point: TransactionPoint
 ) -> None:
     run_workload(bench, "warm-up")
-    undisturbed, _ = run_workload(bench, "work")
+    undisturbed, _ = run_workload(bench, "plain-000")  # results have names, and the lengths of names
     expected = undisturbed.results()
     assert all(error is None for _, error in expected[:-1]) and bench.db.counts[point] > 20
     for first in range(STRIDE):
         fails = partial(failing_every, point, first)
-        workload, restarts = run_workload(bench, f"work-{first}", fails)
+        workload, restarts = run_workload(bench, f"work-{first:04}", fails)
         assert workload.results() == expected, f"{point}, every {STRIDE} from {first}"
         assert restarts == 0, f"{point}, every {STRIDE} from {first}"
     assert not [error for _, error in bench.read_settled().values() if error and "UPDATE" in error]
@@ -319,7 +319,7 @@ def failing_every(point: TransactionPoint, first: int, at: TransactionPoint, cou
 
 
 def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
-    workload = Workload(bench, "work")
+    workload = Workload(bench, "interrupted")
     workload.first_half()
     bench.db.reset(lambda _point, count: connection_error() if 5 < count < 25 else None)
     bench.run()

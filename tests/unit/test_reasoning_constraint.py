@@ -196,7 +196,7 @@ def test_an_answer_of_a_schema_or_a_call_follows_the_reasoning(
             if budget is not None:
                 assert choice.reasoning_tokens <= budget + 2
             if sampled.stop_reason == "length":
-                assert budget is None and not delta.text, "it never stopped thinking"
+                assert budget is None and choice.reasoning_tokens > 300, "it thought for long"
                 continue
             answer = delta.calls[0].arguments if tool else delta.text
             jsonschema.validate(json.loads(answer), SCHEMA)

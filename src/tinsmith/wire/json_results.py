@@ -56,8 +56,9 @@ def sample_result(body: bytes) -> JsonObject:
         "sequences": [_sequence(sequence) for sequence in message.sequences],
         "prompt_logprobs": None,
         "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
-        "weight_version": message.weight_version,
     }
+    if message.weight_version:
+        result["weight_version"] = message.weight_version
     if message.HasField("prompt_logprobs"):
         result["prompt_logprobs"] = np.frombuffer(message.prompt_logprobs, "<f4")
     if message.HasField("topk_prompt_logprobs"):
