@@ -24,6 +24,9 @@ JSON, PROTO = b"application/json", b"application/x-protobuf"
 FORM = "multipart/form-data"
 PASSES = ("/forward", "/forward_backward")
 ENDS = re.compile(
+    r"DELETE .*(?<!publish)$"
+    r"|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures|pause_sampling)$"
+)
     r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures|pause_sampling)$"
 )
 """Routes that delete objects which other routes need, or hold them."""
