@@ -27,8 +27,6 @@ ENDS = re.compile(
     r"DELETE .*(?<!publish)$"
     r"|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures|pause_sampling)$"
 )
-    r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures|pause_sampling)$"
-)
 """Routes that delete objects which other routes need, or hold them."""
 _BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
 NEVER_200 = {
