@@ -6,22 +6,28 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
-from support import databases
+from support import buckets, databases
 from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import sql
+from tinsmith.batch.formats.pages import Page
+from tinsmith.batch.formats.snapshots import SnapshotReader, open_input, write_snapshot
 from tinsmith.batch.formats.sql import split_url
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
+from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker import io_operations
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
@@ -29,11 +35,6 @@ from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 @pytest.fixture
 def url(database_kind: str, tmp_path: Path) -> str:
     return databases.bare_url(tmp_path, database_kind)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.batch.formats.sql.cache_directory", lambda: tmp_path)
 
 
 def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:
@@ -109,51 +110,191 @@ def test_a_query_is_ordered_by_the_columns_that_it_names(url: str) -> None:
     )
 
 
-def test_an_empty_table_has_no_rows(url: str) -> None:
+def snapshot_of(reader: batch.SqlReader, directory: Path) -> SnapshotReader:
+    path, num_rows = write_snapshot(reader.snapshot_pages(), str(directory), reader.path)
+    snapshot = SnapshotReader(path)
+    assert len(snapshot) == num_rows
+    return snapshot
+
+
+def rows_of(reader: batch.InputReader) -> list[Row]:
+    return reader.download_batch(0, len(reader) - 1, "")
+
+
+def test_a_snapshot_has_the_rows_of_one_state_of_the_table(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql, "PAGE_ROWS", 16)
+    rows = make(url, 200)
+    if url.startswith("sqlite"):
+        execute(url, "PRAGMA journal_mode = WAL")
+    reader = batch.SqlReader(url, table="items")
+
+    def pages() -> Iterator[Page]:
+        for index, page in enumerate(reader.snapshot_pages()):
+            if index == 0:
+                execute(url, "DELETE FROM items WHERE id > 0", "INSERT INTO items VALUES (-49, 'new')")
+            yield page
+
+    path, num_rows = write_snapshot(pages(), str(tmp_path / "job"), reader.path)
+    assert num_rows == 200 and rows_of(SnapshotReader(path)) == rows
+    assert len(reader) != 200
+
+
+def test_an_empty_table_has_an_empty_snapshot(url: str, tmp_path: Path) -> None:
     execute(url, "CREATE TABLE items (id BIGINT PRIMARY KEY)")
-    assert len(batch.SqlReader(url, table="items")) == 0
+    assert len(snapshot_of(batch.SqlReader(url, table="items"), tmp_path)) == 0
 
 
-@pytest.mark.parametrize("change", ["DELETE FROM items WHERE id = -20", "INSERT INTO items VALUES (-49, 'new')"])
-def test_a_table_that_changes_under_a_job_fails_the_batch_and_shifts_nothing(url: str, change: str) -> None:
-    rows = make(url, 150)
-    reader = batch.SqlReader(url, table="items").of_job(["out.jsonl"])
-    assert len(reader) == 150
-    execute(url, "INSERT INTO items VALUES (9999, 'behind the last')", change)
-    in_job = batch.InputReader.from_dict(reader.to_dict())
-    with pytest.raises(RuntimeError, match="has changed since its rows were counted"):
-        in_job.download_batch(0, 9, "")
-    assert in_job.download_batch(64, 149, "") == rows[64:], "the rest is where it was"
-    assert len(batch.SqlReader(url, table="items").of_job(["other.jsonl"])) == (150 if "DELETE" in change else 152)
-    assert batch.InputReader.from_dict(reader.to_dict()).download_batch(100, 101, "") == rows[100:102]
-
-
-def test_a_job_does_not_count_again_what_it_has_counted(url: str, tmp_path: Path) -> None:
-    make(url, 10)
-    reader = batch.SqlReader(url, table="items").of_job(["out.jsonl"])
-    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
-        reader.download_batch(0, 1, "")
-    assert len(reader) == 10
-    for file in tmp_path.glob("sql-*"):
-        file.unlink()
-    with pytest.raises(RuntimeError, match="is lost; submit the job again"):
-        batch.InputReader.from_dict(reader.to_dict()).download_batch(0, 1, "")
+def test_a_table_without_a_key_and_a_query_without_an_order_are_read(url: str, tmp_path: Path) -> None:
+    execute(url, "CREATE TABLE plain (name TEXT)", "INSERT INTO plain VALUES ('a'), ('a'), (NULL)")
+    for reader in (batch.SqlReader(url, table="plain"), batch.SqlReader(url, query="SELECT name FROM plain")):
+        names_read = [row["name"] for row in rows_of(snapshot_of(reader, tmp_path))]
+        assert sorted(map(str, names_read)) == ["None", "a", "a"]
+    ordered = batch.SqlReader(
+        url, query="SELECT 'x' AS a, name FROM plain ORDER BY name DESC LIMIT 2", columns=["name"]
+    )
+    assert list(rows_of(ordered)[0]) == ["name"]
 
 
 @pytest.mark.parametrize(
-    ("statement", "options", "says"),
+    ("options", "says"),
     [
-        ("CREATE TABLE t (a INT)", {"table": "t"}, "no primary key"),
-        ("CREATE TABLE t (a INT)", {"table": "missing"}, "no table 'missing'"),
-        ("CREATE TABLE t (a INT)", {"table": "t", "key": "b"}, "no column 'b'"),
-        ("INSERT INTO u VALUES (1, 1), (1, 2)", {"table": "u", "key": "a"}, r"two rows have the key \[1\]"),
-        ("INSERT INTO u VALUES (NULL, 1)", {"table": "u", "key": "a"}, "must be whole numbers or text"),
+        ({"table": "missing"}, "no table 'missing'"),
+        ({"table": "u", "key": "z"}, "no column 'z'"),
+        ({"table": "u", "columns": ["z"]}, "no column 'z'"),
+        ({"query": "SELECT a, b AS a FROM u"}, r"two columns \['a'\]; name them apart with AS"),
     ],
 )
-def test_keys_that_do_not_order_rows_are_refused(url: str, statement: str, options: dict[str, str], says: str) -> None:
-    execute(url, "CREATE TABLE u (a INT, b INT)", statement)
+def test_what_cannot_be_read_is_refused(url: str, options: dict[str, Any], says: str) -> None:
+    execute(url, "CREATE TABLE u (a INT, b INT)", "INSERT INTO u VALUES (1, 1)")
     with pytest.raises(UserError, match=says):
-        len(batch.SqlReader(url, **options))  # type: ignore[arg-type]
+        list(batch.SqlReader(url, **options).snapshot_pages())
+
+
+def test_a_query_cannot_write(url: str) -> None:
+    execute(url, "CREATE TABLE u (a INT)", "INSERT INTO u VALUES (1)")
+    with pytest.raises(DBAPIError):
+        list(batch.SqlReader(url, query="DELETE FROM u RETURNING a").snapshot_pages())
+    assert len(execute(url, "SELECT * FROM u")) == 1
+
+
+POSTGRES_VALUES: list[tuple[str, str, object]] = [
+    ("BIGINT", "9223372036854775807", 2**63 - 1),
+    ("NUMERIC", "123456789012345678901234567890.123", Decimal("123456789012345678901234567890.123")),
+    ("DOUBLE PRECISION", "'0.1'", 0.1),
+    ("BOOLEAN", "TRUE", True),
+    ("BYTEA", "'\\x00ff'", b"\x00\xff"),
+    ("DATE", "'2026-01-02'", datetime.date(2026, 1, 2)),
+    ("TIME", "'01:02:03.000004'", datetime.time(1, 2, 3, 4)),
+    ("TIMESTAMP", "'2026-01-02 03:04:05.000006'", datetime.datetime(2026, 1, 2, 3, 4, 5, 6)),
+    ("TIMESTAMPTZ", "'2026-01-02 03:04:05+02'", datetime.datetime(2026, 1, 2, 1, 4, 5, tzinfo=datetime.UTC)),
+    ("INTERVAL", "'3 days 00:00:01'", datetime.timedelta(days=3, seconds=1)),
+    ("UUID", "'00000000-0000-0000-0000-00000000000a'", "00000000-0000-0000-0000-00000000000a"),
+    ("INET", "'10.0.0.1'", "10.0.0.1"),
+    ("JSONB", """'{"a": [1, null], "b": 123456789012345678901}'""", {"a": [1, None], "b": 123456789012345678901}),
+    ("JSON[]", """ARRAY['{"a": 1}'::json, NULL, '[2]'::json]""", [{"a": 1}, None, [2]]),
+    ("TEXT[]", "ARRAY['x', NULL]", ["x", None]),
+    ("INT[][]", "ARRAY[[1, 2], [3, 4]]", [[1, 2], [3, 4]]),
+    ("TEXT", "NULL", None),
+]
+
+
+def postgres_url(tmp_path: Path) -> str:
+    if "postgres" not in databases.KINDS:
+        pytest.skip("no Postgres here")
+    return databases.bare_url(tmp_path, "postgres")
+
+
+def test_values_of_postgres_are_exact(tmp_path: Path) -> None:
+    url = postgres_url(tmp_path)
+    columns = ", ".join(f"c{index} {kind}" for index, (kind, _, _) in enumerate(POSTGRES_VALUES))
+    nulls = ", ".join("NULL" for _ in POSTGRES_VALUES)
+    values = ", ".join(value for _, value, _ in POSTGRES_VALUES).replace(":", r"\:")
+    execute(url, f"CREATE TABLE t (k INT PRIMARY KEY, {columns})")
+    execute(url, f"INSERT INTO t VALUES (1, {nulls}), (2, {values}), (3, {nulls})")
+    reader = batch.SqlReader(url, table="t")
+    for rows in (rows_of(snapshot_of(reader, tmp_path)), rows_of(reader)):
+        assert [row["k"] for row in rows] == [1, 2, 3]
+        assert list(rows[1].values())[1:] == [expected for _, _, expected in POSTGRES_VALUES]
+        assert set(list(rows[0].values())[1:] + list(rows[2].values())[1:]) == {None}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("(repeat('9', 77))::numeric", "row 0, column 'v' is .*a number of 77 digits is too long"),
+        ("'NaN'::numeric", "row 0, column 'v' is .*NaN"),
+        ("'1 month'::interval", "'1 mon' has months or years"),
+        ("'10:00+02'::timetz", "column 'v' is .*a time with a time zone"),
+        ("int4range(1, 5)", "column 'v' is .*Range is not a supported column type"),
+        ("ROW(1, 'a')", "column 'v' is .*composite"),
+        ("ARRAY[gen_random_uuid()]", "column 'v' is .*UUID"),
+    ],
+)
+def test_values_of_postgres_without_an_exact_form_are_refused_by_name(tmp_path: Path, value: str, says: str) -> None:
+    reader = batch.SqlReader(postgres_url(tmp_path), query=f"SELECT {value} AS v")
+    with pytest.raises(UserError, match=says):
+        snapshot_of(reader, tmp_path)
+
+
+def test_values_of_sqlite_are_those_that_are_stored_or_those_of_the_declared_type(tmp_path: Path) -> None:
+    url = databases.bare_url(tmp_path, "sqlite")
+    execute(
+        url,
+        "CREATE TABLE t (k INTEGER PRIMARY KEY, n NUMERIC(10, 2), r REAL, b BLOB, f BOOLEAN, d DATE, m DATETIME,"
+        " j JSON, x ANYTHING)",
+        "INSERT INTO t VALUES (1, '123456789.25', 1, x'00ff', 1, '2026-01-02', '2026-01-02 03\\:04\\:05',"
+        " '{\"a\"\\: 1}', NULL), (2, 3, 0.5, NULL, 0, NULL, NULL, '[2]', NULL)",
+    )
+    first, second = rows_of(snapshot_of(batch.SqlReader(url, table="t"), tmp_path))
+    at = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    assert list(first.values()) == [
+        1, 123456789.25, 1.0, b"\x00\xff", True, datetime.date(2026, 1, 2), at, {"a": 1}, None
+    ]  # fmt: skip
+    assert list(second.values()) == [2, 3.0, 0.5, None, False, None, None, [2], None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "says"),
+    [
+        ("ANYTHING", "(1, 7), (2, 'text')", "row 1, column 'v' is 'text': it is string here and int64 before"),
+        ("ANYTHING", "(1, NULL), (2, 'text'), (3, x'00')", "row 2, .*it is binary here and string before"),
+        ("REAL", "(1, 0.5), (2, 'abc')", "row 1, .*it is string here and float64 before"),
+        ("ANYTHING", "(1, 9007199254740993), (2, 0.5)", "row 1, .*it is float64 here and int64 before"),
+        ("BOOLEAN", "(1, 1), (2, 5)", "row 1, column 'v' is 5: a BOOLEAN is 0 or 1"),
+        ("DATE", "(1, '2026-01-02'), (2, 'soon')", "row 1, column 'v' is 'soon'"),
+        ("DATETIME", "(1, 1700000000)", "row 0, column 'v' is 1700000000"),
+        ("JSON", "(1, '{}'), (2, '{a}')", "row 1, column 'v' is '{a}'"),
+    ],
+)
+def test_values_of_sqlite_of_two_types_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, values: str, says: str
+) -> None:
+    url = databases.bare_url(tmp_path, "sqlite")
+    execute(url, f"CREATE TABLE t (k INTEGER PRIMARY KEY, v {kind})", f"INSERT INTO t VALUES {values}")
+    for page_rows in (1, 1000):  # the values are in one page, or in several
+        monkeypatch.setattr(sql, "PAGE_ROWS", page_rows)
+        with pytest.raises(UserError, match=says):
+            snapshot_of(batch.SqlReader(url, table="t"), tmp_path)
+
+
+def test_a_column_whose_type_shows_late_has_it_in_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "PAGE_ROWS", 2)
+    url = databases.bare_url(tmp_path, "sqlite")
+    execute(url, "CREATE TABLE t (k INTEGER PRIMARY KEY, v)", "INSERT INTO t VALUES (1, NULL), (2, 2), (3, NULL)")
+    execute(url, "INSERT INTO t VALUES (4, 4), (5, 0.5)")
+    values = [row["v"] for row in rows_of(snapshot_of(batch.SqlReader(url, table="t"), tmp_path))]
+    assert values == [None, 2.0, None, 4.0, 0.5] and isinstance(values[1], float)
+
+
+def test_large_rows_are_read_a_few_at_a_time(url: str, tmp_path: Path) -> None:
+    size = 300_000
+    execute(url, "CREATE TABLE t (k INT PRIMARY KEY, v TEXT)")
+    execute(url, "INSERT INTO t VALUES (:k, :v)", rows=[{"k": index, "v": f"{index}" * size} for index in range(60)])
+    reader = batch.SqlReader(url, table="t")
+    assert max(page.estimate_bytes() for page in reader.snapshot_pages()) < 2 * sql.PAGE_BYTES
+    assert [len(row["v"]) // size for row in rows_of(snapshot_of(reader, tmp_path))] == [1] * 10 + [2] * 50
 
 
 VALUES: list[Row] = [
@@ -322,6 +463,7 @@ def test_from_table_to_table_with_a_worker_that_is_killed(server: LiveServer, ur
     assert [output.rows for output in job.outputs] == [90, 90]
     while names(url) != {"items", "results", "ids"}:
         pass
+    assert not list(server.data_dir.glob("batch_inputs/**/*.parquet")), "the snapshot was deleted with the parts"
     with pytest.raises(UserError, match="is not a file"):
         job.export(str(tmp_path / "o.jsonl"))
 
@@ -347,3 +489,55 @@ def test_what_a_failed_job_has_for_a_table_is_exported_as_lines(server: LiveServ
     partial_rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert rows[:8] == partial_rows[:8] and all(row in rows for row in partial_rows)
     assert list(job.partial()) == partial_rows
+
+
+def test_a_resumed_job_reads_the_rows_of_its_beginning(server: LiveServer, url: str, tmp_path: Path) -> None:
+    rows = make(url, 12)
+    client = Client(server.url, API_KEY)
+    data, output = batch.read_sql(url, "items"), tmp_path / "out.jsonl"
+    options: dict[str, Any] = {
+        "output": batch.JsonWriter(str(output)), "batch_size": 4, "stream": False, "client": client
+    }  # fmt: skip
+    job = data.map(breaks, limits={"max_retries": 0}, **options)
+    assert job.wait(check=False)["status"] == "FAILED"
+    (snapshot,) = tmp_path.glob(f"**/{job.job_id}/input-*/rows.parquet")
+    execute(url, "DELETE FROM items WHERE id < 0", "UPDATE items SET name = 'changed'")
+    other = data.map(lambda row: {}, resume_from=job, **options)
+    other.wait()
+    assert [json.loads(line) for line in output.read_text().splitlines()] == rows
+    while snapshot.exists():
+        time.sleep(0.01)
+
+
+def test_a_snapshot_is_deleted_with_the_parts_of_a_purged_job(server: LiveServer, url: str, tmp_path: Path) -> None:
+    make(url, 12)
+    client = Client(server.url, API_KEY)
+    for index, output in enumerate(
+        [batch.JsonWriter(str(tmp_path / "out.jsonl")), batch.SqlWriter(url, table="results")]
+    ):
+        job = batch.read_sql(url, "items").map(
+            breaks, output=output, batch_size=4, stream=False, client=client, limits={"max_retries": 0}
+        )
+        assert job.wait(check=False)["status"] == "FAILED"
+        directory = tmp_path if index == 0 else server.data_dir / "batch_inputs"
+        (snapshot,) = directory.glob(f"**/{job.job_id}/input-*/rows.parquet")
+        job.purge()
+        while snapshot.exists():
+            time.sleep(0.01)
+
+
+def test_a_snapshot_in_a_bucket_is_read_by_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = databases.bare_url(tmp_path, "sqlite")
+    rows = make(url, 50)
+    reader = batch.SqlReader(url, table="items")
+    with buckets.bucket() as bucket:
+        outputs = [batch.SqlWriter(url, table="t").to_dict(), batch.JsonWriter(f"{bucket.url}/out.jsonl").to_dict()]
+        spec = JobSpec("", reader.to_dict(), outputs, 8, storage=str(tmp_path))
+        (planned,) = io_operations.plan(spec, 7)
+        path = planned["end"]["input_snapshot"]
+        assert path.startswith(f"{bucket.url}/.tinsmith_batch_tmp/7/input-") and planned["end"]["total_rows"] == 50
+        (tmp_path / "tinsmith.db").unlink()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "another machine"))
+        assert open_input(replace(spec, input_snapshot=path)).download_batch(0, 49, "") == rows
+        io_operations.delete_parts(outputs[1], 1, 7)
+        assert bucket.keys() == []

@@ -20,7 +20,7 @@ def load_mapper(payload: str) -> Mapper:
 
 def spans_of(spec: JobSpec) -> list[tuple[int, int]]:
     """What a worker's plan says: the spans themselves, or their size and the number of rows."""
-    *pages, last = io_operations.plan(spec)
+    *pages, last = io_operations.plan(spec, 1)
     end = last["end"]
     total, size = end["total_rows"], end.get("batch_size", 0)
     if size:

@@ -156,8 +156,8 @@ def test_followers_hear_of_every_change_after_it_is_stored(jobs: BatchJobs) -> N
 def test_what_a_coordinator_knows_of_its_job_is_stored(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec(weight=2.0, priority=3, name="nightly"))
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
-    jobs.save_batch_states(job_id, "one", range(2), 2, {"etag": "x"})  # type: ignore[arg-type]
-    assert jobs.spec(job_id).input_version == {"etag": "x"}
+    jobs.save_batch_states(job_id, "one", range(2), 2, {"input_version": {"etag": "x"}, "input_snapshot": "/rows"})
+    assert jobs.spec(job_id).input_version == {"etag": "x"} and jobs.spec(job_id).input_snapshot == "/rows"
     jobs.settle_and_claim(job_id, "one", [], {}, LEASE_S, paid_until={"rows": 12.5})
     jobs.set_machines_aside(job_id, "one", [{"machine": "m1"}])
     job = jobs.find("alice", job_id)
@@ -309,7 +309,7 @@ def test_nothing_that_happens_to_a_job_changes_its_neighbours(jobs: BatchJobs, d
         lambda: jobs.record_launch("local", f"w{name}", name, "one", "local"),
         lambda: jobs.release(name, "one"),
         lambda: jobs.acquire_batch_coordinator(name, "one", "here", LEASE_S),
-        lambda: jobs.save_batch_states(name, "one", range(0, 9, 3), 9, {"etag": "x"}),  # type: ignore[arg-type]
+        lambda: jobs.save_batch_states(name, "one", range(0, 9, 3), 9, {"input_snapshot": "x"}),
         lambda: jobs.finish(name, "one", [("json", OutputInfo("/out.jsonl", 9, 1, "b" * 64))]),
         lambda: jobs.delete_ended_workers(),
         lambda: jobs.record_cleaned([name]),

@@ -92,7 +92,6 @@ READERS: dict[tuple[str, str], tuple[Fields, Fields]] = {
 }
 ELSEWHERE = {
     ("sql", "password"): "tests/integration/test_batch_sql.py, which has a Postgres with passwords",
-    ("sql", "snapshot"): "set by `of_job`, not by users",
     ("items", "path"): "the name that is shown",
 }
 

@@ -78,6 +78,8 @@ class JobRequest(ClosedBody):
     batch_dataset_path: Ignored = None
     batch_output_path: Ignored = None
     input_version: Ignored = None
+    input_snapshot: Ignored = None
+    storage: Ignored = None
     part_formats: Ignored = None
     purge: Ignored = None
 
@@ -92,7 +94,7 @@ class JobRequest(ClosedBody):
                 f"batch_size is {self.batch_size} and requests_per_minute is {self.requests_per_minute:g}; a batch "
                 "begins as a whole and counts as its rows, so batch_size must not be larger"
             )
-        ignored = {"input_version", "part_formats", "purge"}
+        ignored = {"input_version", "input_snapshot", "storage", "part_formats", "purge"}
         spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)
         return spec

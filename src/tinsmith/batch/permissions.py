@@ -36,6 +36,7 @@ def authorize_job(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bo
     trusted = is_trusted(settings, tenant_id, keyless)
     if code := describe_code(spec):
         check_code(settings, tenant_id, keyless, code)
+    spec = replace(spec, storage=settings.storage_location("batch_inputs"))
     return spec if trusted else _confine(spec, tenant_id, roots_of(settings, tenant_id))
 
 

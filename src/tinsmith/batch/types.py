@@ -41,6 +41,8 @@ TEMPORARY_DIRECTORY = ".tinsmith_batch_tmp"
 IF_EXISTS = ("error", "overwrite")
 ROWS = ("one", "any")
 DEFAULT_POOL = "local"
+SOURCE_FIELDS = ("input_version", "input_snapshot")
+"""The fields of a `JobSpec` that say which state of the input its rows were counted in. Resuming takes them over."""
 MAX_RETRIES = 3
 
 
@@ -302,6 +304,10 @@ class JobSpec:
     """The locations that workers may read and write, or None for all. Set by the server."""
     input_version: Version | None = None
     """The version of the input when its rows were counted. Set by the server."""
+    input_snapshot: str | None = None
+    """The copy of an input that has no version (`formats/snapshots.py`). Set by the server."""
+    storage: str = ""
+    """Where the files of a job lie that has no output in a store. Set by the server."""
     part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
     """For a job that resumes another into other outputs: the writers of the older parts, by the prefix of their paths.
     Set by the server."""

@@ -359,7 +359,7 @@ class Dataset:
         values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
         values |= {
             "batch_serialized_fn": self._payload(),
-            "batch_input_format": request_dict(self.reader.of_job([str(data["path"]) for data in formats])),
+            "batch_input_format": request_dict(self.reader),
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),

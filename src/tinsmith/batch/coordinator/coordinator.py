@@ -497,7 +497,9 @@ class Coordinator:
         at = time.monotonic()
         self._clean_at = {job_id: until for job_id, until in self._clean_at.items() if at < until}
         for job_id in await asyncio.to_thread(self._jobs.cleanable_jobs, keep_since, list(self._clean_at)):
-            if job_id not in self._tasks:
+            if job_id in self._tasks:  # its workers are ending: a purge must not wait for the sweep after that
+                self._next_sweep = at + POLL_S
+            else:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
 
     async def _clean(self, job_id: int) -> None:

@@ -53,10 +53,19 @@ from tinsmith.batch.coordinator.workers import (
     WorkerSet,
     run_until,
 )
-from tinsmith.batch.formats.input_versions import Version
+from tinsmith.batch.formats.registry import has_snapshot
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
-from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, MapperStartError, OutputInfo, part_base
+from tinsmith.batch.types import (
+    SOURCE_FIELDS,
+    AttemptFailure,
+    AttemptOutcome,
+    JobSpec,
+    MapperStartError,
+    OutputInfo,
+    part_base,
+)
+from tinsmith.batch.worker.rpc import Message
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit
@@ -625,10 +634,12 @@ class JobRun:
     # Operations.
 
     async def _operate(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        return await self._workers.operate(operation, with_mapper=not self.job.done)
+        # A mapper that starts before the input was copied would read the input itself.
+        copies_input = not self.job.sealed and has_snapshot(self._spec.batch_input_format)
+        return await self._workers.operate(operation, with_mapper=not self.job.done and not copies_input)
 
     async def _plan(self) -> None:
-        async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int, Version | None]:
+        async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int, Message]:
             starts, end = array("q"), {}
             async with contextlib.aclosing(worker.operate("plan")) as messages:
                 async for message in messages:
@@ -636,13 +647,15 @@ class JobRun:
                     end = message.get("end", {})
             total_rows = end.get("total_rows", 0)
             first_rows = range(0, total_rows, end["batch_size"]) if "batch_size" in end else starts
-            return first_rows, total_rows, end.get("input_version")
+            return first_rows, total_rows, {name: end[name] for name in SOURCE_FIELDS if end.get(name) is not None}
 
         planned = await run_until(self._dispatch_ended, self._operate(plan))
         if planned is None:
             return  # the job is cancelled
         self.job = await asyncio.to_thread(self._jobs.save_batch_states, self.job.job_id, self._token, *planned)
-        self._workers.spec = replace(self._workers.spec, input_version=planned[2])  # for workers that start later
+        self._workers.spec = replace(self._workers.spec, **planned[2])  # for workers that start later
+        if self._workers.spec.input_snapshot is not None:
+            await self._workers.end_all()  # they would read the input itself
 
     async def _wind_down(self) -> bool:
         """Publish the outputs and delete the parts. False if the job is cancelled first."""

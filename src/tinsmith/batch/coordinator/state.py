@@ -29,11 +29,12 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
-from tinsmith.batch.formats.input_versions import InputChangedError, Version
+from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import (
     MAX_RETRIES,
     PROCESS_DEATHS,
+    SOURCE_FIELDS,
     AttemptFailure,
     AttemptOutcome,
     JobSpec,
@@ -248,7 +249,7 @@ class BatchJobs:
             "priority": spec.priority,
             "weight": spec.weight,
             "status": "PENDING",
-            "spec": replace(spec, input_version=None, part_formats={}, purge=False).to_dict(),
+            "spec": replace(spec, input_version=None, input_snapshot=None, part_formats={}, purge=False).to_dict(),
             "sealed": False,
             "cleaned": False,
             "max_failed_rows": spec.max_failed_rows,
@@ -451,11 +452,11 @@ class BatchJobs:
             _delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
 
     def save_batch_states(
-        self, job_id: int, token: str, starts: Sequence[int], total_rows: int, input_version: Version | None = None
+        self, job_id: int, token: str, starts: Sequence[int], total_rows: int, source: Mapping[str, Any] | None = None
     ) -> JobRecord:
         """Store all batches of a job, which is then planned. `starts` has the first row of each batch, ascending; a
-        batch ends where the next begins. Rows that a crash left are deleted first. Many short transactions let others
-        write."""
+        batch ends where the next begins. `source` has the fields of the specification that say what was counted.
+        Rows that a crash left are deleted first. Many short transactions let others write."""
         is_of_job = STATES.c.job_id == job_id
         last = self._db.scalar(sa.select(sa.func.max(STATES.c.batch_idx)).where(is_of_job))
         for first in range(0, -1 if last is None else last + 1, INSERT_CHUNK):
@@ -471,9 +472,9 @@ class BatchJobs:
         with self._write_and_notify(job_id) as connection:
             _fence(connection, job_id, token)
             values: dict[str, Any] = {"sealed": True, "total_rows": total_rows, "total_batches": len(starts)}
-            if input_version is not None:
+            if source:
                 stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
-                values["spec"] = {**(stored or {}), "input_version": input_version}
+                values["spec"] = {**(stored or {}), **source}
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
             return _read_job(connection, job_id)
 
@@ -812,7 +813,7 @@ def _lock_resumed_job(
     for index, (written, new) in enumerate(zip(before, after, strict=True)):
         if written != new:
             part_formats = {staging_of(written["path"], job.job_id, index): written for job in chain} | part_formats
-    return old, {"input_version": old.spec.get("input_version"), "part_formats": part_formats}
+    return old, {name: old.spec.get(name) for name in SOURCE_FIELDS} | {"part_formats": part_formats}
 
 
 def _copy_batches(connection: Connection, old_id: int, job_id: int) -> None:

@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from tinsmith.batch.client import functions
 from tinsmith.batch.formats import input_versions, publishing, sky_writers
 from tinsmith.batch.formats.input_versions import Version
+from tinsmith.batch.formats.pages import Page
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, RowRange
 from tinsmith.errors import UserError
@@ -59,6 +60,8 @@ class Format:
     """Whether every location is opened through the store, which checks it against the roots of a confined job."""
     has_location: bool = True
     """Whether `path` names a location that is read or written."""
+    has_snapshot: bool = False
+    """Whether a job copies the rows when it is planned (`InputReader.snapshot_pages`)."""
     resumes_as: bool = True
     """Whether the outputs of a job may be resumed in this format by naming one of its extensions."""
 
@@ -72,9 +75,15 @@ FORMATS = {
     "images": Format("images", confined=True),
     "items": Format("lines", writes=False, confined=True, has_location=False),
     "openai_batch": Format("openai", confined=True),
-    "sql": Format("sql"),
+    "sql": Format("sql", has_snapshot=True),
     "huggingface": Format("huggingface"),
 }
+
+
+def has_snapshot(data: Mapping[str, Any]) -> bool:
+    """Whether a job copies the rows of the reader with this dictionary."""
+    format = FORMATS.get(str(data.get("format")))
+    return format is not None and format.has_snapshot
 
 
 class Registry(Generic[Kind]):
@@ -187,9 +196,10 @@ class InputReader(ReaderOrWriter, ABC):
             pass
         raise FileNotFoundError(f"no file matches {self.path}")
 
-    def of_job(self, output_paths: Sequence[str]) -> InputReader:
-        """The reader for a job with these outputs; for readers that keep state by job."""
-        return self
+    def snapshot_pages(self) -> Iterator[Page] | None:
+        """All rows in one consistent read, for an input that has no version and may change: a job copies them when it
+        is planned, and reads the copy. None for an input whose version is checked instead."""
+        return None
 
     def version(self) -> Version | None:
         """The version of the input now (`input_versions.py`), by default of the files that `path` names; None if

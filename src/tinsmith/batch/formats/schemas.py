@@ -39,6 +39,10 @@ ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 
+PLAIN_NAMES = {bool: "bool", float: "float", str: "string", bytes: "binary"}
+"""The types of lists whose elements have one of these types, and are many."""
+
+
 class SchemaConflictError(TypeError):
     """Two values of one column have types that cannot be merged."""
 
@@ -52,17 +56,24 @@ def type_of(value: object) -> Type:
         return _int(value, value)
     if isinstance(value, datetime.datetime):
         return "timestamp" if value.tzinfo is None else "timestamp UTC"
+    if isinstance(value, datetime.time) and value.tzinfo is not None:
+        raise TypeError("a time with a time zone is not a supported column type; use a datetime or a str")
     for kinds, name in ATOMS:
         if isinstance(value, kinds):
             return name
     if isinstance(value, Decimal) and value.is_finite():
         _, digits, exponent = value.as_tuple()
         after = max(0, -int(exponent))
-        return {"decimal": [max(len(digits) + int(exponent), 0), after]}
+        before = max(len(digits) + int(exponent), 0)
+        if before + after > MAX_DIGITS:
+            raise TypeError(f"a number of {before + after} digits is too long; a column holds {MAX_DIGITS}: use a str")
+        return {"decimal": [before, after]}
     if isinstance(value, Mapping):
         return {"struct": {_name(name): type_of(element) for name, element in value.items()}}
     if isinstance(value, list | tuple):
         return {"list": _element_type(value)}
+    if isinstance(value, Decimal):
+        raise TypeError(f"{value} is not a number that a column of decimals holds; use a float or a str")
     raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not a supported column type; convert it")
 
 
@@ -81,11 +92,12 @@ def _name(name: object) -> str:
 
 
 def _element_type(values: list[Any] | tuple[Any, ...]) -> Type:
-    kinds = set(map(type, values))
+    kinds = set(map(type, values)) - {type(None)}
     if kinds == {int}:  # token ids: many, and of one kind
-        return _int(min(values), max(values))
-    if kinds in ({float}, {str}):
-        return "float" if kinds == {float} else "string"
+        numbers = [value for value in values if value is not None]
+        return _int(min(numbers), max(numbers))
+    if len(kinds) == 1 and (name := PLAIN_NAMES.get(next(iter(kinds)))):
+        return name
     element_type: Type = "null"
     for value in values:
         element_type = merge_types(element_type, type_of(value), "its elements")

@@ -1,9 +1,8 @@
 """Tables of SQLite files and of Postgres, named by URL. In workers only.
 
-Reading: counting goes through the keys once, in order, and keeps every `STRIDE`-th of them in a file of this machine's
-cache. A batch is one range of keys, without OFFSET, and must hold as many rows as were counted, or it fails: rows added
-behind the last one are not seen, and any other change is an error. The count belongs to the job (`snapshot`); another
-job counts again.
+Reading: a job that is planned copies the rows once, in one transaction, to its snapshot (`snapshots.py`), from which
+its batches read. Values are those of the driver; the columns of a SQLite table that are declared as booleans, dates,
+times or JSON become these, or are refused.
 
 Writing: the parts of a job are rows of a table of their own in the same database, `tinsmith_parts_...`: each has its
 rows as lines of JSON and the kinds of its columns. Publishing fills the target table from the winning parts in one
@@ -20,19 +19,20 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import ipaddress
 import json
 import os
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import orjson
 
 from tinsmith.batch.formats.encoding import encode, select_columns
-from tinsmith.batch.formats.offset_cache import cache_directory
+from tinsmith.batch.formats.pages import Page, refuse_value
 from tinsmith.batch.formats.publishing import exists_already
 from tinsmith.batch.formats.registry import (
     INPUT_READER_REGISTRY,
@@ -120,16 +120,22 @@ def _disable_driver_transactions(connection: object, _record: object) -> None:
 
 def _begin(connection: Connection) -> None:
     writes = connection.get_execution_options().get("tinsmith_write", False)
+    if not writes:
+        connection.exec_driver_sql("PRAGMA query_only = ON")
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 @contextmanager
 def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
-    """One transaction: committed at the end of the block, and rolled back by any error in it."""
+    """One transaction: committed at the end of the block, and rolled back by any error in it. One that does not write
+    sees one state of the database, and refuses statements that write."""
     if not writes and url.startswith("sqlite:///") and not os.path.exists(path := url.removeprefix("sqlite:///")):
         raise FileNotFoundError(f"there is no SQLite file {path}")
     engine = _engine(url, password)
-    with engine.connect().execution_options(tinsmith_write=writes) as connection, connection.begin():
+    options: dict[str, Any] = {"tinsmith_write": writes}
+    if not writes and engine.dialect.name == "postgresql":
+        options |= {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+    with engine.connect().execution_options(**options) as connection, connection.begin():
         yield connection
 
 
@@ -150,28 +156,25 @@ def check_name(name: str) -> None:
         raise ValueError(f"table is {name!r}; it must be a name, or SCHEMA.NAME")
 
 
-STRIDE = 64
 PAGE_ROWS = 10_000
-Key = list[Any]
-
-
-@dataclass
-class _KeyIndex:
-    """The number of rows, and the keys of the first of each `STRIDE` rows and of the last row."""
-
-    rows: int
-    firsts: list[Key]
-    last: Key
+PAGE_BYTES = 4 * 1024 * 1024
+"""A page of a table that is read has about this size, and at least one row."""
+PAGE_GROWTH = 4
+JSON_TYPE_CODES = frozenset((114, 3802, 199, 3807))
+"""Postgres: json, jsonb, and arrays of these."""
+TEXT_TYPES = (uuid.UUID, ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Interface,
+              ipaddress.IPv6Interface, ipaddress.IPv4Network, ipaddress.IPv6Network)  # fmt: skip
+"""Values of Postgres that are read as their text."""
 
 
 @INPUT_READER_REGISTRY.type_register(name="sql")
 @dataclass
 class SqlReader(InputReader):
-    """`path` is `sqlite:////DIR/FILE` or `postgresql://USER@HOST/NAME`, with the table as `#TABLE` or in `table`.
+    """`path` is `sqlite:////DIR/FILE` or `postgresql://USER@HOST/NAME`, with the table as `#TABLE` or in `table`;
+    `query`, a SELECT, takes the place of a table.
 
-    With `query`, a SELECT, `key` names the column or columns that order it; a table's default is its primary key. A key
-    is unique, and its columns hold whole numbers or text. `columns` are the ones to read. Without a `password`, the
-    worker's Postgres client looks for one (`~/.pgpass`).
+    `key` names the column or columns that order the rows; a table's default is its primary key. `columns` are the ones
+    to read. Without a `password`, the worker's Postgres client looks for one (`~/.pgpass`).
     """
 
     table: str = ""
@@ -179,9 +182,6 @@ class SqlReader(InputReader):
     key: str | list[str] | None = None
     columns: list[str] | None = None
     password: str = field(default="", repr=False)
-    snapshot: str = ""
-    _key_index: _KeyIndex | None = field(default=None, init=False, repr=False, compare=False)
-    _rows: tuple[Any, list[Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         address = split_url(self.path)
@@ -191,124 +191,161 @@ class SqlReader(InputReader):
         self._url = address.url
         if bool(self.table) == bool(self.query):
             raise ValueError("an SqlReader needs either table or query; give one of them")
-        if self.query and not self.key:
-            raise ValueError("key is missing; name the unique column or columns of the query")
         if self.table:
             check_name(self.table)
 
-    def of_job(self, output_paths: Sequence[str]) -> SqlReader:
-        digest = hashlib.sha256("\0".join(output_paths).encode()).hexdigest()[:16]
-        return replace(self, snapshot=self.snapshot or digest)
-
     def __len__(self) -> int:
+        import sqlalchemy as sa
+
         with connect(self._url, self.password, writes=False) as connection:
-            self._key_index = self._build_index(connection)
-        if self.snapshot:
-            self._save_index(self._key_index)
-        return self._key_index.rows
+            source = self._source(connection).subquery("tinsmith_rows")
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(source)) or 0)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        with connect(self._url, self.password, writes=False) as connection:
-            index = self._key_index = self._key_index or self._load_index() or self._build_index(connection)
-            if not 0 <= start_idx <= end_idx < index.rows:
-                raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {index.rows} rows")
-            first, after = start_idx // STRIDE, end_idx // STRIDE + 1
-            source, keys = self._rows = self._rows or self._source(connection)
-            key = _tuple(keys)
-            query = source.where(key >= _literals(index.firsts[first]))
-            if after < len(index.firsts):
-                query = query.where(key < _literals(index.firsts[after]))
-            else:
-                query = query.where(key <= _literals(index.last))
-            rows = [_row(mapping) for mapping in connection.execute(query.order_by(*keys)).mappings()]
-        expected = min(after * STRIDE, index.rows) - first * STRIDE
-        if len(rows) != expected:
-            raise RuntimeError(
-                f"{self.path} has changed since its rows were counted: {len(rows)} rows instead of {expected}. "
-                "Submit the job again while its input does not change"
-            )
-        return rows[start_idx - first * STRIDE : end_idx + 1 - first * STRIDE]
+        rows: list[Row] = []
+        first = 0
+        for page in self.snapshot_pages():
+            if first + page.rows > start_idx:
+                rows += page.to_rows()[max(0, start_idx - first) : end_idx + 1 - first]
+            first += page.rows
+            if first > end_idx:
+                break
+        if not 0 <= start_idx <= end_idx < first:
+            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {first} rows")
+        return rows
 
-    def _source(self, connection: Connection, keys_only: bool = False) -> tuple[sa.Select[Any], list[Any]]:
-        """The SELECT of the rows, and the columns of the key."""
+    def snapshot_pages(self) -> Iterator[Page]:
+        """Reads in one transaction, which sees one state of the database."""
+        with connect(self._url, self.password, writes=False) as connection:
+            is_postgres = connection.dialect.name == "postgresql"
+            if is_postgres:
+                _read_exactly(connection)
+            source = self._source(connection)
+            converters = {} if is_postgres or self.query else _sqlite_converters(connection, self.table)
+            with connection.execute(source, execution_options={"stream_results": True, "max_row_buffer": 1}) as result:
+                description = result.cursor.description if result.cursor is not None else ()
+                names = [str(column[0]) for column in description]
+                if repeated := sorted({name for name in names if names.count(name) > 1}):
+                    raise UserError(f"{self.path}: the query has two columns {repeated}; name them apart with AS")
+                json_names = {str(column[0]) for column in description if column[1] in JSON_TYPE_CODES}
+                json_names |= {name for name, convert in converters.items() if convert is _check_json}
+                yield from self._pages(result, names, converters, frozenset(json_names))
+
+    def _pages(
+        self,
+        result: sa.CursorResult[Any],
+        names: list[str],
+        converters: Mapping[str, Callable[[Any], Any]],
+        json_names: frozenset[str],
+    ) -> Iterator[Page]:
+        first, fetch_rows = 0, 1
+        while rows := result.fetchmany(fetch_rows):
+            columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+            for name, values in columns.items():
+                convert = converters.get(name) or (_join_json if name in json_names else _to_plain)
+                columns[name] = [
+                    value if value is None else self._convert(convert, name, value, first + offset)
+                    for offset, value in enumerate(values)
+                ]
+            page = Page(columns, json_names)
+            yield page
+            first += len(rows)
+            fitting = PAGE_BYTES * len(rows) // max(1, page.estimate_bytes())
+            fetch_rows = max(1, min(fitting, PAGE_GROWTH * len(rows), PAGE_ROWS))
+
+    def _convert(self, convert: Callable[[Any], Any], name: str, value: object, row_idx: int) -> object:
+        try:
+            return convert(value)
+        except (ValueError, TypeError) as error:
+            raise refuse_value(self.path, row_idx, name, value, str(error)) from None
+
+    def _source(self, connection: Connection) -> sa.Select[Any] | sa.TextualSelect:
+        """The SELECT of the rows. Values are those of the driver, which SQLAlchemy does not convert."""
         import sqlalchemy as sa
 
         names = [self.key] if isinstance(self.key, str) else list(self.key or [])
         if self.query:
-            text = self.query.strip().rstrip(";")
-            keys: list[Any] = [sa.column(name) for name in names]
-            columns = keys if keys_only else [sa.column(name) for name in self.columns or ()] or [sa.text("*")]
-            source = sa.text(f"({_without_parameters(text)}) AS tinsmith_rows")
-            return sa.select(*columns).select_from(source), keys
+            text = _without_parameters(self.query.strip().rstrip(";"))
+            if not names and not self.columns:
+                return sa.text(text).columns()
+            columns = [sa.column(name) for name in self.columns or ()] or [sa.text("*")]
+            source = sa.text(f"({text}) AS tinsmith_rows")
+            return sa.select(*columns).select_from(source).order_by(*map(sa.column, names))
         table = existing_table(connection, self.table)
         if table is None:
             raise UserError(f"{self.path}: there is no table {self.table!r}")
         names = names or [column.name for column in table.primary_key.columns]
-        if not names:
-            raise UserError(f"table {self.table!r} has no primary key: name a unique column, or columns, as key")
         for name in [*names, *(self.columns or ())]:
             if name not in table.c:
                 raise UserError(f"table {self.table!r} has no column {name!r}; it has {sorted(table.c.keys())}")
-        keys = [table.c[name] for name in names]
-        columns = keys if keys_only else [table.c[name] for name in self.columns or table.c.keys()]
-        return sa.select(*columns), keys
-
-    def _build_index(self, connection: Connection) -> _KeyIndex:
-        source, keys = self._source(connection, keys_only=True)
-        streamed = {"stream_results": True, "yield_per": PAGE_ROWS}
-        index = _KeyIndex(0, [], [])
-        with connection.execute(source.order_by(*keys), execution_options=streamed) as key_rows:
-            for row in key_rows:
-                self._add(index, list(row))
-        return index
-
-    def _add(self, index: _KeyIndex, key: Key) -> None:
-        if any(isinstance(part, bool) or not isinstance(part, int | str) for part in key):
-            raise UserError(f"{self.path}: the key of row {index.rows} is {key}; it must be whole numbers or text")
-        if key == index.last:
-            raise UserError(f"{self.path}: two rows have the key {key}; a key must be unique")
-        if index.rows % STRIDE == 0:
-            index.firsts.append(key)
-        index.rows += 1
-        index.last = key
-
-    def _index_path(self) -> Path:
-        return cache_directory() / f"sql-{hashlib.sha256(self.identity.encode()).hexdigest()}"
-
-    def _save_index(self, index: _KeyIndex) -> None:
-        path = self._index_path()
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps([index.rows, index.firsts, index.last]))
-        os.replace(unfinished, path)
-
-    def _load_index(self) -> _KeyIndex | None:
-        """The index that the job stored. Rows are not counted twice, since the second count could differ."""
-        if not self.snapshot:
-            return None
-        try:
-            os.utime(self._index_path())
-            return _KeyIndex(*json.loads(self._index_path().read_text()))
-        except FileNotFoundError:
-            raise RuntimeError(
-                f"the row count of {self.path} from the start of this job is lost; submit the job again"
-            ) from None
+        columns = [sa.column(name) for name in self.columns or table.c.keys()]
+        return sa.select(*columns).select_from(table).order_by(*map(sa.column, names))
 
 
-def _row(mapping: Any) -> Row:  # noqa: ANN401
-    return {str(name): bytes(value) if isinstance(value, memoryview) else value for name, value in mapping.items()}
+def _read_exactly(connection: Connection) -> None:
+    """Have psycopg leave JSON as text, whose numbers have any number of digits, and refuse what it would round."""
+    from psycopg.types.datetime import IntervalLoader
+    from psycopg.types.json import set_json_loads
+
+    class ExactIntervalLoader(IntervalLoader):
+        def load(self, data: Any) -> datetime.timedelta:  # noqa: ANN401
+            text = bytes(data).decode()
+            if "mon" in text or "year" in text:
+                raise UserError(
+                    f"the interval {text!r} has months or years, which have no fixed length; convert it in the "
+                    "database, with query='SELECT CAST(... AS TEXT)' or EXTRACT"
+                )
+            return super().load(data)
+
+    driver: Any = connection.connection.driver_connection
+    set_json_loads(lambda data: data if isinstance(data, str) else bytes(data).decode(), context=driver)
+    driver.adapters.register_loader("interval", ExactIntervalLoader)
 
 
-def _tuple(keys: list[Any]) -> Any:  # noqa: ANN401
+def _join_json(value: Any) -> str:  # noqa: ANN401  a JSON text, or an array of these
+    if isinstance(value, str):
+        return value
+    return "null" if value is None else f"[{','.join(map(_join_json, value))}]"
+
+
+def _to_plain(value: object) -> object:
+    if isinstance(value, TEXT_TYPES):
+        return str(value)
+    if isinstance(value, tuple):
+        raise TypeError("it is a composite value, whose fields have no types here")
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+def _sqlite_converters(connection: Connection, table_name: str) -> dict[str, Callable[[Any], Any]]:
+    """How the stored values of a SQLite table become those of its declared types, which SQLite does not know."""
     import sqlalchemy as sa
 
-    return keys[0] if len(keys) == 1 else sa.tuple_(*keys)
+    kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+        (sa.Boolean, _to_bool),
+        (sa.DateTime, datetime.datetime.fromisoformat),
+        (sa.Date, datetime.date.fromisoformat),
+        (sa.Time, datetime.time.fromisoformat),
+        (sa.JSON, _check_json),
+    )
+    table = existing_table(connection, table_name)
+    columns = {column.name: column.type for column in table.columns} if table is not None else {}
+    return {
+        name: convert
+        for name, column_type in columns.items()
+        for kind, convert in kinds
+        if isinstance(column_type, kind)
+    }
 
 
-def _literals(key: Key) -> Any:  # noqa: ANN401
-    import sqlalchemy as sa
+def _to_bool(value: object) -> bool:
+    if value not in (0, 1):
+        raise ValueError("a BOOLEAN is 0 or 1")
+    return bool(value)
 
-    # Postgres needs the type of a parameter, and SQLAlchemy's default for an integer has 32 bits.
-    return _tuple([sa.literal(part, sa.BigInteger() if isinstance(part, int) else sa.Text()) for part in key])
+
+def _check_json(value: Any) -> str:  # noqa: ANN401
+    json.loads(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _without_parameters(query: str) -> str:

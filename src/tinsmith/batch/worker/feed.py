@@ -29,6 +29,7 @@ from tinsmith.batch.formats import input_versions, publishing, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
+from tinsmith.batch.formats.snapshots import open_input
 from tinsmith.batch.types import (
     FINAL_ERRORS,
     Assignment,
@@ -242,7 +243,7 @@ class Feed:
         if eager:
             self._may_read.set()
         self._cache = str(cache_directory())
-        self._reader: InputReader = InputReader.from_dict(spec.batch_input_format)
+        self._reader: InputReader = open_input(spec)
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
         self._writers: list[OutputWriter] = [OutputWriter.from_dict(data) for data in spec.batch_output_formats]

@@ -22,6 +22,7 @@ import orjson
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, writer_of_part
+from tinsmith.batch.formats.snapshots import open_input, write_snapshot
 from tinsmith.batch.types import (
     PROCESS_DEATHS,
     AttemptOutcome,
@@ -49,7 +50,7 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
     try:
         match request["op"]:
             case "plan":
-                yield from plan(spec)
+                yield from plan(spec, job_id)
             case "publish":
                 yield {"end": _publish(spec, job_id, request).to_dict()}
             case "delete":
@@ -67,20 +68,24 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
 # Planning.
 
 
-def plan(spec: JobSpec) -> Iterator[Message]:
-    """Checks that the outputs can be published, counts the rows and splits them.
+def plan(spec: JobSpec, job_id: int) -> Iterator[Message]:
+    """Checks that the outputs can be published, copies an input that has no version, counts the rows and splits them.
 
     A batch has `batch_size` rows. Where the job has `batch_tokens`, it has fewer if these would be more tokens by the
     reader's estimate; a row that exceeds `batch_tokens` alone is a batch. Spans of one size need two numbers, however
     many there are. Raises UserError.
     """
     # The version is read first: a change of the input between the two is then detected.
-    version = {"input_version": _input_version(spec)}
+    source: Message = {"input_version": _input_version(spec)}
     reader = InputReader.from_dict(spec.batch_input_format)
     for output in spec.all_output_formats:
         OutputWriter.from_dict(output).check_output(spec.if_exists)
     if spec.batch_tokens is None:
-        yield {"end": {"total_rows": len(reader), "batch_size": spec.batch_size, **version}}
+        if (pages := reader.snapshot_pages()) is not None:
+            source["input_snapshot"], total_rows = write_snapshot(pages, job_directory(spec, job_id), reader.path)
+        else:
+            total_rows = len(reader)
+        yield {"end": {"total_rows": total_rows, "batch_size": spec.batch_size, **source}}
         return
     sizes = reader.row_sizes()
     if sizes is None:
@@ -90,7 +95,7 @@ def plan(spec: JobSpec) -> Iterator[Message]:
     while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
         total = page[-1].end_idx + 1
         yield {"spans": [list(span) for span in page]}
-    yield {"end": {"total_rows": total, **version}}
+    yield {"end": {"total_rows": total, **source}}
 
 
 def _split_by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[RowRange]:
@@ -224,21 +229,39 @@ def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
     for index, output in outputs:
         for job_id in job_ids:
             delete_parts(output, index, job_id)
+    if spec.storage and not all(_is_in_store(output) for _, output in outputs):
+        for job_id in job_ids:
+            delete_staging(f"{spec.storage}/", job_id)
+
+
+def job_directory(spec: JobSpec, job_id: int) -> str:
+    """The directory of a job's files beside its first output in a store, or in the server's storage if all outputs are
+    tables."""
+    path = next((str(output["path"]) for output in spec.all_output_formats if _is_in_store(output)), f"{spec.storage}/")
+    return _directory_beside(path, job_id)
+
+
+def _is_in_store(output: Mapping[str, Any]) -> bool:
+    """Whether an output's parts are files of a store, as those of every user's class are."""
+    return "_class_source" in output or OutputWriter.from_dict(output).in_store
+
+
+def _directory_beside(path: str, job_id: str | int) -> str:
+    return staging_of(path, job_id, 0).rpartition("/")[0]
 
 
 def delete_parts(output: Mapping[str, Any], output_idx: int, job_id: str | int) -> None:
     """Deletes the parts of one output of a job, wherever its writer put them."""
-    if "_class_source" not in output:
+    if _is_in_store(output):
+        delete_staging(output["path"], job_id)
+    else:
         writer = OutputWriter.from_dict(output)
-        if not writer.in_store:
-            writer.delete_staging(staging_of(writer.path, job_id, output_idx))
-            return
-    delete_staging(output["path"], job_id)
+        writer.delete_staging(staging_of(writer.path, job_id, output_idx))
 
 
 def delete_staging(path: str, job_id: str | int) -> None:
     """Deletes everything that a job stored beside one output, and nothing of other jobs. Idempotent."""
-    store, key = open_store(staging_of(path, job_id, 0).rpartition("/")[0])
+    store, key = open_store(_directory_beside(path, job_id))
     store.delete_below(key)
     if isinstance(store, LocalStore):
         with contextlib.suppress(OSError):  # other jobs have parts in it
@@ -252,7 +275,7 @@ def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
     """Records a row that failed for the last time: it has no result in any output, and an entry among the errors."""
     assignment = assignment_of(request["assignment"])
     try:
-        reader = InputReader.from_dict(spec.batch_input_format)
+        reader = open_input(spec)
         (row,) = reader.download_batch(assignment.start_idx, assignment.end_idx, str(cache_directory()))
     except Exception:  # noqa: BLE001  perhaps the row failed because it cannot be read
         row = None
