@@ -30,6 +30,7 @@ def describe_job(spec: JobSpec) -> Description:
         "input": _describe_endpoint(spec.batch_input_format),
         "errors": None if errors is None else _describe_endpoint(errors),
         "rows": spec.rows,
+        "env": {name: _shorten(value) for name, value in spec.env.items()},
         "batch_size": spec.batch_size,
         "batch_tokens": spec.batch_tokens,
         "max_failed_rows": spec.max_failed_rows,

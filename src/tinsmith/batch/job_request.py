@@ -11,14 +11,19 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from tinsmith.batch.secrets import VARIABLE_NAME
 from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, ROWS, JobSpec, Limits
 from tinsmith.errors import UserError
 from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, validate
 
 MAX_NUMBER = 2**53 - 1
+MAX_VARIABLE = 64 * 1024
+"""The most characters of an environment variable."""
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER, allow_inf_nan=False)]
 
+VariableName = Annotated[str, Field(pattern=f"^{VARIABLE_NAME}$", max_length=256)]
+VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=MAX_VARIABLE)]
 Rate = Annotated[float, Field(gt=0, le=MAX_NUMBER, allow_inf_nan=False)]
 
 
@@ -70,6 +75,8 @@ class JobRequest(ClosedBody):
     resources: dict[str, Rate] | None = None
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
+    env: dict[VariableName, VariableValue] = Field(default_factory=dict)
+    secrets: list[VariableName] = Field(default_factory=list)
     resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
     directory: str = ""
     limits: LimitsBody | None = None
@@ -94,6 +101,8 @@ class JobRequest(ClosedBody):
                 f"batch_size is {self.batch_size} and requests_per_minute is {self.requests_per_minute:g}; a batch "
                 "begins as a whole and counts as its rows, so batch_size must not be larger"
             )
+        if both := sorted(self.env.keys() & {*self.secrets}):
+            raise UserError(f"env and secrets both have {both}; give each name once")
         ignored = {"input_version", "input_snapshot", "storage", "part_formats", "purge"}
         spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)

@@ -1,6 +1,7 @@
 """Permissions of bulk jobs: whether a tenant may run its own code, and which files its jobs reach.
 
-A job runs its tenant's code if its function, one of its formats or its interpreter comes with it. A job of operations
+A job runs its tenant's code if its function, one of its formats, its interpreter or environment variables, which may
+name code, come with it. A job of operations
 in known formats, one operation or a chain of them, runs none, and every tenant may submit one. Workers are processes of
 the server's user, with its access to files and buckets, so such a job is confined to its roots: the tenant's own
 directory and the locations that the operator has named. Roots are decided at submission and stored in the
@@ -64,6 +65,8 @@ def describe_code(spec: JobSpec) -> str:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
         return "the job has its own interpreter"
+    if spec.env or spec.secrets:
+        return "the job sets environment variables of its processes"
     if any(name in data for data in [spec.batch_input_format, *spec.all_output_formats] for name in SHIPPED_KEYS):
         return "one of its formats has its own source code"
     return ""

@@ -297,6 +297,11 @@ class JobSpec:
     tokens_per_minute: float | None = None
     """The most tokens per minute, on all workers together, as operations count them and `save_results` receives them;
     None for no limit."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the job's processes."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of secrets, which are environment variables of the job's processes, too. Their values are not stored
+    (`secrets.py`)."""
     resume_from: int | None = None
     directory: str = ""
     """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith.settings.groups import PREFIX
@@ -73,6 +74,11 @@ def network_interface(host: str) -> str:
                 if reply[20:24] == address:
                     return name
     return ""
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment with the variables of a bulk job, for the job's own processes."""
+    return {**os.environ, **variables}
 
 
 def worker_environment() -> dict[str, str]:

@@ -444,6 +444,10 @@ class BatchSettings(SettingsGroup):
     batch_user_code: bool = True
     """Whether bulk jobs may run code at all."""
 
+    batch_secrets_dir: Path | None = None
+    """Directory of the secrets that bulk jobs may name: a file `NAME` for all tenants that may run code, or
+    `TENANT/NAME` for one. Read whenever a worker starts."""
+
     batch_roots: tuple[str, ...] = ()
     """Paths or URLs that bulk jobs of tenants outside `batch_tenants` may read and write, in addition to `batch/TENANT`
     in the data directory. `{tenant}` is replaced by the tenant's id."""

@@ -58,6 +58,7 @@ class SpecOptions(TypedDict, total=False):
 
     batch_tokens: int
     concurrency: int
+    env: dict[str, str]
     if_exists: str
     limits: dict[str, Any]
     max_failed_rows: float
@@ -69,6 +70,7 @@ class SpecOptions(TypedDict, total=False):
     python: str
     requests_per_minute: float
     resources: dict[str, float]
+    secrets: list[str]
     tokens_per_minute: float
     weight: float
 
@@ -400,7 +402,7 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
         if not isinstance(step, RowOperation):
             raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
     _check_options(options)
-    if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python"}):
+    if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python", "env", "secrets"}):
         raise NotSupportedError(f"{refused} are options of functions; leave them out for operations")
     operations.payload_of(steps)
     return operations.describe_operations(steps)

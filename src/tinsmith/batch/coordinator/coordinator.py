@@ -32,13 +32,14 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import permissions
-from tinsmith.batch.coordinator.job_run import JobRun, clean
+from tinsmith.batch.coordinator.job_run import JobRun, JobServices, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, max_job_workers, read_pool
+from tinsmith.batch.secrets import SecretFiles
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.database import now
@@ -233,7 +234,9 @@ class Coordinator:
         self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._settings = settings
         self._jobs = jobs
-        self._gateway = gateway
+        directory = settings.batch_secrets_dir
+        self.secrets = SecretFiles(directory.expanduser() if directory is not None else None)
+        self._services = JobServices(gateway, self.secrets)
         self._holder = holder
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
@@ -438,7 +441,7 @@ class Coordinator:
             await self._fail(job_id, refusal)
             return
         pool = self._pools[job.pool]
-        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._gateway)
+        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._services)
         pool.join(run)
         self._runs[job_id] = run
         self._tasks[job_id] = asyncio.create_task(self._run_job(run, pool))
@@ -507,9 +510,11 @@ class Coordinator:
         try:
             spec = await asyncio.to_thread(self._jobs.spec, job_id)
             pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL]).pool
+            tenant_id = await asyncio.to_thread(self._jobs.tenant_of, job_id)
+            secrets = await asyncio.to_thread(self.secrets.read, tenant_id, spec.secrets)
 
             async def operate(operation: Callable[[RemoteWorker], Any]) -> object:
-                async with temporary_worker(pool, job_id, spec) as worker:
+                async with temporary_worker(pool, job_id, spec, secrets) as worker:
                     return await operation(worker)
 
             cleaned = await clean(self._jobs, job_id, operate)

@@ -24,6 +24,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -56,6 +57,7 @@ from tinsmith.batch.coordinator.workers import (
 from tinsmith.batch.formats.registry import has_snapshot
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
+from tinsmith.batch.secrets import SecretFiles
 from tinsmith.batch.types import (
     SOURCE_FIELDS,
     AttemptFailure,
@@ -279,6 +281,13 @@ class Dispatcher:
         }
 
 
+class JobServices(NamedTuple):
+    """What jobs get from their server: answers of its models, and secrets."""
+
+    gateway: ModelGateway | None = None
+    secrets: SecretFiles = SecretFiles()
+
+
 class JobRun:
     def __init__(
         self,
@@ -288,7 +297,7 @@ class JobRun:
         token: str,
         pool: Pool,
         on_change: Callable[[], None],
-        gateway: ModelGateway | None = None,
+        services: JobServices,
     ) -> None:
         """`on_change` is called when `runnable_at` may have changed."""
         self.job = job
@@ -298,8 +307,8 @@ class JobRun:
         self._spec = spec
         self._limits = spec.limits
         self._router: RequestRouter | None = None
-        if gateway is not None and operations.asks_service(spec.batch_serialized_fn):
-            self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
+        if services.gateway is not None and operations.asks_service(spec.batch_serialized_fn):
+            self._router = RequestRouter(services.gateway, job.job_id, job.tenant_id, job.name)
         self._dispatcher = Dispatcher(job.job_id, spec, self._collect_results, self._note_failed_mapper)
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
@@ -307,7 +316,8 @@ class JobRun:
         self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
         self._pool = pool
-        self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router, self._hosts)
+        read_secrets = partial(services.secrets.read, job.tenant_id, spec.secrets)
+        self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router, self._hosts, read_secrets)
         self._dispatching = False
         self._worker_requested = asyncio.Event()
         self._worker_acquired = asyncio.Event()

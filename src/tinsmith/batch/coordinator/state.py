@@ -292,6 +292,13 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return JobSpec.from_dict(stored)
 
+    def tenant_of(self, job_id: int) -> str:
+        """The tenant of a job. Raises NotFoundError."""
+        tenant_id = self._db.scalar(sa.select(JOBS.c.tenant_id).where(JOBS.c.job_id == job_id))
+        if tenant_id is None:
+            raise NotFoundError(f"there is no bulk job {job_id}")
+        return tenant_id
+
     def cancel(self, tenant_id: str, job_id: int) -> JobRecord:
         """Request the end of a job; no effect on one that has ended. Raises NotFoundError."""
         self.find(tenant_id, job_id)

@@ -26,6 +26,7 @@ from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerStartError
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
+from tinsmith.errors import UserError
 from tinsmith.runtime.background import within
 
 MAX_OPERATION_TRIES = 3
@@ -202,12 +203,14 @@ def _parse_result(message: Message) -> Result:
 
 
 @contextlib.asynccontextmanager
-async def temporary_worker(pool: Pool, job_id: int, spec: JobSpec) -> AsyncIterator[RemoteWorker]:
+async def temporary_worker(
+    pool: Pool, job_id: int, spec: JobSpec, secrets: Mapping[str, str]
+) -> AsyncIterator[RemoteWorker]:
     """A worker for an operation on a job that has ended. Raises WorkerStartError, WorkerLostError."""
     worker_id = _new_id(job_id)
     worker = RemoteWorker(worker_id, await pool.start(worker_id, None), job_id, spec.limits, None)
     try:
-        await worker.call("configure", spec=spec.to_dict(), start_mapper=False)
+        await worker.call("configure", spec=spec.to_dict(), secrets=secrets, start_mapper=False)
         yield worker
     finally:
         await worker.close()
@@ -226,6 +229,8 @@ class WorkerSet:
     pool: Pool
     router: RequestRouter | None
     hosts: HostHealth
+    read_secrets: Callable[[], Mapping[str, str]]
+    """The values of the job's secrets now. Raises UserError."""
 
     def __post_init__(self) -> None:
         self._idle: list[RemoteWorker] = []
@@ -321,6 +326,10 @@ class WorkerSet:
         worker_id, name = _new_id(self.job_id), self.pool.spec.name
         worker: RemoteWorker | None = None
         try:
+            secrets = await asyncio.to_thread(self.read_secrets)
+        except UserError as error:
+            raise FatalJobError(f"setup_failed: {error}") from None
+        try:
             await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
             handle = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
             worker = RemoteWorker(worker_id, handle, self.job_id, self.spec.limits, slot, self.router)
@@ -328,7 +337,7 @@ class WorkerSet:
             self.hosts.add_worker(worker_id, handle.host)
             if handle.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
                 raise MachineSetAsideError(f"a worker has started on {handle.host}, which is set aside")
-            await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
+            await worker.call("configure", spec=self.spec.to_dict(), secrets=secrets, start_mapper=with_mapper)
             await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.address, handle.process_name)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._delete_row(worker_id))

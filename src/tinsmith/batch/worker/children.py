@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from tinsmith import __version__
 from tinsmith.batch.types import Assignment, AttemptFailure
 from tinsmith.batch.worker.logs import strip_tags
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
+from tinsmith.settings.environment import child_environment
 
 TAIL_BYTES = 4000
 MIN_PREFETCH = 3
@@ -112,8 +113,11 @@ class ChildError(Exception):
 class Child:
     """One process. `begin` gives it its role. Its output and that of its own children goes to the log."""
 
-    def __init__(self, python: str, log_path: Path, modules: Sequence[str] = ()) -> None:
-        """Starts the process, which imports `modules` before it waits for `begin`."""
+    def __init__(
+        self, python: str, log_path: Path, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts the process, which imports `modules` before it waits for `begin`. It has this process's environment
+        and these variables."""
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
         try:
@@ -123,6 +127,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [python, "-m", "tinsmith.batch.worker.child", *map(str, inherited), *modules],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, start_new_session=True,
+                    env=child_environment(variables) if variables else None,
                 )  # fmt: skip
         except BaseException:
             os.close(we_write)
@@ -176,13 +181,14 @@ def spare(role: str) -> Child:
     return Child(sys.executable, Path(os.devnull), MODULES[role])
 
 
-def start_child(python: str, spare: Child | None, log_path: Path) -> Child:
-    """Return the spare, if it is alive and of this interpreter, or else start a child. Raises OSError."""
+def start_child(python: str, spare: Child | None, log_path: Path, variables: Mapping[str, str] | None = None) -> Child:
+    """Return the spare, if it is alive, of this interpreter, and needs no variables, which libraries may read when they
+    are imported; or else start a child. Raises OSError."""
     if spare is not None:
-        if python == sys.executable and spare.process.poll() is None:
+        if python == sys.executable and spare.process.poll() is None and not variables:
             return spare
         spare.kill()
-    return Child(python, log_path)
+    return Child(python, log_path, variables=variables)
 
 
 def interpreter(spec: Message) -> str:
@@ -193,10 +199,13 @@ def interpreter(spec: Message) -> str:
     return sys.executable
 
 
-def interpreter_problem(python: str) -> str:
+def interpreter_problem(python: str, variables: Mapping[str, str] | None = None) -> str:
     """Why this interpreter cannot run a mapper, and the fix; empty if it can."""
     try:
-        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        probe = subprocess.run(
+            [python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False,
+            env=child_environment(variables) if variables else None,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"{python} did not start within {PROBE_S:g} s"
     except OSError as error:
@@ -260,8 +269,15 @@ class Attempt:
 class MapperProcess:
     """The mapper's child, and the attempts that are not settled, oldest first."""
 
-    def __init__(self, spec: Message, log_path: Path, spare: Child | None = None) -> None:
+    def __init__(
+        self,
+        spec: Message,
+        log_path: Path,
+        spare: Child | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._first = {"role": "mapper", "spec": spec}
+        self._variables = variables
         self._python = interpreter(spec)
         self._spare = spare
         self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
@@ -326,12 +342,12 @@ class MapperProcess:
 
     def _start_child(self) -> None:
         if self._problem is None:
-            self._problem = interpreter_problem(self._python)
+            self._problem = interpreter_problem(self._python, self._variables)
         if self._problem:
             self._start_failed("InterpreterError", self._problem, final=True, of_machine=True)
             return
         try:
-            child = start_child(self._python, self._spare, self._log_path)
+            child = start_child(self._python, self._spare, self._log_path, self._variables)
         except OSError as error:
             self._settle_all(AttemptFailure("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
@@ -486,7 +502,15 @@ def _describe_death(status: int, when: str, child: Child) -> str:
 class IoProcess:
     """The child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
 
-    def __init__(self, spec: Message, job_id: int, log_path: Path, spare: Child | None = None) -> None:
+    def __init__(
+        self,
+        spec: Message,
+        job_id: int,
+        log_path: Path,
+        spare: Child | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._variables = variables
         self._first = {"role": "io", "spec": spec, "job_id": job_id}
         self._log_path = log_path
         self._spare = spare
@@ -497,7 +521,7 @@ class IoProcess:
         """The messages of an operation, the last with `end` or `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
-                self._child = start_child(sys.executable, self._spare, self._log_path)
+                self._child = start_child(sys.executable, self._spare, self._log_path, self._variables)
                 self._child.begin(self._first, self._log_path)
                 self._spare = None
             child = self._child

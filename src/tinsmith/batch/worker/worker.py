@@ -6,7 +6,7 @@ standard input (token, where to listen, log, a directory for received files, whi
 the worker ends.
 
 The calls (`rpc.py`):
-- `configure`, once, before the others.
+- `configure`, once, before the others: the specification, and the values of its secrets, which stay in memory.
 - `feed_batch` with the `assignments` of a group. It streams results of attempts, requests of operations to the server
   (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. Two groups are in
   flight at a time. If no attempt ends for a second, those that the mapper has not begun are given back.
@@ -130,8 +130,10 @@ class Worker:
         if self._job_id is not None:
             raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
-        self._mapper = MapperProcess(request["spec"], self._log_path, self._spares.pop("mapper", None))
-        self._io_process = IoProcess(request["spec"], self._job_id, self._log_path, self._spares.pop("io", None))
+        spec = request["spec"]
+        variables = {**spec.get("env", {}), **request.get("secrets", {})}
+        self._mapper = MapperProcess(spec, self._log_path, self._spares.pop("mapper", None), variables)
+        self._io_process = IoProcess(spec, self._job_id, self._log_path, self._spares.pop("io", None), variables)
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
             await asyncio.to_thread(self._mapper.start)
