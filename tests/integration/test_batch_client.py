@@ -438,3 +438,20 @@ def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
     away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
     with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
         permissions.authorize_job(away, settings, "alice", keyless=False)
+
+
+def test_a_limited_job_reads_the_first_rows_and_is_resumed_with_the_same_limit(client: Client, tmp_path: Path) -> None:
+    def fragile(row: dict[str, Any]) -> dict[str, Any]:
+        if row["text"] == "t4":
+            raise ValueError("no t4")
+        return row
+
+    data, path = batch.from_items(items(50)).limit(7), f"{tmp_path}/o.jsonl"
+    options: dict[str, Any] = {"batch_size": 2, "stream": False, "client": client}
+    job = data.map(fragile, output=batch.JsonWriter(path), **options)
+    assert job.wait(check=False)["status"] == "FAILED"
+    with pytest.raises(JobRefusedError, match="its limit differs"):
+        batch.from_items(items(50)).map(shout, output=batch.JsonWriter(path), resume_from=job, **options)
+    again = data.map(lambda row: row, output=batch.JsonWriter(path), resume_from=job, **options)
+    assert again.wait()["total_rows"] == 7 and all_rows(path) == items(7)
+    assert again.take(3) == items(3) and again.take() == items(7)

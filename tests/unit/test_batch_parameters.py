@@ -467,6 +467,8 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 JOB_VALUES: dict[str, object] = {
     "batch_tokens": 5,
     "concurrency": 1,
+    "env": {"A": "b"},
+    "secrets": ["KEY"],
     "limits": {"backoff_s": 9.0},
     "max_failed_rows": 1,
     "memory": 1,

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # for type checkers and editors
     from tinsmith.batch.client.functions import is_remote_function, remote_function
     from tinsmith.batch.client.http import Client
     from tinsmith.batch.client.job import Job, JobFailedError
+    from tinsmith.batch.client.loading import load
+    from tinsmith.batch.client.local_run import DryRun, RowFailedError
     from tinsmith.batch.formats.csv import CsvReader, CsvWriter
     from tinsmith.batch.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
     from tinsmith.batch.formats.images import ImageReader, ImageWriter
@@ -52,7 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors
     from tinsmith.batch.operations.sample import Sample
     from tinsmith.batch.types import JobSpec
     from tinsmith.batch.worker.feed import RowError
-    from tinsmith.batch.worker.runtime import load, save_results
+    from tinsmith.batch.worker.runtime import save_results
 
 NAMES_BY_MODULE = {
     "client.http": "Client",
@@ -60,8 +62,10 @@ NAMES_BY_MODULE = {
     "read_parquet read_sql read_text read_webdataset resume",
     "client.functions": "is_remote_function remote_function",
     "client.job": "Job JobFailedError",
+    "client.loading": "load",
+    "client.local_run": "DryRun RowFailedError",
     "worker.feed": "RowError",
-    "worker.runtime": "load save_results",
+    "worker.runtime": "save_results",
     "operations.base": "row_seed",
     "operations.grade": "Grade",
     "operations.rollout": "Retry Rollout Turns",

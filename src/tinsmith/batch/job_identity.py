@@ -32,6 +32,7 @@ def describe_job(spec: JobSpec) -> Description:
         "rows": spec.rows,
         "env": {name: _shorten(value) for name, value in spec.env.items()},
         "batch_size": spec.batch_size,
+        "limit": spec.limit,
         "batch_tokens": spec.batch_tokens,
         "max_failed_rows": spec.max_failed_rows,
     }

@@ -75,6 +75,7 @@ class JobRequest(ClosedBody):
     resources: dict[str, Rate] | None = None
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
+    limit: Count | None = None
     env: dict[VariableName, VariableValue] = Field(default_factory=dict)
     secrets: list[VariableName] = Field(default_factory=list)
     resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None

@@ -297,6 +297,8 @@ class JobSpec:
     tokens_per_minute: float | None = None
     """The most tokens per minute, on all workers together, as operations count them and `save_results` receives them;
     None for no limit."""
+    limit: int | None = None
+    """The most input rows, from the first one on; None for all."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the job's processes."""
     secrets: list[str] = field(default_factory=list)

@@ -72,6 +72,7 @@ def submit(  # noqa: PLR0913  each is a flag
     weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="ROWS", help="Only the first rows.", min=1)] = None,
     option_flags: Annotated[
         list[str] | None,
         typer.Option("--option", metavar="NAME=VALUE", help="Any option of Dataset.map, a text or JSON; repeat it."),
@@ -104,7 +105,9 @@ def submit(  # noqa: PLR0913  each is a flag
         }
         map_options = {name: value for name, value in options.items() if value is not None}
         mapper = _mapper(function, sample, json_object("--sample-options", sample_options))
-        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **map_options)
+        data = Dataset(_reader(source))
+        data = data if limit is None else data.limit(limit)
+        job = data.map(mapper, pool, output=writers, stream=False, client=client, **map_options)
         assert isinstance(job, Job)
         _follow(client, job.job_id, detach, as_json)
 

@@ -18,10 +18,12 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 from tinsmith.batch import operations
-from tinsmith.batch.client import functions
+from tinsmith.batch.client import functions, local_run
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
+from tinsmith.batch.client.local_run import DryRun
 from tinsmith.batch.formats import input_versions, registry
+from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_dict
 from tinsmith.batch.job_identity import describe_job, differences
@@ -34,6 +36,10 @@ Writers = OutputWriter | Sequence[OutputWriter]
 Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
 
 DEFAULT_BATCH_SIZE = 32
+
+
+OUTPUT_OPTIONS = ("errors", "if_exists", "resume_from")
+"""The options that concern what a job writes."""
 
 
 class JobRefusedError(UserError, RuntimeError):
@@ -110,6 +116,9 @@ class Dataset:
     _forgotten = False
     """Whether it has steps that nothing has run or extended."""
 
+    _has_resumed = False
+    """Whether a job has taken over the results that `resume_from` names."""
+
     @property
     def path(self) -> str:
         return self.reader.path
@@ -123,7 +132,50 @@ class Dataset:
 
     def __len__(self) -> int:
         """The number of input rows."""
-        return len(self.reader)
+        return len(self.reader) if self._limit is None else min(len(self.reader), self._limit)
+
+    @property
+    def _limit(self) -> int | None:
+        return self._options.get("limit")
+
+    def limit(self, rows: int) -> Dataset:
+        """The first rows alone. A step that may return several rows for one, or none, comes after it."""
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise ValueError(f"rows is {rows!r}; limit takes a whole number from 1")
+        if _rows_of(self._steps) != "one":
+            raise ValueError(
+                "limit counts input rows, and a step before it may return another number of rows; call limit first"
+            )
+        dataset = Dataset(self.reader)
+        dataset._steps = self._steps
+        dataset._options = {**self._options, "limit": rows if self._limit is None else min(rows, self._limit)}
+        dataset._forgotten, self._forgotten = self._forgotten, False
+        return dataset
+
+    def take(self, rows: int = 20) -> list[Row]:
+        """The first rows of the result as a list, computed in this process without a server, which needs the input
+        here. Raises RowFailedError if a row of their batches fails."""
+        if not self._steps:
+            count = min(rows, len(self))
+            return self.reader.download_batch(0, count - 1, str(cache_directory())) if count > 0 else []
+        return self._run_here(None, lambda count: count >= rows).check().rows[: max(rows, 0)]
+
+    def dry_run(self, rows: int = local_run.ROWS, output: Writers | None = None) -> DryRun:
+        """The results and failures of the first input rows, computed in this process without a server, which needs the
+        input here. With an `output`, raises UserError for results that it could not hold; nothing is written."""
+        result = self._run_here(rows, lambda count: False)
+        if output is not None:
+            writers = [output] if isinstance(output, OutputWriter) else list(output)
+            local_run.check_outputs(result, writers)
+        return result
+
+    def _run_here(self, max_rows: int | None, is_enough: Callable[[int], bool]) -> DryRun:
+        self._forgotten = False
+        if not self._steps:
+            raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before running it")
+        options = {name: value for name, value in self._options.items() if name not in OUTPUT_OPTIONS}
+        with local_run.collect() as (writer, collected):
+            return local_run.run_rows(self._spec([writer], options), collected, max_rows, is_enough)
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(Job, name):
@@ -253,6 +305,13 @@ class Dataset:
         if not self._steps:
             raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before writing it")
         options = dict(self._options)
+        if options.get("resume_from") is not None:
+            if self._has_resumed:
+                raise ValueError(
+                    f"resume_from={int(options['resume_from'])} belongs to the first output that this data set was "
+                    "written to; map the rows again, without resume_from, for another job"
+                )
+            self._has_resumed = True
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
         last = None
@@ -365,6 +424,7 @@ class Dataset:
             "batch_output_formats": formats,
             "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
             "rows": _rows_of(self._steps),
+            "limit": options.get("limit"),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
             "batch_error_format": request_dict(errors) if errors is not None else None,
             "batch_activate_env": _expand_home(options.get("activate_env")),

@@ -333,6 +333,10 @@ class Job:
         for batch in rows.batches():
             yield from rows.of(batch)
 
+    def take(self, rows: int = 20) -> list[Row]:
+        """The first committed rows of the first output."""
+        return list(islice(self.partial(), rows))
+
     def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
         """Writes one output to `target`: all of it once the job has succeeded, before that what is committed. Raises
         UserError, FileExistsError, FileNotFoundError."""

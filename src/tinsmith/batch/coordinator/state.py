@@ -810,7 +810,7 @@ def _lock_resumed_job(
     for other in chain:
         if other.cleaned or other.spec.get("purge"):
             raise UserError(f"{refusal}: the parts of job {other.job_id} were deleted; submit a new job")
-    for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
+    for name in ("batch_input_format", "limit", "rows", *(() if other_outputs else ("batch_output_formats",))):
         if old.spec.get(name) != getattr(spec, name):
             raise UserError(f"{refusal}: its {name} differs; give the same, or submit a new job")
     before, after = old.spec["batch_output_formats"], spec.batch_output_formats

@@ -27,6 +27,10 @@ class Page(NamedTuple):
     def rows(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
+    def head(self, rows: int) -> Page:
+        """The first rows of the page."""
+        return self._replace(columns={name: values[:rows] for name, values in self.columns.items()})
+
     def to_rows(self) -> list[Row]:
         rows = [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
         return [parse_json(row, self.json_names) for row in rows]

@@ -16,7 +16,7 @@ import io
 import json
 import tempfile
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,9 +64,9 @@ def open_input(spec: JobSpec) -> InputReader:
     return InputReader.from_dict(spec.batch_input_format)
 
 
-def write_snapshot(pages: Iterable[Page], directory: str, source: str) -> tuple[str, int]:
-    """Copies the rows to a file in a directory that only this call writes; returns its location and the number of
-    rows. Raises UserError, which names the `source`."""
+def write_snapshot(pages: Iterable[Page], directory: str, source: str, limit: int | None = None) -> tuple[str, int]:
+    """Copies the rows, at most `limit`, to a file in a directory that only this call writes; returns its location and
+    the number of rows. Raises UserError, which names the `source`."""
     base = join(directory, f"input-{uuid.uuid4().hex}")
     writer = ParquetWriter(join(base, FILE_NAME))
     schema: Schema = {}
@@ -74,7 +74,7 @@ def write_snapshot(pages: Iterable[Page], directory: str, source: str) -> tuple[
     parts: list[PartInfo] = []
     num_rows = 0
     with tempfile.TemporaryDirectory(prefix="tinsmith-snapshot-") as spool:
-        for page in pages:
+        for page in _first_rows(pages, limit):
             json_names |= page.json_names
             page_schema: Schema = {}
             for column, values in page.columns.items():
@@ -90,6 +90,16 @@ def write_snapshot(pages: Iterable[Page], directory: str, source: str) -> tuple[
         arrow_schema = arrow_schemas.schema_of_types(schema).with_metadata(metadata)
         publishing.stage_file(base, FILE_NAME, writer.encode_parts(parts, arrow_schema), num_rows)
     return writer.path, num_rows
+
+
+def _first_rows(pages: Iterable[Page], limit: int | None) -> Iterator[Page]:
+    remaining = limit
+    for page in pages:
+        yield page if remaining is None else page.head(remaining)
+        if remaining is not None:
+            remaining -= page.rows
+            if remaining <= 0:
+                return
 
 
 def _store_page(page: Page, schema: Schema, first_row: int, spool: str) -> PartInfo:

@@ -82,16 +82,17 @@ def plan(spec: JobSpec, job_id: int) -> Iterator[Message]:
         OutputWriter.from_dict(output).check_output(spec.if_exists)
     if spec.batch_tokens is None:
         if (pages := reader.snapshot_pages()) is not None:
-            source["input_snapshot"], total_rows = write_snapshot(pages, job_directory(spec, job_id), reader.path)
+            directory = job_directory(spec, job_id)
+            source["input_snapshot"], total_rows = write_snapshot(pages, directory, reader.path, spec.limit)
         else:
-            total_rows = len(reader)
+            total_rows = len(reader) if spec.limit is None else min(len(reader), spec.limit)
         yield {"end": {"total_rows": total_rows, "batch_size": spec.batch_size, **source}}
         return
     sizes = reader.row_sizes()
     if sizes is None:
         raise UserError(f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out")
     total = 0
-    remaining = _split_by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+    remaining = _split_by_tokens(islice(sizes, spec.limit), spec.batch_size, spec.batch_tokens)
     while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
         total = page[-1].end_idx + 1
         yield {"spans": [list(span) for span in page]}

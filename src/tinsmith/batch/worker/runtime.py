@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, overload
 
-from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import (
     FINAL_ERRORS,
@@ -21,15 +19,11 @@ from tinsmith.batch.types import (
     JobSpec,
     MapperStartError,
     ProgramError,
-    Row,
 )
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Marker
 from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import Feed, Report, format_traceback
-
-if TYPE_CHECKING:
-    from tinsmith.batch.client.dataset import Dataset
 
 _feed: Feed | None = None
 
@@ -44,18 +38,8 @@ def take_back(keys: set[tuple[int, int]]) -> list[Assignment]:
     return _feed.take_back(keys) if _feed is not None else []
 
 
-@overload
-def load() -> Feed: ...
-@overload
-def load(source: InputReader | str | Sequence[Row]) -> Dataset: ...
-
-
-def load(source: InputReader | str | Sequence[Row] | None = None) -> Feed | Dataset:
-    """On a worker: the batches of rows of this job, to iterate over. With a path or reader, the data set it names."""
-    if source is not None:
-        from tinsmith.batch.client.dataset import Dataset
-
-        return Dataset(source)
+def current_feed() -> Feed:
+    """The batches of rows of this job. Raises RuntimeError outside a worker."""
     if _feed is None:
         raise RuntimeError(
             "load() gives batches on a worker only; here, load(PATH) makes a Dataset and Dataset.map runs the mapper"
