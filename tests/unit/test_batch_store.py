@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +18,15 @@ from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.images import ImageWriter
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
 from tinsmith.batch.formats.openai import OpenAIBatchWriter
+from tinsmith.batch.formats.parquet import ParquetWriter
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.openai.results import Results, success_lines
 from tinsmith.batch.types import Assignment, PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError, UserError
+from tinsmith.storage import stores
+from tinsmith.storage.bucket_store import BucketStore
 from tinsmith.storage.locations import locations, open_store
-from tinsmith.storage.stores import PART_BYTES, Source, UnreachableError, join, split
+from tinsmith.storage.stores import PART_BYTES, READS, LocalStore, Source, UnreachableError, join, read_ahead, split
 
 BUCKET = "rows"
 
@@ -321,3 +326,106 @@ def test_directories_of_stored_files_are_fsynced(tmp_path: Path, monkeypatch: py
     store.put_create(key, b"rows")
     assert synced == [str(tmp_path / "a" / "b")], "whoever stored it first may have died in between"
     assert os.listdir(tmp_path / "a" / "b") == ["part"]
+
+
+class SlowStore(LocalStore):
+    """A disk whose reads wait as those of a bucket do. Records how many wait at the same time."""
+
+    is_remote = True
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.reading = self.most_reading = self.reads = 0
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        with self.lock:
+            self.reads += 1
+            self.reading += 1
+            self.most_reading = max(self.most_reading, self.reading)
+        time.sleep(0.02)
+        data = b"".join(super().chunks(key))
+        with self.lock:
+            self.reading -= 1
+        yield data
+
+
+def sources_in(store: LocalStore, directory: Path, count: int, size: int) -> list[Source]:
+    sources = []
+    for index in range(count):
+        data, key = bytes([index % 251]) * size, str(directory / f"part-{index}")
+        store.put(key, data)
+        sources.append(Source(store, key, hashlib.sha256(data).hexdigest(), expected_bytes=size))
+    return sources
+
+
+def test_small_sources_of_a_bucket_are_read_at_the_same_time_and_joined_in_order(tmp_path: Path) -> None:
+    store = SlowStore()
+    sources = sources_in(store, tmp_path, 60, 10)
+    store.concat(sources, str(tmp_path / "whole"), exclusive=False)
+    assert (tmp_path / "whole").read_bytes() == b"".join(bytes([index]) * 10 for index in range(60))
+    assert 4 < store.most_reading <= READS and store.reads == 60
+    (tmp_path / "part-40").write_bytes(b"changed")
+    with pytest.raises(CorruptFilesError, match="part-40"):
+        store.concat(sources, str(tmp_path / "other"), exclusive=False)
+    assert not (tmp_path / "other").exists() and store.reading == 0
+
+
+def test_sources_that_are_read_ahead_are_few_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "READ_AHEAD_BYTES", 1000)
+    store = SlowStore()
+    for chunks in read_ahead(sources_in(store, tmp_path, 20, 400)):
+        assert sum(map(len, chunks)) == 400
+    assert store.most_reading <= 3
+    unknown = [source._replace(expected_bytes=None) for source in sources_in(store, tmp_path, 5, 10)]
+    store.most_reading = 0
+    assert [b"".join(chunks) for chunks in read_ahead(unknown)] == [bytes([index]) * 10 for index in range(5)]
+    assert store.most_reading == 1
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "parquet/"])
+def test_publishing_reads_each_part_once(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = f"memory://m/{tmp_path.name}"
+    writer = JsonWriter(f"{base}/o.jsonl") if kind == "jsonl" else ParquetWriter(f"{base}/o.{kind}")
+    parts = [
+        writer.write_part([{"n": index}], RowRange(index, index), f"{base}/.tinsmith_batch_tmp/1/out-0/attempt-1")
+        for index in range(40)
+    ]
+    reads: list[str] = []
+    read_chunks, read_ranges = BucketStore.chunks, BucketStore.get_ranges
+
+    def chunks(store: BucketStore, key: str) -> Iterator[bytes]:
+        reads.append(key)
+        return read_chunks(store, key)
+
+    def get_ranges(store: BucketStore, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        reads.append(key)
+        return read_ranges(store, key, ranges)
+
+    monkeypatch.setattr(BucketStore, "chunks", chunks)
+    monkeypatch.setattr(BucketStore, "get_ranges", get_ranges)
+    output = writer.publish(parts, f"{base}/.tinsmith_batch_tmp/1/out-0", "error")
+    assert output.rows == 40
+    assert sorted(key for key in reads if "/attempt-1/" in key) == sorted(open_store(part.path)[1] for part in parts)
+    assert [row["n"] for row in writer.read_published(output)] == list(range(40))
+
+
+def test_the_parts_of_an_upload_grow_with_the_object(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terabytes = 3 * 2**40
+    assert stores.part_bytes(0) == stores.part_bytes(70 * 2**30) == PART_BYTES
+    assert terabytes <= stores.part_bytes(terabytes) * stores.MAX_PARTS < terabytes + 2**40
+    monkeypatch.setattr(stores, "MAX_PARTS", 3)
+    store, key = open_store(f"{s3}/{tmp_path.name}/large")
+    data = bytes(3 * PART_BYTES + 5)
+    with store.open_writer(key, max_bytes=len(data)) as writer:
+        writer.write(data)
+    etag = store.head(key).etag
+    assert etag is not None and etag.strip('"').endswith("-3")
+    store.put(f"{key}-part", data)
+    source = Source(store, f"{key}-part", hashlib.sha256(data).hexdigest(), expected_bytes=len(data))
+    store.concat([source], f"{key}-joined", exclusive=False, max_bytes=len(data))
+    file = tmp_path / "file"
+    file.write_bytes(data)
+    assert isinstance(store, BucketStore)
+    store.upload(file, f"{key}-uploaded")
+    for name in ("joined", "uploaded"):
+        assert (store.head(f"{key}-{name}").etag or "").strip('"').endswith("-3"), name

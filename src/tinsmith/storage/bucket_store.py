@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.storage.stores import CHUNK_BYTES, PART_BYTES, Entry, ObjectInfo, Store, UnreachableError, Writer
+from tinsmith.storage.stores import (
+    CHUNK_BYTES,
+    PART_BYTES,
+    Entry,
+    ObjectInfo,
+    Store,
+    UnreachableError,
+    Writer,
+    part_bytes,
+)
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
@@ -46,6 +55,8 @@ def _first_line(error: Exception) -> str:
 
 class BucketStore(Store):
     """A bucket; keys have no leading slash."""
+
+    is_remote = True
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket: Any = bucket
@@ -106,9 +117,11 @@ class BucketStore(Store):
                 self._bucket.delete(names)
 
     @contextlib.contextmanager
-    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
+    def open_writer(
+        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
+    ) -> Iterator[Writer]:
         with translate_errors():
-            upload = _Upload(self._bucket, key)
+            upload = _Upload(self._bucket, key, part_bytes(max_bytes))
             yield upload
             if upload.stream is None and exclusive:
                 from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -124,17 +137,19 @@ class BucketStore(Store):
 
     @translate_errors()
     def copy(self, source: str, target: str) -> None:
-        if self.head(source).size <= MAX_COPY_BYTES:
+        size = self.head(source).size
+        if size <= MAX_COPY_BYTES:
             self._bucket.copy(source, target)
             return
-        with self.open(source) as file, self.open_writer(target) as writer:
+        with self.open(source) as file, self.open_writer(target, max_bytes=size) as writer:
             while chunk := file.read(PART_BYTES):
                 writer.write(chunk)
 
     @translate_errors()
     def upload(self, path: Path, key: str) -> None:
         """Upload a local file as an object."""
-        self._bucket.put(key, path, use_multipart=path.stat().st_size > PART_BYTES, chunk_size=PART_BYTES)
+        size = path.stat().st_size
+        self._bucket.put(key, path, use_multipart=size > PART_BYTES, chunk_size=part_bytes(size))
 
 
 class _Ranged(io.RawIOBase):
@@ -174,9 +189,10 @@ class _Ranged(io.RawIOBase):
 class _Upload:
     """Buffers an object of up to one part, and streams a larger one in parts."""
 
-    def __init__(self, bucket: Bucket, key: str) -> None:
+    def __init__(self, bucket: Bucket, key: str, part_bytes: int) -> None:
         self._bucket: Any = bucket
         self._key = key
+        self._part_bytes = part_bytes
         self.buffer = bytearray()
         self.stream: Any = None
 
@@ -187,7 +203,7 @@ class _Upload:
         if self.stream is None:
             import obstore
 
-            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PART_BYTES, max_concurrency=1)
+            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=self._part_bytes, max_concurrency=1)
             self.stream.write(bytes(self.buffer))
             self.buffer.clear()
         self.stream.write(bytes(data))

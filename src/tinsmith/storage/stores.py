@@ -17,18 +17,28 @@ import shutil
 import sys
 import uuid
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, ClassVar, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from tinsmith.errors import CorruptFilesError, UserError
 
 CHUNK_BYTES = 1024 * 1024
-# Larger objects are uploaded in parts of this size, one part in memory at a time.
+# Larger objects are uploaded in parts of at least this size, one part in memory at a time.
 PART_BYTES = 8 * CHUNK_BYTES
+MAX_PARTS = 10_000
+"""The most parts of an upload to S3; Google Cloud Storage has the same limit."""
+MAX_OBJECT_BYTES = 5 * 2**40
+"""The largest object of S3 and Google Cloud Storage."""
+READS = 16
+"""The most sources that are read from a bucket at the same time."""
+READ_AHEAD_BYTES = 64 * CHUNK_BYTES
+"""About the most bytes of sources in memory that were read before they are written."""
 SCHEMES = ("file", "s3", "gs", "memory")
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
 """Retries of a request to a bucket, with back-off: about ten seconds in total."""
@@ -62,9 +72,14 @@ class Source(NamedTuple):
     start: int = 0
     size: int | None = None
     """None: the whole object. A part of an object is read at once."""
+    expected_bytes: int | None = None
+    """The number of bytes that are read, if it is known."""
 
 
 class Store(ABC):
+    is_remote: ClassVar[bool] = False
+    """Whether a read waits for a network, so that several at the same time are faster."""
+
     @abstractmethod
     def put_create(self, key: str, data: bytes) -> str | None:
         """Store a new object and return its etag. Raises FileExistsError if the key has other contents already."""
@@ -105,11 +120,12 @@ class Store(ABC):
 
     @abstractmethod
     def open_writer(
-        self, key: str, *, staging: str | None = None, exclusive: bool = False
+        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
     ) -> AbstractContextManager[Writer]:
         """Write an object in chunks; it becomes visible when the block ends without an error. `staging` is a directory
         of this store in which a crash may leave an unfinished object. With `exclusive`, raises FileExistsError instead
-        of replacing an object."""
+        of replacing an object. An object of more than `MAX_PARTS` parts needs `max_bytes`, the most that it may have:
+        the size of its parts follows."""
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None: ...
@@ -146,16 +162,24 @@ class Store(ABC):
         self.delete_many(page)
 
     def concat(
-        self, sources: Iterable[Source], key: str, *, head: bytes = b"", staging: str | None = None, exclusive: bool
+        self,
+        sources: Iterable[Source],
+        key: str,
+        *,
+        head: bytes = b"",
+        staging: str | None = None,
+        exclusive: bool,
+        max_bytes: int = 0,
     ) -> tuple[int, str]:
-        """Write `head` and then the sources; returns the size and SHA-256 of the whole.
+        """Write `head` and then the sources; returns the size and SHA-256 of the whole. `max_bytes` as in
+        `open_writer`.
 
         Raises CorruptFilesError, without writing the object, if a source differs from its digest."""
         digest, size = hashlib.sha256(head), len(head)
-        with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
+        with self.open_writer(key, staging=staging, exclusive=exclusive, max_bytes=max_bytes) as writer:
             writer.write(head)
-            for source in sources:
-                for chunk in stream_verified(source):
+            for chunks in read_ahead(sources):
+                for chunk in chunks:
                     digest.update(chunk)
                     size += len(chunk)
                     writer.write(chunk)
@@ -187,6 +211,45 @@ def stream_verified(source: Source) -> Iterator[memoryview]:
         raise CorruptFilesError(
             f"{source.key} differs from what was written: its SHA-256 is {digest.hexdigest()}, not {source.sha256}"
         )
+
+
+def read_ahead(sources: Iterable[Source]) -> Iterator[Iterable[memoryview]]:
+    """The chunks of each source, in order, as `stream_verified` gives them. Small sources in a bucket are read at the
+    same time and ahead, up to `READS` and `READ_AHEAD_BYTES`."""
+    remaining = iter(sources)
+    waiting: deque[tuple[Source, Future[list[memoryview]] | None]] = deque()
+    waiting_bytes = 0
+    pool = ThreadPoolExecutor(READS, thread_name_prefix="read")
+    try:
+        while True:
+            while len(waiting) < READS and waiting_bytes < READ_AHEAD_BYTES:
+                source = next(remaining, None)
+                if source is None:
+                    break
+                is_small = source.expected_bytes is not None and source.expected_bytes <= PART_BYTES
+                is_ahead = source.store.is_remote and is_small
+                waiting.append((source, pool.submit(_read_verified, source) if is_ahead else None))
+                waiting_bytes += source.expected_bytes or 0 if is_ahead else 0
+            if not waiting:
+                return
+            source, read = waiting.popleft()
+            if read is None:
+                yield stream_verified(source)
+            else:
+                waiting_bytes -= source.expected_bytes or 0
+                yield read.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _read_verified(source: Source) -> list[memoryview]:
+    return list(stream_verified(source))
+
+
+def part_bytes(max_bytes: int) -> int:
+    """The size of the parts of an upload of at most `max_bytes`."""
+    chunks = -(-min(max_bytes, MAX_OBJECT_BYTES) // (MAX_PARTS * CHUNK_BYTES))
+    return max(PART_BYTES, chunks * CHUNK_BYTES)
 
 
 class LocalStore(Store):
@@ -248,7 +311,9 @@ class LocalStore(Store):
         shutil.rmtree(prefix, ignore_errors=True)
 
     @contextlib.contextmanager
-    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
+    def open_writer(
+        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
+    ) -> Iterator[Writer]:
         directory, name = os.path.split(key)
         unfinished = f"{staging or directory}/.{name}.{_PROCESS}-{os.getpid()}-{next(_counter)}.unfinished"
         for parent in {directory, os.path.dirname(unfinished)}:

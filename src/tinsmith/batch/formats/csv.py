@@ -96,14 +96,13 @@ class CsvWriter(FileWriter):
         filled = [part for part in parts if part.rows]
         headers = list(dict.fromkeys(tuple(self._header(part)) for part in filled))
         columns = list(dict.fromkeys(name for header in headers for name in header))
-        rows = sum(part.rows for part in filled)
         if filled and not columns:
             raise UserError(
                 f"the rows of {self.path} have no columns, and a CSV file cannot count such rows. Return rows with a "
                 "column, or resume the job with format='jsonl'"
             )
         if len(headers) > 1 or self.path.endswith(COMPRESSED_ENDINGS):
-            return publishing.publish_stream(self.path, self._rewrite(filled, columns), rows, staging, if_exists)
+            return publishing.publish_stream(self.path, self._rewrite(filled, columns), filled, staging, if_exists)
         head = self._encode([columns]) if filled else b""
         skips = [len(head)] * len(filled)
         return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)

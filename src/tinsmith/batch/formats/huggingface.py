@@ -79,7 +79,7 @@ class HuggingFaceWriter(TableWriter):
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
         arrow = self.encode_parts(filled, self.unify_schemas(filled))
-        data = publishing.stage_file(staging, "data-00000-of-00001.arrow", arrow)
+        data = publishing.stage_file(staging, "data-00000-of-00001.arrow", arrow, filled)
         state = {
             "_data_files": [{"filename": data.name}],
             "_fingerprint": hashlib.sha256(data.part.sha256.encode()).hexdigest()[:16],

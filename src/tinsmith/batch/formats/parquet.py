@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tinsmith.batch.formats import arrow_schemas, publishing, schemas
 from tinsmith.batch.formats.encoding import select_columns
@@ -104,8 +104,9 @@ class TableWriter(OutputWriter):
         )
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        for table in _tables_of_part(part):
-            yield from table.to_pylist() if table.num_columns else ({} for _ in range(part.rows))
+        with publishing.open_part(part) as source:
+            for table in _tables_in(part, source):
+                yield from table.to_pylist() if table.num_columns else ({} for _ in range(part.rows))
 
     def unify_schemas(self, parts: Iterable[PartInfo]) -> pyarrow.Schema:
         """The schema of the rows of all parts. Raises UserError."""
@@ -155,7 +156,7 @@ class ParquetWriter(TableWriter):
         filled = [part for part in parts if part.rows]
         rows, schema = sum(part.rows for part in filled), self.unify_schemas(filled)
         if not self.is_directory:
-            return publishing.publish_stream(self.path, self.encode_parts(filled, schema), rows, staging, if_exists)
+            return publishing.publish_stream(self.path, self.encode_parts(filled, schema), filled, staging, if_exists)
         files = [self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)]
         return publishing.publish_directory(self.path, files, rows, staging, if_exists)
 
@@ -164,7 +165,7 @@ class ParquetWriter(TableWriter):
         name = f"part-{part_idx:05d}.parquet"
         if _schema_of_part(part).equals(schema):
             return PublishedFile(name, part)
-        return publishing.stage_file(staging, name, self.encode_parts([part], schema), part.rows)
+        return publishing.stage_file(staging, name, self.encode_parts([part], schema), [part])
 
     def open_table(self, sink: Sink, schema: pyarrow.Schema) -> Any:  # noqa: ANN401  a ParquetWriter of pyarrow
         import pyarrow.parquet
@@ -187,20 +188,19 @@ def _schema_of_part(part: PartInfo) -> pyarrow.Schema:
         return pyarrow.parquet.read_schema(source)
 
 
-def _tables_of_part(part: PartInfo) -> Iterator[pyarrow.Table]:
+def _tables_in(part: PartInfo, source: IO[bytes]) -> Iterator[pyarrow.Table]:
     """The rows of a part, some at a time; one table without columns if its rows have none."""
     import pyarrow
     import pyarrow.parquet
 
-    with publishing.open_part(part) as source:
-        file = pyarrow.parquet.ParquetFile(source)
-        if not file.schema_arrow.names:
-            yield pyarrow.table({})
-            return
-        size = sum(file.metadata.row_group(group_idx).total_byte_size for group_idx in range(file.num_row_groups))
-        rows = max(1, min(GROUP_ROWS, GROUP_BYTES * max(1, part.rows) // max(1, size)))
-        for batch in file.iter_batches(rows):
-            yield pyarrow.Table.from_batches([batch])
+    file = pyarrow.parquet.ParquetFile(source)
+    if not file.schema_arrow.names:
+        yield pyarrow.table({})
+        return
+    size = sum(file.metadata.row_group(group_idx).total_byte_size for group_idx in range(file.num_row_groups))
+    rows = max(1, min(GROUP_ROWS, GROUP_BYTES * max(1, part.rows) // max(1, size)))
+    for batch in file.iter_batches(rows):
+        yield pyarrow.Table.from_batches([batch])
 
 
 def _tables_of(parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
@@ -209,9 +209,8 @@ def _tables_of(parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[py
 
     waiting: list[pyarrow.Table] = []
     rows = size = 0
-    for part in parts:
-        publishing.check_part(part)
-        for table in _tables_of_part(part):
+    for part, source in publishing.open_verified_parts(parts):
+        for table in _tables_in(part, source):
             if table.num_columns:
                 table = arrow_schemas.conform(table, schema)
             else:

@@ -11,18 +11,23 @@ import contextlib
 import hashlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from itertools import chain, repeat
+from itertools import chain, islice, repeat, tee
 from typing import IO, NamedTuple
 
 import orjson
 
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
 from tinsmith.storage.locations import open_object, open_store
-from tinsmith.storage.stores import Source, Store, Writer, join, stream_verified
+from tinsmith.storage.stores import READS, Source, Store, Writer, join, read_ahead, stream_verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
+MAX_GROWTH = 16
+"""How many times the bytes of its parts a file that is computed from them may have."""
+PAGE_FILES = 256
+"""Files of a directory that are handed to threads at a time."""
 SEGMENT_BYTES = 8 * 1024 * 1024
 """The maximum bytes of a segment. A larger part is a separate object."""
 
@@ -95,8 +100,8 @@ def store_part(
 def source_of(part: PartInfo, skip: int = 0) -> Source:
     store, key = open_store(part.path)
     if part.offset is None:
-        return Source(store, key, part.sha256, skip)
-    return Source(store, key, part.sha256, skip, part.offset, part.bytes)
+        return Source(store, key, part.sha256, skip, expected_bytes=part.bytes)
+    return Source(store, key, part.sha256, skip, part.offset, part.bytes, part.bytes)
 
 
 def open_part(part: PartInfo) -> IO[bytes]:
@@ -117,6 +122,20 @@ def check_part(part: PartInfo) -> None:
         continue
 
 
+def open_verified_parts(parts: Iterable[PartInfo]) -> Iterator[tuple[PartInfo, IO[bytes]]]:
+    """Each part, in order, and its bytes for reading and seeking; small parts in a bucket are read ahead. Raises
+    CorruptFilesError before any byte of a changed part is given."""
+    first, second = tee(parts)
+    for part, chunks in zip(first, read_ahead(map(source_of, second)), strict=True):
+        if isinstance(chunks, list):
+            yield part, io.BytesIO(b"".join(chunks))
+            continue
+        for _ in chunks:
+            continue
+        with open_part(part) as file:
+            yield part, file
+
+
 def publish_file(
     path: str,
     parts: Sequence[PartInfo],
@@ -132,26 +151,35 @@ def publish_file(
     def sources() -> Iterator[Source]:
         return (source_of(part, skip) for part, skip in zip(parts, skips or repeat(0, len(parts)), strict=True))
 
-    rows = sum(part.rows for part in parts)
+    rows, max_bytes = 0, len(head)
+    for part in parts:
+        rows, max_bytes = rows + part.rows, max_bytes + part.bytes
+    local, exclusive = _local(staging), if_exists == "error"
     try:
-        size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
+        size, digest = store.concat(sources(), key, head=head, staging=local, exclusive=exclusive, max_bytes=max_bytes)
     except FileExistsError:
-        size, digest = _measure([head], *map(stream_verified, sources()))
+        size, digest = _measure([head], chain.from_iterable(read_ahead(sources())))
         if store.digest(key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)
 
 
-def publish_stream(path: str, chunks: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
+def publish_stream(
+    path: str, chunks: Iterable[bytes], parts: Sequence[PartInfo], staging: str, if_exists: str
+) -> OutputInfo:
     """An output computed from the parts instead of concatenated. `chunks` must be deterministic."""
-    return publish_file(path, [stage_file(staging, "published", chunks, rows).part], staging, if_exists)
+    return publish_file(path, [stage_file(staging, "published", chunks, parts).part], staging, if_exists)
 
 
-def stage_file(staging: str, name: str, chunks: Iterable[bytes], rows: int = 0) -> PublishedFile:
-    """Write a computed file to the staging directory, to be published under its name in a directory."""
+def stage_file(staging: str, name: str, chunks: Iterable[bytes], parts: Iterable[PartInfo] = ()) -> PublishedFile:
+    """Write a file that is computed from parts to the staging directory, to be published under its name in a
+    directory."""
+    rows = num_bytes = 0
+    for part in parts:
+        rows, num_bytes = rows + part.rows, num_bytes + part.bytes
     location = join(staging, name)
     store, key = open_store(location)
-    with store.open_writer(key) as writer:
+    with store.open_writer(key, max_bytes=MAX_GROWTH * num_bytes) as writer:
         size, digest = _measure(_write_through(chunks, writer))
     return PublishedFile(name, PartInfo(location, rows, size, digest))
 
@@ -172,15 +200,21 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
             raise FileExistsError(exists_already(path))
     else:
         store.delete_many([manifest_key, join(root, SUCCESS)])
-    total = 0
-    for name, part in files:
-        target = join(root, name)
+
+    def publish_one(file: PublishedFile) -> int:
+        target, num_bytes = join(root, file.name), file.part.bytes
+        local, exclusive = _local(staging), if_exists == "error"
         try:
-            store.concat([source_of(part)], target, staging=_local(staging), exclusive=if_exists == "error")
+            store.concat([source_of(file.part)], target, staging=local, exclusive=exclusive, max_bytes=num_bytes)
         except FileExistsError:
-            if store.digest(target) != part.sha256:
+            if store.digest(target) != file.part.sha256:
                 raise FileExistsError(exists_already(path)) from None
-        total += part.bytes
+        return num_bytes
+
+    total, remaining = 0, iter(files)
+    with ThreadPoolExecutor(READS if store.is_remote else 1) as pool:
+        while page := list(islice(remaining, PAGE_FILES)):
+            total += sum(pool.map(publish_one, page))
     if if_exists == "overwrite":
         store.delete_many(_foreign_keys(store, root, files))
     with store.open_writer(manifest_key, staging=_local(staging)) as writer:

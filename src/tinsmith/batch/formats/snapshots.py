@@ -88,7 +88,7 @@ def write_snapshot(pages: Iterable[Page], directory: str, source: str, limit: in
             num_rows += part.rows
         metadata = {JSON_COLUMNS: json.dumps(sorted(json_names)).encode()}
         arrow_schema = arrow_schemas.schema_of_types(schema).with_metadata(metadata)
-        publishing.stage_file(base, FILE_NAME, writer.encode_parts(parts, arrow_schema), num_rows)
+        publishing.stage_file(base, FILE_NAME, writer.encode_parts(parts, arrow_schema), parts)
     return writer.path, num_rows
 
 
