@@ -455,3 +455,73 @@ def test_a_limited_job_reads_the_first_rows_and_is_resumed_with_the_same_limit(c
     again = data.map(lambda row: row, output=batch.JsonWriter(path), resume_from=job, **options)
     assert again.wait()["total_rows"] == 7 and all_rows(path) == items(7)
     assert again.take(3) == items(3) and again.take() == items(7)
+
+
+@dataclasses.dataclass
+class TracingWriter(batch.OutputWriter):
+    """Records the processes that run its code."""
+
+    trace: str = ""
+
+    def __post_init__(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        import os
+
+        with open(self.trace, "a") as pids:
+            pids.write(f"{os.getpid()}\n")
+
+    def upload_batch(self, results, start_idx, end_idx, job_id):  # type: ignore[no-untyped-def]
+        import json
+        import os
+
+        self.note()
+        os.makedirs(self.path, exist_ok=True)
+        with open(f"{self.path}/{start_idx}", "w") as file:
+            json.dump([row["text"] for row in results], file)
+
+
+def breaks_at_the_end(row: dict[str, Any]) -> dict[str, Any]:
+    import datetime
+    from decimal import Decimal
+
+    if row["text"] == "t5":
+        raise ValueError("no t5")
+    values = {"day": datetime.date(2026, 1, 2), "at": datetime.datetime(2026, 1, 2, 3), "price": Decimal("1.50")}
+    return {**values, "bytes": b"\xff", "took": datetime.timedelta(seconds=1.5)}
+
+
+def test_a_client_reads_and_exports_a_users_output_without_running_its_code(client: Client, tmp_path: Path) -> None:
+    import os
+
+    trace = tmp_path / "pids"
+    writer = TracingWriter(f"{tmp_path}/out/", trace=str(trace))
+    job = batch.from_items(items(6)).map(
+        breaks_at_the_end, output=writer, batch_size=2, stream=False, client=client, limits={"max_retries": 0}
+    )
+    assert isinstance(job, batch.Job) and job.wait(check=False)["status"] == "FAILED"
+    trace.write_text("")
+    rows = job.take(3)
+    assert [row["text"] for row in rows] == ["t0", "t1", "t2"]
+    assert {name: value for name, value in rows[0].items() if name != "text"} == breaks_at_the_end({"text": ""})
+    assert next(iter(job.partial()))["text"] == "t0" and len(list(job.partial())) == 5
+    info = job.export(f"{tmp_path}/copy/")
+    assert info.rows == 5 and (tmp_path / "copy" / "0").read_text() == '["t0", "t1"]'
+    pids = set(trace.read_text().split())
+    assert pids and str(os.getpid()) not in pids
+    again = job.resume(output=batch.JsonWriter(f"{tmp_path}/o.jsonl"))
+    assert again.wait(check=False)["status"] == "FAILED"
+    assert [row["text"] for row in again.partial()][:4] == ["t0", "t1", "t2", "t3"]
+    assert str(os.getpid()) not in trace.read_text().split()
+
+
+def test_rows_that_are_no_plain_values_are_not_unpickled_by_a_client(client: Client, tmp_path: Path) -> None:
+    writer = TracingWriter(f"{tmp_path}/out/", trace=str(tmp_path / "pids"))
+    job = batch.from_items(items(2)).map(
+        lambda row: {"text": complex(1, 2)} if row["text"] == "t0" else 1 / 0,
+        output=writer, batch_size=1, stream=False, client=client,
+    )  # fmt: skip
+    assert isinstance(job, batch.Job) and job.wait(check=False)["status"] == "FAILED"
+    with pytest.raises(UserError, match="a client cannot read: a complex cannot be sent"):
+        list(job.partial())

@@ -102,8 +102,8 @@ class JobRequest(ClosedBody):
                 f"batch_size is {self.batch_size} and requests_per_minute is {self.requests_per_minute:g}; a batch "
                 "begins as a whole and counts as its rows, so batch_size must not be larger"
             )
-        if both := sorted(self.env.keys() & {*self.secrets}):
-            raise UserError(f"env and secrets both have {both}; give each name once")
+        if repeated_names := sorted(self.env.keys() & {*self.secrets}):
+            raise UserError(f"env and secrets both have {repeated_names}; give each name once")
         ignored = {"input_version", "input_snapshot", "storage", "part_formats", "purge"}
         spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)

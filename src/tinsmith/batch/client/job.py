@@ -5,7 +5,8 @@ the same rows in the same order. A reader that finds a part deleted goes on in t
 output that was replaced after it was published is refused.
 
 An export has the bytes that publishing makes of the same batches. Neither rows nor the list of parts are in memory. An
-output that is not a file (a table) is exported in the format that the target's name says.
+output that is not a file (a table) is exported in the format that the target's name says. The code of a user's writer
+runs in a child (`shipped_writers.py`), never in this process.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from itertools import islice
 from typing import Any
 
 from tinsmith.batch.client.http import FINAL, Client, Status
+from tinsmith.batch.client.shipped_writers import ShippedWriter, client_writer
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     OutputWriter,
     format_of,
+    format_of_part,
     in_format,
     request_dict,
-    writer_of_part,
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.io_operations import delete_staging, parts_on_disk
@@ -55,7 +57,8 @@ class CommittedRows:
         formats = self._page(-1, limit=1)["outputs"]
         if not 0 <= output < len(formats):
             raise UserError(f"output is {output}; bulk job {job_id} has outputs 0 to {len(formats) - 1}")
-        self.writer = OutputWriter.from_dict(formats[output])
+        self.writer = client_writer(formats[output], self.part_formats)
+        self._older_writers: dict[str, OutputWriter] = {}
 
     def _page(self, after: int, limit: int = 1000) -> Status:
         page = self._client.partial(self._job_id, after, limit)
@@ -72,7 +75,16 @@ class CommittedRows:
         return PartInfo.from_dict(batch["parts"][self._output]) if batch["parts"] else None
 
     def rows_of_part(self, part: PartInfo) -> Iterator[Row]:
-        return (writer_of_part(part, self.part_formats) or self.writer).read_part(part)
+        return self._writer_of(part).read_part(part)
+
+    def _writer_of(self, part: PartInfo) -> OutputWriter:
+        data = format_of_part(part, self.part_formats)
+        if data is None:
+            return self.writer
+        name = json.dumps(data, sort_keys=True)
+        if name not in self._older_writers:
+            self._older_writers[name] = client_writer(data)
+        return self._older_writers[name]
 
     def of(self, batch: Row) -> Iterator[Row]:
         """The rows of a batch. Raises NotFoundError if they were deleted and are in no output."""
@@ -128,7 +140,7 @@ def _parts_for_export(rows: CommittedRows, target: str, base: str) -> tuple[Outp
         other = replace(writer, path=target)
     else:
         other = registry.OUTPUT_WRITER_REGISTRY.find(format_of(target))(target)
-    converted = bool(rows.part_formats) or not writer.in_store
+    converted = (bool(rows.part_formats) and not isinstance(writer, ShippedWriter)) or not writer.in_store
     if not converted:
         _check_name(writer, target)
 
@@ -303,7 +315,7 @@ class Job:
             outputs = [request_dict(data) for data in ([output] if isinstance(output, OutputWriter) else output)]
         elif format is not None:
             old = self._client.partial(self.job_id, limit=1)["outputs"]
-            outputs = [request_dict(in_format(OutputWriter.from_dict(data), format)) for data in old]
+            outputs = [request_dict(in_format(client_writer(data), format)) for data in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:

@@ -111,7 +111,7 @@ def run_rows(
     _run_spans(spec, single_rows, failures)
     rows: list[Row] = []
     last_row = -1
-    for span in sorted(collected):  # batches after these may have begun, too
+    for span in sorted(collected):  # batches after these may have span_by_batch, too
         if is_enough(len(rows)):
             failures = [failure for failure in failures if failure.idx <= last_row]
             break
@@ -124,12 +124,12 @@ def _run_spans(spec: JobSpec, spans: Iterable[RowRange], failures: list[RowFailu
     """Runs batches and collects the rows that fail; returns the batches of several rows that failed as a whole."""
     from tinsmith.batch.worker import runtime
 
-    begun: dict[int, RowRange] = {}
+    span_by_batch: dict[int, RowRange] = {}
     outcomes: list[AttemptOutcome] = []
 
     def assignments() -> Iterator[Assignment]:
         for batch_idx, span in enumerate(spans):
-            begun[batch_idx] = span
+            span_by_batch[batch_idx] = span
             yield Assignment(batch_idx, span.start_idx, span.end_idx, 1, ("",))
 
     try:
@@ -139,7 +139,7 @@ def _run_spans(spec: JobSpec, spans: Iterable[RowRange], failures: list[RowFailu
         raise UserError(f"the function does not start: {error}") from None
     to_repeat: list[RowRange] = []
     for outcome in outcomes:
-        span = begun[outcome.batch_idx]
+        span = span_by_batch[outcome.batch_idx]
         failures += outcome.row_failures
         if outcome.error and (outcome.final or span.rows == 1):
             message = outcome.error.strip().rpartition("\n")[2]

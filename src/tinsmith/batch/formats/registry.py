@@ -152,7 +152,7 @@ class ReaderOrWriter:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """A reader or writer from its dictionary. Runs the source of a user's class, so only in workers."""
         values = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED_KEYS}
-        kind = _build_shipped_class(data) if "_class_source" in data else cls._registry.find(str(data.get("format")))
+        kind = _build_shipped_class(data) if is_shipped(data) else cls._registry.find(str(data.get("format")))
         if not (inspect.isclass(kind) and issubclass(kind, cls)):
             raise UserError(f"{getattr(kind, '__name__', kind)!r} must be a dataclass that extends {cls.__name__}")
         return build_dataclass(kind, values, repr(data["format"]))
@@ -311,12 +311,14 @@ class DirectoryWriter(OutputWriter):
             raise ProgramError(f"{len(rows)} results for {span.rows} rows: return one per row, which names its file")
 
 
-def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
-    """The writer of a part that was written for another output, else None."""
-    for prefix, data in part_formats.items():
-        if part.path.startswith(f"{prefix}/"):
-            return OutputWriter.from_dict(data)
-    return None
+def is_shipped(data: Mapping[str, Any]) -> bool:
+    """Whether a dictionary is that of a class outside tinsmith, whose source it has."""
+    return "_class_source" in data
+
+
+def format_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The dictionary of the writer of a part that was written for another output, else None."""
+    return next((data for prefix, data in part_formats.items() if part.path.startswith(f"{prefix}/")), None)
 
 
 FORMAT_OF = {ending: name for name, format in FORMATS.items() for ending in format.extensions}

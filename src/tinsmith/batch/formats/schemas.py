@@ -94,8 +94,8 @@ def _name(name: object) -> str:
 def _element_type(values: list[Any] | tuple[Any, ...]) -> Type:
     kinds = set(map(type, values)) - {type(None)}
     if kinds == {int}:  # token ids: many, and of one kind
-        numbers = [value for value in values if value is not None]
-        return _int(min(numbers), max(numbers))
+        integers = [value for value in values if value is not None]
+        return _int(min(integers), max(integers))
     if len(kinds) == 1 and (name := PLAIN_NAMES.get(next(iter(kinds)))):
         return name
     element_type: Type = "null"

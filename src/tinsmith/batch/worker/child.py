@@ -66,7 +66,7 @@ def main() -> None:
         from tinsmith.batch.worker import io_operations
 
         for request in source:
-            for message in io_operations.run(spec, int(first["job_id"]), request):
+            for message in io_operations.run(spec, first["job_id"], request):
                 send(message)
 
 

@@ -168,6 +168,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def reap(self) -> None:
+        """Kill the child, wait for its end, and close its pipes. No other thread may read its messages."""
+        self.end()
+        self.kill()
+        self.process.wait()
+        self._output.close()
+
     def tail(self) -> str:
         """The last `TAIL_BYTES` of the child's output."""
         with self._log_path.open("rb") as log:
@@ -505,7 +512,7 @@ class IoProcess:
     def __init__(
         self,
         spec: Message,
-        job_id: int,
+        job_id: int | str,
         log_path: Path,
         spare: Child | None = None,
         variables: Mapping[str, str] | None = None,
@@ -539,3 +546,9 @@ class IoProcess:
         if child is not None:
             child.end()
             child.kill()
+
+    def reap(self) -> None:
+        """End the child and release all that it has here, for a process that goes on and reads nothing more."""
+        if self._child is not None:
+            self._child.reap()
+            self._child = None

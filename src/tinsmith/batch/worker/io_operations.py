@@ -1,4 +1,4 @@
-"""The operations of a worker beside mapping: plan, publish, delete, give_up.
+"""The operations of a worker beside mapping: plan, publish, delete, give_up; and reading, for clients.
 
 They run readers and writers, which may be a user's code, so they run in a worker's child of the role `io`
 (`children.IoProcess`). Each can be repeated after a crash at any time. `plan` splits the input into spans of rows, in
@@ -21,7 +21,7 @@ import orjson
 
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, writer_of_part
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of_part, is_shipped
 from tinsmith.batch.formats.snapshots import open_input, write_snapshot
 from tinsmith.batch.types import (
     PROCESS_DEATHS,
@@ -36,21 +36,22 @@ from tinsmith.batch.types import (
     staging_of,
 )
 from tinsmith.batch.worker.children import assignment_of
-from tinsmith.batch.worker.rpc import Message
+from tinsmith.batch.worker.rpc import Message, pack
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore
 
 SPANS_IN_A_MESSAGE = 1000
 FAILURES_IN_A_PART = 1000
+ROWS_IN_A_MESSAGE = 100
 
 
-def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
+def run(spec: JobSpec, job_id: int | str, request: Message) -> Iterator[Message]:
     """The messages of an operation, the last with its `end` or `error`."""
     try:
         match request["op"]:
             case "plan":
-                yield from plan(spec, job_id)
+                yield from plan(spec, int(job_id))
             case "publish":
                 yield {"end": _publish(spec, job_id, request).to_dict()}
             case "delete":
@@ -58,6 +59,8 @@ def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
                 yield {"end": {}}
             case "give_up":
                 yield {"end": _give_up(spec, request).to_dict()}
+            case "read_part" | "read_published":
+                yield from _read(spec, request)
     except Exception as error:  # noqa: BLE001  fails this operation only
         # An error that the user can fix is one line; where it was raised does not help.
         is_users = isinstance(error, UserError | OSError)
@@ -166,7 +169,7 @@ def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
         yield CommittedParts(path, 0)
 
 
-def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
+def _publish(spec: JobSpec, job_id: int | str, request: Message) -> OutputInfo:
     """Publish an output from the file `path`, which has a line for each batch or, for the output of errors, for each
     failed row. The file is deleted."""
     index, path = int(request["output_idx"]), request["path"]
@@ -196,8 +199,8 @@ def _rewrite(
     base = part_base(writer.path, job_id, output_idx, 0)  # attempts begin at 1
     next_row = 0
     for part in parts:
-        if (old := writer_of_part(part, spec.part_formats)) is not None:
-            rows = list(old.read_part(part))
+        if (old := format_of_part(part, spec.part_formats)) is not None:
+            rows = list(OutputWriter.from_dict(old).read_part(part))
             for row in rows:
                 writer.check(row)
             part = writer.write_part(rows, RowRange(next_row, next_row + len(rows) - 1), base)
@@ -244,7 +247,7 @@ def job_directory(spec: JobSpec, job_id: int) -> str:
 
 def _is_in_store(output: Mapping[str, Any]) -> bool:
     """Whether an output's parts are files of a store, as those of every user's class are."""
-    return "_class_source" in output or OutputWriter.from_dict(output).in_store
+    return is_shipped(output) or OutputWriter.from_dict(output).in_store
 
 
 def _directory_beside(path: str, job_id: str | int) -> str:
@@ -267,6 +270,26 @@ def delete_staging(path: str, job_id: str | int) -> None:
     if isinstance(store, LocalStore):
         with contextlib.suppress(OSError):  # other jobs have parts in it
             os.rmdir(os.path.dirname(key))
+
+
+# Reading, for clients.
+
+
+def _read(spec: JobSpec, request: Message) -> Iterator[Message]:
+    """The rows of a part, or of the published output, as plain values."""
+    writer = OutputWriter.from_dict(spec.batch_output_formats[0])
+    source = request["source"]
+    is_part = request["op"] == "read_part"
+    rows = writer.read_part(PartInfo.from_dict(source)) if is_part else writer.read_published(OutputInfo(**source))
+    while page := list(islice(rows, ROWS_IN_A_MESSAGE)):
+        for row in page:
+            try:
+                pack(row)
+            except TypeError as error:
+                reason = f"the output of a {type(writer).__name__} has a row that a client cannot read"
+                raise UserError(f"{reason}: {error}; export the output instead") from None
+        yield {"rows": page}
+    yield {"end": {}}
 
 
 # Giving up.

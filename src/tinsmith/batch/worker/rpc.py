@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import hmac
 import inspect
 import logging
@@ -27,6 +28,7 @@ import os
 import struct
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import IO, Any
 
 import msgpack
@@ -47,6 +49,14 @@ MAX_UNAUTHENTICATED = 32
 """Connections without a token. A new one replaces the oldest."""
 MAX_CONNECTIONS = 128
 BIG_INTEGER = 1
+DURATION = BIG_INTEGER + 1
+TEXT_TYPES: dict[int, tuple[type, Callable[[Any], str], Callable[[str], object]]] = {
+    BIG_INTEGER + 2: (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    BIG_INTEGER + 3: (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    BIG_INTEGER + 4: (datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    BIG_INTEGER + 5: (Decimal, str, Decimal),
+}
+"""Types that are sent as texts, by the code of their extension."""
 """The msgpack extension for integers beyond 64 bits: their decimal digits."""
 
 log = logging.getLogger(__name__)  # a worker's standard output is not for logs
@@ -111,13 +121,23 @@ def read_frames(source: IO[bytes]) -> Iterator[Message]:
 def _pack_extension(value: object) -> msgpack.ExtType:
     if isinstance(value, int):  # beyond 64 bits
         return msgpack.ExtType(BIG_INTEGER, str(value).encode())
-    raise TypeError(f"a {type(value).__name__} cannot be sent; use the types of JSON")
+    if isinstance(value, datetime.timedelta):
+        return msgpack.ExtType(DURATION, str(value // datetime.timedelta(microseconds=1)).encode())
+    for code, (kind, encode, _) in TEXT_TYPES.items():
+        if type(value) is kind:
+            return msgpack.ExtType(code, encode(value).encode())
+    raise TypeError(f"a {type(value).__name__} cannot be sent; use the types of JSON, bytes, dates, times or decimals")
 
 
 def _unpack_extension(code: int, data: bytes) -> object:
-    if code != BIG_INTEGER:
-        raise ValueError(f"extension type {code} is unknown; {BIG_INTEGER} is the only one")
-    return int(data)
+    text = data.decode()
+    if code == BIG_INTEGER:
+        return int(text)
+    if code == DURATION:
+        return datetime.timedelta(microseconds=int(text))
+    if code not in TEXT_TYPES:
+        raise ValueError(f"extension type {code} is unknown")
+    return TEXT_TYPES[code][2](text)
 
 
 async def read_chunks(reader: asyncio.StreamReader, size: int) -> AsyncIterator[bytes]:
