@@ -59,7 +59,17 @@ FLAGS = {
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
         *("--sample", "--sample-options"),
-        *("--batched", "--rows", "--max-failed-rows", "--name", "--weight", "--priority", "--resume-from", "--option"),
+        *(
+            "--batched",
+            "--rows",
+            "--max-failed-rows",
+            "--name",
+            "--weight",
+            "--priority",
+            "--resume-from",
+            "--limit",
+            "--option",
+        ),
         *("--if-exists", "--detach", "-d", "--yes", "-y", "--json"),
     },
     "samplers list": {"--json", "--data-dir"},

@@ -25,7 +25,7 @@ from tinsmith.batch.worker.rpc import Message
 from tinsmith.errors import UserError
 
 
-@dataclass
+@dataclass(eq=False)
 class ShippedWriter(OutputWriter):
     """Stands for the writer of a user's class: `data` is its dictionary. `part_formats` are the writers of older parts,
     by the prefix of their paths."""
@@ -70,8 +70,6 @@ class ShippedWriter(OutputWriter):
             if not is_complete:  # the rest of its messages would answer the next request
                 _readers.pop(self, None)
                 child.reap()
-
-    __hash__ = object.__hash__
 
 
 _readers: weakref.WeakKeyDictionary[ShippedWriter, IoProcess] = weakref.WeakKeyDictionary()
