@@ -55,14 +55,14 @@ class ShippedWriter(OutputWriter):
                 lines.write(orjson.dumps([part.to_dict()]) + b"\n")
         with _child(spec, name) as child:
             *_, end = child.run({"op": "publish", "output_idx": 0, "path": lines.name})
-            return OutputInfo.from_dict(_checked(end)["end"])
+            return OutputInfo.from_dict(_check_reply(end)["end"])
 
     def _read(self, op: str, source: Mapping[str, Any]) -> Iterator[Row]:
         child = _reader_of(self)
         is_complete = False
         try:
             for message in child.run({"op": op, "source": source}):
-                yield from _checked(message).get("rows", ())
+                yield from _check_reply(message).get("rows", ())
             is_complete = True
         except ChildError as error:
             raise UserError(f"the rows of {self.path} cannot be read: {error}") from None
@@ -106,7 +106,7 @@ def _start(spec: JobSpec, name: str) -> IoProcess:
     return child
 
 
-def _checked(message: Message) -> Message:
+def _check_reply(message: Message) -> Message:
     """Raises the error that the child reports, as far as a client can act on it."""
     if "error" not in message:
         return message
