@@ -25,13 +25,14 @@ from tinsmith.batch.worker.rpc import Message
 from tinsmith.errors import UserError
 
 
-@dataclass(eq=False)
+@dataclass
 class ShippedWriter(OutputWriter):
     """Stands for the writer of a user's class: `data` is its dictionary. `part_formats` are the writers of older parts,
     by the prefix of their paths."""
 
     data: dict[str, Any] = field(default_factory=dict)
     part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _reader: IoProcess | None = field(default=None, init=False, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.data, "path": self.path}
@@ -58,7 +59,7 @@ class ShippedWriter(OutputWriter):
             return OutputInfo.from_dict(_check_reply(end)["end"])
 
     def _read(self, op: str, source: Mapping[str, Any]) -> Iterator[Row]:
-        child = _reader_of(self)
+        child = self._start_reader()
         is_complete = False
         try:
             for message in child.run({"op": op, "source": source}):
@@ -68,11 +69,14 @@ class ShippedWriter(OutputWriter):
             raise UserError(f"the rows of {self.path} cannot be read: {error}") from None
         finally:
             if not is_complete:  # the rest of its messages would answer the next request
-                _readers.pop(self, None)
+                self._reader = None
                 child.reap()
 
-
-_readers: weakref.WeakKeyDictionary[ShippedWriter, IoProcess] = weakref.WeakKeyDictionary()
+    def _start_reader(self) -> IoProcess:
+        if self._reader is None:
+            self._reader = _start(JobSpec("", {}, [self.to_dict()], 1), "read")
+            weakref.finalize(self, self._reader.reap)
+        return self._reader
 
 
 def client_writer(data: Mapping[str, Any], part_formats: Mapping[str, dict[str, Any]] | None = None) -> OutputWriter:
@@ -80,13 +84,6 @@ def client_writer(data: Mapping[str, Any], part_formats: Mapping[str, dict[str, 
     if not is_shipped(data):
         return OutputWriter.from_dict(data)
     return ShippedWriter(str(data["path"]), dict(data), dict(part_formats or {}))
-
-
-def _reader_of(writer: ShippedWriter) -> IoProcess:
-    if (child := _readers.get(writer)) is None:
-        child = _readers[writer] = _start(JobSpec("", {}, [writer.to_dict()], 1), "read")
-        weakref.finalize(writer, child.reap)
-    return child
 
 
 @contextlib.contextmanager
