@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from support.harmony import make_harmony_model
 from support.properties import examples
-from tinsmith.base_models import read_shape
+from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.choices import CompletionDelta
 from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
+from tinsmith.errors import NotSupportedError
 from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, GrammarCache
 from tinsmith.wire.fields import validate
 
@@ -236,6 +237,16 @@ def test_numbers_of_json_after_reasoning_are_bounded(text: ModelTokenizer) -> No
         constraint.push(digit)
         num_digits += 1
     assert num_digits == MAX_NUMBER_LENGTH
+
+
+def test_calls_are_read_also_if_special_tokens_are_shown(text: ModelTokenizer) -> None:
+    answer, _ = parse_both_ways(chat(text, skip_special_tokens=False), text, f'{CALL}{{"city":"Rome"}}<|call|>')
+    assert [(call.name, call.arguments) for call in answer.calls] == [("weather", '{"city": "Rome"}')]
+
+
+def test_the_form_needs_the_tokens_of_channels() -> None:
+    with pytest.raises(NotSupportedError, match=r"form harmony .* has not all of <\|start\|>, .*; name another form"):
+        chat(ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()), "harmony"))
 
 
 def test_a_stop_string_ends_a_thought_or_a_text(text: ModelTokenizer) -> None:

@@ -203,7 +203,8 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         if images and len(prompt) < len(rendered):
             raise not_supported("truncate_prompt_tokens", "together with images; shorten the messages")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        channels = find_channels(tokenizer, prompt) if self.skip_special_tokens else None
+        # Calls are messages on channels, so that special tokens are never shown with tools.
+        channels = find_channels(tokenizer, prompt) if self.skip_special_tokens or tools is not None else None
         grammar = tools.grammar() if tools else self.structure
         if grammar and not tools and channels is not None and channels.begins_turn:
             grammar = write_final_answer(grammar)

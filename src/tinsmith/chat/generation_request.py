@@ -25,9 +25,9 @@ from tinsmith.wire.fields import (
     MAX_TEXT,
     NO_EFFECT,
     ClosedBody,
+    GrammarText,
     Ignored,
     Integer,
-    LongText,
     Position,
     StrOr,
     Supported,
@@ -308,7 +308,7 @@ class SamplingFields(VendorSamplingFields):
     guided_json: Annotated[dict[str, Any] | str, StrOr()] | None = None
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
-    guided_grammar: LongText | None = None
+    guided_grammar: GrammarText | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: Annotated[bool, Supported((True,), "the tokenizer decides on spaces")] = True

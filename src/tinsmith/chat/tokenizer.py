@@ -231,12 +231,18 @@ class ModelTokenizer:
         source = self.template.source
         if "tools" not in source:
             raise not_supported("tools", "this model's chat template does not support tools")
-        if self._tool_parser != "auto":
-            return choose_dialect(self._tool_parser, source)
-        if (dialect := detect_dialect(source)) is None:
+        is_named = self._tool_parser != "auto"
+        dialect = choose_dialect(self._tool_parser, source) if is_named else detect_dialect(source)
+        if dialect is None:
             raise not_supported(
                 "tools",
                 "this model's chat template shows no known form of calls; name one with --tool-parser",
+            )
+        if dialect.new_parser is None and find_channels(self) is None:
+            raise not_supported(
+                "tools",
+                f"calls of the form {dialect.name} are messages between tokens, and this model's chat template or "
+                f"tokenizer has not all of {', '.join(CHANNEL_TOKENS)}; name another form with --tool-parser",
             )
         return dialect
 

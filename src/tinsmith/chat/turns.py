@@ -1,14 +1,15 @@
 """Fits the turns of a conversation to what a model's chat template writes.
 
 Agents send system messages between the turns, several of them at the beginning, and several messages of the user in a
-row. Some templates refuse such conversations, and some drop a part of them in silence. A probe of the template decides,
-once per template: what it writes stays as it is, so that the prompt is the template's own. Otherwise system messages at
-the beginning become one, a later one becomes the user's, and neighbouring messages of the user become one.
+row, and several calls in one message. Some templates refuse such conversations, and some drop a part of them in
+silence. A probe of the template decides, once per template: what it writes stays as it is, so that the prompt is the
+template's own. Otherwise system messages at the beginning become one, a later one becomes the user's, neighbouring
+messages of the user become one, and each call becomes a message of its own, followed by its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -34,6 +35,7 @@ class TurnRules:
 
 def fit_turns(template: ChatTemplate, messages: Sequence[Message], *, tools: bool) -> list[Message]:
     """Return the messages, changed only where the template would refuse or drop some of them."""
+    messages = _fit_calls(template, messages, tools)
     system = next((str(message["role"]) for message in messages if message["role"] in SYSTEM_ROLES), SYSTEM_ROLES[0])
     systems = [message["role"] in SYSTEM_ROLES for message in messages]
     if True not in systems[1:] and not _has_repeated_user(messages):
@@ -56,6 +58,72 @@ def fit_turns(template: ChatTemplate, messages: Sequence[Message], *, tools: boo
     return fitted
 
 
+def _fit_calls(template: ChatTemplate, messages: Sequence[Message], tools: bool) -> list[Message]:
+    """Return the messages, with several calls of a message in messages of their own if the template needs it."""
+    if all(len(_calls(message)) < 2 for message in messages) or not _needs_single_calls(template, tools):
+        return list(messages)
+    fitted: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message, calls = messages[index], _calls(messages[index])
+        index += 1
+        if len(calls) < 2:
+            fitted.append(message)
+            continue
+        num_results = next(
+            (count for count, later in enumerate(messages[index:]) if later["role"] != "tool"), len(messages) - index
+        )
+        results = messages[index : index + num_results]
+        index += num_results
+        fitted += _split_calls(message, calls, results)
+    return fitted
+
+
+def _split_calls(message: Message, calls: Sequence[Mapping[str, object]], results: Sequence[Message]) -> list[Message]:
+    """Return a message for each call, followed by its results. They have the call's id, or the order of the calls if
+    calls have no ids; other results come last.
+    """
+    remaining = list(results)
+    split: list[Message] = []
+    for position, call in enumerate(calls):
+        first = message if position == 0 else {"role": message["role"], "content": ""}
+        call_id = call.get("id")
+        if call_id is None:
+            matches, remaining = remaining[:1], remaining[1:]
+        else:
+            matches = [result for result in remaining if result.get("tool_call_id") == call_id]
+            remaining = [result for result in remaining if result.get("tool_call_id") != call_id]
+        split += [{**first, "tool_calls": [call]}, *matches]
+    return split + remaining
+
+
+def _calls(message: Message) -> Sequence[Mapping[str, object]]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+@lru_cache(maxsize=64)
+def _needs_single_calls(template: ChatTemplate, tools: bool) -> bool:
+    """Whether the template writes one call of a message, and not two."""
+    return _keeps_calls(template, 1, tools) and not _keeps_calls(template, 2, tools)
+
+
+def _keeps_calls(template: ChatTemplate, num_calls: int, tools: bool) -> bool:
+    """Whether the template writes all calls of a message, and their results."""
+    call_ids = [f"probecal{index}" for index in range(num_calls)]  # some templates accept only ids of nine letters
+    marks = _PROBE_TEXTS[:num_calls]
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {"key": mark}}}
+        for call_id, mark in zip(call_ids, marks, strict=True)
+    ]
+    messages: list[Message] = [
+        {"role": "user", "content": "probe"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": call_id, "content": "result"} for call_id in call_ids),
+    ]
+    return _writes(template, messages, marks, tools)
+
+
 def _has_repeated_user(messages: Sequence[Message]) -> bool:
     return any(first["role"] == second["role"] == "user" for first, second in pairwise(messages))
 
@@ -73,6 +141,11 @@ def _keeps_texts(template: ChatTemplate, roles: Sequence[str], tools: bool) -> b
     """Whether the template writes the text of a message of each of these roles, in order."""
     marks = _PROBE_TEXTS[: len(roles)]
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    return _writes(template, messages, marks, tools)
+
+
+def _writes(template: ChatTemplate, messages: Sequence[Message], marks: Sequence[str], tools: bool) -> bool:
+    """Whether the template writes these texts of the messages, in order."""
     try:
         rendered = template.render(messages, [_PROBE_TOOL] if tools else None, {})
     except RequestError:

@@ -290,7 +290,9 @@ def _check_size(value: dict[str, T]) -> dict[str, T]:
 
 NO_NUL = r"^[^\x00]*$"
 Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=NO_NUL)]
-LongText = Annotated[str, Field(max_length=2**31, pattern=NO_NUL)]
+LongText = Annotated[str, Field(max_length=2**31)]
+"""Text of a conversation. A model may write NUL, and clients return its text with the next request."""
+GrammarText = Annotated[str, Field(max_length=2**31, pattern=NO_NUL)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Integer = Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)]
 Position = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -39,9 +39,9 @@ from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import (
     Body,
     ClosedBody,
+    GrammarText,
     Ignored,
     Integer,
-    LongText,
     Number,
     OneOf,
     Position,
@@ -211,7 +211,7 @@ class SampleRequest(AsampleRequest):
 
 class GrammarBody(Body):
     kind: Text
-    text: LongText
+    text: GrammarText
 
 
 class ReasoningBody(Body):
