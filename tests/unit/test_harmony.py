@@ -22,7 +22,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import HarmonyChoice, new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.tokenizer import ModelTokenizer, find_channels
-from tinsmith.errors import NotSupportedError
+from tinsmith.errors import RequestError
 from tinsmith.samplers.local.grammar import MAX_NUMBER_LENGTH, GrammarCache
 from tinsmith.wire.fields import validate
 
@@ -245,7 +245,7 @@ def test_calls_are_read_also_if_special_tokens_are_shown(text: ModelTokenizer) -
 
 
 def test_the_form_needs_the_tokens_of_channels() -> None:
-    with pytest.raises(NotSupportedError, match=r"form harmony .* has not all of <\|start\|>, .*; name another form"):
+    with pytest.raises(RequestError, match=r"form harmony .* has not all of <\|start\|>, .*; name another form"):
         chat(ModelTokenizer(read_shape(nano.MODEL_NAME, nano.path()), "harmony"))
 
 
