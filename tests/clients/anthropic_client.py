@@ -1,9 +1,12 @@
-"""Anthropic's own client against a server: messages, stream, tools, thinking, counts, models, batches, errors."""
+"""Anthropic's own client against a server: messages, stream, tools, thinking, counts, models, batches, errors; for
+every family a loop as Claude's agents run it, whole and streamed, the client's tool runner, and objects of a schema."""
 
 import time
+from typing import Literal
 
 import anthropic
-from checks import KEY, NANO, SAY, TOOLS, URL, WEATHER, check
+from checks import FAMILIES, KEY, NANO, SAY, TOOLS, URL, WEATHER, check
+from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 messages, batches = client.messages, client.messages.batches
@@ -72,3 +75,67 @@ with check("errors have their classes"):
         except kind:
             continue
         raise AssertionError(kind)
+
+
+class Forecast(BaseModel, extra="forbid"):
+    city: Literal["Rome", "Oslo"]
+    rain: bool
+
+
+@anthropic.beta_tool
+def weather(city: str) -> str:
+    """Look up the weather of a city.
+
+    Args:
+        city: its name
+    """
+    return f"It is dry in {city}."
+
+
+SYSTEM = [{"type": "text", "text": "Look up the weather.", "cache_control": {"type": "ephemeral"}}]
+
+
+def hold_loop(family, streamed, **fields) -> None:
+    """Call a tool, send its results, and ask for more until there is an answer."""
+    turns = [{"role": "user", "content": "Is it raining?"}]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}, {"type": "auto"}, {"type": "none"}):
+        request = {"model": family, "max_tokens": 4000, "system": SYSTEM, "messages": turns, "tools": [TOOL], **fields}
+        if streamed:
+            with messages.stream(tool_choice=choice, **request) as stream:
+                for _ in stream:
+                    pass
+                answer = stream.get_final_message()
+        else:
+            answer = messages.create(tool_choice=choice, **request)
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        assert all(call.name == "weather" and call.input["city"] in ("Rome", "Oslo") for call in calls)
+        assert bool(calls) == (answer.stop_reason == "tool_use")
+        assert calls or choice["type"] in ("auto", "none"), answer
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "It is dry."} for call in calls]
+        next_content = [*results, {"type": "text", "text": "Go on."}]
+        turns += [{"role": "assistant", "content": answer.content}] if answer.content else []
+        turns += [{"role": "user", "content": next_content}]
+    assert not calls
+
+
+for family in FAMILIES:
+    with check(f"{family}: a loop"):
+        hold_loop(family, False)
+    with check(f"{family}: a loop in streams"):
+        hold_loop(family, True)
+    with check(f"{family}: a loop that thinks"):
+        hold_loop(family, True, thinking={"type": "adaptive"})
+    if "llama" not in family:  # it does not reason
+        with check(f"{family}: thoughts before an answer"):
+            thinks = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 4000}
+            thought = messages.create(model=family, messages=SAY, tools=[TOOL], **thinks)
+            assert {block.type for block in thought.content} <= {"thinking", "text", "tool_use"}
+            turns = [*SAY, {"role": "assistant", "content": thought.content}, {"role": "user", "content": "Go on."}]
+            assert messages.create(model=family, messages=turns if thought.content else SAY, **thinks).usage
+    with check(f"{family}: the tool runner"):
+        limits = {"model": family, "max_tokens": 4000, "max_iterations": 6}
+        runner = client.beta.messages.tool_runner(messages=SAY, tools=[weather], **limits)
+        assert [message.usage.output_tokens > 0 for message in runner]
+    with check(f"{family}: an object of a schema"):
+        parsed = messages.parse(model=family, max_tokens=2000, messages=SAY, output_format=Forecast)
+        assert isinstance(parsed.parsed_output, Forecast)

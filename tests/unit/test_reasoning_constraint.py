@@ -20,7 +20,7 @@ from tinsmith.chat.generation_request import GenerationPlan
 from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseRequest
-from tinsmith.chat.tokenizer import ModelTokenizer
+from tinsmith.chat.tokenizer import ChatTemplate, ModelTokenizer
 from tinsmith.errors import RequestError
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.grammar import GrammarCache
@@ -108,12 +108,13 @@ def test_at_its_budget_the_reasoning_is_closed(base: BaseModel, budget: int, gra
 # Through requests.
 
 
-def opening_tokenizer(directory: Path) -> ModelTokenizer:
-    """Nano's, with a template that opens the reasoning."""
+def opening_tokenizer(directory: Path, switch: str = "enable_thinking") -> ModelTokenizer:
+    """Nano's, with a template that opens the reasoning if the variable `switch` is true."""
     for file in nano.path().iterdir():
         (directory / file.name).symlink_to(file)
     template = (
-        TEXT.template.source + "{%- if add_generation_prompt and enable_thinking -%}{{ '<think>\\n' }}{%- endif -%}"
+        TEXT.template.source.replace("enable_thinking", "unused")
+        + f"{{%- if add_generation_prompt and {switch} -%}}{{{{ '<think>\\n' }}}}{{%- endif -%}}"
     )
     (directory / "chat_template.jinja").write_text(template)
     config = directory / "tokenizer_config.json"
@@ -145,6 +146,30 @@ def test_a_request_knows_whether_its_prompt_has_opened_or_closed_the_reasoning(t
     assert reasoning_of(plan_chat(opening, messages=closed, continue_final_message=True)) is None
     assert reasoning_of(plan_chat(opening, response_format=None)) is None, "nothing to hold"
     assert reasoning_of(plan_chat(opening, response_format=None, thinking_token_budget=0)) is not None
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_every_protocol_turns_reasoning_on_by_the_variable_of_the_template(tmp_path: Path, switch: str) -> None:
+    tokenizer = opening_tokenizer(tmp_path, switch)
+    assert tokenizer.template.thinking_switch == switch
+    body: dict[str, Any] = {"model": "m", "messages": MESSAGES, "max_tokens": 2000}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    plans = [
+        plan_chat(tokenizer, enable_thinking=True),
+        validate(MessageRequest, {**body, "thinking": thinking}).plan(tokenizer),
+        validate(MessageRequest, {**body, "thinking": {"type": "adaptive"}}).plan(tokenizer),
+    ]
+    for plan in plans:
+        assert plan.counted_tags is not None and plan.counted_tags.in_reasoning
+        assert not plan.ignored
+    off = plan_chat(tokenizer, reasoning_effort="none")
+    assert off.counted_tags is not None and not off.counted_tags.in_reasoning
+    assert not off.ignored
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].thinking }}", "{% set thinking = 1 %}{{ thinking }}", "</think>"])
+def test_reasoning_of_messages_is_no_switch(template: str) -> None:
+    assert ChatTemplate(template, {}).thinking_switch is None
 
 
 def test_every_protocol_has_a_budget_or_a_schema_after_reasoning(tmp_path: Path) -> None:

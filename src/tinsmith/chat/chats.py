@@ -22,8 +22,8 @@ from tinsmith.chat.history import write_call_ids
 from tinsmith.chat.images import Prompt, encode_conversation
 from tinsmith.chat.splicing import FindRecording, digest_of, digests_of, splice
 from tinsmith.chat.tokenizer import (
-    SWITCH,
     Channels,
+    ChatTemplate,
     Message,
     ModelTokenizer,
     ReasoningTags,
@@ -192,7 +192,6 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         """Plan the sampling and the response. `find_recording` looks up the exchanges captured in the chat's session.
         Raises RequestError.
         """
-        template = tokenizer.template.source
         choice, allowed_tools = select_tools(self.tools, self.tool_choice)
         tools = read_tools(allowed_tools, choice, self.parallel_tool_calls, tokenizer, self.structure)
         rendered, images = self.render_prompt(tokenizer, tools)
@@ -233,7 +232,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             channels=self._with_mode(channels),
             images=images,
             conversation=conversation,
-            ignored=self._template_variables(template)[1],
+            ignored=self._template_variables(tokenizer.template)[1],
             **self.response_options(),
         )
         return plan if self.include_reasoning else hide_reasoning(plan, tokenizer)
@@ -259,7 +258,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
         """Return the prompt with the recorded tokens of earlier completions, and the digest of the chat."""
         messages = self._template_messages(tokenizer, tools)
         definitions = [tool.definition for tool in tools.tools] if tools else None
-        variables, _ = self._template_variables(tokenizer.template.source)
+        variables, _ = self._template_variables(tokenizer.template)
         spliced = splice(
             tokenizer, messages, definitions, variables, find_recording, generation_prompt=self.add_generation_prompt
         )
@@ -282,7 +281,7 @@ class ChatRequest(VendorChatFields, GenerationRequest):
             tokenizer,
             self._template_messages(tokenizer, tools),
             [tool.definition for tool in tools.tools] if tools else None,
-            self._template_variables(tokenizer.template.source)[0],
+            self._template_variables(tokenizer.template)[0],
             generation_prompt=self.add_generation_prompt,
             continues=self.continue_final_message,
             special=self.add_special_tokens,
@@ -295,20 +294,21 @@ class ChatRequest(VendorChatFields, GenerationRequest):
     def _with_mode(self, channels: Channels | None) -> Channels | None:
         return channels if channels is None or self.separate_reasoning else replace(channels, reasoning_mode="text")
 
-    def _template_variables(self, template: str) -> tuple[dict[str, object], dict[str, str]]:
+    def _template_variables(self, chat_template: ChatTemplate) -> tuple[dict[str, object], dict[str, str]]:
         """Return the template's variables, and the fields that the template does not read, with the reasons."""
+        template, switch = chat_template.source, chat_template.thinking_switch
         variables, ignored = dict(self.chat_template_kwargs), dict[str, str]()
-        if self.enable_thinking is not None and SWITCH in template:
-            variables.setdefault(SWITCH, self.enable_thinking)
+        if self.enable_thinking is not None and switch is not None:
+            variables.setdefault(switch, self.enable_thinking)
         elif self.enable_thinking is not None:
-            ignored[SWITCH] = "this model's chat template has no such switch; leave it out"
+            ignored["enable_thinking"] = "this model's chat template has no such switch; leave it out"
         effort = self.reasoning_effort
         if effort is not None and "reasoning_effort" in template:
             variables["reasoning_effort"] = effort
-        elif effort == "none" and SWITCH in template:
-            variables[SWITCH] = False
+        elif effort == "none" and switch is not None:
+            variables[switch] = False
         elif effort is not None:
-            off = ", or send 'none' to turn thinking off" if SWITCH in template else ""
+            off = ", or send 'none' to turn thinking off" if switch is not None else ""
             ignored["reasoning_effort"] = f"{show(effort)}; this model's chat template has no levels; leave it out{off}"
         if self.verbosity is not None and "verbosity" in template:
             variables["verbosity"] = self.verbosity

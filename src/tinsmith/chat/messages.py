@@ -23,7 +23,7 @@ from tinsmith.chat.harmony import new_choice
 from tinsmith.chat.results import ClientAnswer, Event, JsonObject, read_sequence, version_fields
 from tinsmith.chat.schemas import normalize_schema
 from tinsmith.chat.splicing import FindRecording
-from tinsmith.chat.tokenizer import SWITCH, ModelTokenizer, find_channels, find_reasoning_tags
+from tinsmith.chat.tokenizer import ModelTokenizer, find_channels, find_reasoning_tags
 from tinsmith.chat.tools import drop_other_tool
 from tinsmith.chat.vendor_fields import ChatOnlyFields
 from tinsmith.errors import RequestError, TinsmithError, not_supported
@@ -322,7 +322,8 @@ class CountRequest(ClosedBody):
         thinks = self.thinking.type != "disabled"
         if thinks and not self._can_think(tokenizer):
             raise not_supported("thinking", f"{_NO_TAGS}; leave it out")
-        switch = {"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in tokenizer.template.source else {}
+        name = tokenizer.template.thinking_switch
+        switch = {} if name is None else {"chat_template_kwargs": {name: thinks}}
         budget = {"thinking_token_budget": self.thinking.budget_tokens} if self.thinking.type == "enabled" else {}
         return {"separate_reasoning": thinks, **switch, **budget}
 

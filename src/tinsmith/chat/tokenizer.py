@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -68,6 +69,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._environment = environment
         self._template = environment.from_string(source)
 
     def render(
@@ -82,6 +84,12 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages) and self._takes_text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         return self._render(messages, tools, variables, generation_prompt=generation_prompt)
+
+    @cached_property
+    def thinking_switch(self) -> str | None:
+        """The template's variable of SWITCHES, or None."""
+        variables = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        return next((name for name in SWITCHES if name in variables), None)
 
     @cached_property
     def _takes_text_arguments(self) -> bool:
@@ -406,8 +414,8 @@ TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 """Opening and closing tags of reasoning."""
-SWITCH = "enable_thinking"
-"""The template variable that turns reasoning on and off, if the template has one."""
+SWITCHES = ("enable_thinking", "thinking")
+"""The names of the template variable that turns reasoning on and off, the usual one first."""
 
 MAX_SPACE = 4
 """Most tokens of white space that a template may write after the opening tag."""
