@@ -1,5 +1,5 @@
-"""inspect-ai against a server: through its providers openai/ and openai-api/ evaluations of a sample, of an agent with a
-tool, and of an answer of a schema; and through tinker-cookbook's provider for samplers of the Tinker API."""
+"""inspect-ai against a server: through its providers openai/ and openai-api/ evaluations of a sample, of an agent with
+a tool, and of an answer of a schema; and through tinker-cookbook's provider for samplers of the Tinker API."""
 
 import os
 import tempfile
@@ -13,8 +13,15 @@ os.environ |= {"TINKER_API_KEY": KEY, "TINKER_BASE_URL": URL, "HF_ENDPOINT": f"{
 import tinker
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageAssistant, ChatMessageTool, ChatMessageUser, GenerateConfig, Model, get_model
-from inspect_ai.model import ResponseSchema
+from inspect_ai.model import (
+    ChatMessageAssistant,
+    ChatMessageTool,
+    ChatMessageUser,
+    GenerateConfig,
+    Model,
+    ResponseSchema,
+    get_model,
+)
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import ToolCall, ToolFunction, tool
