@@ -1,6 +1,6 @@
 """Trinity's trainer for Tinker against a server: experiences sampled as its model does, steps of its losses,
-checkpoints, samplers, and a second trainer that resumes. Its model for rollouts imports vLLM, whose builds are too large
-for an environment of tests; the sampling here passes what that model passes. Its processes share no actor.
+checkpoints, samplers, and a second trainer that resumes. Its model for rollouts imports vLLM, whose builds are too
+large for an environment of tests; the sampling here passes what that model passes. Its processes share no actor.
 """
 
 import asyncio
