@@ -18,6 +18,7 @@ from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.chat.dialects import choose_dialect
+from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.responses import ResponseAnswer, ResponseRequest
 from tinsmith.chat.tokenizer import ModelTokenizer
 from tinsmith.chat.tools import Tool, ToolUse
@@ -200,6 +201,25 @@ def test_a_response_in_the_background_is_polled_and_gone_on_from(harness: Harnes
     assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
     assert fetch(harness, second["id"], "DELETE")["deleted"] is True
     assert harness.client.get(f"/v1/responses/{second['id']}", headers=HEADERS).status_code == 404
+
+
+def test_text_with_nul_that_a_model_wrote_can_be_sent_back(harness: Harness) -> None:
+    written = "a\x00b"
+    created = in_background(harness)
+    (request_id,) = pending(harness)
+    settle(harness, request_id, f"{written}<|im_end|>")
+    assert fetch(harness, created["id"])["output"][0]["content"][0]["text"] == written
+    assert in_background(harness, input="so", previous_response_id=created["id"])["status"] == "queued"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"a": "{written[0]}"}}'}}
+    part = [{"type": "text", "text": written}]
+    answer = {"role": "assistant", "content": part, "reasoning_content": written, "tool_calls": [call]}
+    chat = [{"role": "user", "content": written}, answer, {"role": "tool", "tool_call_id": "c", "content": written}]
+    blocks = [{"type": "thinking", "thinking": written, "signature": ""}, *part]
+    turns = [{"role": "user", "content": written}, {"role": "assistant", "content": blocks}, chat[0]]
+    items = [{"role": "assistant", "content": [{"type": "output_text", "text": written}]}, chat[0]]
+    validate(ChatRequest, {"model": "m", "messages": chat})
+    validate(MessageRequest, {"model": "m", "max_tokens": 9, "messages": turns})
+    validate(ResponseRequest, {"model": "m", "input": items})
 
 
 def validate_tokens(body: bytes) -> list[int]:
