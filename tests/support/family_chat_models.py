@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -175,12 +176,13 @@ def make_family_chat_model(directory: Path, name: str) -> Path:
     chat = FAMILY_CHATS[name]
     marks = (*chat.marks, *chat.ends, *chat.soon, *choose_dialect(chat.dialect, chat.template).marks)
     tokenizer = _train_tokenizer(dict.fromkeys(marks))
-    end_ids = [tokenizer.token_to_id(token) for token in chat.ends]
+    token_ids = tokenizer.get_vocab()
+    end_ids = [token_ids[token] for token in chat.ends]
     family = next(family for family in families.ALL_FAMILIES if family.model_type == chat.model_type)
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "eos_token_id": end_ids[0]}
     config = AutoConfig.for_model(family.model_type, **{**families.COMMON, **family.config, **sizes})
     model = families.randomise_weights(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 1.0)
-    _end_soon(model, [tokenizer.token_to_id(token) for token in (chat.ends[0], *chat.soon)])
+    _end_soon(model, [token_ids[token] for token in (chat.ends[0], *chat.soon)])
     model.save_pretrained(directory)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chat.ends[0], bos_token=chat.bos_token)
     fast.save_pretrained(directory)
@@ -204,7 +206,8 @@ def _train_tokenizer(marks: Iterable[str]) -> Tokenizer:
 
 def _end_soon(model: PreTrainedModel, end_ids: Sequence[int]) -> None:
     """Give all embeddings a common direction, which the layers hardly change, and the ends a logit for it."""
-    embedding_VD, head_VD = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding_VD = cast(torch.nn.Embedding, model.get_input_embeddings()).weight
+    head_VD = cast(torch.nn.Linear, model.get_output_embeddings()).weight
     common_D = torch.ones(embedding_VD.shape[1]) / embedding_VD.shape[1] ** 0.5
     with torch.no_grad():
         embedding_VD += common_D
