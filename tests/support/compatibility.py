@@ -299,7 +299,7 @@ def _client_lines() -> Iterator[str]:
     results = {name: ClientResult(**fields) for name, fields in json.loads(CLIENT_RESULTS.read_text()).items()}
     dates = sorted({result.date for result in results.values()})
     yield "`make test-clients` runs these suites against a live server, with the newest packages. The last results are"
-    yield f"of {' and '.join(dates)}:"
+    yield f"of {', '.join(dates)}:"
     yield ""
     for name, result in results.items():
         failed = result.reason or ", ".join(f"`{test}`" for test in result.failed)

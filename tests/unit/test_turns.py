@@ -74,14 +74,14 @@ def test_calls_that_the_template_writes_stay_in_their_message(name: str) -> None
 )
 def test_results_without_ids_follow_the_calls_in_order(results: Sequence[dict[str, Any]], expected: list[str]) -> None:
     messages = [USER, calls_of(call(None, "Rome"), call(None, "Oslo")), *results]
-    fitted = fit_turns(new_template("llama3"), messages, tools=False)
+    fitted: list[Any] = fit_turns(new_template("llama3"), messages, tools=False)
     assert [len(message.get("tool_calls", ())) for message in fitted if message["role"] == "assistant"] == [1, 1]
     assert [message["content"] for message in fitted if message["role"] == "tool"] == expected
 
 
 def test_a_result_of_no_call_is_kept() -> None:
     messages = [USER, calls_of(call("a", "Rome"), call("b", "Oslo")), result("c", "lost"), result("a", "dry")]
-    fitted = fit_turns(new_template("llama3"), messages, tools=False)
+    fitted: list[Any] = fit_turns(new_template("llama3"), messages, tools=False)
     assert [message["content"] for message in fitted if message["role"] == "tool"] == ["dry", "lost"]
 
 
