@@ -331,11 +331,12 @@ class Sampling:
             if quarantined := [request for request in waiting if self.quarantine.batch_size(request.request_id)]:
                 # Suspects run first, while the sampler is empty, so that no other sample fails with them.
                 return self.quarantine.groups(quarantined)[0]
-        occupied = Counter(running.request.tenant_id for running in self._running.values())
+        active = [running for name, running in self._running.items() if name not in self._paused_samples]
+        occupied = Counter(running.request.tenant_id for running in active)
         waiting = self._without_absent(self._without_paused(queues.waiting_samples()))
         requests, self._last_tenant = take_in_turns(waiting, self._max_running, self._last_tenant, occupied)
         if self._max_running < MAX_IN_SAMPLER:  # after a memory shortage, no tenant exceeds the limit
-            return requests[: max(0, self._max_running - len(self._running))]
+            return requests[: max(0, self._max_running - len(active))]
         return requests
 
     def _drop_paused(self, requests: list[Pending]) -> list[Pending]:
