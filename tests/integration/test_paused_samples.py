@@ -38,7 +38,8 @@ def test_samples_that_were_begun_wait_and_leave_all_slots_to_others(bench: Bench
     assert num_answered(bench, others) == 3
     assert num_answered(bench, paused) == 0
     bench.engine.run_once(0.0)
-    assert not bench.engine._sampling.has_work, "a pause is no work"
+    sampling, queues = bench.engine._sampling, bench.engine._queues
+    assert queues.samples and not sampling.has_work and not sampling.has_waiting(queues), "a pause is no work"
     Sessions(bench.db).continue_sampling("alice", "paused")
     run(bench)
     assert num_answered(bench, paused) == len(paused)

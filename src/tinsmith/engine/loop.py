@@ -311,7 +311,7 @@ class Engine:
         """The most tokens of the next step."""
         tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
         self._pacer.record_tenants(tenants, time.monotonic())
-        samples = self._sampling.has_work or bool(self._queues.samples)
+        samples = self._sampling.has_work or self._sampling.has_waiting(self._queues)
         return self._pacer.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
 
     def _decode_between_parts(self) -> None:

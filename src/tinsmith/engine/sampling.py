@@ -113,6 +113,10 @@ class Sampling:
         """Whether samples need the trainer's device."""
         return self.backend.sampler.has_work and not self.backend.sampler.runs_by_itself
 
+    def has_waiting(self, queues: Queues) -> bool:
+        """Whether samples wait for their turn; those of paused sessions do not."""
+        return bool(self._without_paused(queues.waiting_samples()) if self._paused else queues.samples)
+
     def run_once(self, queues: Queues, share_s: float | None) -> bool:
         """Cancel and admit, then decode one step, or `share_s` seconds if the trainer is busy. False if idle."""
         queues.return_samples(self._returned)
