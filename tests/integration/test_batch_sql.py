@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_a_snapshot_has_the_rows_of_one_state_of_the_table(
         execute(url, "PRAGMA journal_mode = WAL")
     reader = batch.SqlReader(url, table="items")
 
-    def pages() -> Iterator[Page]:
+    def pages() -> Generator[Page, None, None]:
         for index, page in enumerate(reader.snapshot_pages()):
             if index == 0:
                 execute(url, "DELETE FROM items WHERE id > 0", "INSERT INTO items VALUES (-49, 'new')")
@@ -139,6 +139,26 @@ def test_a_snapshot_has_the_rows_of_one_state_of_the_table(
     path, num_rows = write_snapshot(pages(), str(tmp_path / "job"), reader.path)
     assert num_rows == 200 and rows_of(SnapshotReader(path)) == rows
     assert len(reader) != 200
+
+
+def test_a_read_that_ends_early_ends_its_transaction(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "PAGE_ROWS", 4)
+    rows = make(url, 40)
+    reader = batch.SqlReader(url, table="items")
+    pages = reader.snapshot_pages()
+    path, num_rows = write_snapshot(pages, str(tmp_path / "job"), reader.path, 3)
+    assert num_rows == 3 and rows_of(SnapshotReader(path)) == rows[:3]
+    assert pages.gi_frame is None, "it is not left to the collector, which may close the connection first"
+    opened: list[Any] = []
+    read_pages = batch.SqlReader.snapshot_pages
+
+    def keep(self: batch.SqlReader) -> Generator[Page, None, None]:
+        opened.append(read_pages(self))
+        return opened[-1]
+
+    monkeypatch.setattr(batch.SqlReader, "snapshot_pages", keep)
+    assert reader.download_batch(0, 1, str(tmp_path)) == rows[:2]
+    assert [pages.gi_frame for pages in opened] == [None]
 
 
 def test_an_empty_table_has_an_empty_snapshot(url: str, tmp_path: Path) -> None:

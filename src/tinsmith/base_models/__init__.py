@@ -64,12 +64,13 @@ def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape
         raise SettingsError(f"model {name!r}: {directory / 'config.json'} is not JSON: {error}") from None
     text = config.get("text_config", config)
     text = {**CONFIG_DEFAULTS.get(text.get("model_type"), {}), **text}
+    is_long = name == nano.LONG_NAME and directory.resolve() == nano.path().resolve()
     try:
         return ModelShape(
             name=name,
             path=str(directory),
             vocab_size=int(text["vocab_size"]),
-            max_context_length=_context(text),
+            max_context_length=nano.LONG_CONTEXT if is_long else _context(text),
             arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
             vision=_vision(config, directory) if vision else None,
         )
@@ -184,7 +185,7 @@ def _resolve_entry(entry: str, *, vision: bool) -> ModelShape:
     name, equals, target = entry.partition("=")
     if not equals:
         target = name
-    if name == target == nano.MODEL_NAME:
+    if name == target and name in (nano.MODEL_NAME, nano.LONG_NAME):
         target = str(nano.path())
     if not name or not target:
         raise SettingsError(f"--model {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 MODEL_NAME = "tinsmith/nano"
+LONG_NAME, LONG_CONTEXT = "tinsmith/nano-long", 131_072
+"""The same model with room for the prompts of agents. It makes no sense beyond the rows that it was trained on."""
 
 Split = Literal["train", "heldout"]
 

@@ -25,7 +25,7 @@ import pkgutil
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate
 from types import ModuleType
@@ -196,7 +196,7 @@ class InputReader(ReaderOrWriter, ABC):
             pass
         raise FileNotFoundError(f"no file matches {self.path}")
 
-    def snapshot_pages(self) -> Iterator[Page] | None:
+    def snapshot_pages(self) -> Generator[Page, None, None] | None:
         """All rows in one consistent read, for an input that has no version and may change: a job copies them when it
         is planned, and reads the copy. None for an input whose version is checked instead."""
         return None

@@ -16,7 +16,8 @@ import io
 import json
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,7 +65,9 @@ def open_input(spec: JobSpec) -> InputReader:
     return InputReader.from_dict(spec.batch_input_format)
 
 
-def write_snapshot(pages: Iterable[Page], directory: str, source: str, limit: int | None = None) -> tuple[str, int]:
+def write_snapshot(
+    pages: Generator[Page, None, None], directory: str, source: str, limit: int | None = None
+) -> tuple[str, int]:
     """Copies the rows, at most `limit`, to a file in a directory that only this call writes; returns its location and
     the number of rows. Raises UserError, which names the `source`."""
     base = join(directory, f"input-{uuid.uuid4().hex}")
@@ -73,7 +76,7 @@ def write_snapshot(pages: Iterable[Page], directory: str, source: str, limit: in
     json_names: frozenset[str] = frozenset()
     parts: list[PartInfo] = []
     num_rows = 0
-    with tempfile.TemporaryDirectory(prefix="tinsmith-snapshot-") as spool:
+    with tempfile.TemporaryDirectory(prefix="tinsmith-snapshot-") as spool, closing(pages):
         for page in _first_rows(pages, limit):
             json_names |= page.json_names
             page_schema: Schema = {}

@@ -23,8 +23,8 @@ import ipaddress
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -204,18 +204,19 @@ class SqlReader(InputReader):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         rows: list[Row] = []
         first = 0
-        for page in self.snapshot_pages():
-            if first + page.rows > start_idx:
-                rows += page.to_rows()[max(0, start_idx - first) : end_idx + 1 - first]
-            first += page.rows
-            if first > end_idx:
-                break
+        with closing(self.snapshot_pages()) as pages:
+            for page in pages:
+                if first + page.rows > start_idx:
+                    rows += page.to_rows()[max(0, start_idx - first) : end_idx + 1 - first]
+                first += page.rows
+                if first > end_idx:
+                    break
         if not 0 <= start_idx <= end_idx < first:
             raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}: it has {first} rows")
         return rows
 
-    def snapshot_pages(self) -> Iterator[Page]:
-        """Reads in one transaction, which sees one state of the database."""
+    def snapshot_pages(self) -> Generator[Page, None, None]:
+        """Reads in one transaction, which sees one state of the database and ends with the generator."""
         with connect(self._url, self.password, writes=False) as connection:
             is_postgres = connection.dialect.name == "postgresql"
             if is_postgres:
