@@ -17,6 +17,9 @@ URL, KEY, NANO, TOOLS = (os.environ[name] for name in ("SERVER_URL", "SERVER_KEY
 AGENT = os.environ.get("SERVER_AGENT", "")
 """A model whose context takes an agent's prompt."""
 
+NANO_LONG = "tinsmith/nano-long"
+"""The embedded model with such a context."""
+
 FAMILIES = os.environ.get("SERVER_FAMILIES", "").split()
 """Models with the chat templates of Qwen3.5, Llama 3, gpt-oss and DeepSeek; their weights are random."""
 

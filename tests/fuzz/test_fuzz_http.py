@@ -67,7 +67,7 @@ TAKE_NOTHING = ("healthz", "health", "openapi.json")
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    new_harness = make_harness(tmp_path_factory.mktemp("fuzz"))
+    new_harness = make_harness(tmp_path_factory.mktemp("fuzz"), operator_tenants=("alice",))
     yield new_harness
     close(new_harness)
 
