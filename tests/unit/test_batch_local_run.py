@@ -59,10 +59,10 @@ class Counter:
         return {"sum": self.start + row["n"]}
 
 
-def spec_of(data: Dataset, **options: object) -> Any:  # noqa: ANN401
+def spec_of(data: Dataset, directory: Path, **options: object) -> Any:  # noqa: ANN401
     mapped = data.map(double, **options)  # type: ignore[call-overload]
     mapped._forgotten = False
-    return mapped._spec([batch.JsonWriter("/tmp/never-written.jsonl")], mapped._options)
+    return mapped._spec([batch.JsonWriter(str(directory / "out.jsonl"))], mapped._options)
 
 
 def test_take_of_rows_without_steps_reads_them() -> None:
@@ -169,13 +169,12 @@ def test_a_plan_splits_the_first_rows_only(tmp_path: Path) -> None:
     database.close()
     for data in (batch.read_json(str(lines)), batch.read_sql(f"sqlite:///{tmp_path}/in.db", "t")):
         for limit, rows in [(7, 7), (30, 30), (99, 30)]:
-            (planned,) = io_operations.plan(spec_of(data.limit(limit)), 1)
+            (planned,) = io_operations.plan(spec_of(data.limit(limit), tmp_path), 1)
             assert planned["end"]["total_rows"] == rows
-    spec = spec_of(batch.read_json(str(lines)).limit(5), batch_tokens=30, batch_size=32)
+    spec = spec_of(batch.read_json(str(lines)).limit(5), tmp_path, batch_tokens=30, batch_size=32)
     *pages, last = io_operations.plan(spec, 1)
     spans = [RowRange(*span) for page in pages for span in page["spans"]]
     assert last["end"]["total_rows"] == 5 == sum(span.rows for span in spans) and len(spans) > 1
-    io_operations.delete_staging("/tmp/never-written.jsonl", 1)
 
 
 def test_a_second_write_does_not_resume_the_job_of_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
