@@ -39,6 +39,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     return ModelTokenizer(read_shape("local/harmony", make_harmony_model(tmp_path_factory.mktemp("harmony") / "m")))
 
 
+def grammar_cache(text: ModelTokenizer) -> GrammarCache:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
+    return GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
+
+
 def chat(text: ModelTokenizer, **fields: Any) -> GenerationPlan:  # noqa: ANN401  JSON
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
     return validate(ChatRequest, body).plan(text)
@@ -135,12 +142,8 @@ def test_special_tokens_that_are_shown_and_answers_that_go_on_in_a_grammar_are_n
 
 
 def accepts(plan: GenerationPlan, text: ModelTokenizer, written: str) -> bool:
-    from transformers import PreTrainedTokenizerFast
-
     assert plan.params.adjustments and plan.params.adjustments.grammar
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    matcher = grammars.compile(plan.params.adjustments.grammar).deep_copy()
+    matcher = grammar_cache(text).compile(plan.params.adjustments.grammar).deep_copy()
     ids = text.encode(written, special=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -175,12 +178,8 @@ def test_a_format_holds_in_the_final_message_after_reasoning(
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
 @pytest.mark.parametrize("budget", [0, 1, 4])
 def test_a_budget_counts_all_messages_of_reasoning(text: ModelTokenizer, fields: dict[str, Any], budget: int) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     plan = chat(text, tools=[], thinking_token_budget=budget, **fields)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    constraint = grammars.constraint(plan.params.adjustments)
+    constraint = grammar_cache(text).constraint(plan.params.adjustments)
     assert constraint is not None and plan.channels is not None
     (end_id,) = text.encode("<|end|>", special=False)
     thoughts = text.encode("It rains all day.", special=False)[:6]
@@ -222,12 +221,8 @@ def test_the_budget_of_a_prompt_that_ends_in_reasoning_counts_from_there(text: M
 
 
 def test_numbers_of_json_after_reasoning_are_bounded(text: ModelTokenizer) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     plan = chat(text, tools=[], response_format={"type": "json_object"})
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    constraint = grammars.constraint(plan.params.adjustments)
+    constraint = grammar_cache(text).constraint(plan.params.adjustments)
     assert constraint is not None
     digit = text.encode("7", special=False)[0]
     for token in text.encode(f'{ANALYSIS}a " mark{NEXT}{FINAL}{{"a": ', special=False):
@@ -294,13 +289,9 @@ def test_pieces_of_a_stream_are_the_whole_answer(
 def test_a_required_call_is_held_to_the_format_and_the_schema(
     text: ModelTokenizer, tmp_path: Path, choice: object, call: str, fits: bool
 ) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     plan = chat(text, tool_choice=choice)
     assert plan.params.adjustments and plan.params.adjustments.grammar
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=text.backend_tokenizer)
-    grammars = GrammarCache(tokenizer, text.backend_tokenizer.get_vocab_size(), text.end_token_ids)
-    matcher = grammars.compile(plan.params.adjustments.grammar).deep_copy()
+    matcher = grammar_cache(text).compile(plan.params.adjustments.grammar).deep_copy()
     ids = text.encode(CALL + call, special=False)
     assert (matcher.validate_tokens(ids) == len(ids)) == fits
     if fits:

@@ -21,21 +21,19 @@ BASE = "owner/base"
 
 @dataclass
 class Tracer:
-    """The part of a backend that profiles use."""
+    """The part of a backend that profiles use, and its profile."""
 
     refusal: str = ""
     is_full: bool = False
     directories: list[Path] = field(default_factory=list)
 
-    def start_profile(self, directory: Path) -> None:
+    def start_profile(self, directory: Path) -> Tracer:
         if self.refusal:
             raise UserError(self.refusal)
         self.directories.append(directory)
+        return self
 
-    def has_full_profile(self) -> bool:
-        return self.is_full
-
-    def stop_profile(self) -> Sequence[Path]:
+    def stop(self) -> Sequence[Path]:
         return [self.directories[-1] / "training-1-0.json.gz"]
 
 

@@ -130,7 +130,7 @@ def test_a_profile_on_demand_has_its_own_files_and_changes_nothing(shape: ModelS
         candidate.create_model("m", LoraSpec(4, seed=1))
         for number in range(3):
             if candidate is backend and number == 1:
-                backend.start_profile(tmp_path / "profile")
+                running = backend.start_profile(tmp_path / "profile")
                 with pytest.raises(UserError, match="a profile has begun already"):
                     backend.start_profile(tmp_path / "other")
             run_to_end(candidate.run_passes([pass_of(2)]))
@@ -138,11 +138,10 @@ def test_a_profile_on_demand_has_its_own_files_and_changes_nothing(shape: ModelS
             if candidate is backend and number == 1:
                 backend.publish("m", "v")
                 sample(backend, 2)
-                assert not backend.has_full_profile()
-                files = backend.stop_profile()
+                assert not running.is_full
+                files = running.stop()
     assert sorted(path.name.split("-")[0] for path in files) == ["optimizer", "sampling", "training"]
     assert set(files) == set((tmp_path / "profile").iterdir())
     assert set(ranges(next(path for path in files if path.name.startswith("training")))) == TRAINED
     assert torch.equal(*(candidate._models["m"].adapter.flat_P for candidate in (backend, plain)))
-    backend.start_profile(tmp_path / "again")
-    assert backend.stop_profile() == []
+    assert backend.start_profile(tmp_path / "again").stop() == []

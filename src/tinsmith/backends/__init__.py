@@ -46,6 +46,19 @@ class Capture:
     write: Callable[[Path], None]
 
 
+class RunningProfile(Protocol):
+    """A profile that a backend writes; it is used between two steps."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all the files that it may have."""
+        ...
+
+    def stop(self) -> Sequence[Path]:
+        """End it; returns its files. A repetition returns them again."""
+        ...
+
+
 class Backend(Protocol):
     """One base model on one device (or group of devices), with any number of adapters."""
 
@@ -89,18 +102,10 @@ class Backend(Protocol):
         """Take the device back. All or nothing: raises MemoryError."""
         ...
 
-    def start_profile(self, directory: Path) -> None:
+    def start_profile(self, directory: Path) -> RunningProfile:
         """Write traces of the next steps into `directory`, which is created. Raises UserError if this backend cannot
         trace, or traces already.
         """
-        ...
-
-    def has_full_profile(self) -> bool:
-        """Whether the profile has all the files that it may have."""
-        ...
-
-    def stop_profile(self) -> Sequence[Path]:
-        """End the profile between two steps; returns its files."""
         ...
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:

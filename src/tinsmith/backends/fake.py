@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.backends import Capture, MicroBatches
+from tinsmith.backends import Capture, MicroBatches, RunningProfile
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.losses import cross_entropy_weights, elementwise_cross_entropy, loss_registry
 from tinsmith.samplers.fake import FakeSampler
@@ -67,14 +67,8 @@ class FakeBackend:
     def memory_use(self) -> dict[str, int]:
         return {"models": ADAPTER_BYTES * len(self._models)}
 
-    def start_profile(self, directory: Path) -> None:
+    def start_profile(self, directory: Path) -> RunningProfile:
         raise UserError("the fake backend computes nothing that a profile could show")
-
-    def has_full_profile(self) -> bool:
-        return False
-
-    def stop_profile(self) -> Sequence[Path]:
-        return ()
 
     def sleep(self) -> None:
         self.is_asleep = True

@@ -86,9 +86,6 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.save_version = backend.save_version
 
         self.start_profile = backend.start_profile
-        self.has_full_profile = backend.has_full_profile
-        self.stop_profile = backend.stop_profile
-
         self.sleep = backend.sleep
         sampler.before_wake_up = self._release_device
 

@@ -44,13 +44,17 @@ def migrate(as_json: AsJson = False, data_dir: DataDir = None) -> None:
         output.print(f"the database has schema version {version}")
 
 
+def format_data_dir(data_dir: Path | None) -> str:
+    """The option of a data directory, for a command that is shown; with a space before it, or empty."""
+    return "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+
+
 @contextmanager
 def server_database(data_dir: Path | None) -> Iterator[Database]:
     """Open the server's database: TINSMITH_DATABASE_URL, or the one in the data directory. Raises SettingsError."""
     from tinsmith.db.database import DatabaseMovedError
 
-    option = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
-    fix = f"run `tinsmith migrate{option}`, or start the server"
+    fix = f"run `tinsmith migrate{format_data_dir(data_dir)}`, or start the server"
     settings = _settings(data_dir)
     try:
         database = _open(settings, exists=True)

@@ -7,13 +7,12 @@ once, when it is created, and is not stored.
 from __future__ import annotations
 
 import json
-import shlex
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinsmith.cli.database import DataDir, server_database
+from tinsmith.cli.database import DataDir, format_data_dir, server_database
 from tinsmith.cli.remote import AsJson, notes, output, print_rows
 from tinsmith.settings import load
 
@@ -47,10 +46,10 @@ def create(
     typer.echo(json.dumps(_as_json(key) | {"key": secret}) if as_json else secret)
     notes.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
     if is_first and tenant != LOCAL_TENANT:
-        option = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
         notes.print(
             "This is the first key: from now on the server rejects requests without one. Earlier work belongs to "
-            f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}{option}` creates a key for it."
+            f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}{format_data_dir(data_dir)}` creates a key "
+            "for it."
         )
 
 

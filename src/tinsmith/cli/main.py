@@ -430,10 +430,10 @@ def _engine_extra(packages: list[str]) -> str:
 
 def _refuse_empty_argument(arguments: Sequence[str]) -> None:
     """Raise SettingsError for an empty argument that is not the value of an option."""
-    for number, (before, argument) in enumerate(pairwise(("", *arguments)), 1):
+    for position, (before, argument) in enumerate(pairwise(("", *arguments)), 1):
         if not argument and not before.startswith("-"):
             command = shlex.join(("tinsmith", *arguments))
-            raise SettingsError(f"argument {number} of `{command}` is empty; is a variable of the shell not set?")
+            raise SettingsError(f"argument {position} of `{command}` is empty; is a variable of the shell not set?")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, RunningProfile
 from tinsmith.cluster.profiles import REQUESTED, STOPPING, Profile, Profiles
 from tinsmith.errors import UserError
 
@@ -30,16 +30,17 @@ class OperatorProfiles:
         self._backend = backend
         self._base_model = base_model
         self._directory = directory
-        self._ends_at: float | None = None  # while tracing
+        self._running: RunningProfile | None = None
+        self._ends_at = 0.0  # of the one that runs
 
     def poll(self) -> None:
         """Begin or end a profile. A database error changes nothing that the next poll does not find."""
         profile = self._profiles.find_active(self._base_model)
         if profile is None:
             return
-        if self._ends_at is not None:
-            if profile.state == STOPPING or time.monotonic() >= self._ends_at or self._backend.has_full_profile():
-                self._end()
+        if self._running is not None:
+            if profile.state == STOPPING or time.monotonic() >= self._ends_at or self._running.is_full:
+                self._end(self._running)
         elif profile.state == REQUESTED:
             self._begin(profile)
         else:
@@ -49,7 +50,7 @@ class OperatorProfiles:
         began_at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(profile.requested_at))
         directory = self._directory / f"{self._base_model.replace('/', '--')}-{began_at}"
         try:
-            self._backend.start_profile(directory)
+            self._running = self._backend.start_profile(directory)
         except (UserError, OSError) as error:
             self._profiles.finish(self._base_model, (), str(error))
             return
@@ -57,8 +58,8 @@ class OperatorProfiles:
         self._profiles.begin(self._base_model, socket.gethostname())
         log.info("profile begun", base_model=self._base_model, directory=str(directory))
 
-    def _end(self) -> None:
-        files = [str(path) for path in self._backend.stop_profile()]
+    def _end(self, running: RunningProfile) -> None:
+        files = [str(path) for path in running.stop()]
         self._profiles.finish(self._base_model, files)
-        self._ends_at = None
+        self._running = None
         log.info("profile finished", base_model=self._base_model, files=len(files))

@@ -79,11 +79,9 @@ class Completion:
 
 
 _ADD = Statement(SAMPLERS.insert())
-_BY_ID = Statement(
-    sa.select(*(SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__)).where(
-        SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")
-    )
-)
+_COLUMNS = [SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__]
+_NEWEST_FIRST = SAMPLERS.c.created_at.desc(), SAMPLERS.c.sampling_session_id.desc()
+_BY_ID = Statement(sa.select(*_COLUMNS).where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")))
 # Built once, for every poll.
 _COMPLETIONS = (
     sa.select(
@@ -208,18 +206,16 @@ class SamplingSessions:
 
     def newest_of_version(self, version_id: str) -> SamplingSession | None:
         """The newest sampling session of a version; for an inflight version, that of its last publish."""
-        columns = [SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__]
-        newest = SAMPLERS.c.created_at.desc(), SAMPLERS.c.sampling_session_id.desc()
-        row = self._db.first(sa.select(*columns).where(SAMPLERS.c.version_id == version_id).order_by(*newest).limit(1))
-        return None if row is None else SamplingSession(*row)
+        return self._newest(sa.select(*_COLUMNS).where(SAMPLERS.c.version_id == version_id))
 
     def newest_of_model(self, tenant_id: str, model_id: str) -> SamplingSession | None:
         """The sampling session of a training run's last ephemeral publish, if its session is open."""
-        columns = [SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__]
-        newest = SAMPLERS.c.created_at.desc(), SAMPLERS.c.sampling_session_id.desc()
-        query = sa.select(*columns).join(SESSIONS, SESSIONS.c.session_id == SAMPLERS.c.session_id)
+        query = sa.select(*_COLUMNS).join(SESSIONS, SESSIONS.c.session_id == SAMPLERS.c.session_id)
         of_model = SAMPLERS.c.model_id == model_id, SAMPLERS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
-        row = self._db.first(query.where(*of_model).order_by(*newest).limit(1))
+        return self._newest(query.where(*of_model))
+
+    def _newest(self, query: sa.Select) -> SamplingSession | None:
+        row = self._db.first(query.order_by(*_NEWEST_FIRST).limit(1))
         return None if row is None else SamplingSession(*row)
 
     def directories(self) -> set[str]:

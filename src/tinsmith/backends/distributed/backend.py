@@ -21,7 +21,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from tinsmith.backends import Capture, MicroBatches
+from tinsmith.backends import Capture, MicroBatches, RunningProfile
 from tinsmith.backends.distributed.collectives import join_process_group, open_store
 from tinsmith.backends.distributed.processes import Link, RankProcesses, encode
 from tinsmith.backends.distributed.rank import CommandOutcome, Rank, execute
@@ -213,14 +213,8 @@ class ShardedBackend:
         """The memory of rank 0."""
         return self.local.memory_use()
 
-    def start_profile(self, directory: Path) -> None:
+    def start_profile(self, directory: Path) -> RunningProfile:
         raise UserError("a profile is for an engine on one device; this one has several")
-
-    def has_full_profile(self) -> bool:
-        return False
-
-    def stop_profile(self) -> Sequence[Path]:
-        return ()
 
     def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self._call("begin_passes", list(passes))

@@ -376,14 +376,9 @@ class TorchBackend:
         assert not self._is_asleep
         return self._traces.training(self._trainer.run(passes, self._models))
 
-    def start_profile(self, directory: Path) -> None:
+    def start_profile(self, directory: Path) -> StepTraces:
         self._traces.start(directory)
-
-    def has_full_profile(self) -> bool:
-        return self._traces.is_full
-
-    def stop_profile(self) -> Sequence[Path]:
-        return self._traces.stop()
+        return self._traces
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         assert not self._is_asleep

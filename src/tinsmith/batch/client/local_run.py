@@ -111,7 +111,7 @@ def run_rows(
     _run_spans(spec, single_rows, failures)
     rows: list[Row] = []
     last_row = -1
-    for span in sorted(collected):  # batches after these may have span_by_batch, too
+    for span in sorted(collected):  # later batches may have results, too
         if is_enough(len(rows)):
             failures = [failure for failure in failures if failure.idx <= last_row]
             break

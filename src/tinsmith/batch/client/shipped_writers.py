@@ -27,8 +27,8 @@ from tinsmith.errors import UserError
 
 @dataclass
 class ShippedWriter(OutputWriter):
-    """Stands for the writer of a user's class: `data` is its dictionary. `part_formats` are the writers of older parts,
-    by the prefix of their paths."""
+    """A proxy for the writer of a user's class: `data` is that writer's dictionary. `part_formats` has the dictionaries
+    of the writers of older parts, by the prefix of their paths."""
 
     data: dict[str, Any] = field(default_factory=dict)
     part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -112,14 +112,16 @@ class MarkedForm:
 
 
 def write_union(
-    writer: GrammarWriter, calls: str, kind: str, answer: Grammar | None, answer_prefix: str = ""
+    writer: GrammarWriter, calls: str, kind: str, answer: Grammar | None, *, before: str = "", answer_prefix: str = ""
 ) -> Grammar:
-    """Return the grammar of calls or, if it is set, an answer."""
-    if answer is None:
-        return writer.write_grammar(kind, calls)
-    writer.add_rule("answer", embed_grammar(answer))
-    kind = kind if answer.kind == "json_schema" else "lark"
-    return writer.write_grammar(kind, f"{calls} | {answer_prefix}answer")
+    """Return the grammar of calls, unless there are none, or, if it is set, an answer; `before` begins both."""
+    options = [calls] if calls else []
+    if answer is not None:
+        writer.add_rule("answer", embed_grammar(answer))
+        options.append(f"{answer_prefix}answer")
+        kind = kind if answer.kind == "json_schema" else "lark"
+    union = " | ".join(options)
+    return writer.write_grammar(kind, f"{before} ({union})" if before else union)
 
 
 def without(text: str) -> str:

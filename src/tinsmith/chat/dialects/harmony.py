@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from tinsmith.chat.dialects.dialect import CallRequest, ToolDialect
-from tinsmith.chat.dialects.grammar_writer import ANY_TEXT, GrammarWriter, embed_grammar, write_json_arguments
+from tinsmith.chat.dialects.grammar_writer import ANY_TEXT, GrammarWriter, write_json_arguments, write_union
 from tinsmith.types import Grammar
 
 FINAL = '<|channel|> "final" <|message|> '
@@ -17,11 +17,12 @@ FINAL = '<|channel|> "final" <|message|> '
 
 def write_final_answer(answer: Grammar) -> Grammar:
     """Return the grammar of messages of reasoning and a final message that `answer` holds."""
-    writer = GrammarWriter({})
+    return _write_after_reasoning(GrammarWriter({}), "", answer)
+
+
+def _write_after_reasoning(writer: GrammarWriter, call: str, answer: Grammar | None) -> Grammar:
     reasoning = _add_messages(writer, "analysis")
-    writer.add_rule("answer", embed_grammar(answer))
-    kind = "json_lark" if answer.kind == "json_schema" else "lark"
-    return writer.write_grammar(kind, f"{reasoning}* {FINAL}answer")
+    return write_union(writer, call, "json_lark", answer, before=f"{reasoning}*", answer_prefix=FINAL)
 
 
 def _add_messages(writer: GrammarWriter, *channels: str) -> str:
@@ -48,13 +49,7 @@ class HarmonyForm:
         if request.allows_text:
             before = _add_messages(writer, "analysis", "commentary")
             return writer.write_grammar("lark", f"{before}* (call | {FINAL} TEXT)")
-        reasoning = _add_messages(writer, "analysis")
-        last = "call"
-        if request.answer is not None:
-            writer.add_rule("answer", embed_grammar(request.answer))
-            last = f"(call | {FINAL}answer)"
-        kind = "json_lark" if request.answer is None or request.answer.kind == "json_schema" else "lark"
-        return writer.write_grammar(kind, f"{reasoning}* {last}")
+        return _write_after_reasoning(writer, "call", request.answer)
 
 
 HARMONY = ToolDialect(
