@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +172,35 @@ def test_the_decorator_marks_the_function_and_returns_it(tmp_path: Path) -> None
 def test_text_in_an_indented_function_keeps_its_spaces(tmp_path: Path) -> None:
     function = module_of(CASES["multi-line text in an indented def"][0], tmp_path).gen
     assert load_mapper(serialize_function(function)).call() == "a\nb\n  c"
+
+
+class SwitchThreads:
+    """Garbage whose collection lets another thread run."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        Path("/").stat()
+
+
+def test_functions_are_described_in_several_threads_at_once() -> None:
+    """Python before 3.11.8 and 3.12.2 cannot parse in two threads at once."""
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+
+    def describe(_: int) -> str:
+        SwitchThreads()
+        return functions.text_of(functions.definition_of(functions.definition_of))
+
+    gc.set_threshold(10)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            texts = set(pool.map(describe, range(400)))
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert len(texts) == 1
 
 
 def test_the_payload_is_readable_and_says_what_it_is() -> None:

@@ -28,6 +28,7 @@ import pkgutil
 import symtable
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +42,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Names that every module has.
 MODULE_NAMES = frozenset({"__name__", "__file__", "__builtins__", "__doc__"})
 
+# Until Python 3.11.8 and 3.12.2 threads that parse at once fail: "AST constructor recursion depth mismatch"
+# (https://github.com/python/cpython/issues/106905).
+PARSER_LOCK = threading.Lock()
+
 
 class SourceUnavailableError(TypeError):
     """The source of a definition is in no file and no notebook cell."""
@@ -52,7 +57,8 @@ def definition_of(target: Callable[..., object]) -> Definition:
     Indented source is wrapped rather than dedented, so that multi-line strings keep their spaces.
     """
     try:
-        source = inspect.getsource(target)
+        with PARSER_LOCK:  # it parses the file of a class
+            source = inspect.getsource(target)
     except (OSError, TypeError):
         raise SourceUnavailableError(
             f"unable to retrieve source code of {_name(target)}: it was not defined in a file or a notebook cell; "
@@ -60,7 +66,8 @@ def definition_of(target: Callable[..., object]) -> Definition:
         ) from None
     wrapped = f"if True:\n{source}" if source[:1].isspace() else source
     try:
-        tree = ast.parse(wrapped)
+        with PARSER_LOCK:
+            tree = ast.parse(wrapped)
     except SyntaxError:
         raise ValueError(
             f"the source of {_name(target)} cannot be parsed alone (is it a lambda, or part of a longer line?); "
