@@ -259,8 +259,11 @@ def test_a_marker_is_shared_by_mappings_of_one_file() -> None:
     written.begin(READ, Assignment(7, 0, 9, 2, ()))
     assert reader.starting and reader.busy() == {(7, 2): -1}
     written.begin(MAP, Assignment(6, 0, 9, 3, ()))
-    written.row(5)
-    assert not reader.starting and reader.busy() == {(7, 2): -1, (6, 3): 5}
+    written.begin(MAP + 1, Assignment(5, 0, 9, 1, ()))
+    written.set_row(MAP, 5)
+    assert reader.starting and reader.busy() == {(7, 2): -1, (6, 3): 5, (5, 1): -1}
+    written.set_starting(False)
     written.end(READ)
     written.end(MAP)
+    written.end(MAP + 1)
     assert reader.busy() == {} and not reader.starting

@@ -196,7 +196,7 @@ def test_a_worker_that_cannot_receive_answers_is_noticed(harness: Harness) -> No
     async def ask_once() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
         with pytest.raises(ConnectionError):
-            async with router.serve_requests(fail_to_send) as take:
+            async with router.serve_requests(fail_to_send, asyncio.Semaphore(8)) as take:
                 take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
                 for _ in range(100):
                     await asyncio.sleep(0.01)
@@ -213,7 +213,7 @@ def test_a_router_answers_every_question(harness: Harness) -> None:
 
     async def work() -> None:
         router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
-        async with router.serve_requests(send) as take:
+        async with router.serve_requests(send, asyncio.Semaphore(8)) as take:
             good = {"verb": "model", "payload": {"model": BASE}}
             take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
             take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])

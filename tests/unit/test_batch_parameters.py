@@ -470,6 +470,7 @@ JOB_VALUES: dict[str, object] = {
     "env": {"A": "b"},
     "secrets": ["KEY"],
     "limits": {"backoff_s": 9.0},
+    "max_concurrent_batches": 3,
     "max_failed_rows": 1,
     "memory": 1,
     "name": "n",

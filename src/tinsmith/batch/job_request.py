@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from tinsmith.batch.secrets import VARIABLE_NAME
-from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, ROWS, JobSpec, Limits
+from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, MAX_CONCURRENT_BATCHES, ROWS, JobSpec, Limits
 from tinsmith.errors import UserError
 from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, validate
 
@@ -69,6 +69,7 @@ class JobRequest(ClosedBody):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
     retry_on: list[str] | None = None
     concurrency: Count | None = None
+    max_concurrent_batches: Annotated[int, Field(ge=1, le=MAX_CONCURRENT_BATCHES)] = 8
     num_cpus: Number | None = None
     num_gpus: Number | None = None
     memory: Count | None = None

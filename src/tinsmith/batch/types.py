@@ -238,6 +238,9 @@ class MapperStartError(Exception):
         self.of_machine = of_machine
 
 
+MAX_CONCURRENT_BATCHES = 64
+
+
 @dataclass(frozen=True)
 class Limits:
     """Timeouts in seconds, and the number of retries."""
@@ -286,6 +289,8 @@ class JobSpec:
     only for these; without them, any of its errors fails its row."""
     concurrency: int | None = None
     """The most workers of the pool that run the job at a time; None for all."""
+    max_concurrent_batches: int = 8
+    """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
     num_cpus: float | None = None
     num_gpus: float | None = None
     memory: int | None = None

@@ -67,6 +67,7 @@ class SpecOptions(TypedDict, total=False):
     env: dict[str, str]
     if_exists: str
     limits: dict[str, Any]
+    max_concurrent_batches: int
     max_failed_rows: float
     memory: int
     name: str

@@ -37,18 +37,30 @@ from typing import Any, TypeVar, cast, overload
 
 from tinsmith.batch.client.identity import function_identity, is_own_module
 
+T = TypeVar("T")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 # Names that every module has.
 MODULE_NAMES = frozenset({"__name__", "__file__", "__builtins__", "__doc__"})
 
-# Until Python 3.11.8 and 3.12.2 threads that parse at once fail: "AST constructor recursion depth mismatch"
-# (https://github.com/python/cpython/issues/106905).
 PARSER_LOCK = threading.Lock()
+PARSER_TRIES = 5
 
 
 class SourceUnavailableError(TypeError):
     """The source of a definition is in no file and no notebook cell."""
+
+
+def _parse(parser: Callable[[Any], T], argument: object) -> T:
+    """The result of a function that parses source.
+
+    Python before 3.11.8 and 3.12.2 raises SystemError if something else is parsed meanwhile, in another thread or, as a
+    traceback is that a finalizer logs, in this one (https://github.com/python/cpython/issues/106905).
+    """
+    for _ in range(PARSER_TRIES - 1):
+        with contextlib.suppress(SystemError), PARSER_LOCK:
+            return parser(argument)
+    return parser(argument)
 
 
 def definition_of(target: Callable[..., object]) -> Definition:
@@ -57,8 +69,7 @@ def definition_of(target: Callable[..., object]) -> Definition:
     Indented source is wrapped rather than dedented, so that multi-line strings keep their spaces.
     """
     try:
-        with PARSER_LOCK:  # it parses the file of a class
-            source = inspect.getsource(target)
+        source = _parse(inspect.getsource, target)
     except (OSError, TypeError):
         raise SourceUnavailableError(
             f"unable to retrieve source code of {_name(target)}: it was not defined in a file or a notebook cell; "
@@ -66,8 +77,7 @@ def definition_of(target: Callable[..., object]) -> Definition:
         ) from None
     wrapped = f"if True:\n{source}" if source[:1].isspace() else source
     try:
-        with PARSER_LOCK:
-            tree = ast.parse(wrapped)
+        tree = _parse(ast.parse, wrapped)
     except SyntaxError:
         raise ValueError(
             f"the source of {_name(target)} cannot be parsed alone (is it a lambda, or part of a longer line?); "

@@ -11,7 +11,8 @@ the committed parts; outputs recorded and SUCCEEDED; parts deleted; the deletion
 
 `Dispatcher` sends groups of attempts to workers and reports each attempt once. A group has as many batches as the
 worker recently did in `GROUP_S`: short batches share the cost of a request and a transaction, and long batches do not
-wait for each other. Two groups are with a worker at a time. A worker returns batches that it has not begun in time.
+wait for each other. A worker has two groups at a time, or more if it runs several batches at once (`IN_FLIGHT`). It
+returns batches that it has not begun in time.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ FAILED_ROWS_PAGE = 1000
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
 IN_FLIGHT = 2
-"""Groups with one worker: it works on the second while the first is committed."""
+"""Groups with one worker: it works on the second while the first is committed. If a worker runs several batches at a
+time, at least as many batches, and one more."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -313,6 +315,7 @@ class JobRun:
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._max_workers = min(spec.concurrency or MAX_SLOTS, max_job_workers(pool.spec, spec))
+        self._max_concurrent = operations.max_concurrent_batches(spec)
         self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator
         self._pool = pool
@@ -377,25 +380,35 @@ class JobRun:
                 await (self._workers.end(worker) if superseded else self._workers.put_back(worker))
 
     async def _dispatch(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
-        dispatched: set[asyncio.Task[None]] = set()
+        dispatched: dict[asyncio.Task[None], int] = {}  # groups, and how many batches each has
         try:
             while True:
-                room = IN_FLIGHT - len(dispatched)
+                size = self._dispatcher.window(worker).size
+                room = self._room(size, list(dispatched.values()))
                 if room > 0 and not worker.unusable and not self._dispatch_ended.is_set() and not should_yield():
-                    size = self._dispatcher.window(worker).size
-                    for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
-                        dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
+                    for group in self._dispatcher.groups(await self._claim(worker.worker_id, room), size):
+                        dispatched[asyncio.create_task(self._dispatcher.attempt(worker, group))] = len(group)
                 if not dispatched:
                     pause_s = self._rates.wait_s()
                     if pause_s == 0 or self._dispatch_ended.is_set() or worker.unusable or should_yield():
                         return
                     await asyncio.sleep(min(pause_s, PAUSE_S))  # an exclusive pool would end the worker
                     continue
-                _, dispatched = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    del dispatched[task]
                 self._settle_due.set()  # here, so that the end of a group and the next claim share a transaction
         finally:
             for task in dispatched:
                 task.cancel()
+
+    def _room(self, group_size: int, dispatched: Sequence[int]) -> int:
+        """How many more batches a worker may have that has groups of so many batches."""
+        if self._max_concurrent == 1:
+            return (IN_FLIGHT - len(dispatched)) * group_size
+        num_pending = self.job.total_batches - self.job.completed_batches - len(self._dispatcher.in_flight)
+        share = max(1, -(-num_pending // self._max_workers))  # all workers have some of the last batches
+        return min(max(IN_FLIGHT * group_size, self._max_concurrent + 1) - sum(dispatched), share)
 
     def _collect_results(self, settled: Sequence[SettledAttempt], is_end: bool) -> None:
         hit("batch.reported")

@@ -233,14 +233,14 @@ class RequestRouter:
 
     @contextlib.asynccontextmanager
     async def serve_requests(
-        self, send: Callable[[list[Message]], Awaitable[None]]
+        self, send: Callable[[list[Message]], Awaitable[None]], room: asyncio.Semaphore
     ) -> AsyncIterator[Callable[[Sequence[Message]], None]]:
-        """Yield a function that accepts requests until the end of the block; `send` sends answers to their worker.
+        """Yield a function that accepts requests until the end of the block; `send` sends answers to their worker,
+        which has `room` for so many requests at a time.
 
         The next call of that function, perhaps without requests, raises an exception of `send`.
         """
         ready: asyncio.Queue[Message] = asyncio.Queue()
-        room = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(ask: Message) -> None:

@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
-from tinsmith.batch.coordinator.model_gateway import RequestRouter
+from tinsmith.batch.coordinator.model_gateway import MAX_CONCURRENT_REQUESTS, RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerStartError
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
@@ -99,6 +99,7 @@ class RemoteWorker:
 
     def __post_init__(self) -> None:
         address, token, silence_s = self.handle.address, self.handle.token, self.limits.heartbeat_timeout_s
+        self._room = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         self._client = RpcClient(address, token, connect_s=CALL_S, silence_s=silence_s)
 
     @property
@@ -118,7 +119,7 @@ class RemoteWorker:
         async with contextlib.AsyncExitStack() as stack:
             accept_requests = None
             if self.router is not None:
-                serving = self.router.serve_requests(lambda answers: self.call("answer", answers=answers))
+                serving = self.router.serve_requests(lambda answers: self.call("answer", answers=answers), self._room)
                 accept_requests = await stack.enter_async_context(serving)
             stream = self._stream("feed_batch", {"assignments": assignments})
             async for message in await stack.enter_async_context(contextlib.aclosing(stream)):

@@ -32,7 +32,7 @@ from typing import Any, TypeGuard
 
 from tinsmith.batch.formats.registry import Registry, build_dataclass
 from tinsmith.batch.operations.base import RowOperation
-from tinsmith.batch.types import CHAIN, pack_payload, unpack_payload
+from tinsmith.batch.types import CHAIN, JobSpec, pack_payload, unpack_payload
 from tinsmith.errors import UserError
 
 TYPE = "operations"
@@ -76,6 +76,14 @@ def steps_of(payload: str) -> list[RowOperation] | None:
 def asks_service(payload: str) -> bool:
     """Whether a payload has operations, alone or among the steps of a chain."""
     return any(_is_operations(part) for part in _parts_of(payload))
+
+
+def max_concurrent_batches(spec: JobSpec) -> int:
+    """How many batches a worker runs at a time: more than one if a step is asynchronous, and so waits for something.
+    A function that loops over batches has one."""
+    parts = [part for part in _parts_of(spec.batch_serialized_fn) if isinstance(part, dict)]
+    is_async = any(_is_operations(part) or (part.get("is_async") and part.get("kind") != "loop") for part in parts)
+    return spec.max_concurrent_batches if is_async else 1
 
 
 def _parts_of(payload: str) -> Sequence[object]:

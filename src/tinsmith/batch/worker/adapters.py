@@ -1,10 +1,13 @@
-"""Turns the steps of a job into one loop over `load()`, so that a batch goes through all of them in one pass.
+"""Turns the steps of a job into one loop over its batches, so that a batch goes through all of them in one pass.
 
 A function of rows is called with one row (kinds `row`, `filter`, `flat`), a function of batches (`batch`) with all that
 are left, in its `batch_format`; a class is made once and then called in the same way. An exception of a function of
 rows fails that row alone; one of a function of batches fails the batch. The user's method determines the output
 columns: `map` puts results over the columns of the row (`merge`), `filter` keeps rows as they are, and `flat_map` and
 `map_batches` give the new rows whole.
+
+A job with an asynchronous function or an operation runs several batches at a time (`concurrency.py`), any other one
+batch after the other in the calling thread.
 
 Each result knows the input row that it comes from, so that a later failure is that row's, until a function of batches
 changes the number of rows.
@@ -15,8 +18,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
 
 from tinsmith.batch import operations
 from tinsmith.batch.client.functions import Mapper, mapper_of
@@ -25,10 +30,12 @@ from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpack_payload
 from tinsmith.batch.worker.children import NO_ROW
+from tinsmith.batch.worker.concurrency import AsyncStep, CallingThread, map_concurrently
 from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import BatchRows, Feed, row_count_error
 
-T = TypeVar("T")
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Waits for a coroutine, outside of the event loop."""
 
 
 def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
@@ -51,65 +58,62 @@ def loop_of(
     first = steps[0]
     if isinstance(first, Mapper) and first.kind == "loop":
         return lambda: first.call(**first.kwargs)
-    is_async = any(isinstance(step, Mapper) and step.is_async for step in steps)
-
-    def next_batch() -> BatchRows | None:
-        # A function's own tasks run while it waits.
-        return event_loop.run(asyncio.to_thread(feed.next_batch)) if is_async else feed.next_batch()
+    functions = [step for step in steps if isinstance(step, Mapper) and not step.is_async]
+    if len(functions) < len(steps):
+        return lambda: _run_concurrently(steps, spec, feed, channel)
 
     def loop() -> None:
-        functions = [_build_step(steps, index, spec, feed, channel, event_loop) for index in range(len(steps))]
-        while (batch := next_batch()) is not None:
+        function_steps = [_build_step(function, spec, feed, event_loop.run) for function in functions]
+        while (batch := feed.next_batch()) is not None:
             try:
-                for function in functions:
-                    function(batch)
-                feed.mark_saved(batch)
+                for function_step in function_steps:
+                    function_step(batch)
+                batch.saved = True
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 feed.fail_current(error)
 
     return loop
 
 
-def _build_step(
-    steps: Sequence[Mapper | list[RowOperation]],
-    index: int,
-    spec: JobSpec,
-    feed: Feed,
-    channel: Channel | None,
-    event_loop: EventLoop,
-) -> Callable[[BatchRows], None]:
-    step = steps[index]
-    if isinstance(step, Mapper):
-        is_batch = step.kind == "batch" or step.options.get("batched", False)
-        return (_BatchStep if is_batch else _RowStep)(step, spec, feed, event_loop)
-    operations_before = sum(len(step) for step in steps[:index] if isinstance(step, list))
-
-    def operate(batch: BatchRows) -> None:
-        assert channel is not None, "a worker gives operations a channel"
-        answers = operations_runtime.answer_rows(
-            step, batch.results, batch.result_indices, batch.assignment, channel, operations_before
-        )
-        results, tokens = event_loop.run(answers)
-        batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
-        batch.set_results(results, any_number=False)
-
-    return operate
+async def _run_concurrently(
+    steps: Sequence[Mapper | list[RowOperation]], spec: JobSpec, feed: Feed, channel: Channel | None
+) -> None:
+    async_steps: list[AsyncStep] = []
+    with closing(CallingThread()) as thread:
+        for index, step in enumerate(steps):
+            if not isinstance(step, Mapper):
+                assert channel is not None, "a worker gives operations a channel"
+                operations_before = sum(len(earlier) for earlier in steps[:index] if isinstance(earlier, list))
+                async_steps.append(partial(_operate, step, channel, operations_before))
+            elif step.is_async:  # made on the event loop, since a constructor may need the running one
+                async_steps.append(_build_step(step, spec, feed, thread.run).call_async)
+            else:
+                function_step = await thread.call(_build_step, step, spec, feed, thread.run)
+                async_steps.append(partial(thread.call, function_step))
+        await map_concurrently(async_steps, feed, operations.max_concurrent_batches(spec))
 
 
-async def _construct(mapper: Mapper) -> Callable[..., Any]:
-    """Make the function's instance on the event loop, since a constructor may need the running one."""
-    return mapper.instance()
+async def _operate(step: list[RowOperation], channel: Channel, operations_before: int, batch: BatchRows) -> None:
+    results, tokens = await operations_runtime.answer_rows(
+        step, batch.results, batch.result_indices, batch.assignment, channel, operations_before
+    )
+    batch.tokens = (batch.tokens[0] + tokens[0], batch.tokens[1] + tokens[1])
+    batch.set_results(results, any_number=False)
+
+
+def _build_step(step: Mapper, spec: JobSpec, feed: Feed, run: Run) -> _RowStep | _BatchStep:
+    is_batch = step.kind == "batch" or step.options.get("batched", False)
+    return (_BatchStep if is_batch else _RowStep)(step, spec, feed, run)
 
 
 class _FunctionStep:
     """A step that calls a user's function, of rows or batches."""
 
-    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed, event_loop: EventLoop) -> None:
+    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed, run: Run) -> None:
         options = mapper.options
         self._kind = mapper.kind
-        self._event_loop = event_loop
-        self._call = event_loop.run(_construct(mapper)) if mapper.is_async else mapper.instance()
-        self._is_async = mapper.is_async
+        self._run = run
+        self._call = mapper.instance()
         self._spec = spec
         self._feed = feed
         self._allows_any_number = mapper.kind in ("filter", "flat") or options.get("rows", spec.rows) == "any"
@@ -120,11 +124,8 @@ class _FunctionStep:
 
     def _collect(self, result: object) -> object:
         """The result of a function, awaited if need be; for a generator, all values that it yields."""
-        if inspect.isgenerator(result):
-            return _YieldedValues(result)
-        if inspect.isasyncgen(result):
-            return self._event_loop.run(_collect_async(result))
-        return self._event_loop.run(result) if inspect.iscoroutine(result) else result
+        is_async = inspect.isasyncgen(result) or inspect.iscoroutine(result)
+        return self._run(_collect_async(result)) if is_async else _collect_values(result)
 
     def _merge_into_row(self, row: Row, result: object) -> object:
         """Merge a result, or each result of a list, over its row without the removed columns; errors stay unchanged."""
@@ -143,20 +144,27 @@ class _RowStep(_FunctionStep):
     not concern the other rows of the batch."""
 
     def __call__(self, batch: BatchRows) -> None:
+        results: list[object] = []
+        for index, arguments in zip(batch.result_indices, self._calls(batch), strict=True):
+            self._feed.marker.set_row(batch.slot, index)
+            results.append(self._try_row(arguments))
+        self._feed.marker.set_row(batch.slot, NO_ROW)
+        self._set_results(batch, results)
+
+    async def call_async(self, batch: BatchRows) -> None:
+        self._set_results(batch, await asyncio.gather(*map(self._try_row_async, self._calls(batch))))
+
+    def _calls(self, batch: BatchRows) -> list[tuple[Any, ...]]:
+        """The arguments of the call for each row."""
         rows, indices = batch.results, batch.result_indices
-        calls = [
+        return [
             (dict(row), index) if self._with_indices else (dict(row),) for row, index in zip(rows, indices, strict=True)
         ]
-        if self._is_async:
-            results = self._event_loop.run(_gather([self._try_row_async(arguments) for arguments in calls]))
-        else:
-            results = []
-            for index, arguments in zip(indices, calls, strict=True):
-                self._feed.marker.row(index)
-                results.append(self._try_row(arguments))
-            self._feed.marker.row(NO_ROW)
+
+    def _set_results(self, batch: BatchRows, results: Sequence[object]) -> None:
         batch.set_results(
-            [self._result(row, result) for row, result in zip(rows, results, strict=True)], self._allows_any_number
+            [self._result(row, result) for row, result in zip(batch.results, results, strict=True)],
+            self._allows_any_number,
         )
 
     def _try_row(self, arguments: tuple[Any, ...]) -> object:
@@ -174,8 +182,7 @@ class _RowStep(_FunctionStep):
         tries = 0
         while True:
             try:
-                output = self._call(*arguments)
-                return [value async for value in output] if inspect.isasyncgen(output) else await output
+                return await _collect_async(self._call(*arguments))
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 tries += 1
                 if (pause_s := self._pause_s(tries, error)) is None:
@@ -203,14 +210,17 @@ class _RowStep(_FunctionStep):
 
 class _BatchStep(_FunctionStep):
     def __call__(self, batch: BatchRows) -> None:
+        self._set_results(batch, self._collect(self._call(*self._arguments(batch))) if batch.results else [])
+
+    async def call_async(self, batch: BatchRows) -> None:
+        self._set_results(batch, await _collect_async(self._call(*self._arguments(batch))) if batch.results else [])
+
+    def _arguments(self, batch: BatchRows) -> list[Any]:
+        arguments: list[Any] = [convert_batch([dict(row) for row in batch.results], self._batch_format)]
+        return [*arguments, batch.result_indices] if self._with_indices else arguments
+
+    def _set_results(self, batch: BatchRows, returned: object) -> None:
         rows = batch.results
-        if not rows:
-            batch.set_results([], self._allows_any_number)
-            return
-        arguments: list[Any] = [convert_batch([dict(row) for row in rows], self._batch_format)]
-        if self._with_indices:
-            arguments.append(batch.result_indices)
-        returned = self._collect(self._call(*arguments))
         if self._kind == "filter":
             batch.set_results(filter_rows(rows, returned), self._allows_any_number)
             return
@@ -234,12 +244,15 @@ class _YieldedValues(list[Any]):
     """The values that a generator yielded."""
 
 
-async def _collect_async(generator: AsyncIterable[object]) -> _YieldedValues:
-    return _YieldedValues([value async for value in generator])
+def _collect_values(result: object) -> object:
+    return _YieldedValues(result) if inspect.isgenerator(result) else result
 
 
-async def _gather(attempts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return list(await asyncio.gather(*attempts))
+async def _collect_async(result: object) -> object:
+    """The result of a function on the event loop, awaited if need be; for a generator, all values that it yields."""
+    if inspect.isasyncgen(result):
+        return _YieldedValues([value async for value in result])
+    return _collect_values(await result if inspect.isawaitable(result) else result)
 
 
 def convert_batch(rows: list[Row], batch_format: str) -> object:

@@ -28,15 +28,15 @@ from pathlib import Path
 from typing import IO
 
 from tinsmith import __version__
-from tinsmith.batch.types import Assignment, AttemptFailure
+from tinsmith.batch import operations
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, JobSpec
 from tinsmith.batch.worker.logs import strip_tags
 from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 from tinsmith.settings.environment import child_environment
 
 TAIL_BYTES = 4000
-MIN_PREFETCH = 3
-"""The fewest attempts that the child may have: it reads one, maps one, and stores one. It may have as many as the last
-group had."""
+READ_AND_STORED = 2
+"""The attempts that a child may have beside those that it maps: it reads one and stores one."""
 
 MODULES = {
     "mapper": ("tinsmith.batch.worker.runtime", "tinsmith.batch.formats.lines"),
@@ -53,14 +53,16 @@ print(tinsmith.__version__)
 PROBE_S = 60.0
 
 
-# The marker. Three threads of a mapper's process work on batches, and each writes its own slot: state, batch_idx,
-# attempt_id, row_idx. The slot of the mapping thread also says whether the mapper has asked for a batch yet.
+# The marker: whether the mapper has asked for a batch yet, then a slot for each batch in work: state, batch_idx,
+# attempt_id, row_idx. One batch is read at a time, one stored, and `MAX_CONCURRENT_BATCHES` are mapped at most.
 
-READ, MAP, STORE = range(3)
+READ, STORE, MAP = range(3)
+"""Slots. `MAP` is the first of those of the mapper."""
 NO_ROW = -1
-_STARTING, _IDLE, _BUSY = range(3)
+_IDLE, _BUSY = range(2)
 _WIDTH = 4
-MARKER_BYTES = 3 * _WIDTH * 8
+_NUM_SLOTS = MAP + MAX_CONCURRENT_BATCHES
+MARKER_BYTES = (1 + _NUM_SLOTS * _WIDTH) * 8
 
 
 def marker_file() -> IO[bytes]:
@@ -74,35 +76,36 @@ class Marker:
     """The slots, in a shared file of `MARKER_BYTES`; without a file, in the memory of this process."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._slots = memoryview(
-            bytearray(MARKER_BYTES) if descriptor is None else mmap.mmap(descriptor, MARKER_BYTES)
-        ).cast("q")
+        cells = memoryview(bytearray(MARKER_BYTES) if descriptor is None else mmap.mmap(descriptor, MARKER_BYTES)).cast(
+            "q"
+        )
+        self._has_asked, self._slots = cells[:1], cells[1:]
 
-    def start(self) -> None:
-        """Set the mapping stage to starting: the function is called, perhaps again, and has not asked for a batch."""
-        self._slots[MAP * _WIDTH] = _STARTING
+    def set_starting(self, is_starting: bool) -> None:
+        """Set whether the function is called, perhaps again, and has not asked for a batch."""
+        self._has_asked[0] = not is_starting
 
-    def begin(self, stage: int, assignment: Assignment) -> None:
-        """Set a stage to work on an attempt. The state is written last: a process that dies before has not begun."""
-        offset = stage * _WIDTH
-        for slot, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), offset + 1):
-            self._slots[slot] = value
+    def begin(self, slot: int, assignment: Assignment) -> None:
+        """Set a slot to work on an attempt. The state is written last: a process that dies before has not begun."""
+        offset = slot * _WIDTH
+        for cell, value in enumerate((assignment.batch_idx, assignment.attempt_id, NO_ROW), offset + 1):
+            self._slots[cell] = value
         self._slots[offset] = _BUSY
 
-    def row(self, row_idx: int) -> None:
-        """Set the row of the current batch that is mapped from now on; `NO_ROW` after the last."""
-        self._slots[MAP * _WIDTH + 3] = row_idx
+    def set_row(self, slot: int, row_idx: int) -> None:
+        """Set the row of a slot's batch that is mapped from now on; `NO_ROW` after the last."""
+        self._slots[slot * _WIDTH + 3] = row_idx
 
-    def end(self, stage: int) -> None:
-        self._slots[stage * _WIDTH] = _IDLE
+    def end(self, slot: int) -> None:
+        self._slots[slot * _WIDTH] = _IDLE
 
     @property
     def starting(self) -> bool:
-        return self._slots[MAP * _WIDTH] == _STARTING
+        return not self._has_asked[0]
 
     def busy(self) -> dict[tuple[int, int], int]:
         """The attempts (batch_idx, attempt_id) in work, with the row of each or `NO_ROW`."""
-        slots = [self._slots[stage * _WIDTH : (stage + 1) * _WIDTH] for stage in (READ, STORE, MAP)]
+        slots = [self._slots[slot * _WIDTH : (slot + 1) * _WIDTH] for slot in range(_NUM_SLOTS)]
         return {(batch_idx, attempt_id): row for state, batch_idx, attempt_id, row in slots if state == _BUSY}
 
 
@@ -250,7 +253,8 @@ class Attempt:
 
     assignment: Message
     put: Callable[[Attempt | list[Message]], None]
-    since: float = field(default_factory=time.monotonic)
+    began_at: float | None = None
+    """When its turn came, as far as is known without the child: among the first ones, as many as are mapped at once."""
     is_sent: bool = False
     """Whether the child has it."""
     result: Message = field(default_factory=dict)
@@ -289,10 +293,13 @@ class MapperProcess:
         self._spare = spare
         self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
         self._limits: Message = spec["limits"]
+        self._max_concurrent = operations.max_concurrent_batches(JobSpec.from_dict(spec))
+        self._min_prefetch = self._max_concurrent + READ_AND_STORED
+        """The fewest attempts that the child may have. It may have as many as the last group had."""
         self._log_path = log_path
         self._lock = threading.RLock()
         self._waiting: dict[tuple[int, int], Attempt] = {}
-        self._prefetch = MIN_PREFETCH
+        self._prefetch = self._min_prefetch
         self._child: Child | None = None
         self._answered = False
         self._timed_out: tuple[Attempt, AttemptFailure] | None = None
@@ -318,10 +325,11 @@ class MapperProcess:
     def feed(self, attempts: list[Attempt]) -> None:
         with self._lock:
             self._waiting |= {attempt.key: attempt for attempt in attempts}
-            self._prefetch = max(MIN_PREFETCH, len(attempts))
+            self._prefetch = max(self._min_prefetch, len(attempts))
             if self._child is None:
                 self._start_child()
             else:
+                self._start_clocks()
                 self._send()
 
     def _send(self) -> None:
@@ -336,10 +344,10 @@ class MapperProcess:
 
     def give_back(self, attempts: list[Attempt]) -> None:
         """Settle those that have not begun, so that another worker can run them. The child is asked for those that it
-        has beyond the first `MIN_PREFETCH`."""
+        has beyond the first `_min_prefetch`."""
         keys = {attempt.key for attempt in attempts}
         with self._lock:
-            in_child = list(self._waiting)[MIN_PREFETCH:]
+            in_child = list(self._waiting)[self._min_prefetch :]
             for attempt in list(self._waiting.values()):
                 if attempt.key in keys and not attempt.is_sent:
                     self._settle(attempt, RETURNED_ATTEMPT)
@@ -361,9 +369,9 @@ class MapperProcess:
         self._spare = None
         child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         self._child, self._answered, self._timed_out = child, False, None
-        now = time.monotonic()
         for attempt in self._waiting.values():
-            attempt.since, attempt.is_sent = now, False
+            attempt.began_at, attempt.is_sent = None, False
+        self._start_clocks()
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
 
@@ -393,9 +401,12 @@ class MapperProcess:
                 self._on_death(status, start_error, child)
 
     def _ask(self, asks: list[Message]) -> None:
-        for attempt in self._waiting.values():
-            if attempt_asks := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
-                attempt.put(attempt_asks)
+        asks_by_key: dict[tuple[int, int], list[Message]] = {}
+        for ask in asks:
+            asks_by_key.setdefault((ask["batch_idx"], ask["attempt_id"]), []).append(ask)
+        for key, attempt_asks in asks_by_key.items():
+            if key in self._waiting:
+                self._waiting[key].put(attempt_asks)
 
     def answer(self, answers: list[Message]) -> None:
         """Pass the server's answers to the operations that asked."""
@@ -412,9 +423,14 @@ class MapperProcess:
                     outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
                 )
                 self._settle(attempt, failure if outcome["error"] else outcome)
-        for next_one in islice(self._waiting.values(), 1):
-            next_one.since = time.monotonic()
+        self._start_clocks()
         self._send()
+
+    def _start_clocks(self) -> None:
+        now = time.monotonic()
+        for attempt in islice(self._waiting.values(), self._max_concurrent):
+            if attempt.began_at is None:
+                attempt.began_at = now
 
     def _on_death(self, status: int, start_error: Message | None, child: Child) -> None:
         if start_error is not None and not self._answered:
@@ -470,13 +486,15 @@ class MapperProcess:
             self._settle(attempt, failure)
 
     def watch(self) -> None:
-        """Kill the child if its oldest attempt takes too long."""
+        """Kill the child if an attempt takes too long."""
         with self._lock:
-            if self._child is None or not self._waiting or self._timed_out:
+            if self._child is None or self._timed_out:
                 return
-            oldest, starting = next(iter(self._waiting.values())), self._child.marker.starting
+            begun = [attempt for attempt in self._waiting.values() if attempt.began_at is not None]
+            oldest = min(begun, key=lambda attempt: attempt.began_at or 0.0, default=None)
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
-            if time.monotonic() - oldest.since > limit_s:
+            if oldest is not None and time.monotonic() - (oldest.began_at or 0.0) > limit_s:
+                starting = self._child.marker.starting
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
                 self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
                 self._child.kill()

@@ -1,8 +1,9 @@
 """The batches of one job on one worker: read, mapped, stored, reported.
 
-`Feed` reads the next batches while the mapper works on one, and stores the previous ones, on three threads. Short
-batches wait between the threads in larger numbers (`BoundedQueue`), and those that wait to be stored share objects and
-one fsync. The mapper's code runs only in the calling thread.
+`Feed` reads the next batches while the mapper works on some, and stores the previous ones, on two threads of its own.
+Short batches wait between the threads in larger numbers (`BoundedQueue`), and those that wait to be stored share
+objects and one fsync. A function that loops over batches has one current batch; the steps of other mappers take batches
+and finish each (`take_batch`, `finish_batch`), up to `MAX_CONCURRENT_BATCHES` at a time.
 
 Invariants:
 - Every assignment is reported once: parts and counts, or why it failed.
@@ -21,6 +22,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
@@ -32,6 +34,7 @@ from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.formats.snapshots import open_input
 from tinsmith.batch.types import (
     FINAL_ERRORS,
+    MAX_CONCURRENT_BATCHES,
     Assignment,
     AttemptOutcome,
     JobSpec,
@@ -44,6 +47,8 @@ from tinsmith.batch.types import (
 from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
+task_assignment: ContextVar[Assignment | None] = ContextVar("task_assignment", default=None)
+"""The assignment of the batch that a task or thread works on, where several batches run at a time."""
 MAX_QUEUED_ROWS = 256
 """The most rows in a queue between two threads; a batch of more rows waits alone."""
 UNKNOWN_POSITION = -1
@@ -80,6 +85,8 @@ class BatchRows:
     saved: bool = False
     error: BaseException | None = None
     """The error of the batch as a whole."""
+    slot: int = MAP
+    """The slot of the marker while it is mapped."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -251,6 +258,7 @@ class Feed:
         self._to_map = BoundedQueue[BatchRows](lambda batch: batch.queued_rows)
         self._to_store = BoundedQueue[BatchRows](lambda batch: batch.queued_rows)
         self._current: BatchRows | None = None
+        self._free_slots = list(range(MAP, MAP + MAX_CONCURRENT_BATCHES))
         self.num_taken = 0
         self.is_at_end = False
         self.error: BaseException | None = None
@@ -274,16 +282,24 @@ class Feed:
 
     @property
     def current_assignment(self) -> Assignment | None:
-        """The assignment of the current batch."""
+        """The assignment of the batch that the calling task works on, or else of the current batch."""
+        if (assignment := task_assignment.get()) is not None:
+            return assignment
         if self._current is None or threading.current_thread() in (self._read_thread, self._store_thread):
             return None
         return self._current.assignment
 
     def next_batch(self) -> BatchRows | None:
-        """The next batch that has rows; None when there are no more."""
+        """Finish the current batch, and make the next one that has rows current; None when there are no more."""
+        self._finish_current("the function asked for the next batch before it called save_results for this one")
+        self._current = self.take_batch()
+        return self._current
+
+    def take_batch(self) -> BatchRows | None:
+        """The next batch that has rows, which is to be finished; None when there are no more. Blocks, on any thread."""
+        self.marker.set_starting(False)
+        self._may_read.set()
         while True:
-            self._finish_current("the function asked for the next batch before it called save_results for this one")
-            self._may_read.set()
             batches = [] if self.is_at_end else self._to_map.take(1)
             if not batches:
                 self.is_at_end = True
@@ -291,10 +307,26 @@ class Feed:
             batch = batches[0]
             self.num_taken += 1
             if batch.rows:
-                self._current = batch
-                self.marker.begin(MAP, batch.assignment)
+                batch.slot = self._free_slots.pop()
+                self.marker.begin(batch.slot, batch.assignment)
                 return batch
             self._to_store.put(batch)
+
+    def finish_batch(self, batch: BatchRows, error: BaseException | None = None) -> None:
+        """Store a batch after its last step, or report that it failed. Waits for room, on any thread."""
+        if error is None and len(self._writers) > 1:  # only the writer finds out which rows it cannot write
+            self._fail_unwritable(batch)
+        self.marker.end(batch.slot)
+        self._free_slots.append(batch.slot)
+        error = error or batch.batch_error
+        if error is None:
+            self._to_store.put(batch)
+        else:
+            self._report([self._failure_outcome(batch.assignment, error)])
+
+    def stop_taking(self) -> None:
+        """Make `take_batch` return on all threads: no batches come after those that wait."""
+        self._to_map.close()
 
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
         """Save the results of the current batch, from a function that loops over batches."""
@@ -310,13 +342,7 @@ class Feed:
             return
         batch.tokens = tokens_in, tokens_out
         batch.set_results(results, any_number)
-        self.mark_saved(batch)
-
-    def mark_saved(self, batch: BatchRows) -> None:
-        """Mark the current batch as saved after all steps."""
         batch.saved = True
-        if len(self._writers) > 1:  # only the writer finds out which rows it cannot write
-            self._fail_unwritable(batch)
 
     def fail_current(self, error: BaseException) -> bool:
         """Fail the current batch; False if there is none that has not been saved."""
@@ -332,16 +358,11 @@ class Feed:
         self._store_thread.join()
 
     def _finish_current(self, complaint: str) -> None:
-        """Store or fail the current batch, of which only now it is certain that it was saved once."""
+        """Finish the current batch, of which only now it is certain that it was saved once."""
         batch, self._current = self._current, None
-        self.marker.end(MAP)
-        if batch is None:
-            return
-        error = batch.batch_error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
-        if error is None:
-            self._to_store.put(batch)
-        else:
-            self._report([self._failure_outcome(batch.assignment, error)])
+        if batch is not None:
+            complaint = f"{complaint}; call it once for each batch"
+            self.finish_batch(batch, batch.error if batch.saved else ProgramError(complaint))
 
     # The reading thread.
 

@@ -93,7 +93,7 @@ def run(
 
 def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: EventLoop) -> None:
     num_taken = feed.num_taken
-    feed.marker.start()
+    feed.marker.set_starting(True)
     try:
         result = loop()
         if asyncio.iscoroutine(result):

@@ -8,8 +8,9 @@ the worker ends.
 The calls (`rpc.py`):
 - `configure`, once, before the others: the specification, and the values of its secrets, which stay in memory.
 - `feed_batch` with the `assignments` of a group. It streams results of attempts, requests of operations to the server
-  (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. Two groups are in
-  flight at a time. If no attempt ends for a second, those that the mapper has not begun are given back.
+  (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. At most
+  `MAX_IN_FLIGHT` groups are in flight at a time. If no attempt ends for a second, those that the mapper has not begun
+  are given back.
 - `operate`: plan, publish, delete, give_up; streams messages and heartbeats.
 - `receive`: a file that the worker reads. `log` for a coordinator on another machine: the worker's log.
 - `health`, `shutdown`.
@@ -34,7 +35,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tinsmith.batch.types import AttemptFailure
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure
 from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess, spare
 from tinsmith.batch.worker.logs import read_page, write_to
 from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 HEARTBEAT_S = 1.0
 WATCH_S = 0.2
-MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = MAX_CONCURRENT_BATCHES + 1
 """The most groups of attempts with a worker."""
 MAX_GROUP = 256
 GATHER_S = 0.02
