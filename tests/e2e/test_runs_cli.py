@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -117,3 +119,45 @@ def test_a_curve_has_the_shape_of_its_values() -> None:
     assert _bars([3.0]) == BARS[0]
     assert len(_bars(list(range(1000)))) <= 24
     assert _bars(list(range(1000))) == "".join(sorted(_bars(list(range(1000)))))
+
+
+def test_a_run_is_found_by_its_name_and_by_the_beginning_of_its_id(runs: Runs) -> None:
+    run_id = runs.ids[0]
+    assert run_id in runs.cli("runs", "show", run_id[:-1] if not runs.ids[1].startswith(run_id[:-1]) else run_id)
+    refused = runs.cli("runs", "show", run_id.partition(":")[0], status=2)
+    assert f"is one of 2: {runs.ids[1]}, {runs.ids[0]}; give more of its id" in " ".join(refused.split())
+    assert "run 'no-such-run' is unknown; `tinsmith runs list` shows ids and names" in " ".join(
+        runs.cli("runs", "show", "no-such-run", status=2).split()
+    )
+    httpx.put(
+        f"{runs.server.url}/api/v1/dashboard/runs/{run_id}",
+        json={"name": "first try", "tags": ["a", "b"]},
+        headers={"X-API-Key": API_KEY},
+    ).raise_for_status()
+    run = runs.json("runs", "show", "first try")
+    assert isinstance(run, dict)
+    assert (run["model_id"], run["name"], run["tags"]) == (run_id, "first try", ["a", "b"])
+    rows = runs.json("runs", "list", "--limit", "2")
+    assert isinstance(rows, list)
+    assert [row["name"] for row in rows] == [None, "first try"]
+    printed = runs.cli("runs", "list")
+    assert "first try" in printed and f"nano {time.strftime('%Y-')}" in printed
+
+
+def test_a_run_shows_whether_it_runs_is_done_or_has_diverged(runs: Runs) -> None:
+    def train(rate: float) -> str:
+        with tinker.ServiceClient(base_url=runs.server.url, api_key=API_KEY) as service:
+            client = service.create_lora_training_client("tinsmith/nano", rank=8).result()
+            for _ in range(STEPS):
+                runs._step(client, rate)
+            run_id = client.get_info().model_id
+            running = runs.json("runs", "show", run_id)
+            assert isinstance(running, dict) and running["status"] == ("running" if rate < 1 else "diverged")
+            return run_id
+
+    done = runs.json("runs", "show", train(1e-3))
+    assert isinstance(done, dict)
+    assert (done["status"], done["status_reason"]) == ("finished", None) and 0 < done["duration_s"] < 600
+    diverged = runs.json("runs", "show", train(1000.0))
+    assert isinstance(diverged, dict) and diverged["status"] == "diverged"
+    assert "step 4" in diverged["status_reason"], diverged["status_reason"]

@@ -115,5 +115,15 @@ def format_time(iso: str | None) -> str:
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units: `2 d 3 h`, `4 min 5 s`."""
+    rest, parts = round(seconds), []
+    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, unit_s)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
 def size(num_bytes: int | None) -> str:
     return "" if num_bytes is None else decimal(num_bytes)

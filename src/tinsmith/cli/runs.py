@@ -24,6 +24,7 @@ from tinsmith.cli.remote import (
     INTERRUPTED,
     AsJson,
     exit_on_errors,
+    format_duration,
     format_time,
     notes,
     output,
@@ -47,12 +48,14 @@ POLL_S = 1.0
 INCOMPLETE = 1
 """Exit status if a part of the file was not logged."""
 SEND_TRIES = 10
+MAX_MATCHES = 50
+MAX_LISTED = 3
 MAX_UNSENT = 2048
 """The most points that wait for the server while the file is read."""
 
 app = typer.Typer(help="List, show, compare and follow training runs.", no_args_is_help=True)
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="A run's id from `tinsmith runs list`.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="A run's id, the beginning of one, or its name.")]
 Run = dict[str, Any]
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Steps and values by metric name."""
@@ -69,17 +72,20 @@ def list_runs(
         runs = client.get("dashboard/runs", {"limit": limit, **({"search": search} if search else {})})["runs"]
 
     def row(run: Run) -> tuple[object, ...]:
-        name, rank, last = run["display_name"] or "", run["lora_rank"] or "full", format_time(run["last_request_at"])
-        return run["model_id"], name, run["base_model"], rank, run["state"], run["step"], last
+        rank, last = run["lora_rank"] or "full", format_time(run["last_request_at"])
+        duration = format_duration(run["duration_s"])
+        return run["model_id"], _name(run), run["base_model"], rank, run["status"], run["step"], duration, last
 
-    print_rows(as_json, runs, ("run", "name", "base model", "rank", "state", "step", "last request"), row)
+    names = ("run", "name", "base model", "rank", "status", "step", "duration", "last request")
+    print_rows(as_json, runs, names, row)
 
 
 @app.command()
 def show(run_id: RunId, as_json: AsJson = False) -> None:
     """Show a run, and its metrics from the first step to the last."""
     with exit_on_errors(), server() as client:
-        run, series = _run(client, run_id), _series(_points(client, run_id, 0.0)[0])
+        run = _find_run(client, run_id)
+        series = _series(_points(client, run["model_id"], 0.0)[0])
     if as_json:
         print_json({**run, "series": series})
         return
@@ -103,7 +109,8 @@ def compare(
     with exit_on_errors(), server() as client:
         if len(run_ids) < 2:
             raise UserError(f"compare got {len(run_ids)} run; name at least two")
-        runs = [_run(client, run_id) for run_id in run_ids]
+        runs = [_find_run(client, run_id) for run_id in run_ids]
+        run_ids = [run["model_id"] for run in runs]
         series = [_series(_points(client, run_id, 0.0)[0]) for run_id in run_ids]
     run_properties = [_describe_run(run) for run in runs]
     property_names = {name: 0 for properties in run_properties for name in properties}
@@ -133,6 +140,7 @@ def tail(
     """Print a run's newest metrics, one line per step."""
     with exit_on_errors(), server() as client:
         try:
+            run_id = _find_run(client, run_id)["model_id"]
             points, cursor = _points(client, run_id, 0.0)
             _print_points(points[len(points) - steps :] if steps < len(points) else points, as_json=as_json)
             printed = {_key(point) for point in points}
@@ -155,22 +163,29 @@ def log_file(
     """Log the numbers of a file of metrics to a run. Logging a line again changes nothing."""
     from tinsmith.exchange.metrics import RunMetrics
 
-    with exit_on_errors(), RunMetrics(run_id) as run:
-        source = _MetricsFile(run, str(file))
-        try:
-            with file.open("rb") as lines:
-                source.log_lines(lines, is_growing=follow)
-                while follow:
-                    time.sleep(POLL_S)
-                    source.log_lines(lines, is_growing=True)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        source.send_rest()
+    with exit_on_errors():
+        with server() as client:
+            run_id = _find_run(client, run_id)["model_id"]
+        with RunMetrics(run_id) as run:
+            source = _MetricsFile(run, str(file))
+            _log_lines(source, file, follow=follow)
     result = {"run": run_id, "points": source.num_points, "left_out": source.num_left_out}
     suffix = f"; {source.num_left_out} of its lines were not logged in full" if source.num_left_out else ""
     print_result(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
     if source.num_left_out:
         raise typer.Exit(INCOMPLETE)
+
+
+def _log_lines(source: _MetricsFile, file: Path, *, follow: bool) -> None:
+    try:
+        with file.open("rb") as lines:
+            source.log_lines(lines, is_growing=follow)
+            while follow:
+                time.sleep(POLL_S)
+                source.log_lines(lines, is_growing=True)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    source.send_rest()
 
 
 class _MetricsFile:
@@ -239,8 +254,25 @@ class _MetricsFile:
         return reasons
 
 
-def _run(client: TinkerServer, run_id: str) -> Run:
-    return client.get(f"dashboard/runs/{quote(run_id, safe='')}")
+def _find_run(client: TinkerServer, text: str) -> Run:
+    """The run with this id, or else this name, or else an id that begins with it. Raises UserError."""
+    runs: list[Run] = client.get("dashboard/runs", {"search": text, "limit": MAX_MATCHES})["runs"]
+    for matches in (
+        [run for run in runs if run["model_id"] == text],
+        [run for run in runs if run["name"] == text],
+        [run for run in runs if run["model_id"].startswith(text)],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            ids = ", ".join(run["model_id"] for run in matches[:MAX_LISTED]) + ", ..." * (len(matches) > MAX_LISTED)
+            raise UserError(f"run {text!r} is one of {len(matches)}: {ids}; give more of its id")
+    raise UserError(f"run {text!r} is unknown; `tinsmith runs list` shows ids and names")
+
+
+def _name(run: Run) -> str:
+    """A run's name; without one, its base model and when it began."""
+    return run["name"] or f"{run['base_model'].rpartition('/')[2]} {format_time(run['created_at'])}"
 
 
 def _points(client: TinkerServer, run_id: str, after: float) -> tuple[list[dict[str, Any]], float]:
@@ -277,16 +309,20 @@ def _describe_run(run: Run) -> dict[str, str]:
     """Return the properties of a run as text."""
     properties = {
         "run": run["model_id"],
-        "name": run["display_name"] or "",
+        "name": _name(run),
+        "tags": ", ".join(run["tags"]),
         "base model": run["base_model"],
         "rank": str(run["lora_rank"] or "full"),
         "optimizer": run["optimizer_type"],
-        "state": run["state"] if not run["reason"] else f"{run['state']} ({run['reason']})",
+        "status": run["status"] if not run["status_reason"] else f"{run['status']} ({run['status_reason']})",
+        "model": run["state"] if not run["reason"] else f"{run['state']} ({run['reason']})",
+        "duration": format_duration(run["duration_s"]),
         "step": str(run["step"]),
         "created": format_time(run["created_at"]),
         "last request": format_time(run["last_request_at"]),
     }
-    return properties | {f"metadata {name}": value for name, value in sorted((run["user_metadata"] or {}).items())}
+    metadata = sorted((run["user_metadata"] or {}).items())
+    return properties | {f"metadata {name}": value for name, value in metadata if name not in ("name", "tags")}
 
 
 def _number(value: float) -> str:

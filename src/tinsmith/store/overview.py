@@ -40,6 +40,8 @@ _RUN_COLUMNS = [
     *(MODELS.c.model_id, MODELS.c.session_id, MODELS.c.tenant_id.label("owner"), MODELS.c.base_model, MODELS.c.state),
     *(MODELS.c.reason, MODELS.c.lora_rank, MODELS.c.optimizer_type, MODELS.c.applied_seq_id, MODELS.c.created_at),
     *(MODELS.c.last_request_at, SESSIONS.c.display_name, _PROJECT, MODELS.c.user_metadata),
+    *(SESSIONS.c.state.label("session_state"), SESSIONS.c.reason.label("session_reason"), SESSIONS.c.finish_type),
+    SESSIONS.c.ended_at.label("session_ended_at"),
 ]
 _LANE = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
 _RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
@@ -91,6 +93,12 @@ class Overview:
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         return _row_dict(row)
+
+    def busy_runs(self, tenant_id: str, model_ids: Sequence[str]) -> set[str]:
+        """Those of the runs that have unfinished requests."""
+        pending = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        query = sa.select(FUTURES.c.model_id).where(pending, FUTURES.c.model_id.in_(model_ids)).distinct()
+        return set(self._db.scalars(query))
 
     def describe(self, tenant_id: str, model_id: str, changes: Mapping[str, str]) -> None:
         """Change entries of a run's user_metadata; an empty value removes one. Raises NotFoundError."""

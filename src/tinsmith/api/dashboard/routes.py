@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -32,6 +33,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.store.curves import Outline, Point
 from tinsmith.store.overview import SORTS, Row
 from tinsmith.store.recent_steps import RecentStep
+from tinsmith.store.run_status import RunStatus, run_status, run_tags
 from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
@@ -110,6 +112,8 @@ ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, me
 MAX_SEARCH = 200
 Search = Annotated[str, Field(max_length=MAX_SEARCH, pattern=NO_NUL)]
 MAX_LINKS = 100
+SESSION_COLUMNS = ("session_state", "session_reason", "finish_type", "session_ended_at")
+"""Columns of a run's row that only its status is made of."""
 OUTLINE_METRICS = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
 """Candidates, in order, for the one metric in the list of runs."""
 OUTLINE_VALUES = 32
@@ -175,20 +179,18 @@ def runs(call: Call, query: RunSearchQuery) -> JsonObject:
         call.tenant_id, query.search, query.sort, is_descending, query.limit, query.offset
     )
     model_ids = [row["model_id"] for row in rows]
-    newest = call.services.curves.newest(model_ids)
     outlines: dict[str, Outline] = {}
     if query.outlines:
         outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
     return {
-        "runs": [_run(row, newest.get(row["model_id"])) | {"outline": outlines.get(row["model_id"])} for row in rows],
+        "runs": [run | {"outline": outlines.get(run["model_id"])} for run in _describe_runs(call, rows)],
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
 
 
 @operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))
 def run(call: Call) -> JsonObject:
-    row = call.services.overview.run(call.tenant_id, call.path["run_id"])
-    return _run(row, call.services.curves.newest([row["model_id"]]).get(row["model_id"]))
+    return _describe_runs(call, [call.services.overview.run(call.tenant_id, call.path["run_id"])])[0]
 
 
 def _check_tags(tags: list[str]) -> list[str]:
@@ -235,9 +237,29 @@ def lineage(call: Call) -> JsonObject:
     }
 
 
-def _run(row: Row, newest: Point | None) -> JsonObject:
+def _describe_runs(call: Call, rows: Sequence[Row]) -> list[JsonObject]:
+    model_ids = [row["model_id"] for row in rows]
+    newest = call.services.curves.newest(model_ids)
+    busy, at = call.services.overview.busy_runs(call.tenant_id, model_ids), time.time()
+    return [
+        _describe_run(
+            row,
+            newest.get(row["model_id"]),
+            run_status(row, newest.get(row["model_id"]), row["model_id"] in busy, at),
+        )
+        for row in rows
+    ]
+
+
+def _describe_run(row: Row, newest: Point | None, status: RunStatus) -> JsonObject:
+    columns = {name: value for name, value in row.items() if name not in SESSION_COLUMNS}
     return {
-        **row,
+        **columns,
+        "name": (row["user_metadata"] or {}).get("name") or row["display_name"],
+        "tags": run_tags(row["user_metadata"]),
+        "status": status.name,
+        "status_reason": status.reason,
+        "duration_s": status.duration_s,
         "created_at": iso(row["created_at"]),
         "last_request_at": iso(row["last_request_at"]),
         "user_metadata": text_values(row["user_metadata"]),

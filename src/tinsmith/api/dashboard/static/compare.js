@@ -3,7 +3,7 @@
 import { get, path, poll } from "./api.js";
 import { curves, figuresIn } from "./charts.js";
 import { empty, h, keep, page, put, section } from "./dom.js";
-import { count, when } from "./format.js";
+import { count, seconds, when } from "./format.js";
 import { lineOf, metricsOf, viewOf } from "./metrics.js";
 import { nameOf } from "./overview.js";
 import { pointsOf } from "./run.js";
@@ -13,12 +13,14 @@ const factsOf = (run) => ({
   "Base model": run.base_model,
   "LoRA rank": run.lora_rank ? count(run.lora_rank) : "all weights",
   Optimizer: run.optimizer_type,
-  State: run.state,
+  Status: run.status,
+  Duration: seconds(run.duration_s),
   Step: count(run.step),
   Project: run.project_id || "-",
   Created: when(run.created_at),
   "Last learning rate": run.metrics?.learning_rate ?? "-",
   ...run.user_metadata,
+  tags: run.tags.join(", ") || "-",
 });
 
 // Returns a row for each property that differs between runs.

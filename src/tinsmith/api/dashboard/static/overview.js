@@ -3,7 +3,7 @@
 import { get, path, poll } from "./api.js";
 import { stacked } from "./charts.js";
 import { empty, h, keep, page, put, section, state } from "./dom.js";
-import { ago, bytes, count, number, short, shortId } from "./format.js";
+import { ago, bytes, count, number, short, when } from "./format.js";
 import { isNumber } from "./scale.js";
 import { table } from "./table.js";
 
@@ -76,15 +76,22 @@ const SEATS = [
   { label: "Started", number: true, cell: (row) => ago(row.started_at) },
 ];
 
-export const nameOf = (row) => row.user_metadata?.name || row.display_name || shortId(row.model_id);
-export const tagsOf = (row) => (row.user_metadata?.tags || "").split(",").filter(Boolean);
+// The name of a run; without one, its base model and when it began.
+export const nameOf = (row) => row.name || `${row.base_model.split("/").at(-1)} ${when(row.created_at)}`;
+
+// The status of a run, with the reason as a tooltip.
+export function statusOf(row) {
+  const label = state(row.status);
+  if (row.status_reason) label.title = row.status_reason;
+  return label;
+}
 
 export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, nameOf(row)) };
 
 const NEWEST = [
   RUN_LINK,
   { label: "Base model", cell: (row) => row.base_model },
-  { label: "State", cell: (row) => state(row.state) },
+  { label: "Status", cell: statusOf },
   { label: "Step", number: true, cell: (row) => count(row.step) },
   { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Last request", number: true, cell: (row) => ago(row.last_request_at) },

@@ -4,10 +4,10 @@ import { ask, get, path, poll } from "./api.js";
 import { curve, figuresIn } from "./charts.js";
 import { listed } from "./checkpoints.js";
 import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
-import { count, shortId, when } from "./format.js";
+import { count, seconds, shortId, when } from "./format.js";
 import { lineage } from "./lineage.js";
 import { csvOf, download, lineOf, metricsOf, rewardless, viewOf } from "./metrics.js";
-import { nameOf, tagsOf } from "./overview.js";
+import { nameOf, statusOf } from "./overview.js";
 import { facts } from "./table.js";
 
 const HINT = `from tinsmith.exchange.metrics import RunMetrics
@@ -63,7 +63,7 @@ export async function showRun(main, id, signal) {
   const lookAtRun = async () => {
     const run = await get(path`/dashboard/runs/${id}`, signal);
     drawAbout(run, () => describe(run, () => edit(run, lookAtRun)));
-    heading.textContent = run.user_metadata?.name ? `Run ${run.user_metadata.name}` : `Run ${shortId(id)}`;
+    heading.textContent = `Run ${nameOf(run)}`;
   };
   const lookAtLinks = async () => {
     const { links } = await get(path`/dashboard/runs/${id}/lineage`, signal);
@@ -85,7 +85,7 @@ export async function showRun(main, id, signal) {
 
 async function edit(run, again) {
   const name = h("input", { id: "name", maxlength: 128, value: run.user_metadata?.name || "" });
-  const tags = h("input", { id: "tags", maxlength: 300, value: tagsOf(run).join(", "), placeholder: "separated by commas" });
+  const tags = h("input", { id: "tags", maxlength: 300, value: run.tags.join(", "), placeholder: "separated by commas" });
   const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags];
   const read = () => ({ name: name.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
   const asked = await question("Name and tags", body, "Save", { read });
@@ -96,10 +96,12 @@ async function edit(run, again) {
 }
 
 function describe(run, change) {
-  const { name, tags, ...metadata } = run.user_metadata || {};
+  const { name: _name, tags: _tags, ...metadata } = run.user_metadata || {};
   return facts([
-    ["Name", h("span", {}, name || nameOf(run), " ", tagsOf(run).map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name and the tags" }))],
-    ["State", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
+    ["Name", h("span", {}, nameOf(run), " ", run.tags.map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name and the tags" }))],
+    ["Status", h("span", {}, statusOf(run), run.status_reason ? ` ${run.status_reason}` : "")],
+    ["Duration", seconds(run.duration_s)],
+    ["Model", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
     ["Step", count(run.step)],
     ["Base model", run.base_model],
     ["LoRA rank", run.lora_rank ? count(run.lora_rank) : "none (all weights are trained)"],

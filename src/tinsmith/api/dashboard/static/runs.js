@@ -3,10 +3,10 @@
 import { get, poll } from "./api.js";
 import { MOST_LINES } from "./charts.js";
 import { showComparison } from "./compare.js";
-import { button, h, keep, page, state, svg } from "./dom.js";
-import { ago, count, counted, number, when } from "./format.js";
+import { button, h, keep, page, svg } from "./dom.js";
+import { ago, count, counted, number, seconds, when } from "./format.js";
 import { isNumber } from "./scale.js";
-import { RUN_LINK, nameOf, tagsOf } from "./overview.js";
+import { RUN_LINK, nameOf, statusOf } from "./overview.js";
 import { showRun } from "./run.js";
 import { pager, table } from "./table.js";
 
@@ -25,7 +25,7 @@ function spark(outline) {
 }
 
 const columns = (chosen, outlines, choose) => [
-  { ...RUN_LINK, cell: (row) => [RUN_LINK.cell(row), tagsOf(row).map((tag) => h("span", { class: "tag" }, tag))] },
+  { ...RUN_LINK, cell: (row) => [RUN_LINK.cell(row), row.tags.map((tag) => h("span", { class: "tag" }, tag))] },
   {
     label: "Compare",
     cell: (row) => h("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, checked: chosen.has(row.model_id), on: { change: (event) => choose(row.model_id, event.target.checked) } }),
@@ -33,7 +33,8 @@ const columns = (chosen, outlines, choose) => [
   { label: "Curve", cell: (row) => spark(outlines.get(row.model_id)) },
   { label: "Base model", sort: "base_model", cell: (row) => row.base_model },
   { label: "Rank", sort: "lora_rank", number: true, cell: (row) => (row.lora_rank ? count(row.lora_rank) : "all weights") },
-  { label: "State", sort: "state", cell: (row) => state(row.state) },
+  { label: "Status", cell: statusOf },
+  { label: "Duration", number: true, cell: (row) => seconds(row.duration_s) },
   { label: "Step", number: true, cell: (row) => count(row.step) },
   { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Project", cell: (row) => row.project_id || "-" },

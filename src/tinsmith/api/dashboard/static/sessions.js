@@ -3,7 +3,7 @@
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, section, state, tell } from "./dom.js";
 import { bytes, count, number, shortId, when } from "./format.js";
-import { RUN_LINK } from "./overview.js";
+import { RUN_LINK, statusOf as runStatus } from "./overview.js";
 import { facts, table } from "./table.js";
 
 const LIMIT = 50;
@@ -29,7 +29,7 @@ const COLUMNS = [
 const RUNS = [
   RUN_LINK,
   { label: "Base model", cell: (row) => row.base_model },
-  { label: "State", cell: (row) => state(row.state) },
+  { label: "Status", cell: runStatus },
   { label: "Step", number: true, cell: (row) => count(row.step) },
   { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Last request", number: true, cell: (row) => when(row.last_request_at) },
