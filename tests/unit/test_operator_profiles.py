@@ -12,7 +12,8 @@ import pytest
 
 from tinsmith.backends import Backend
 from tinsmith.cluster.profiles import Profiles
-from tinsmith.db.database import Database
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ENGINES
 from tinsmith.engine.profiling import OperatorProfiles
 from tinsmith.errors import NotFoundError, UserError
 
@@ -24,6 +25,7 @@ class Tracer:
     """The part of a backend that profiles use, and its profile."""
 
     refusal: str = ""
+    failure: str = ""
     is_full: bool = False
     directories: list[Path] = field(default_factory=list)
 
@@ -34,6 +36,8 @@ class Tracer:
         return self
 
     def stop(self) -> Sequence[Path]:
+        if self.failure:
+            raise UserError(self.failure)
         return [self.directories[-1] / "training-1-0.json.gz"]
 
 
@@ -42,8 +46,16 @@ def profiles(db: Database) -> Profiles:
     return Profiles(db)
 
 
-def engine(profiles: Profiles, tracer: Tracer, directory: Path) -> OperatorProfiles:
-    return OperatorProfiles(profiles, cast("Backend", tracer), BASE, directory)
+def engine(profiles: Profiles, tracer: Tracer, directory: Path, engine_id: str = "engine-0") -> OperatorProfiles:
+    return OperatorProfiles(profiles, cast("Backend", tracer), BASE, engine_id, directory)
+
+
+def add_engine(db: Database, engine_id: str, lease_s: float) -> None:
+    row = {
+        "engine_id": engine_id, "base_model": BASE, "kind": "engine", "pid": 1, "state": "ready", "started_at": now(),
+        "lease_expires_at": now() + lease_s,
+    }  # fmt: skip
+    db.execute(ENGINES.insert(), [row])
 
 
 @pytest.mark.parametrize("ending", ["full", "stopped", "late"])
@@ -90,3 +102,39 @@ def test_a_refusal_a_cancelled_request_and_a_dead_engine_say_why(profiles: Profi
         "failed",
         "its engine ended; ask for another one",
     )
+
+
+def test_one_of_several_engines_makes_a_profile(db: Database, profiles: Profiles, tmp_path: Path) -> None:
+    tracers = [Tracer(), Tracer()]
+    engines = [engine(profiles, tracer, tmp_path, f"engine-{index}") for index, tracer in enumerate(tracers)]
+    add_engine(db, "engine-0", lease_s=60.0)
+    assert profiles.served_models() == [BASE]
+    profiles.request(BASE, 60.0)
+    for _ in range(3):
+        for operator in engines:
+            operator.poll()
+    assert [len(tracer.directories) for tracer in tracers] == [1, 0]
+    assert (profiles.find(BASE).state, profiles.find(BASE).engine_id) == ("tracing", "engine-0")
+    tracers[0].is_full = True
+    for operator in reversed(engines):
+        operator.poll()
+    assert profiles.find(BASE).state == "finished"
+    profiles.request(BASE, 60.0)
+    engines[0].poll()
+    with db.write() as connection:
+        connection.execute(ENGINES.update().values(lease_expires_at=0.0))  # it has died
+    engines[1].poll()
+    assert profiles.find(BASE).reason == "its engine ended; ask for another one"
+
+
+def test_a_trace_that_cannot_be_made_fails_the_profile(profiles: Profiles, tmp_path: Path) -> None:
+    tracer = Tracer(failure="a trace could not be made: OSError: No space left on device")
+    operator = engine(profiles, tracer, tmp_path)
+    profiles.request(BASE, 60.0)
+    operator.poll()
+    tracer.is_full = True
+    operator.poll()
+    assert (profiles.find(BASE).state, profiles.find(BASE).reason) == ("failed", tracer.failure)
+    profiles.request(BASE, 60.0)
+    operator.poll()
+    assert profiles.find(BASE).state == "tracing"

@@ -145,3 +145,37 @@ def test_a_profile_on_demand_has_its_own_files_and_changes_nothing(shape: ModelS
     assert set(ranges(next(path for path in files if path.name.startswith("training")))) == TRAINED
     assert torch.equal(*(candidate._models["m"].adapter.flat_P for candidate in (backend, plain)))
     assert backend.start_profile(tmp_path / "again").stop() == []
+
+
+@pytest.mark.parametrize("kind", ["full disk", "replaced directory"])
+def test_a_trace_that_cannot_be_written_ends_the_profile_and_not_the_step(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    backend, plain = (TorchBackend(shape, device="cpu") for _ in range(2))
+    traces = backend.start_profile(tmp_path / "traces")
+    if kind == "full disk":
+
+        def fill(_: object, path: str) -> None:
+            Path(path).touch()
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fill)
+    else:
+        (tmp_path / "traces").rmdir()
+        (tmp_path / "traces").write_text("a file")
+    for candidate in (backend, plain):
+        candidate.create_model("m", LoraSpec(4, seed=1))
+        for _ in range(2):
+            run_to_end(candidate.run_passes([pass_of(2)]))
+            candidate.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+        candidate.publish("m", "v")
+        sample(candidate, 3)
+    trained, expected = (candidate._models["m"].adapter.flat_P for candidate in (backend, plain))
+    assert torch.equal(trained, expected) and traces.is_full
+    with pytest.raises(UserError, match=r"a trace could not be made: .*(No space left|Not a directory|[Dd]irectory)"):
+        traces.stop()
+    assert kind != "full disk" or list((tmp_path / "traces").iterdir()) == []
+    monkeypatch.undo()
+    backend.start_profile(tmp_path / "again")
+    run_to_end(backend.run_passes([pass_of(2)]))
+    assert len(traces.stop()) == 1

@@ -51,11 +51,11 @@ class RunningProfile(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether it has all the files that it may have."""
+        """Whether it has all the files that it may have, or can have."""
         ...
 
     def stop(self) -> Sequence[Path]:
-        """End it; returns its files. A repetition returns them again."""
+        """End it; returns its files. A repetition returns them again. Raises UserError if one could not be made."""
         ...
 
 

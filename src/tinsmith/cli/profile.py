@@ -1,7 +1,8 @@
 """`tinsmith profile`: have the engine of a base model trace its next steps, and wait for the files.
 
 It works from any machine that reaches the database; the files lie on the engine's machine. Servers offer the same over
-HTTP, below /api/v1/operator. Ctrl-C ends the profile early, and its files are printed.
+HTTP, below /api/v1/operator. Ctrl-C ends the profile early, and its files are printed; `--stop` does so for a profile
+whose command is gone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ HINT = "`tinsmith doctor` and the server's log say which engines run"
 def profile(
     base_model: Annotated[str, typer.Argument(metavar="MODEL", help="The base model, as the server names it.")],
     seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="The most seconds to trace.")] = 30.0,
+    stop: Annotated[bool, typer.Option("--stop", help="End the profile that runs.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -36,20 +38,31 @@ def profile(
 
     with server_database(data_dir) as database:
         profiles = Profiles(database)
-        profiles.request(base_model, seconds)
-        try:
-            finished = _wait_for_end(profiles, base_model)
-        except KeyboardInterrupt:
-            profiles.stop(base_model)
-            finished = _wait_for_end(profiles, base_model)
-    if as_json:
-        print_json(asdict(finished))
-    elif finished.state != FAILED:
+        finished = _run(profiles, base_model, None if stop else seconds)
+        if as_json:
+            print_json(asdict(finished))
+        if finished.state == FAILED:
+            raise UserError(f"there is no profile of {base_model!r}: {finished.reason}")
+    if not as_json:
         output.print(f"{len(finished.files)} traces on {finished.host}; Perfetto and chrome://tracing open them")
         for path in finished.files:
             output.print(path, highlight=False, soft_wrap=True)
-    if finished.state == FAILED:
-        raise UserError(f"there is no profile of {base_model!r}: {finished.reason}")
+
+
+def _run(profiles: Profiles, base_model: str, seconds: float | None) -> Profile:
+    """The end of a profile of some seconds; with None, of the one that runs, which is stopped."""
+    if seconds is None:
+        profiles.stop(base_model)
+        return _wait_for_end(profiles, base_model)
+    served = profiles.served_models()
+    if served and base_model not in served:
+        raise UserError(f"base_model {base_model!r} is not served here; served: {', '.join(map(repr, served))}")
+    profiles.request(base_model, seconds)
+    try:
+        return _wait_for_end(profiles, base_model)
+    except KeyboardInterrupt:
+        profiles.stop(base_model)
+        return _wait_for_end(profiles, base_model)
 
 
 def _wait_for_end(profiles: Profiles, base_model: str) -> Profile:

@@ -1,7 +1,8 @@
 """Profiles of running engines on demand: an operator asks for one, the engine of the base model writes its traces.
 
-A base model has one row, that of its last profile: `requested` until its engine begins, `tracing` until its seconds
-have passed or an operator stops it (`stopping`), and then `finished` with its files, or `failed` with the reason.
+A base model has one row, that of its last profile: `requested` until one of its engines begins, `tracing` until its
+seconds have passed or an operator stops it (`stopping`), and then `finished` with its files, or `failed` with the
+reason.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import PROFILES
+from tinsmith.db.schema import ENGINES, PROFILES
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.errors import NotFoundError, UserError
@@ -26,12 +27,13 @@ PROFILE_S, MAX_PROFILE_S = 30.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`seconds` bound the tracing; `host` is the engine's machine, where the files lie."""
+    """`seconds` bound the tracing; `engine_id` has begun it, on the machine `host`, where the files lie."""
 
     base_model: str
     state: str
     seconds: float
     requested_at: float
+    engine_id: str | None
     host: str | None
     files: Sequence[str]
     reason: str | None
@@ -55,7 +57,7 @@ class Profiles:
         """Ask the engine of a base model for a profile. Raises UserError while another one is not finished."""
         row = {
             "base_model": base_model, "state": REQUESTED, "seconds": seconds, "requested_at": now(),
-            "host": None, "files": [], "reason": None,
+            "engine_id": None, "host": None, "files": [], "reason": None,
         }  # fmt: skip
         with self._db.write() as connection:
             of_base = PROFILES.c.base_model == base_model
@@ -82,6 +84,10 @@ class Profiles:
             raise NotFoundError(f"there is no profile of {base_model[:80]!a}")
         return Profile(*row)
 
+    def served_models(self) -> list[str]:
+        """The base models that have engine processes, in any state; an engine in a server's process has none."""
+        return self._db.scalars(sa.select(ENGINES.c.base_model).distinct().order_by(ENGINES.c.base_model))
+
     def all(self) -> list[Profile]:
         return [Profile(*row) for row in self._db.rows(sa.select(*_COLUMNS).order_by(PROFILES.c.base_model))]
 
@@ -92,12 +98,19 @@ class Profiles:
         row = self._db.first(_ACTIVE, {"base_model": base_model})
         return None if row is None else Profile(*row)
 
-    def begin(self, base_model: str, host: str) -> None:
+    def begin(self, base_model: str, engine_id: str, host: str) -> bool:
+        """Give the requested profile to an engine; False if another one has it, or it was cancelled."""
         changed = PROFILES.update().where(PROFILES.c.base_model == base_model, PROFILES.c.state == REQUESTED)
-        self._db.execute(changed.values(state=TRACING, host=host))
+        return self._db.execute(changed.values(state=TRACING, engine_id=engine_id, host=host)) == 1
 
-    def finish(self, base_model: str, files: Sequence[str], reason: str | None = None) -> None:
-        """Record the end of the active profile: its files, or the reason why it failed."""
+    def finish(self, profile: Profile, files: Sequence[str], reason: str | None = None) -> None:
+        """Record the end of an active profile: its files, or the reason why it failed."""
         state = FINISHED if reason is None else FAILED
-        changed = PROFILES.update().where(PROFILES.c.base_model == base_model, PROFILES.c.state.in_(ACTIVE))
+        is_it = PROFILES.c.base_model == profile.base_model, PROFILES.c.requested_at == profile.requested_at
+        changed = PROFILES.update().where(*is_it, PROFILES.c.state.in_(ACTIVE))
         self._db.execute(changed.values(state=state, files=list(files), reason=reason))
+
+    def is_alive(self, engine_id: str | None) -> bool:
+        """Whether an engine holds its lease."""
+        alive = (ENGINES.c.engine_id == engine_id) & (ENGINES.c.lease_expires_at > self._db.clock())
+        return self._db.scalar(sa.select(ENGINES.c.engine_id).where(alive)) is not None

@@ -231,6 +231,7 @@ PROFILES = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("seconds", sa.Float, nullable=False),
     sa.Column("requested_at", sa.Float, nullable=False),
+    sa.Column("engine_id", sa.String(64)),  # the engine that has begun
     sa.Column("host", sa.String(255)),
     sa.Column("files", sa.JSON, nullable=False),
     sa.Column("reason", sa.Text),

@@ -116,7 +116,9 @@ class Engine:
         self._profiles: OperatorProfiles | None = None
         if stores.profiles is not None:
             directory = settings.resolved_data_dir / PROFILES_DIRECTORY
-            self._profiles = OperatorProfiles(stores.profiles, backend, shape.name, directory)
+            self._profiles = OperatorProfiles(
+                stores.profiles, backend, shape.name, stores.ownership.engine_id, directory
+            )
         self._decode_share_s = self._next_check = 0.0
         self._trim_at = math.inf
         self._part_began = 0.0

@@ -1,8 +1,9 @@
 """Profiles that an operator asks for while the engine runs (`cluster.profiles`).
 
-The engine looks for a request about once a second, between steps. A profile ends after its seconds, when an operator
-stops it, or when its files are complete; then the row names the files. A backend that cannot trace refuses by name. An
-engine that finds a profile of an earlier engine says so: its traces ended with that process.
+An engine looks for a request about once a second, between steps; of several engines of a base model, one begins. A
+profile ends after its seconds, when an operator stops it, or when its files are complete; then the row names the files.
+A backend that cannot trace refuses by name. An engine that finds a profile of its last process, or of an engine that is
+gone, says so: its traces ended with that process.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ log = structlog.get_logger()
 
 
 class OperatorProfiles:
-    def __init__(self, profiles: Profiles, backend: Backend, base_model: str, directory: Path) -> None:
+    def __init__(self, profiles: Profiles, backend: Backend, base_model: str, engine_id: str, directory: Path) -> None:
         """Each profile has a directory of its own in `directory`."""
         self._profiles = profiles
+        self._engine_id = engine_id
         self._backend = backend
         self._base_model = base_model
         self._directory = directory
@@ -40,26 +42,32 @@ class OperatorProfiles:
             return
         if self._running is not None:
             if profile.state == STOPPING or time.monotonic() >= self._ends_at or self._running.is_full:
-                self._end(self._running)
+                self._end(profile, self._running)
         elif profile.state == REQUESTED:
             self._begin(profile)
-        else:
-            self._profiles.finish(self._base_model, (), "its engine ended; ask for another one")
+        elif profile.engine_id == self._engine_id or not self._profiles.is_alive(profile.engine_id):
+            self._profiles.finish(profile, (), "its engine ended; ask for another one")
 
     def _begin(self, profile: Profile) -> None:
         began_at = time.strftime("%Y%m%d-%H%M%S", time.gmtime(profile.requested_at))
         directory = self._directory / f"{self._base_model.replace('/', '--')}-{began_at}"
+        if not self._profiles.begin(self._base_model, self._engine_id, socket.gethostname()):
+            return
         try:
             self._running = self._backend.start_profile(directory)
         except (UserError, OSError) as error:
-            self._profiles.finish(self._base_model, (), str(error))
+            self._profiles.finish(profile, (), str(error))
             return
         self._ends_at = time.monotonic() + profile.seconds
-        self._profiles.begin(self._base_model, socket.gethostname())
         log.info("profile begun", base_model=self._base_model, directory=str(directory))
 
-    def _end(self, running: RunningProfile) -> None:
-        files = [str(path) for path in running.stop()]
-        self._profiles.finish(self._base_model, files)
+    def _end(self, profile: Profile, running: RunningProfile) -> None:
+        files: list[str] = []
+        reason: str | None = None
+        try:
+            files = [str(path) for path in running.stop()]
+        except UserError as error:
+            reason = str(error)
+        self._profiles.finish(profile, files, reason)
         self._running = None
-        log.info("profile finished", base_model=self._base_model, files=len(files))
+        log.info("profile finished", base_model=self._base_model, files=len(files), reason=reason)

@@ -3,14 +3,15 @@
 `stage` marks part of a step: as an NVTX range where torch has CUDA, which `nsys profile` shows, and in an open trace.
 `StepTraces` writes files that torch's profiler makes and chrome://tracing or Perfetto reads. A trace covers the first
 MICRO_BATCHES of a training step with the decode steps between them, an optimizer step, or up to DECODE_STEPS decode
-steps that follow each other; FILES of each kind are written. Called from one thread.
+steps that follow each other; FILES of each kind are written. Called from one thread. A trace that cannot be made ends
+the profile, and never the step that it is of.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -60,18 +61,19 @@ class StepTraces:
         self._open: tuple[str, profile] | None = None
         self._steps_left = 0
         self._on_demand = False
+        self._failure = ""
         if directory is not None:
             self._write_to(directory)
 
     def _write_to(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._directory, self._files = directory, []
+        self._directory, self._files, self._failure = directory, [], ""
         self._written = dict.fromkeys(self._written, 0)
 
     @property
     def is_full(self) -> bool:
-        """Whether FILES of each kind are written."""
-        return min(self._written.values()) >= FILES
+        """Whether FILES of each kind are written, or no more can be."""
+        return bool(self._failure) or min(self._written.values()) >= FILES
 
     def start(self, directory: Path) -> None:
         """Begin a profile on demand, also after the traces of the first steps. Raises UserError during another one."""
@@ -82,9 +84,11 @@ class StepTraces:
         self._on_demand = True
 
     def stop(self) -> list[Path]:
-        """End the profile on demand; returns its files."""
+        """End the profile on demand; returns its files. Raises UserError if one of them could not be made."""
         self._end_open()
         self._directory, self._on_demand = None, False
+        if self._failure:
+            raise UserError(f"a trace could not be made: {self._failure}")
         return self._files
 
     def training(self, micro_batches: MicroBatches) -> MicroBatches:
@@ -136,8 +140,17 @@ class StepTraces:
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         recorder = profile(activities=activities, acc_events=True)
-        recorder.start()
-        self._open = kind, recorder
+        with self._ending_on_errors():
+            recorder.start()
+            self._open = kind, recorder
+
+    @contextmanager
+    def _ending_on_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            self._failure, self._directory = f"{type(error).__name__}: {error}", None
+            log.error("a trace could not be made; no more are tried", error=self._failure)
 
     def _end_open(self) -> None:
         if self._open is not None:
@@ -149,9 +162,15 @@ class StepTraces:
             return
         assert self._directory is not None
         recorder, self._open = self._open[1], None
-        recorder.stop()
         path = self._directory / f"{kind}-{os.getpid()}-{self._written[kind]}.json.gz"
-        self._written[kind] += 1
-        self._files.append(path)
-        recorder.export_chrome_trace(str(path))
-        log.info("trace written", file=str(path))
+        with self._ending_on_errors():
+            recorder.stop()
+            try:
+                recorder.export_chrome_trace(str(path))
+            except BaseException:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+            self._written[kind] += 1
+            self._files.append(path)
+            log.info("trace written", file=str(path))
