@@ -73,3 +73,44 @@ def test_a_sample_of_a_paused_session_is_cancelled_and_an_unknown_session_is_ref
         result = httpx.post(f"{root}/retrieve_future", json={"request_id": request_id}, headers=HEADERS, timeout=60)
         assert "cancel" in result.json()["error"]
     assert change(server, "no-such-session", "pause").status_code == 404
+
+
+def test_a_paused_session_ends_with_its_client_however_many_agents_wait(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    arguments = "--model", NANO, "--session-timeout-s", "8", "--session-sweep-s", "0.5"
+    with serving(tmp_path_factory.mktemp("dead") / "data", *arguments) as server:
+        session = httpx.post(
+            f"{server.url}/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}, headers=HEADERS
+        ).json()["session_id"]  # of a client that sends no heartbeat
+        created = httpx.post(
+            f"{server.url}/api/v1/create_model",
+            json={"session_id": session, "model_seq_id": 0, "base_model": NANO, "lora_config": {"rank": 4}},
+            headers=HEADERS,
+        ).json()
+        result = post_until_done(server, created["request_id"])
+        assert "model_id" in result, result
+        model_id = result["model_id"]
+        saved = httpx.post(
+            f"{server.url}/api/v1/save_weights_for_sampler",
+            json={"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0},
+            headers=HEADERS,
+        ).json()
+        post_until_done(server, saved["request_id"])
+        assert change(server, session, "pause").status_code == 200
+        began = time.monotonic()
+        body = {"model": f"tinker://{model_id}", "messages": [{"role": "user", "content": "1 + 1"}], "max_tokens": 4}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
+        assert answer.status_code >= 400 and "session" in answer.text, answer.text
+        assert time.monotonic() - began < 30
+
+
+def post_until_done(server: LiveServer, request_id: str) -> dict[str, object]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        answer = httpx.post(
+            f"{server.url}/api/v1/retrieve_future", json={"request_id": request_id}, headers=HEADERS, timeout=90
+        )
+        if answer.status_code == 200 and answer.json().get("type") != "try_again":
+            return answer.json()
+    raise TimeoutError(request_id)

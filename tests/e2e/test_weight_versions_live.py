@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,3 +151,25 @@ def test_a_run_without_published_weights_and_one_of_another_key_are_refused_by_n
         assert client.models.retrieve(f"tinker://{run.model_id}").id == f"tinker://{run.model_id}"
         with pytest.raises(openai.BadRequestError, match="trained on 'tinsmith/nano'"):
             client.chat.completions.create(model=f"other/base;tinker://{run.model_id}", messages=CHAT)
+
+
+def test_the_name_of_an_unloaded_run_falls_back_to_its_checkpoint(
+    server: LiveServer, service: tinker.ServiceClient
+) -> None:
+    run = service.create_lora_training_client(NANO, rank=4, seed=2).result()
+    path = run.save_weights_for_sampler("c0").result().path
+    _, version = publish(run)
+    model_id = run.get_info().model_id
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=API_KEY, max_retries=0) as client:
+
+        def ask() -> str:
+            answer: Any = client.chat.completions.create(model=f"tinker://{model_id}", messages=CHAT, max_tokens=2)
+            return answer.weight_version
+
+        assert ask() == version
+        body = {"model_id": model_id, "seq_id": 3}
+        unloaded = httpx.post(f"{server.url}/api/v1/unload_model", json=body, headers={"X-API-Key": API_KEY})
+        assert unloaded.status_code == 200
+        deadline = time.monotonic() + 30
+        while (version := ask()) != path:
+            assert time.monotonic() < deadline, version

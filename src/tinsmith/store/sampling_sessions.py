@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, chunks, now
-from tinsmith.db.schema import FUTURES, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.db.schema import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import NotFoundError, SeqIdTakenError
 
@@ -209,10 +209,12 @@ class SamplingSessions:
         return self._newest(sa.select(*_COLUMNS).where(SAMPLERS.c.version_id == version_id))
 
     def newest_of_model(self, tenant_id: str, model_id: str) -> SamplingSession | None:
-        """The sampling session of a training run's last ephemeral publish, if its session is open."""
+        """The sampling session of a training run's last ephemeral publish, if its session is open and its model
+        loaded."""
         query = sa.select(*_COLUMNS).join(SESSIONS, SESSIONS.c.session_id == SAMPLERS.c.session_id)
-        of_model = SAMPLERS.c.model_id == model_id, SAMPLERS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
-        return self._newest(query.where(*of_model))
+        query = query.join(MODELS, MODELS.c.model_id == SAMPLERS.c.model_id)
+        of_model = SAMPLERS.c.model_id == model_id, SAMPLERS.c.tenant_id == tenant_id
+        return self._newest(query.where(*of_model, SESSIONS.c.closed_at.is_(None), MODELS.c.state == "ready"))
 
     def _newest(self, query: sa.Select) -> SamplingSession | None:
         row = self._db.first(query.order_by(*_NEWEST_FIRST).limit(1))

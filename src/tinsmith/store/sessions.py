@@ -157,9 +157,9 @@ class Sessions:
         return True
 
     def record_poll(self, tenant_id: str, session_id: str) -> None:
-        """Record a poll as a heartbeat of the session."""
+        """Record a poll as a heartbeat of the session, unless its samples are paused."""
         is_open = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
-        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_HEARTBEAT_S
+        stale = (SESSIONS.c.last_heartbeat_at < now() - POLL_HEARTBEAT_S) & SESSIONS.c.sampling_paused_at.is_(None)
         if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*is_open, stale)) is not None:
             self._db.execute(SESSIONS.update().where(*is_open, stale).values(last_heartbeat_at=now()))
 
