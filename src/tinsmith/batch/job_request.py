@@ -6,15 +6,16 @@ needs no pydantic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from tinsmith.batch.secrets import VARIABLE_NAME
 from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, MAX_CONCURRENT_BATCHES, ROWS, JobSpec, Limits
 from tinsmith.errors import UserError
-from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, validate
+from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, show, validate, validation_error
 
 MAX_NUMBER = 2**53 - 1
 MAX_VARIABLE = 64 * 1024
@@ -22,7 +23,19 @@ MAX_VARIABLE = 64 * 1024
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER, allow_inf_nan=False)]
 
-VariableName = Annotated[str, Field(pattern=f"^{VARIABLE_NAME}$", max_length=256)]
+MAX_NAME = 256
+
+
+def _check_variable_name(name: str) -> str:
+    if not re.fullmatch(VARIABLE_NAME, name) or len(name) > MAX_NAME:
+        raise validation_error(
+            f"is {show(name)}; the name of a variable has letters, digits and underscores, does not begin with a "
+            f"digit, and has at most {MAX_NAME} characters"
+        )
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_check_variable_name)]
 VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=MAX_VARIABLE)]
 Rate = Annotated[float, Field(gt=0, le=MAX_NUMBER, allow_inf_nan=False)]
 

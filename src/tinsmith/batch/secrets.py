@@ -45,7 +45,11 @@ class SecretFiles:
             if len(data) > MAX_BYTES or "\0" in value:
                 raise UserError(f"the secret {name!r} must be text without NUL characters, at most {MAX_BYTES} bytes")
             return value.removesuffix("\n").removesuffix("\r")
-        reason = "has no TINSMITH_BATCH_SECRETS_DIR" if self.directory is None else "does not have it"
+        reason = "does not have it"
+        if self.directory is None:
+            reason = "has no TINSMITH_BATCH_SECRETS_DIR"
+        elif not self.directory.is_dir():
+            reason = "has a TINSMITH_BATCH_SECRETS_DIR that is no directory"
         raise UserError(
             f"secrets has {name!r}, and the server {reason}; the operator adds a secret as the file {name} in the "
             "directory TINSMITH_BATCH_SECRETS_DIR"

@@ -429,9 +429,11 @@ def _engine_extra(packages: list[str]) -> str:
 
 
 def _refuse_empty_argument(arguments: Sequence[str]) -> None:
-    """Raise SettingsError for an empty argument that is not the value of an option."""
+    """Raise SettingsError for an empty argument that is not the value of an option, and for an empty data directory,
+    which would mean the current one."""
     for position, (before, argument) in enumerate(pairwise(("", *arguments)), 1):
-        if not argument and not before.startswith("-"):
+        is_empty = not argument and (before == "--data-dir" or not before.startswith("-"))
+        if is_empty or argument == "--data-dir=":
             command = shlex.join(("tinsmith", *arguments))
             raise SettingsError(f"argument {position} of `{command}` is empty; is a variable of the shell not set?")
 

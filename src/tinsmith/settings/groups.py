@@ -87,6 +87,13 @@ class StorageSettings(SettingsGroup):
             return command
         return f"{command} --data-dir {directory or shlex.quote(str(self.resolved_data_dir))}"
 
+    @field_validator("data_dir", mode="before")
+    @classmethod
+    def _check_data_dir(cls, value: object) -> object:
+        if value == "":
+            raise ValueError("it must be a directory; is a variable of the shell not set?")
+        return value
+
     @field_validator("storage_dir")
     @classmethod
     def _is_location(cls, value: str) -> str:
