@@ -395,11 +395,13 @@ def test_progress_tells_rates_and_what_is_left() -> None:
     assert progress_of({"status": "PENDING"}).seconds_left is None
 
 
-def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_connections_are_made_again_and_say_that_a_job_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
+    keys: list[str | None] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         calls.append(request.method)
+        keys.append(request.headers.get("Idempotency-Key"))
         if len(calls) < 3:
             raise httpx.ConnectError("down")
         if request.url.path.endswith("/events"):
@@ -412,11 +414,22 @@ def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch
     assert client.status(1)["status"] == "RUNNING" and len(calls) == 3
     calls.clear()
     assert [status["status"] for status in client.statuses(1)] == ["SUCCEEDED"] and len(calls) == 3
+    assert set(keys) == {None}
+    for create in (lambda: client.submit({}), lambda: client.resume(1)):
+        calls.clear()
+        keys.clear()
+        assert create() == 1 and calls == ["POST"] * 3
+        assert len(set(keys)) == 1 and keys[0]
+    used_key = keys[0]
+    client.resume(1)
+    assert keys[-1] != used_key, "another call asks for another job"
+    client.resume(1, idempotency_key="mine")
+    assert keys[-1] == "mine"
     calls.clear()
+    client.patience_s = -1.0
     with pytest.raises(TinsmithError, match="no connection") as failure:
         client.submit({})
     assert failure.value.__suppress_context__, "the layers of the HTTP client say nothing that the line does not"
-    assert calls == ["POST"]
 
 
 @pytest.mark.filterwarnings("ignore:this data set was mapped")

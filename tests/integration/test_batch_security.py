@@ -29,6 +29,7 @@ from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.types import CHAIN, JobSpec, pack_payload
 from tinsmith.db.factory import open_database
+from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import locations
 
@@ -213,6 +214,29 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
 
 def chain(*steps: object) -> str:
     return pack_payload({"type": CHAIN, "version": "1.0", "steps": steps})
+
+
+def test_a_job_is_created_and_resumed_once_for_each_idempotency_key(harness: Harness) -> None:
+    def post(path: str, body: object, key: str = ALICE, **headers: str) -> Any:  # noqa: ANN401
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return harness.client.post(f"/api/v1/batch/{path}", json=body, headers={"X-API-Key": key, **names})
+
+    first = post("jobs", job(name="a"), Idempotency_Key="k").json()["job_id"]
+    turned = dict(reversed(job(name="a").items()))
+    assert post("jobs", turned, Idempotency_Key="k").json()["job_id"] == first
+    assert post("jobs", job(name="a"), X_Idempotency_Key="k").json()["job_id"] == first
+    assert post("jobs", job(name="a"), BOB, Idempotency_Key="k").json()["job_id"] != first
+    other = post("jobs", job(name="b"), Idempotency_Key="k")
+    assert other.status_code == 400 and f"another request created bulk job {first}" in other.json()["detail"]
+    for headers in ({"Idempotency_Key": "k" * 257}, {"Idempotency_Key": "k", "X_Idempotency_Key": "l"}):
+        refused = post("jobs", job(name="a"), **headers)
+        assert refused.status_code == 400 and "Idempotency-Key is" in refused.json()["detail"]
+    with harness.services.batch_jobs._db.write() as connection:
+        connection.execute(BATCH_JOBS.update().where(BATCH_JOBS.c.job_id == first).values(status="FAILED"))
+    resumed = post(f"jobs/{first}/resume", {}, Idempotency_Key="r").json()["job_id"]
+    assert post(f"jobs/{first}/resume", {}, Idempotency_Key="r").json()["job_id"] == resumed != first
+    assert "another request created" in post(f"jobs/{resumed}/resume", {}, Idempotency_Key="r").json()["detail"]
+    assert "PENDING: cancel it first" in post(f"jobs/{first}/resume", {}, Idempotency_Key="s").json()["detail"]
 
 
 def test_a_chain_of_operations_is_no_code_and_one_with_a_function_is(harness: Harness) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from tinsmith.batch.coordinator.state import (
     INSERT_CHUNK,
     MAX_INFRA_RETRIES,
     BatchJobs,
+    IdempotentRequest,
     JobRecord,
     SupersededError,
 )
@@ -284,6 +286,32 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
     jobs.finish(resumed.job_id, "two", [("json", OutputInfo("/out.jsonl", 8, 100, "b" * 64))])
     with pytest.raises(UserError, match="has succeeded"):
         jobs.create("alice", spec(resume_from=job.job_id))
+
+
+def test_a_request_that_is_sent_again_finds_its_job(jobs: BatchJobs) -> None:
+    request, other = IdempotentRequest("k", "a" * 64), IdempotentRequest("k", "b" * 64)
+    assert jobs.find_repeated("alice", request) is None and jobs.find_repeated("alice", None) is None
+    job_id = jobs.create("alice", spec(), request=request)
+    assert jobs.find_repeated("alice", request) == jobs.create("alice", spec(), request=request) == job_id
+    for repeat in (jobs.find_repeated, lambda tenant_id, again: jobs.create(tenant_id, spec(), request=again)):
+        with pytest.raises(UserError, match=f"Idempotency-Key is 'k', .* created bulk job {job_id}"):
+            repeat("alice", other)
+    assert jobs.create("bob", spec(), request=other) != job_id, "a key is its tenant's"
+    assert jobs.create("alice", spec()) != jobs.create("alice", spec()), "requests without a key are different ones"
+    jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
+    jobs.set_status(job_id, "one", "FAILED")
+    resumption = IdempotentRequest("r", "c" * 64)
+    resumed_id = jobs.create("alice", spec(resume_from=job_id), request=resumption)
+    # Without the key, it would be refused: the resumed job is pending.
+    assert jobs.create("alice", spec(resume_from=job_id), request=resumption) == resumed_id
+    assert jobs.page("alice", 10, 0)[1] == 4
+
+
+def test_the_same_request_on_many_threads_creates_one_job(jobs: BatchJobs) -> None:
+    request = IdempotentRequest("k", "a" * 64)
+    with ThreadPoolExecutor(8) as pool:
+        job_ids = set(pool.map(lambda _: jobs.create("alice", spec(), request=request), range(16)))
+    assert len(job_ids) == 1 and jobs.page("alice", 10, 0)[1] == 1
 
 
 def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:

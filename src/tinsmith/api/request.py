@@ -42,6 +42,9 @@ _ANTHROPIC_HEADER = "anthropic-version"
 CAPTURE_HEADER, CAPTURE_SEPARATOR = "x-tinsmith-session", "#"
 """A request names its capture session in this header, or after this separator in its API key."""
 MAX_CAPTURE = 128
+IDEMPOTENCY_HEADERS = ("idempotency-key", "x-idempotency-key")
+"""The header of an idempotency key: the name of the IETF's draft, and that of the SDK."""
+MAX_IDEMPOTENCY_KEY = 256
 MAX_POLL_BYTES = 16 << 20
 INLINE_BODY_BYTES = 64 << 10
 """Largest body whose parsing takes less time than a thread switch."""
@@ -127,6 +130,18 @@ def capture_session(request: Request) -> str | None:
     if session is not None and not (0 < len(session) <= MAX_CAPTURE and session.isascii() and session.isprintable()):
         raise UserError(f"the capture session is {show(session)}; use 1 to {MAX_CAPTURE} printable ASCII characters")
     return session
+
+
+def idempotency_key(call: Call) -> str | None:
+    """The key that marks repetitions of a request, or None. Raises UserError."""
+    keys = list(dict.fromkeys(key for name in IDEMPOTENCY_HEADERS if (key := call.headers.get(name))))
+    if len(keys) > 1:
+        raise UserError(
+            f"Idempotency-Key is {show(keys[0])} and X-Idempotency-Key is {show(keys[1])}; send one of them"
+        )
+    if keys and len(keys[0]) > MAX_IDEMPOTENCY_KEY:
+        raise UserError(f"the header Idempotency-Key is {show(keys[0])}; use at most {MAX_IDEMPOTENCY_KEY} characters")
+    return keys[0] if keys else None
 
 
 # Bodies.

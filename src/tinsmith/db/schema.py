@@ -497,6 +497,8 @@ BATCH_JOBS = sa.Table(
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs
     sa.Column("error", sa.Text),
     sa.Column("cleaned", sa.Boolean, nullable=False),  # whether its parts are deleted
+    sa.Column("idempotency_key", sa.String(256)),  # of the request that created it
+    sa.Column("request_digest", sa.String(64)),  # SHA-256 of what that request asked for
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("started_at", sa.Float),
     sa.Column("ended_at", sa.Float),
@@ -504,6 +506,13 @@ BATCH_JOBS = sa.Table(
     sa.Index("ix_batch_job_tenant_id", "tenant_id", "job_id"),
     sa.Index("ix_batch_job_status", "status"),
     sa.Index("ix_batch_job_root", "root_job_id"),
+    sa.Index(
+        "ix_batch_job_idempotency_key",
+        "tenant_id",
+        "idempotency_key",
+        unique=True,
+        **_where("idempotency_key IS NOT NULL"),
+    ),
     sqlite_autoincrement=True,
 )
 

@@ -7,6 +7,7 @@ A job's specification is validated and stored. Its functions are text in this pr
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -22,11 +23,11 @@ from tinsmith.api.declaration import MAX_PAGE, operation
 from tinsmith.api.event_stream import EVENT_STREAM, KEEP_ALIVE_COMMENT, KEEP_ALIVE_S, EventStreamResponse, encode_event
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, fields, listing
 from tinsmith.api.queries import Limit, PageQuery
-from tinsmith.api.request import Call, Draft, JsonObject, run
+from tinsmith.api.request import Call, Draft, JsonObject, idempotency_key, run
 from tinsmith.api.services import Services
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
-from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, JobRecord
+from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRequest, JobRecord
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec
@@ -61,15 +62,29 @@ RowIndex = Annotated[int, Field(ge=-1, le=INT64_MAX)]
     },
 )
 def submit(call: Call, request: JobRequest) -> JsonObject:
-    return {"job_id": _create(call, request.spec())}
+    """Create a job. A request with the `Idempotency-Key` of an earlier one returns the job of that one, and is refused
+    if its body differs.
+    """
+    repeatable = _read_idempotent_request(call, "submit")
+    job_id = call.services.batch_jobs.find_repeated(call.tenant_id, repeatable)
+    return {"job_id": _create(call, request.spec(), repeatable) if job_id is None else job_id}
 
 
-def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
+def _read_idempotent_request(call: Call, action: str) -> IdempotentRequest | None:
+    """The idempotency key of a request and a digest of what it asks for, whatever the order of its fields."""
+    key = idempotency_key(call)
+    if key is None:
+        return None
+    body = orjson.dumps(orjson.loads(call.body), option=orjson.OPT_SORT_KEYS)
+    return IdempotentRequest(key, hashlib.sha256(action.encode() + b"\n" + body).hexdigest())
+
+
+def _create(call: Call, spec: JobSpec, repeatable: IdempotentRequest | None, *, other_outputs: bool = False) -> int:
     services = call.services
     spec = permissions.authorize_job(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     services.coordinator.check_pool(spec)
     services.coordinator.secrets.read(call.tenant_id, spec.secrets)  # refused now, and not when a worker starts
-    job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)
+    job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs, request=repeatable)
     services.coordinator.wake()
     return job_id
 
@@ -136,16 +151,20 @@ class ResumeRequest(ClosedBody):
 )
 def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     """Create a job like the old one, optionally with other outputs, that reuses its committed parts. For a different
-    function, submit a job with `resume_from` instead.
+    function, submit a job with `resume_from` instead. A repeated request with the same `Idempotency-Key` returns the
+    job of the first.
     """
     old_job = _job(call)
+    repeatable = _read_idempotent_request(call, f"resume {old_job.job_id}")
+    if (job_id := call.services.batch_jobs.find_repeated(call.tenant_id, repeatable)) is not None:
+        return {"job_id": job_id}
     outputs = draft.read().batch_output_formats
     spec = replace(call.services.batch_jobs.spec(old_job.job_id), resume_from=old_job.job_id, roots=None)
     if outputs is not None:
         formats = [output_format.model_dump() for output_format in outputs]
         check_paths(spec.batch_input_format, formats, spec.batch_error_format)
         spec = replace(spec, batch_output_formats=formats)
-    return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
+    return {"job_id": _create(call, spec, repeatable, other_outputs=outputs is not None)}
 
 
 class RowsQuery(Query):

@@ -18,7 +18,7 @@ from tinsmith.api.access import Access
 from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import ANYTHING, FLAG, TEXT, fields, listing, ref
 from tinsmith.api.queries import Limit, PageQuery, ProjectQuery, RunsQuery, ScopeQuery
-from tinsmith.api.request import Call, JsonObject
+from tinsmith.api.request import Call, JsonObject, idempotency_key
 from tinsmith.api.routes.sessions import MAX_PAGE as MAX_SEARCHED
 from tinsmith.api.routes.sessions import MAX_PROJECTS, ProjectId, SearchOwnerBody, includes_caller
 from tinsmith.api.routes.weights import granting_tenant
@@ -263,8 +263,6 @@ def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
 
 
 TOKEN_HEADER = "x-tinker-weights-access-token"
-IDEMPOTENCY_HEADER = "x-idempotency-key"
-MAX_KEY_LENGTH = 256
 COPY_IDS = uuid.UUID("6b1f7f5e-3e0a-5c7e-9a53-5d0f7d1c2b11")  # the namespace of the ids of copies
 
 
@@ -346,9 +344,7 @@ def _destination(call: Call, request: CopyWeightsRequest) -> Destination:
 
 def idempotent_session(call: Call, ids: uuid.UUID) -> str:
     """Return the session id of a copy or upload outside any session. Repeated requests get the same id."""
-    key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
-    if len(key) > MAX_KEY_LENGTH:
-        raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")
+    key = idempotency_key(call) or uuid.uuid4().hex
     return str(uuid.uuid5(ids, f"{call.tenant_id}\n{key}"))
 
 

@@ -1,13 +1,14 @@
 """A client of the routes of bulk jobs. Knows HTTP and no rows.
 
 A request that did not reach the server, or that a busy server refused, is repeated for `patience_s`. A request that
-creates a job is not repeated, since the first one may have created it.
+creates a job has an idempotency key, so that its repetitions find the job of the first one.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,13 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
-    def submit(self, spec: Mapping[str, Any]) -> int:
-        return int(self._call("POST", JOBS, body=spec, again=False)["job_id"])
+    def submit(self, spec: Mapping[str, Any], idempotency_key: str | None = None) -> int:
+        """A new job, or the job of an earlier call with this key and specification."""
+        return self._create(JOBS, spec, idempotency_key)
+
+    def _create(self, path: str, body: Mapping[str, Any], idempotency_key: str | None) -> int:
+        headers = {"Idempotency-Key": idempotency_key or uuid.uuid4().hex}
+        return int(self._call("POST", path, body=body, headers=headers)["job_id"])
 
     def jobs(self, limit: int = 100) -> list[Status]:
         """The statuses of jobs, newest first."""
@@ -78,10 +84,13 @@ class Client:
     def purge(self, job_id: int) -> Status:
         return self._call("POST", f"{JOBS}/{job_id}/purge", body={})
 
-    def resume(self, job_id: int, outputs: Sequence[Mapping[str, Any]] | None = None) -> int:
-        """A new job for the rest; `outputs`, from `OutputWriter.to_dict`, replace the job's."""
+    def resume(
+        self, job_id: int, outputs: Sequence[Mapping[str, Any]] | None = None, idempotency_key: str | None = None
+    ) -> int:
+        """A new job for the remaining rows, or that of an earlier call with this key; `outputs`, from
+        `OutputWriter.to_dict`, replace the job's."""
         body = {} if outputs is None else {"batch_output_formats": list(outputs)}
-        return int(self._call("POST", f"{JOBS}/{job_id}/resume", body=body, again=False)["job_id"])
+        return self._create(f"{JOBS}/{job_id}/resume", body, idempotency_key)
 
     def errors(self, job_id: int, after: int = -1, limit: int = 1000) -> list[Status]:
         return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})["errors"]
@@ -137,12 +146,12 @@ class Client:
         *,
         query: Mapping[str, int | str] | None = None,
         body: Mapping[str, Any] | None = None,
-        again: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
-        until = time.monotonic() + (self.patience_s if again else 0)
+        until = time.monotonic() + self.patience_s
         while True:
             try:
-                response = self._http.request(method, path, params=query, json=body)
+                response = self._http.request(method, path, params=query, json=body, headers=headers)
             except httpx.TransportError as error:
                 if time.monotonic() > until:
                     raise TinsmithError(f"no connection to {self.base_url}: {error}{HINT}") from None

@@ -142,6 +142,14 @@ class Claim:
         return RowRange(self.start_idx, self.end_idx)
 
 
+@dataclass(frozen=True, slots=True)
+class IdempotentRequest:
+    """A request that creates one job, however often it is sent: its idempotency key, and a digest of its content."""
+
+    key: str
+    digest: str
+
+
 SettledAttempt = tuple[Claim, AttemptOutcome | AttemptFailure]
 
 
@@ -239,9 +247,43 @@ class BatchJobs:
 
     # For the API.
 
-    def create(self, tenant_id: str, spec: JobSpec, *, other_outputs: bool = False) -> int:
+    def find_repeated(self, tenant_id: str, request: IdempotentRequest | None) -> int | None:
+        """The job of an earlier request with this key; None if there is none. Raises UserError if that request was
+        another."""
+        if request is None:
+            return None
+        query = sa.select(JOBS.c.job_id, JOBS.c.request_digest)
+        of_key = query.where(JOBS.c.tenant_id == tenant_id, JOBS.c.idempotency_key == request.key)
+        row = self._db.first(of_key)
+        if row is None:
+            return None
+        if row.request_digest != request.digest:
+            raise UserError(
+                f"the header Idempotency-Key is {request.key!r}, with which another request created bulk job "
+                f"{row.job_id}; send the same request, or use another key"
+            )
+        return int(row.job_id)
+
+    def create(
+        self,
+        tenant_id: str,
+        spec: JobSpec,
+        *,
+        other_outputs: bool = False,
+        request: IdempotentRequest | None = None,
+    ) -> int:
         """Store a job. With `resume_from`, it begins with what that job completed; `other_outputs` lets it write to as
-        many other outputs. Raises UserError, NotFoundError."""
+        many other outputs. A `request` that was stored before gives the job of that time. Raises UserError,
+        NotFoundError."""
+        try:
+            return self._create(tenant_id, spec, other_outputs, request)
+        except (IntegrityError, UserError):
+            # The same request may have been stored by another thread since it was looked for.
+            if (job_id := self.find_repeated(tenant_id, request)) is None:
+                raise
+            return job_id
+
+    def _create(self, tenant_id: str, spec: JobSpec, other_outputs: bool, request: IdempotentRequest | None) -> int:
         values: dict[str, Any] = {
             "tenant_id": tenant_id,
             "name": spec.name,
@@ -254,6 +296,8 @@ class BatchJobs:
             "cleaned": False,
             "max_failed_rows": spec.max_failed_rows,
             "resume_from": spec.resume_from,
+            "idempotency_key": request.key if request else None,
+            "request_digest": request.digest if request else None,
             "created_at": now(),
             "updated_at": now(),
         }
