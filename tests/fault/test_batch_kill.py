@@ -40,6 +40,7 @@ STEPS = {
     "batch.reported": 3,
     "batch.committed": 2,
     "batch.winding": 1,
+    "batch.fenced": 1,
     "batch.published": 1,
     "batch.recorded": 1,
     "batch.cleaned": 1,

@@ -173,7 +173,8 @@ class Worker:
         yield {"end": {"total_rows": 4, "batch_size": 2}}
 
     async def result_of(self, op: str, **_: object) -> dict[str, Any]:
-        return OutputInfo("out", 4, 1, "digest").to_dict() if op == "publish" else {}
+        results = {"issue_token": {"token": None}, "publish": {"output": OutputInfo("out", 4, 1, "digest").to_dict()}}
+        return results.get(op, {})
 
     async def send(self, path: Path) -> str:
         return str(path)

@@ -348,6 +348,7 @@ SLOW_STEPS = [
     "batch.claimed:3",
     "batch.reported:3",
     "batch.winding",
+    "batch.fenced",
     "batch.published",
     "batch.recorded",
     "batch.cleaned",

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,6 +87,7 @@ class CloudStorage:
         self.refusals: list[tuple[str, str] | None] = []
         self.released = threading.Event()
         self.lists = 0
+        self._etags: dict[str, str] = {}  # by the generation of an object, which follows from its etag here
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         foreign = [name for name in environ if name.startswith("HTTP_X_AMZ_")]
@@ -102,11 +104,23 @@ class CloudStorage:
         environ["HTTP_AUTHORIZATION"] = SIGNATURE  # in place of an OAuth token
         for name in ("RAW_URI", "REQUEST_URI"):
             environ[name] = unquote(environ[name])
-        if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":  # only if there is no such object
+        generation = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
+        if generation == "0":  # only if there is no such object
             environ["HTTP_IF_NONE_MATCH"] = "*"
+        elif generation is not None:
+            environ["HTTP_IF_MATCH"] = self._etags.get(generation, "none")
         if source := environ.pop("HTTP_X_GOOG_COPY_SOURCE", None):
             environ["HTTP_X_AMZ_COPY_SOURCE"] = source
-        return self._s3(environ, start)
+
+        def start_with_generation(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:  # noqa: ANN401
+            etag = dict(headers).get("ETag")
+            if etag is None:
+                return start(status, headers, *rest)
+            generation = str(zlib.crc32(etag.encode()) + 1)
+            self._etags[generation] = etag
+            return start(status, [*headers, ("x-goog-generation", generation)], *rest)
+
+        return self._s3(environ, start_with_generation)
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     assert io_operations.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
     for name, index in (("failures", 1), ("winners", 0)):
         shutil.copyfile(directory / name, directory / "copy")
-        io_operations._publish(spec, job_id, {"output_idx": index, "path": str(directory / "copy")})
+        io_operations._publish(spec, job_id, {"output_idx": index, "path": str(directory / "copy"), "token": None})
 
 
 def _export(jobs: BatchJobs, job_id: int, directory: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from support.buckets import Bucket, CloudStorage, cloud_bucket
@@ -21,12 +24,22 @@ from tinsmith.batch.formats.openai import OpenAIBatchWriter
 from tinsmith.batch.formats.parquet import ParquetWriter
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.openai.results import Results, success_lines
-from tinsmith.batch.types import Assignment, PartInfo, RowRange
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, Assignment, PartInfo, RowRange, staging_of
 from tinsmith.errors import CorruptFilesError, UserError
-from tinsmith.storage import stores
+from tinsmith.storage import fencing, stores
 from tinsmith.storage.bucket_store import BucketStore
 from tinsmith.storage.locations import locations, open_store
-from tinsmith.storage.stores import PART_BYTES, READS, LocalStore, Source, UnreachableError, join, read_ahead, split
+from tinsmith.storage.stores import (
+    PART_BYTES,
+    READS,
+    LocalStore,
+    Source,
+    StaleWriterError,
+    UnreachableError,
+    join,
+    read_ahead,
+    split,
+)
 
 BUCKET = "rows"
 
@@ -429,3 +442,139 @@ def test_the_parts_of_an_upload_grow_with_the_object(s3: str, tmp_path: Path, mo
     store.upload(file, f"{key}-uploaded")
     for name in ("joined", "uploaded"):
         assert (store.head(f"{key}-{name}").etag or "").strip('"').endswith("-3"), name
+
+
+# Fencing.
+
+
+class Pause:
+    """Pauses the first writer that has read its parts, before its bytes become visible."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.paused, self.resume = threading.Event(), threading.Event()
+        self._is_first = itertools.chain([True], itertools.repeat(False))
+        monkeypatch.setattr(stores, "read_ahead", self._read_ahead)
+
+    def _read_ahead(self, sources: Iterable[Source]) -> Iterator[Iterable[memoryview]]:
+        yield from read_ahead(sources)
+        if next(self._is_first):
+            self.paused.set()
+            assert self.resume.wait(60)
+
+
+def _write_parts(writer: OutputWriter, job_id: int, rows: int, text: str) -> tuple[list[PartInfo], str]:
+    staging = staging_of(writer.path, job_id, 0)
+    base = f"{staging}/attempt-1"
+    return [
+        writer.write_part([{"text": text}] * rows, RowRange(first, first + rows - 1), base) for first in (0, 5)
+    ], staging
+
+
+@pytest.mark.parametrize(
+    ("writer_class", "rows"),
+    [(JsonWriter, 2), pytest.param(JsonWriter, 20_000, id="an upload of parts"), (ParquetWriter, 2)],
+)
+@pytest.mark.parametrize("if_exists", ["overwrite", "error"])
+def test_a_publisher_that_was_overtaken_replaces_nothing(
+    writer_class: type[JsonWriter | ParquetWriter],
+    rows: int,
+    if_exists: str,
+    base: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first publisher of job 1 pauses. Another coordinator publishes job 1, and job 2 overwrites the output."""
+    writer = writer_class(f"{base}/o.jsonl" if writer_class is JsonWriter else f"{base}/o/")
+    monkeypatch.setattr("tinsmith.storage.bucket_store.PART_BYTES", 256 * 1024 if rows > 2 else PART_BYTES)
+    text = "x" * 100
+    parts, staging = _write_parts(writer, 1, rows, text)
+    pause = Pause(monkeypatch)
+    errors: list[BaseException] = []
+    token = publishing.issue_token(writer.path, 1)
+
+    def publish_first() -> None:
+        try:
+            with publishing.use_token(token):
+                writer.publish(parts, staging, if_exists)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    first = threading.Thread(target=publish_first)
+    first.start()
+    assert pause.paused.wait(60)
+    second = publishing.issue_token(writer.path, 1)
+    with publishing.use_token(second):
+        writer.publish(parts, staging, if_exists)
+    second.release()
+    others, other_staging = _write_parts(writer, 2, 3, "later")
+    later = publishing.issue_token(writer.path, 2)
+    with publishing.use_token(later):
+        output = writer.publish(others, other_staging, "overwrite")
+    later.release()
+    pause.resume.set()
+    first.join(60)
+    assert [type(error) for error in errors] in ([StaleWriterError], [FileExistsError])
+    if if_exists == "overwrite":
+        assert isinstance(errors[0], StaleWriterError)
+    assert list(writer.read_published(output)) == [{"text": "later"}] * 6
+    store, key = open_store(writer.path)
+    if writer.is_directory:
+        names = {name.rpartition("/")[2] for name in store.list(key) if TEMPORARY_DIRECTORY not in name}
+        assert names == {"part-00000.parquet", "part-00001.parquet", "_manifest.json", "_SUCCESS"}
+        assert orjson.loads(store.get(join(key, "_manifest.json")))["rows"] == 6
+    else:
+        assert store.head(key).etag == output.etag
+
+
+def test_a_token_is_not_issued_between_the_check_and_the_rename(tmp_path: Path) -> None:
+    path = f"{tmp_path}/o.jsonl"
+    token, issued = publishing.issue_token(path, 1), threading.Event()
+
+    def issue() -> None:
+        publishing.issue_token(path, 2)
+        issued.set()
+
+    with token.enforce():
+        thread = threading.Thread(target=issue)
+        thread.start()
+        assert not issued.wait(0.2)
+    assert issued.wait(10)
+    thread.join()
+    with pytest.raises(StaleWriterError), token.enforce():
+        pass
+
+
+def test_the_token_of_an_ended_job_is_deleted_and_that_of_another_stays(base: str) -> None:
+    path = f"{base}/o.jsonl"
+    store, key = open_store(f"{base}/{TEMPORARY_DIRECTORY}/o.jsonl.publisher")
+    token = publishing.issue_token(path, 1)
+    publishing.delete_token(path, 12)
+    assert store.exists(key)
+    publishing.delete_token(path, 1)
+    publishing.delete_token(path, 1)
+    assert not store.exists(key)
+    with pytest.raises(StaleWriterError), token.enforce():
+        pass
+    newest = publishing.issue_token(path, 2)
+    token.release()
+    with newest.enforce():
+        assert store.exists(key)
+
+
+@pytest.mark.parametrize("holds_lock", [True, False])
+def test_a_lock_of_a_publisher_that_hangs_is_waited_for_so_long(
+    holds_lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "LOCK_S", 0.1)
+    token = publishing.issue_token(f"{tmp_path}/o.jsonl", 1)
+    if not holds_lock:
+        monkeypatch.setattr(fencing.fcntl, "flock", _raise_no_locks)
+    with token.enforce():
+        if holds_lock:
+            with pytest.raises(TimeoutError, match=r"has locked .*o\.jsonl\.publisher for 0\.1 s"):
+                publishing.issue_token(f"{tmp_path}/o.jsonl", 2)
+        else:
+            publishing.issue_token(f"{tmp_path}/o.jsonl", 2)
+
+
+def _raise_no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "no locks available")

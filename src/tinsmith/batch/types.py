@@ -94,14 +94,19 @@ def part_name(span: RowRange, extension: str) -> str:
     return f"batch_{span.start_idx:08d}-{span.end_idx:08d}.{extension}"
 
 
-def staging_of(output_path: str, job_id: str | int, output_idx: int) -> str:
-    """The directory that holds the parts of one output of one job: beside a file, inside a directory."""
+def temporary_directory(output_path: str) -> str:
+    """The directory for files of jobs that write to an output: beside a file, inside a directory."""
     if output_path.endswith("/"):
         base = output_path.rstrip("/")
     else:
         base, slash, _ = output_path.rpartition("/")
         base = base if slash else "."
-    return f"{base}/{TEMPORARY_DIRECTORY}/{job_id}/out-{output_idx}"
+    return f"{base}/{TEMPORARY_DIRECTORY}"
+
+
+def staging_of(output_path: str, job_id: str | int, output_idx: int) -> str:
+    """The directory that holds the parts of one output of one job."""
+    return f"{temporary_directory(output_path)}/{job_id}/out-{output_idx}"
 
 
 def part_base(output_path: str, job_id: str | int, output_idx: int, attempt_id: int) -> str:

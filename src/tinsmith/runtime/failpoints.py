@@ -55,6 +55,7 @@ POINTS = {
     "batch.reported": "a batch's parts are written, but not committed",
     "batch.committed": "a batch is committed",
     "batch.winding": "all batches are committed, but no output is published",
+    "batch.fenced": "the fencing token for an output is issued, but the output is not published",
     "batch.published": "the outputs are published, but the job has not succeeded",
     "batch.recorded": "the job has succeeded, but its parts are not deleted",
     "batch.cleaned": "the parts are deleted, but the deletion is not recorded",

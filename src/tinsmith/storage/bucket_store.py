@@ -16,7 +16,9 @@ from tinsmith.storage.stores import (
     CHUNK_BYTES,
     PART_BYTES,
     Entry,
+    Guard,
     ObjectInfo,
+    StaleWriterError,
     Store,
     UnreachableError,
     Writer,
@@ -118,7 +120,13 @@ class BucketStore(Store):
 
     @contextlib.contextmanager
     def open_writer(
-        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
+        self,
+        key: str,
+        *,
+        staging: str | None = None,
+        exclusive: bool = False,
+        max_bytes: int = 0,
+        guard: Guard = contextlib.nullcontext,
     ) -> Iterator[Writer]:
         with translate_errors():
             upload = _Upload(self._bucket, key, part_bytes(max_bytes))
@@ -127,13 +135,34 @@ class BucketStore(Store):
                 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
                 try:
-                    self._bucket.put(key, bytes(upload.buffer), mode="create", use_multipart=False)
+                    with guard():
+                        self._bucket.put(key, bytes(upload.buffer), mode="create", use_multipart=False)
                 except (AlreadyExistsError, PreconditionError, FileExistsError):
                     raise FileExistsError(f"{key} exists already") from None
             elif exclusive and self.exists(key):
                 raise FileExistsError(f"{key} exists already")
+            elif upload.stream is None and guard is not contextlib.nullcontext:
+                self._put_unchanged(key, bytes(upload.buffer), guard)
             else:
-                upload.finish()
+                with guard():
+                    upload.finish()
+
+    def _put_unchanged(self, key: str, data: bytes, guard: Guard) -> None:
+        """Replace an object on the condition that it does not change after `guard` has been entered. Raises
+        StaleWriterError."""
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        mode: Any = "create"
+        with contextlib.suppress(FileNotFoundError):
+            info = self._bucket.head(key)
+            mode = {name: info[name] for name in ("e_tag", "version") if info[name] is not None}
+        with guard():
+            try:
+                self._bucket.put(key, data, mode=mode, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileExistsError, FileNotFoundError):
+                raise StaleWriterError(f"{key} was replaced while it was being written") from None
+            except (NotSupportedError, NotImplementedError):  # a store without conditional requests
+                self._bucket.put(key, data, use_multipart=False)
 
     @translate_errors()
     def copy(self, source: str, target: str) -> None:

@@ -18,7 +18,7 @@ import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -55,6 +55,10 @@ class Entry(NamedTuple):
     key: str
     size: int
     modified_at: float
+
+
+Guard = Callable[[], AbstractContextManager[None]]
+"""A block around the step that makes an object visible; it raises an error if the object must not be replaced."""
 
 
 class Writer(Protocol):
@@ -120,12 +124,19 @@ class Store(ABC):
 
     @abstractmethod
     def open_writer(
-        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
+        self,
+        key: str,
+        *,
+        staging: str | None = None,
+        exclusive: bool = False,
+        max_bytes: int = 0,
+        guard: Guard = contextlib.nullcontext,
     ) -> AbstractContextManager[Writer]:
         """Write an object in chunks; it becomes visible when the block ends without an error. `staging` is a directory
         of this store in which a crash may leave an unfinished object. With `exclusive`, raises FileExistsError instead
         of replacing an object. An object of more than `MAX_PARTS` parts needs `max_bytes`, the most that it may have:
-        the size of its parts follows."""
+        the size of its parts follows. `guard` is entered when all bytes are written, for the step that makes them
+        visible."""
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None: ...
@@ -170,13 +181,14 @@ class Store(ABC):
         staging: str | None = None,
         exclusive: bool,
         max_bytes: int = 0,
+        guard: Guard = contextlib.nullcontext,
     ) -> tuple[int, str]:
-        """Write `head` and then the sources; returns the size and SHA-256 of the whole. `max_bytes` as in
+        """Write `head` and then the sources; returns the size and SHA-256 of the whole. `max_bytes` and `guard` as in
         `open_writer`.
 
         Raises CorruptFilesError, without writing the object, if a source differs from its digest."""
         digest, size = hashlib.sha256(head), len(head)
-        with self.open_writer(key, staging=staging, exclusive=exclusive, max_bytes=max_bytes) as writer:
+        with self.open_writer(key, staging=staging, exclusive=exclusive, max_bytes=max_bytes, guard=guard) as writer:
             writer.write(head)
             for chunks in read_ahead(sources):
                 for chunk in chunks:
@@ -312,7 +324,13 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def open_writer(
-        self, key: str, *, staging: str | None = None, exclusive: bool = False, max_bytes: int = 0
+        self,
+        key: str,
+        *,
+        staging: str | None = None,
+        exclusive: bool = False,
+        max_bytes: int = 0,
+        guard: Guard = contextlib.nullcontext,
     ) -> Iterator[Writer]:
         directory, name = os.path.split(key)
         unfinished = f"{staging or directory}/.{name}.{_PROCESS}-{os.getpid()}-{next(_counter)}.unfinished"
@@ -325,10 +343,11 @@ class LocalStore(Store):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            if exclusive:
-                os.link(unfinished, key)
-            else:
-                os.replace(unfinished, key)
+            with guard():
+                if exclusive:
+                    os.link(unfinished, key)
+                else:
+                    os.replace(unfinished, key)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)
@@ -403,6 +422,10 @@ def fsync(path: str | Path) -> None:
 
 class UnreachableError(OSError):
     """The bucket does not answer or refuses; its contents may be intact."""
+
+
+class StaleWriterError(Exception):
+    """A later writer has replaced the object, or has issued a newer fencing token for it (`fencing.py`)."""
 
 
 def make_private(directory: Path) -> None:

@@ -83,6 +83,8 @@ FAILED_ROWS_PAGE = 1000
 """Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
+PUBLISH_TRIES = 6
+"""How often an output is published again because another job has published to it at the same time."""
 IN_FLIGHT = 2
 """Groups with one worker: it works on the second while the first is committed. If a worker runs several batches at a
 time, at least as many batches, and one more."""
@@ -706,13 +708,27 @@ class JobRun:
             await asyncio.to_thread(_write_lines, failures, _iter_failed_rows(self._jobs, self.job.job_id))
             for index, kind in enumerate(formats):
                 path = winners if index < len(self._spec.batch_output_formats) else failures
-
-                async def publish(worker: RemoteWorker, index: int = index, path: Path = path) -> OutputInfo:
-                    remote_path = await worker.send(path)
-                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=remote_path))
-
-                published.append((kind, await self._operate(publish)))
+                published.append((kind, await self._operate(partial(self._publish_output, index, path))))
         return published
+
+    async def _publish_output(self, output_idx: int, path: Path, worker: RemoteWorker) -> OutputInfo:
+        """Publish one output from the file of its parts. Its token is issued before the job's ownership is checked, so
+        that a later owner's token is newer. Raises SupersededError, FatalJobError."""
+        for try_idx in range(PUBLISH_TRIES):
+            token = (await worker.result_of("issue_token", output_idx=output_idx))["token"]
+            self.job = await asyncio.to_thread(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s)
+            hit("batch.fenced")
+            remote_path = await worker.send(path)
+            result = await worker.result_of("publish", output_idx=output_idx, path=remote_path, token=token)
+            if "output" in result:
+                return OutputInfo.from_dict(result["output"])
+            log.warning("another job publishes to the same output", job_id=self.job.job_id, reason=result["stale"])
+            await asyncio.sleep(self._limits.backoff_s * 2**try_idx)
+        output = self._spec.all_output_formats[output_idx]
+        raise FatalJobError(
+            f"another job published to {output['path']} at the same time, {PUBLISH_TRIES} times; resume the job once "
+            "the other one has ended, or with another output"
+        )
 
 
 Operate = Callable[[Callable[[RemoteWorker], Awaitable[Any]]], Awaitable[Any]]

@@ -3,6 +3,10 @@
 Publishing is a pure function of the list of parts. It may be interrupted anywhere and repeated: the bytes are the same.
 An existing output is replaced only on request, unless it is this very one. A file appears whole, in one step. The files
 of a directory appear one by one, and are valid once its `_manifest.json` exists.
+
+A publisher of a job issues a fencing token for its output (`issue_token`), after which its coordinator checks that it
+still owns the job, and publishes within `use_token`. A publisher that goes on although its coordinator has lost the job
+finds the token of a later publisher, and replaces nothing (StaleWriterError).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -18,9 +23,10 @@ from typing import IO, NamedTuple
 
 import orjson
 
-from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name, temporary_directory
+from tinsmith.storage.fencing import FencingToken, read_token
 from tinsmith.storage.locations import open_object, open_store
-from tinsmith.storage.stores import READS, Source, Store, Writer, join, read_ahead, stream_verified
+from tinsmith.storage.stores import READS, Guard, Source, Store, Writer, join, read_ahead, stream_verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -136,6 +142,43 @@ def open_verified_parts(parts: Iterable[PartInfo]) -> Iterator[tuple[PartInfo, I
             yield part, file
 
 
+_token: ContextVar[FencingToken | None] = ContextVar("token", default=None)
+
+
+def issue_token(path: str, job_id: str | int) -> FencingToken:
+    """Issue the fencing token of a publisher of this job for an output."""
+    token = FencingToken(_token_location(path), f"{job_id} {uuid.uuid4().hex}")
+    token.issue()
+    return token
+
+
+def delete_token(path: str, job_id: str | int) -> None:
+    """Delete the token for an output if a publisher of this job has issued it."""
+    token = read_token(_token_location(path))
+    if token is not None and token.value.startswith(f"{job_id} "):
+        token.release()
+
+
+def _token_location(path: str) -> str:
+    name = "" if path.endswith("/") else path.rpartition("/")[2]
+    return join(temporary_directory(path), f"{name}.publisher")
+
+
+@contextlib.contextmanager
+def use_token(token: FencingToken | None) -> Iterator[None]:
+    """Publications in this block replace nothing once the token is stale: they raise StaleWriterError."""
+    reset = _token.set(token)
+    try:
+        yield
+    finally:
+        _token.reset(reset)
+
+
+def _guard() -> Guard:
+    token = _token.get()
+    return contextlib.nullcontext if token is None else token.enforce
+
+
 def publish_file(
     path: str,
     parts: Sequence[PartInfo],
@@ -156,7 +199,9 @@ def publish_file(
         rows, max_bytes = rows + part.rows, max_bytes + part.bytes
     local, exclusive = _local(staging), if_exists == "error"
     try:
-        size, digest = store.concat(sources(), key, head=head, staging=local, exclusive=exclusive, max_bytes=max_bytes)
+        size, digest = store.concat(
+            sources(), key, head=head, staging=local, exclusive=exclusive, max_bytes=max_bytes, guard=_guard()
+        )
     except FileExistsError:
         size, digest = _measure([head], chain.from_iterable(read_ahead(sources())))
         if store.digest(key) != digest:
@@ -188,10 +233,11 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     """The files under their names, then the manifest. `files` is iterated several times, so not an iterator."""
     store, root = open_store(path)
     root = root.rstrip("/")
-    manifest_key = join(root, MANIFEST)
+    manifest_key, guard = join(root, MANIFEST), _guard()
     _, manifest_digest = _measure(_manifest(files, rows))
     if store.exists(manifest_key) and store.digest(manifest_key) == manifest_digest:
-        store.put(join(root, SUCCESS), b"")
+        with guard():
+            store.put(join(root, SUCCESS), b"")
         return OutputInfo(
             path, rows, sum(part.bytes for _, part in files), manifest_digest, store.head(manifest_key).etag
         )
@@ -199,13 +245,16 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
         if _foreign_keys(store, root, files):  # other files than those of an interrupted publication
             raise FileExistsError(exists_already(path))
     else:
-        store.delete_many([manifest_key, join(root, SUCCESS)])
+        with guard():
+            store.delete_many([manifest_key, join(root, SUCCESS)])
 
     def publish_one(file: PublishedFile) -> int:
         target, num_bytes = join(root, file.name), file.part.bytes
         local, exclusive = _local(staging), if_exists == "error"
         try:
-            store.concat([source_of(file.part)], target, staging=local, exclusive=exclusive, max_bytes=num_bytes)
+            store.concat(
+                [source_of(file.part)], target, staging=local, exclusive=exclusive, max_bytes=num_bytes, guard=guard
+            )
         except FileExistsError:
             if store.digest(target) != file.part.sha256:
                 raise FileExistsError(exists_already(path)) from None
@@ -216,11 +265,13 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
         while page := list(islice(remaining, PAGE_FILES)):
             total += sum(pool.map(publish_one, page))
     if if_exists == "overwrite":
-        store.delete_many(_foreign_keys(store, root, files))
-    with store.open_writer(manifest_key, staging=_local(staging)) as writer:
+        with guard():
+            store.delete_many(_foreign_keys(store, root, files))
+    with store.open_writer(manifest_key, staging=_local(staging), guard=guard) as writer:
         for line in _manifest(files, rows):
             writer.write(line)
-    store.put(join(root, SUCCESS), b"")
+    with guard():
+        store.put(join(root, SUCCESS), b"")
     return OutputInfo(path, rows, total, manifest_digest, store.head(manifest_key).etag)
 
 

@@ -1,4 +1,4 @@
-"""The operations of a worker beside mapping: plan, publish, delete, give_up; and reading, for clients.
+"""The operations of a worker beside mapping: plan, issue_token, publish, delete, give_up; and reading, for clients.
 
 They run readers and writers, which may be a user's code, so they run in a worker's child of the role `io`
 (`children.IoProcess`). Each can be repeated after a crash at any time. `plan` splits the input into spans of rows, in
@@ -14,11 +14,13 @@ import tempfile
 import traceback
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from typing import Any, overload
 
 import orjson
 
+from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of_part, is_shipped
@@ -38,8 +40,9 @@ from tinsmith.batch.types import (
 from tinsmith.batch.worker.children import assignment_of
 from tinsmith.batch.worker.rpc import Message, pack
 from tinsmith.errors import UserError
+from tinsmith.storage.fencing import FencingToken
 from tinsmith.storage.locations import open_store
-from tinsmith.storage.stores import LocalStore
+from tinsmith.storage.stores import LocalStore, StaleWriterError
 
 SPANS_IN_A_MESSAGE = 1000
 FAILURES_IN_A_PART = 1000
@@ -52,8 +55,10 @@ def run(spec: JobSpec, job_id: int | str, request: Message) -> Iterator[Message]
         match request["op"]:
             case "plan":
                 yield from plan(spec, int(job_id))
+            case "issue_token":
+                yield {"end": {"token": _issue_token(spec, job_id, int(request["output_idx"]))}}
             case "publish":
-                yield {"end": _publish(spec, job_id, request).to_dict()}
+                yield {"end": _publish(spec, job_id, request)}
             case "delete":
                 _delete(spec, request["job_ids"])
                 yield {"end": {}}
@@ -169,17 +174,32 @@ def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
         yield CommittedParts(path, 0)
 
 
-def _publish(spec: JobSpec, job_id: int | str, request: Message) -> OutputInfo:
+def _issue_token(spec: JobSpec, job_id: int | str, output_idx: int) -> dict[str, str] | None:
+    """The fencing token of a publication that follows. A table needs none: its writer publishes in one transaction,
+    which is committed once."""
+    output = spec.all_output_formats[output_idx]
+    return asdict(publishing.issue_token(output["path"], job_id)) if _is_in_store(output) else None
+
+
+def _publish(spec: JobSpec, job_id: int | str, request: Message) -> Message:
     """Publish an output from the file `path`, which has a line for each batch or, for the output of errors, for each
-    failed row. The file is deleted."""
+    failed row. The file is deleted. The result has the `output`, or says why its `token` is stale."""
     index, path = int(request["output_idx"]), request["path"]
+    token = None if request["token"] is None else FencingToken(**request["token"])
     try:
-        if index < len(spec.batch_output_formats):
-            return publish_output(spec, index, job_id, CommittedParts(path, index))
-        with open(path, "rb") as lines:
-            return publish_errors(spec, job_id, map(orjson.loads, lines))
+        with publishing.use_token(token):
+            if index < len(spec.batch_output_formats):
+                output = publish_output(spec, index, job_id, CommittedParts(path, index))
+            else:
+                with open(path, "rb") as lines:
+                    output = publish_errors(spec, job_id, map(orjson.loads, lines))
+    except StaleWriterError as error:
+        return {"stale": str(error)}
     finally:
         os.unlink(path)
+    if token is not None:
+        token.release()
+    return {"output": output.to_dict()}
 
 
 def publish_output(spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo]) -> OutputInfo:
@@ -232,6 +252,8 @@ def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
     outputs += [(int(prefix.rpartition("-")[2]), output) for prefix, output in spec.part_formats.items()]
     for index, output in outputs:
         for job_id in job_ids:
+            if _is_in_store(output):
+                publishing.delete_token(output["path"], job_id)
             delete_parts(output, index, job_id)
     if spec.storage and not all(_is_in_store(output) for _, output in outputs):
         for job_id in job_ids:

@@ -11,7 +11,7 @@ The calls (`rpc.py`):
   (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. At most
   `MAX_IN_FLIGHT` groups are in flight at a time. If no attempt ends for a second, those that the mapper has not begun
   are given back.
-- `operate`: plan, publish, delete, give_up; streams messages and heartbeats.
+- `operate`: plan, issue_token, publish, delete, give_up; streams messages and heartbeats.
 - `receive`: a file that the worker reads. `log` for a coordinator on another machine: the worker's log.
 - `health`, `shutdown`.
 
@@ -53,7 +53,7 @@ GATHER_S = 0.02
 FLUSH_S = 5.0
 """How long a worker waits at its shutdown for its replies and the rest of its log to be sent."""
 MAX_THREADS = 64
-OPERATIONS = ("plan", "publish", "delete", "give_up")
+OPERATIONS = ("plan", "issue_token", "publish", "delete", "give_up")
 ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
 
 
