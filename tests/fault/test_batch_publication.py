@@ -38,7 +38,7 @@ class PausingWriter(batch.JsonWriter):
         if (directory / "paused").exists():
             return batch.JsonWriter.publish(self, parts, staging, if_exists)
 
-        def read_and_pause(sources):  # noqa: ANN001, ANN202
+        def read_and_pause(sources):
             yield from read_ahead(sources)
             (directory / "paused").touch()
             while not (directory / "gate").exists():

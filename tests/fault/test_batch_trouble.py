@@ -240,6 +240,31 @@ def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
 
 
 @pytest.mark.usefixtures("instant")
+@pytest.mark.parametrize("num_stale", [2, runs.PUBLISH_TRIES])
+def test_an_output_that_another_job_publishes_to_is_published_again(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_stale: int
+) -> None:
+    job_id = submit_named(jobs, tmp_path, "out")
+    calls: list[str] = []
+    result_of = Worker.result_of
+
+    async def note(worker: Worker, op: str, **request: object) -> dict[str, Any]:
+        calls.append(op)
+        is_stale = op == "publish" and calls.count("publish") <= num_stale
+        return {"stale": "a later writer"} if is_stale else await result_of(worker, op, **request)
+
+    monkeypatch.setattr(Worker, "result_of", note)
+    monkeypatch.setattr(runs, "PUBLISH_PAUSE_S", 0.001)
+    coordinate(jobs, tmp_path, lambda: has_ended(jobs, job_id))
+    job = jobs.find("local", job_id)
+    assert calls[:4] == ["issue_token", "publish"] * 2, "each try has a token of its own"
+    if num_stale == 2:
+        assert job.status == "SUCCEEDED" and calls.count("publish") == 3
+    else:
+        assert job.status == "FAILED" and "another job published to" in str(job.error)
+
+
+@pytest.mark.usefixtures("instant")
 def test_a_rate_limit_outlives_the_coordinator(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import gzip
 import json
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import zstandard
 
 from support.payloads import spans_of
 from tinsmith import batch
-from tinsmith.batch.formats import registry
+from tinsmith.batch.formats import publishing, registry
+from tinsmith.batch.formats.part_lists import CommittedParts
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, RowRange, part_base, part_name
 from tinsmith.batch.worker import io_operations
@@ -447,6 +450,7 @@ def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Pa
     script = f"""
 import hashlib, json, os, resource
 from tinsmith.batch.types import PartInfo, RowRange
+from tinsmith.batch.formats.part_lists import CommittedParts
 from tinsmith.batch.formats.lines import JsonWriter
 writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
 row = [{{"text": "x" * 1000}}] * 1024
@@ -465,14 +469,14 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     parts = [[PartInfo(f"/parts/{output}/{index}", index, 7, "a" * 64) for output in (0, 1)] for index in range(500)]
     lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
     (tmp_path / "winners").write_text(lines)
-    winners = io_operations.CommittedParts(str(tmp_path / "winners"), 1)
+    winners = CommittedParts(str(tmp_path / "winners"), 1)
     second_parts = [second for _, second in parts]
     assert len(winners) == 500 and list(winners) == second_parts == list(winners)
     assert winners[0] == second_parts[0] and winners[-1] == second_parts[-1] and winners[7:9] == second_parts[7:9]
     with pytest.raises(IndexError):
         winners[500]
     (tmp_path / "winners").write_text("")
-    assert list(io_operations.CommittedParts(str(tmp_path / "winners"), 0)) == []
+    assert list(CommittedParts(str(tmp_path / "winners"), 0)) == []
 
 
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
@@ -482,8 +486,64 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
     tracemalloc.start()
     try:
-        published = io_operations.publish_output(spec, 0, 1, io_operations.CommittedParts(str(tmp_path / "winners"), 0))
+        published = io_operations.publish_output(spec, 0, 1, CommittedParts(str(tmp_path / "winners"), 0))
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert published.rows == 20_000 and peak_bytes < 4 * 2**20
+
+
+WRITERS = [
+    batch.JsonWriter("o.jsonl"),
+    batch.CsvWriter("o.csv"),
+    batch.CsvWriter("o.csv.gz"),
+    batch.ParquetWriter("o.parquet"),
+    batch.ParquetWriter("o/"),
+    batch.WebdatasetWriter("w/", key=None),
+    batch.ImageWriter("i/"),
+    batch.HuggingFaceWriter("h/"),
+    batch.SqlWriter("sqlite:///t.db", table="t"),
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=[f"{type(writer).__name__}-{writer.path}" for writer in WRITERS])
+def test_publishing_takes_no_memory_for_each_part(
+    writer: batch.OutputWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "concat", _skip_writing if writer.is_directory else LocalStore.concat)
+    is_table = isinstance(writer, batch.SqlWriter)
+    writer = replace(writer, path=f"sqlite:///{tmp_path}/t.db" if is_table else f"{tmp_path}/{writer.path}")
+    row = {"image": PIL.Image.new("L", (1, 1))} if isinstance(writer, batch.ImageWriter) else {"txt": "a"}
+    part = writer.write_part([row], RowRange(0, 0), f"{tmp_path}/attempt-1")
+
+    def measure_peak(count: int) -> int:
+        listing, staging = tmp_path / f"list-{count}", f"{tmp_path}/staging-{count}"
+        listing.write_text((json.dumps([part.to_dict()]) + "\n") * count)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            assert writer.publish(CommittedParts(str(listing), 0), staging, "overwrite").rows == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    measure_peak(300)
+    few, many = measure_peak(1000), measure_peak(3000)
+    assert many - few < 2000 * 100, f"{(many - few) / 2000} bytes for each part"
+
+
+def _skip_writing(*_: object, **__: object) -> tuple[int, str]:
+    return 0, "0" * 64
+
+
+def test_the_files_of_a_manifest_are_read_one_by_one(tmp_path: Path) -> None:
+    writer = batch.ParquetWriter(f"{tmp_path}/o/")
+    parts = [writer.write_part([{"n": index}], RowRange(index, index), f"{tmp_path}/a") for index in range(3)]
+    for count in (3, 0):
+        output = writer.publish(parts[:count], f"{tmp_path}/s", "overwrite")
+        assert [file.path.rpartition("/")[2] for file in publishing.iter_published_files(output, True)] == [
+            f"part-{index:05d}.parquet" for index in range(count)
+        ]
+        assert sorted(path.name for path in (tmp_path / "o").glob("*.parquet")) == [
+            f"part-{index:05d}.parquet" for index in range(count)
+        ], "files of the former output are deleted"

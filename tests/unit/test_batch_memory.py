@@ -24,6 +24,7 @@ from tinsmith.batch.coordinator import job_run
 from tinsmith.batch.coordinator import state as states
 from tinsmith.batch.coordinator.state import ERRORS_BYTES, BatchJobs
 from tinsmith.batch.formats.lines import JsonWriter
+from tinsmith.batch.formats.part_lists import CommittedParts
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo
 from tinsmith.batch.worker import io_operations
 from tinsmith.db.factory import open_database
@@ -124,7 +125,7 @@ def _write_files(jobs: BatchJobs, job_id: int, directory: Path) -> None:
 
 def _publish(jobs: BatchJobs, job_id: int, directory: Path) -> None:
     spec = jobs.spec(job_id)
-    winners = io_operations.CommittedParts(str(directory / "winners"), 0)
+    winners = CommittedParts(str(directory / "winners"), 0)
     assert io_operations.publish_output(spec, 0, job_id, winners).rows == 32 * len(winners)
     for name, index in (("failures", 1), ("winners", 0)):
         shutil.copyfile(directory / name, directory / "copy")

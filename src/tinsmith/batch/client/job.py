@@ -24,7 +24,8 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.client.shipped_writers import ShippedWriter, client_writer
 from tinsmith.batch.formats import publishing, registry
-from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
+from tinsmith.batch.formats.part_lists import PublishedFile, files_on_disk, parts_on_disk
+from tinsmith.batch.formats.publishing import MANIFEST
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     OutputWriter,
@@ -34,7 +35,7 @@ from tinsmith.batch.formats.registry import (
     request_dict,
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
-from tinsmith.batch.worker.io_operations import delete_staging, parts_on_disk
+from tinsmith.batch.worker.io_operations import delete_staging
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join
@@ -164,11 +165,9 @@ def _export_published(info: OutputInfo, writer: OutputWriter, target: str, stagi
     if store.exists(root):
         _check_name(writer, target)
         return publishing.publish_file(target, [PartInfo(**info.to_dict())], staging, if_exists)
-    files = [
-        PublishedFile(file.path.removeprefix(f"{base}/"), file)
-        for file in publishing.iter_published_files(info, is_directory=True)
-    ]
-    return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)
+    published_files = publishing.iter_published_files(info, is_directory=True)
+    with files_on_disk(PublishedFile(file.path.removeprefix(f"{base}/"), file) for file in published_files) as files:
+        return publishing.publish_directory(target.rstrip("/") + "/", files, info.rows, staging, if_exists)
 
 
 def _check_name(writer: OutputWriter, target: str) -> None:

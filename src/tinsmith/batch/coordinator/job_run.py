@@ -83,6 +83,8 @@ FAILED_ROWS_PAGE = 1000
 """Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
+PUBLISH_PAUSE_S = 1.0
+"""The pause before an output is published again; it doubles with each try."""
 PUBLISH_TRIES = 6
 """How often an output is published again because another job has published to it at the same time."""
 IN_FLIGHT = 2
@@ -723,7 +725,7 @@ class JobRun:
             if "output" in result:
                 return OutputInfo.from_dict(result["output"])
             log.warning("another job publishes to the same output", job_id=self.job.job_id, reason=result["stale"])
-            await asyncio.sleep(self._limits.backoff_s * 2**try_idx)
+            await asyncio.sleep(PUBLISH_PAUSE_S * 2**try_idx)
         output = self._spec.all_output_formats[output_idx]
         raise FatalJobError(
             f"another job published to {output['path']} at the same time, {PUBLISH_TRIES} times; resume the job once "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -23,6 +23,7 @@ import orjson
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, select_columns
 from tinsmith.batch.formats.lines import LinesReader, compress_for_path, open_decompressed
+from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     INPUT_READER_REGISTRY,
@@ -93,19 +94,18 @@ class CsvWriter(FileWriter):
         return publishing.store_part(part_base, span, "csv", self._encode(lines), len(selected))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        filled = [part for part in parts if part.rows]
+        filled = FilledParts(parts)
         headers = list(dict.fromkeys(tuple(self._header(part)) for part in filled))
         columns = list(dict.fromkeys(name for header in headers for name in header))
-        if filled and not columns:
+        if headers and not columns:
             raise UserError(
                 f"the rows of {self.path} have no columns, and a CSV file cannot count such rows. Return rows with a "
                 "column, or resume the job with format='jsonl'"
             )
         if len(headers) > 1 or self.path.endswith(COMPRESSED_ENDINGS):
             return publishing.publish_stream(self.path, self._rewrite(filled, columns), filled, staging, if_exists)
-        head = self._encode([columns]) if filled else b""
-        skips = [len(head)] * len(filled)
-        return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)
+        head = self._encode([columns]) if headers else b""
+        return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skip=len(head))
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         return self._rows(self._lines(part))
@@ -118,7 +118,7 @@ class CsvWriter(FileWriter):
         with open_decompressed(open_object(output.path), output.path) as source:
             yield from self._rows(self._lines_in(source))
 
-    def _rewrite(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
+    def _rewrite(self, parts: Iterable[PartInfo], columns: list[str]) -> Iterator[bytes]:
         yield compress_for_path(self._encode([columns]) if columns else b"", self.path)
         for part in parts:
             publishing.check_part(part)

@@ -16,6 +16,7 @@ from tinsmith.batch.formats import input_versions, publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.parquet import Sink, TableWriter
+from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, absolute_path
 from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
@@ -77,7 +78,7 @@ class HuggingFaceWriter(TableWriter):
         self.path = self.path.rstrip("/") + "/" if self.path else ""
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        filled = [part for part in parts if part.rows]
+        filled = FilledParts(parts)
         arrow = self.encode_parts(filled, self.unify_schemas(filled))
         data = publishing.stage_file(staging, "data-00000-of-00001.arrow", arrow, filled)
         state = {

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tinsmith.batch.formats import arrow_schemas, publishing, schemas
 from tinsmith.batch.formats.encoding import select_columns
-from tinsmith.batch.formats.publishing import PublishedFile
+from tinsmith.batch.formats.part_lists import FilledParts, PublishedFile, files_on_disk
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
     INPUT_READER_REGISTRY,
@@ -118,12 +118,13 @@ class TableWriter(OutputWriter):
             )
         return schema
 
-    def encode_parts(self, parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
+    def encode_parts(self, parts: Iterable[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
         """The bytes of one file with the rows of all parts."""
         sink = Sink()
         with self.open_table(sink, schema) as writer:
             for table in _tables_of(parts, schema):
-                writer.write_table(table, max(1, table.num_rows))
+                # Otherwise a stream of Arrow gets a record batch for each part.
+                writer.write_table(table.combine_chunks(), max(1, table.num_rows))
                 yield sink.drain()
         yield sink.drain()
 
@@ -153,12 +154,12 @@ class ParquetWriter(TableWriter):
             )
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        filled = [part for part in parts if part.rows]
+        filled = FilledParts(parts)
         rows, schema = sum(part.rows for part in filled), self.unify_schemas(filled)
         if not self.is_directory:
             return publishing.publish_stream(self.path, self.encode_parts(filled, schema), filled, staging, if_exists)
-        files = [self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)]
-        return publishing.publish_directory(self.path, files, rows, staging, if_exists)
+        with files_on_disk(self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)) as files:
+            return publishing.publish_directory(self.path, files, rows, staging, if_exists)
 
     def _file_of(self, part: PartInfo, part_idx: int, schema: pyarrow.Schema, staging: str) -> PublishedFile:
         """A part as a file of a directory, written again if its schema is not that of all."""
@@ -203,7 +204,7 @@ def _tables_in(part: PartInfo, source: IO[bytes]) -> Iterator[pyarrow.Table]:
         yield pyarrow.Table.from_batches([batch])
 
 
-def _tables_of(parts: Sequence[PartInfo], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
+def _tables_of(parts: Iterable[PartInfo], schema: pyarrow.Schema) -> Iterator[pyarrow.Table]:
     """The rows of the parts as tables of one schema."""
     import pyarrow
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from itertools import chain, islice, repeat, tee
-from typing import IO, NamedTuple
+from itertools import chain, islice, tee
+from typing import IO, Any
 
 import orjson
 
+from tinsmith.batch.formats.part_lists import FilledParts, NumberedFiles, PublishedFile
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name, temporary_directory
 from tinsmith.storage.fencing import FencingToken, read_token
 from tinsmith.storage.locations import open_object, open_store
@@ -32,17 +34,12 @@ MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
 MAX_GROWTH = 16
 """How many times the bytes of its parts a file that is computed from them may have."""
+DELETED_KEYS = 1000
+"""Keys of other files that are deleted at a time."""
 PAGE_FILES = 256
 """Files of a directory that are handed to threads at a time."""
 SEGMENT_BYTES = 8 * 1024 * 1024
 """The maximum bytes of a segment. A larger part is a separate object."""
-
-
-class PublishedFile(NamedTuple):
-    """One file of a published directory: its name there, and the part with its bytes."""
-
-    name: str
-    part: PartInfo
 
 
 class _Segment:
@@ -181,18 +178,19 @@ def _guard() -> Guard:
 
 def publish_file(
     path: str,
-    parts: Sequence[PartInfo],
+    parts: Iterable[PartInfo],
     staging: str,
     if_exists: str,
     *,
     head: bytes = b"",
-    skips: Sequence[int] | None = None,
+    skip: int = 0,
 ) -> OutputInfo:
-    """`head`, then the parts one after the other, each without its first `skip` bytes."""
+    """`head`, then the parts one after the other, each without its first `skip` bytes. `parts` is iterated several
+    times, so not an iterator."""
     store, key = open_store(path)
 
     def sources() -> Iterator[Source]:
-        return (source_of(part, skip) for part, skip in zip(parts, skips or repeat(0, len(parts)), strict=True))
+        return (source_of(part, skip) for part in parts)
 
     rows, max_bytes = 0, len(head)
     for part in parts:
@@ -210,7 +208,7 @@ def publish_file(
 
 
 def publish_stream(
-    path: str, chunks: Iterable[bytes], parts: Sequence[PartInfo], staging: str, if_exists: str
+    path: str, chunks: Iterable[bytes], parts: Iterable[PartInfo], staging: str, if_exists: str
 ) -> OutputInfo:
     """An output computed from the parts instead of concatenated. `chunks` must be deterministic."""
     return publish_file(path, [stage_file(staging, "published", chunks, parts).part], staging, if_exists)
@@ -242,7 +240,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
             path, rows, sum(part.bytes for _, part in files), manifest_digest, store.head(manifest_key).etag
         )
     if if_exists == "error":
-        if _foreign_keys(store, root, files):  # other files than those of an interrupted publication
+        if next(_foreign_keys(store, root, files), None):  # other files than those of an interrupted publication
             raise FileExistsError(exists_already(path))
     else:
         with guard():
@@ -265,8 +263,10 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
         while page := list(islice(remaining, PAGE_FILES)):
             total += sum(pool.map(publish_one, page))
     if if_exists == "overwrite":
-        with guard():
-            store.delete_many(_foreign_keys(store, root, files))
+        foreign_keys = _foreign_keys(store, root, files)
+        while page := list(islice(foreign_keys, DELETED_KEYS)):
+            with guard():
+                store.delete_many(page)
     with store.open_writer(manifest_key, staging=_local(staging), guard=guard) as writer:
         for line in _manifest(files, rows):
             writer.write(line)
@@ -275,11 +275,10 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     return OutputInfo(path, rows, total, manifest_digest, store.head(manifest_key).etag)
 
 
-def publish_parts(path: str, parts: Sequence[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
+def publish_parts(path: str, parts: Iterable[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
     """A directory of the parts that have rows, as they are; `name` formats the number of each."""
-    filled = [part for part in parts if part.rows]
-    files = [PublishedFile(name.format(file_idx), part) for file_idx, part in enumerate(filled)]
-    return publish_directory(path, files, sum(part.rows for part in filled), staging, if_exists)
+    filled = FilledParts(parts)
+    return publish_directory(path, NumberedFiles(filled, name), sum(part.rows for part in filled), staging, if_exists)
 
 
 def iter_published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:
@@ -287,9 +286,17 @@ def iter_published_files(output: OutputInfo, is_directory: bool) -> Iterator[Par
     if not is_directory:
         yield PartInfo(output.path, output.rows, output.bytes, output.sha256, output.etag)
         return
-    store, key = open_store(join(output.path, MANIFEST))
-    for file in orjson.loads(store.get(key))["files"]:
+    for file in _read_manifest(output.path):
         yield PartInfo(join(output.path, file["name"]), 0, file["bytes"], file["sha256"])
+
+
+def _read_manifest(path: str) -> Iterator[dict[str, Any]]:
+    """The files in the manifest of a directory, which has a line for each (`_manifest`)."""
+    with open_object(join(path, MANIFEST)) as lines:
+        next(lines)
+        for line in lines:
+            if line.startswith(b"{"):
+                yield orjson.loads(line.rstrip(b",\n"))
 
 
 def is_published(path: str) -> bool:
@@ -344,12 +351,19 @@ def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _foreign_keys(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
-    """The keys below a directory that are neither among these files nor parts of a job. Usually none."""
-    keys = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
-    for file in files if keys else ():
-        keys.discard(join(root, file.name))
-    return keys
+def _foreign_keys(store: Store, root: str, files: Iterable[PublishedFile]) -> Iterator[str]:
+    """The keys below a directory that are neither among these files nor parts of a job. Usually none. The names of the
+    files are in a temporary database, however many there are."""
+    keys = (name for name in store.list(root) if TEMPORARY_DIRECTORY not in name)
+    first = next(keys, None)
+    if first is None:
+        return
+    with contextlib.closing(sqlite3.connect("")) as names:
+        names.execute("CREATE TABLE files (key TEXT PRIMARY KEY) WITHOUT ROWID")
+        names.executemany("INSERT OR IGNORE INTO files VALUES (?)", ((join(root, file.name),) for file in files))
+        for key in chain([first], keys):
+            if names.execute("SELECT 1 FROM files WHERE key = ?", (key,)).fetchone() is None:
+                yield key
 
 
 def _local(staging: str) -> str:

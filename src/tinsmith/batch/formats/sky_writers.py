@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.publishing import PublishedFile
+from tinsmith.batch.formats.part_lists import PublishedFile
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store

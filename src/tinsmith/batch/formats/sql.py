@@ -23,7 +23,7 @@ import ipaddress
 import json
 import os
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -430,7 +430,7 @@ class SqlWriter(OutputWriter):
         raise UserError(f"the output {output.path} is a table, whose rows have no order; query it there")
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        winners = hashlib.sha256(orjson.dumps([part.to_dict() for part in parts])).hexdigest()
+        winners = _digest_parts(parts)
         notes = _parts_table(staging)
         self._create_table(notes)
         with connect(self._url, self.password, writes=True) as connection:
@@ -493,6 +493,16 @@ class SqlWriter(OutputWriter):
         return dict.fromkeys(kinds), table
 
 
+def _digest_parts(parts: Iterable[PartInfo]) -> str:
+    """The SHA-256 of the JSON list of the parts."""
+    digest, separator = hashlib.sha256(b"["), b""
+    for part in parts:
+        digest.update(separator + orjson.dumps(part.to_dict()))
+        separator = b","
+    digest.update(b"]")
+    return digest.hexdigest()
+
+
 def _new_table(name: str, kinds: Kinds, dialect: str) -> sa.Table:
     import sqlalchemy as sa
 
@@ -516,12 +526,16 @@ def _new_table(name: str, kinds: Kinds, dialect: str) -> sa.Table:
 
 def _parts_table(location: str) -> sa.Table:
     """The table of a job's output, from the location of a part or of the staging directory."""
+    return _parts_table_in(location.partition("/attempt-")[0])
+
+
+@lru_cache(maxsize=64)
+def _parts_table_in(staging: str) -> sa.Table:
+    """The same object each time, so that statements of each part are compiled once."""
     import sqlalchemy as sa
 
-    staging = location.partition("/attempt-")[0]
-    name = f"tinsmith_parts_{hashlib.sha256(staging.encode()).hexdigest()[:20]}"
     return sa.Table(
-        name,
+        f"tinsmith_parts_{hashlib.sha256(staging.encode()).hexdigest()[:20]}",
         sa.MetaData(),
         sa.Column("part", sa.String(1024), primary_key=True),
         sa.Column("head", sa.JSON, nullable=False),

@@ -18,7 +18,7 @@ import io
 import re
 import sqlite3
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode
+from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
@@ -155,7 +156,7 @@ class WebdatasetWriter(DirectoryWriter):
         return publishing.store_part(part_base, span, extension, buffer.getvalue(), len(indices), separate=True)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        filled = [part for part in parts if part.rows]
+        filled = FilledParts(parts)
         if any(part.path.endswith(f".{KEYED_EXTENSION}") for part in filled):
             self._check_unique(filled)
         return publishing.publish_parts(self.path, filled, "shard-{:06d}.tar", staging, if_exists)
@@ -203,7 +204,7 @@ class WebdatasetWriter(DirectoryWriter):
             )
         return value
 
-    def _check_unique(self, parts: Sequence[PartInfo]) -> None:
+    def _check_unique(self, parts: Iterable[PartInfo]) -> None:
         """Raises UserError for two rows with one key. The keys are in a temporary file, however many there are."""
         with closing(sqlite3.connect("")) as keys:
             keys.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, part INTEGER) WITHOUT ROWID")

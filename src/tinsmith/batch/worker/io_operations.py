@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 import traceback
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
+from tinsmith.batch.formats.part_lists import CommittedParts, parts_on_disk
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of_part, is_shipped
 from tinsmith.batch.formats.snapshots import open_input, write_snapshot
 from tinsmith.batch.types import (
@@ -127,51 +126,6 @@ def _input_version(spec: JobSpec) -> Version | None:
 
 
 # Publishing.
-
-
-class CommittedParts(Sequence[PartInfo]):
-    """The committed parts of one output, in a file with a line for each batch. Parts are read when they are used; only
-    the offsets of the lines are in memory."""
-
-    def __init__(self, path: str, output_idx: int) -> None:
-        self._path = path
-        self._output_idx = output_idx
-        self._offsets = array("q", [0])
-        with open(path, "rb") as lines:
-            for line in lines:
-                self._offsets.append(self._offsets[-1] + len(line))
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __iter__(self) -> Iterator[PartInfo]:
-        return self._iter_from(0)
-
-    @overload
-    def __getitem__(self, index: int) -> PartInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[PartInfo]: ...
-    def __getitem__(self, index: int | slice) -> PartInfo | list[PartInfo]:
-        if isinstance(index, slice):
-            return [self[part_idx] for part_idx in range(*index.indices(len(self)))]
-        return next(self._iter_from(range(len(self))[index]))
-
-    def _iter_from(self, first: int) -> Iterator[PartInfo]:
-        with open(self._path, "rb") as lines:
-            lines.seek(self._offsets[first])
-            for line in islice(lines, len(self) - first):
-                yield PartInfo.from_dict(orjson.loads(line)[self._output_idx])
-
-
-@contextlib.contextmanager
-def parts_on_disk(parts: Iterable[PartInfo]) -> Iterator[Sequence[PartInfo]]:
-    """Parts in a temporary file, so that any number of them needs little memory."""
-    with tempfile.TemporaryDirectory(prefix="tinsmith-parts-") as directory:
-        path = os.path.join(directory, "parts")
-        with open(path, "wb") as lines:
-            for part in parts:
-                lines.write(orjson.dumps([part.to_dict()]) + b"\n")
-        yield CommittedParts(path, 0)
 
 
 def _issue_token(spec: JobSpec, job_id: int | str, output_idx: int) -> dict[str, str] | None:
