@@ -81,8 +81,8 @@ class LocalClient(Client):
         if resource == "batches":
             return {"batches": self._jobs.get_batch_states(int(job_id), PAGE, query["offset"])}
         if resource == "errors":
-            rows = self._jobs.row_errors(int(job_id), PAGE, query["after"])
-            return {"errors": list(map(job_run.error_row, rows))}
+            rows, after = self._jobs.row_errors_page(int(job_id), PAGE, query["after"])
+            return {"errors": list(map(job_run.error_row, rows))[: query["limit"]], "next": after}
         spec = self._jobs.spec(int(job_id))
         if resource == "partial":
             committed = self._jobs.list_committed_batches(int(job_id), query["after"], PAGE)
@@ -185,7 +185,12 @@ def test_failed_rows_come_in_pages_that_are_bounded_in_bytes(tmp_path: Path) -> 
         with database.write() as connection:
             connection.execute(BATCH_ROW_ERRORS.update().values(details=large))
         assert [len(jobs.row_errors(job_id, 10, after)) for after in (-1, 0, 32, 64)] == [1, 1, 1, 0]
-        assert [error["idx"] for error in Job(job_id, LocalClient(jobs)).errors()] == [0, 32, 64]
+        job = Job(job_id, LocalClient(jobs))
+        assert [error["idx"] for error in job.errors()] == [0, 32, 64]
+        assert [error["idx"] for error in job.errors(after=0)] == [32, 64]
+        assert [error["idx"] for error in job.errors(limit=2)] == [0, 32]
+        assert [error["idx"] for error in job.errors(after=32, limit=5)] == [64]
+        assert list(job.errors(limit=0)) == list(job.errors(after=64)) == []
         with database.read() as connection:
             assert connection.scalar(sa.select(sa.func.count()).select_from(BATCH_STATES)) == 3
 

@@ -15,7 +15,8 @@ Routes below /api/v1/batch/jobs, all JSON:
   those on which the function could not be set up};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
   {job_id} of the new job;
-- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
+- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker], next: the `after` of the next page, or
+  null}, by ascending `idx`;
 - GET /ID/events -> SSE: a status whenever it changes, the last with a terminal status;
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
   text}], after}: the workers that printed on this server, and the lines of one of them;

@@ -190,13 +190,15 @@ def logs(
 def list_errors(
     job_id: JobId,
     full: Annotated[bool, typer.Option("--full", help="Print each row and its traceback, too.")] = False,
+    limit: Annotated[int | None, typer.Option(metavar="ROWS", help="Print so many rows; default: all.", min=1)] = None,
+    after: Annotated[int, typer.Option(metavar="ROW", help="Begin after this row.", min=-1)] = -1,
     as_json: AsJson = False,
 ) -> None:
     """Print the failed rows and their errors."""
     from tinsmith.batch.client.job import Job, first_error_lines
 
     with _client() as client:
-        for error in Job(job_id, client).errors():
+        for error in Job(job_id, client).errors(after, limit):
             if as_json:
                 typer.echo(json.dumps(error))
             else:

@@ -175,11 +175,18 @@ class RowsQuery(Query):
 
 
 @operation(
-    "GET", "/batch/jobs/{job_id}/errors", "List a job's failed rows", answer=fields({"errors": LIST}), query=RowsQuery
+    "GET",
+    "/batch/jobs/{job_id}/errors",
+    "List a job's failed rows",
+    answer=fields({"errors": LIST, "next": ANYTHING}),
+    query=RowsQuery,
 )
 def errors(call: Call, query: RowsQuery) -> JsonObject:
-    row_errors = call.services.batch_jobs.row_errors(_job(call).job_id, query.limit, query.after)
-    return {"errors": [error_row(error) for error in row_errors]}
+    """Return a page of failed rows in row order. `next` is the `after` of the next page, or null after the last one. A
+    page of large rows may have fewer than `limit`.
+    """
+    page, after = call.services.batch_jobs.row_errors_page(_job(call).job_id, query.limit, query.after)
+    return {"errors": [error_row(error) for error in page], "next": after}
 
 
 @operation(

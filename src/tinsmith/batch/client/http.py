@@ -92,8 +92,9 @@ class Client:
         body = {} if outputs is None else {"batch_output_formats": list(outputs)}
         return self._create(f"{JOBS}/{job_id}/resume", body, idempotency_key)
 
-    def errors(self, job_id: int, after: int = -1, limit: int = 1000) -> list[Status]:
-        return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})["errors"]
+    def errors(self, job_id: int, after: int = -1, limit: int = 1000) -> Status:
+        """A page of failed rows, `errors`, and the `after` of the `next` page, None at the end."""
+        return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})
 
     def partial(self, job_id: int, after: int = -1, limit: int = 1000) -> Status:
         return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})

@@ -41,6 +41,8 @@ from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join
 
 POLL_S = 0.5
+ERRORS_PAGE = 1000
+"""Failed rows in one request."""
 SHOWN_CHARACTERS = 1000
 """The most characters of a row in a message."""
 
@@ -317,12 +319,15 @@ class Job:
             outputs = [request_dict(in_format(client_writer(data), format)) for data in old]
         return Job(self._client.resume(self.job_id, outputs), self._client)
 
-    def errors(self) -> Iterator[Row]:
-        """The failed rows, by ascending index, with error_type, message and traceback."""
-        after = -1
-        while page := self._client.errors(self.job_id, after):
-            yield from page
-            after = page[-1]["idx"]
+    def errors(self, after: int = -1, limit: int | None = None) -> Iterator[Row]:
+        """The failed rows after row `after`, by ascending index, with error_type, message and traceback; at most
+        `limit`. They are read in pages."""
+        num_left, start = limit, after
+        while start is not None and num_left != 0:
+            page = self._client.errors(self.job_id, start, min(num_left or ERRORS_PAGE, ERRORS_PAGE))
+            yield from page["errors"]
+            start = page["next"]
+            num_left = None if num_left is None else num_left - len(page["errors"])
 
     def logs(self) -> Iterator[Row]:
         """The function's output so far, by worker: `text`, and the batch for which it was printed."""

@@ -586,7 +586,7 @@ class JobRun:
             if self.job.status != "CANCELLING" and (not self.job.done or await self._wind_down()):
                 return  # not done: the server stops
         except FatalJobError as error:
-            failure = await self._explain_failure(str(error))
+            failure = str(error)
         if failure is None or not await self._set_status("FAILED", failure):
             await self._set_status("CANCELLED")
 
@@ -601,16 +601,6 @@ class JobRun:
                     self._dispatcher.add_schema(output, schema)
         await self._check_failed()
         self._check_row()
-
-    async def _explain_failure(self, failure: str) -> str:
-        """The reason, with the first failed row if the job failed because of rows."""
-        if not self.job.failed_too_many or not (
-            first_errors := await asyncio.to_thread(self._jobs.row_errors, self.job.job_id, 1)
-        ):
-            return failure
-        (first,) = first_errors
-        message = str(first["message"]).partition("\n")[0]
-        return f"{failure}; the first is row {first['row_idx']}: {first['error_class']}: {message}"
 
     async def _stop_serving(self) -> None:
         """Wait until no slot runs the job, and store the results of its attempts."""

@@ -382,6 +382,15 @@ class BatchJobs:
             last = row.row_idx
         return _row_dicts(self._db.rows(sa.select(ROW_ERRORS).where(is_later, idx <= last).order_by(idx)))
 
+    def row_errors_page(self, job_id: int, limit: int, after: int) -> tuple[list[dict[str, Any]], int | None]:
+        """As `row_errors`, with the `after` of the next page; None after the last one."""
+        page = self.row_errors(job_id, limit, after)
+        if not page:
+            return page, None
+        last = page[-1]["row_idx"]
+        query = sa.select(ROW_ERRORS.c.row_idx).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > last)
+        return page, None if self._db.first(query.limit(1)) is None else last
+
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         return _row_dicts(
             self._db.rows(sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx))

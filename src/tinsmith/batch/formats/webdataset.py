@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import IO
 
 import orjson
@@ -220,11 +221,15 @@ class WebdatasetWriter(DirectoryWriter):
                     except sqlite3.IntegrityError:
                         query = "SELECT part FROM seen WHERE key = ?"
                         (other,) = keys.execute(query, (sample.key,)).fetchone()
-                        spans = sorted({_rows_of(parts[other]), _rows_of(part)})
+                        spans = sorted({_rows_of(_nth(parts, other)), _rows_of(part)})
                         raise UserError(
                             f"two rows have the key {sample.key!r}, in {' and '.join(spans)}, and {UNIQUE_KEY_RULE}. "
                             f"Nothing is lost: resume the job with output=WebdatasetWriter({self.path!r}, key=None)"
                         ) from None
+
+
+def _nth(parts: Iterable[PartInfo], part_idx: int) -> PartInfo:
+    return next(islice(parts, part_idx, None))
 
 
 NUMBERED_EXTENSION = "tar"

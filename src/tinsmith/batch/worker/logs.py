@@ -6,11 +6,17 @@ leaves it. Output that bypasses `TaggedOutput` (of a C library or of a process t
 plain lines.
 
 `JobLogs` reads the files of one server's workers and deletes them after the retention of jobs.
+
+A file takes at most `WORKER_LOG_BYTES` on the disk, and the files of a job `JOB_LOG_BYTES`: the oldest bytes are
+dropped, and a line says so where they were. They become a hole in the file, so that its writers go on and the positions
+of readers stay valid. On a file system without holes, nothing is dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import io
 import json
 import os
@@ -28,6 +34,13 @@ from tinsmith.errors import NotFoundError
 SEPARATOR = "\x1e"
 PAGE_BYTES = 1 << 20
 LONGEST_LINE = 8192
+BLOCK_BYTES = 4096
+WORKER_LOG_BYTES = 64 << 20
+JOB_LOG_BYTES = 1 << 30
+JOB_WORKER_BYTES = 64 << 10
+"""What the workers that wrote least recently may have once their job is beyond its limit."""
+PUNCH_HOLE = 0x01 | 0x02
+"""Of fallocate(2): free the blocks of a range, and leave the size of the file."""
 FIELDS = ("at", "stream", "batch_idx", "attempt_id", "text")
 
 Line = dict[str, Any]
@@ -42,6 +55,7 @@ class TaggedOutput(io.TextIOBase):
         self._stream = stream
         self._batch = batch
         self._partial = threading.local()  # print() writes a line and its end apart; threads must not mix
+        self._num_unchecked = 0
 
     @property
     def buffer(self) -> object:
@@ -77,8 +91,13 @@ class TaggedOutput(io.TextIOBase):
         batch_idx, attempt_id = (batch.batch_idx, batch.attempt_id) if batch else (None, None)
         values = round(time.time(), 3), self._stream, batch_idx, attempt_id, text
         # One write, so that lines of several threads and processes do not mix.
-        self._target.write(f"{SEPARATOR}{json.dumps(dict(zip(FIELDS, values, strict=True)))}\n")
+        line = f"{SEPARATOR}{json.dumps(dict(zip(FIELDS, values, strict=True)))}\n"
+        self._target.write(line)
         self._target.flush()
+        self._num_unchecked += len(line)
+        if self._num_unchecked > WORKER_LOG_BYTES // 4:
+            self._num_unchecked = 0
+            drop_oldest(Path(f"/proc/self/fd/{self._target.fileno()}"), WORKER_LOG_BYTES)
 
 
 def write_to(path: str, *descriptors: int) -> None:
@@ -92,6 +111,31 @@ def tag_output(batch: Callable[[], Assignment | None]) -> None:
     """Tag what this process prints from now on with the batch that `batch` returns."""
     for name in ("stdout", "stderr"):
         setattr(sys, name, TaggedOutput(getattr(sys, f"__{name}__"), name, batch))
+
+
+def drop_oldest(path: Path, max_bytes: int) -> None:
+    """Free the oldest bytes of a log that takes more than `max_bytes` on the disk, so that it takes half of them. A
+    line that says so replaces the first lines that stay."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b", buffering=0) as log:
+        status = os.fstat(log.fileno())
+        if status.st_blocks * 512 <= max_bytes + BLOCK_BYTES:
+            return
+        end = (status.st_size - max_bytes // 2) // BLOCK_BYTES * BLOCK_BYTES
+        if end <= 0 or not _punch_hole(log.fileno(), end):
+            return
+        note = f"{end} bytes of older output were dropped: the limit of a log is {max_bytes} bytes".encode()
+        length = os.pread(log.fileno(), PAGE_BYTES, end).find(b"\n", len(note))
+        if length > 0:
+            os.pwrite(log.fileno(), note.ljust(length), end)
+
+
+def _punch_hole(descriptor: int, end: int) -> bool:
+    return _libc().fallocate(descriptor, PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(end)) == 0
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def strip_tags(text: str) -> str:
@@ -109,8 +153,11 @@ def _parse_line(text: str) -> Line:
 
 
 def read_page(path: Path, after: int) -> tuple[str, int]:
-    """The whole lines of a file after byte `after`, at most `PAGE_BYTES`, and the byte where they end."""
+    """The whole lines of a file after byte `after`, at most `PAGE_BYTES`, and the byte where they end. Bytes that were
+    dropped are skipped."""
     with path.open("rb") as log:
+        with contextlib.suppress(OSError):  # at the end of the file
+            after = os.lseek(log.fileno(), after, os.SEEK_DATA)
         log.seek(after)
         page = log.read(PAGE_BYTES)
     end = page.rfind(b"\n") + 1
@@ -149,8 +196,22 @@ class JobLogs:
         return [_parse_line(line) for line in text.removesuffix("\n").split("\n")] if end > after else [], end
 
     def sweep(self, before: float) -> None:
-        """Delete the files that were last written before this time."""
+        """Delete the files that were last written before this time, and drop the oldest output of the others beyond
+        their limits."""
+        sizes: dict[str, list[tuple[float, int, Path]]] = {}
         for path in self.directory.glob("batch-*.log"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < before:
                     path.unlink()
+                    continue
+                drop_oldest(path, WORKER_LOG_BYTES)
+                status = path.stat()
+                job_id = path.name.split("-")[1]
+                sizes.setdefault(job_id, []).append((status.st_mtime, status.st_blocks * 512, path))
+        for job_files in sizes.values():
+            excess = sum(size for _, size, _ in job_files) - JOB_LOG_BYTES
+            for _, size, path in sorted(job_files):
+                if excess <= 0:
+                    break
+                drop_oldest(path, JOB_WORKER_BYTES)
+                excess -= max(0, size - JOB_WORKER_BYTES)
