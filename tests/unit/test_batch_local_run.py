@@ -194,3 +194,25 @@ def test_a_second_write_does_not_resume_the_job_of_the_first(monkeypatch: pytest
     with pytest.raises(ValueError, match="resume_from=7 belongs to the first output"):
         data.write_json(str(tmp_path / "b.jsonl"))
     assert [spec["resume_from"] for spec in client.specs] == [7]
+    for derived in (data.limit(2), data.map(double)):
+        assert isinstance(derived, batch.Dataset)
+        with pytest.raises(ValueError, match="resume_from=7 belongs to the first output"):
+            derived.write_json(str(tmp_path / "c.jsonl"))
+    again = batch.from_items(ROWS).map(double, resume_from=7, client=client, stream=False)
+    assert isinstance(again, batch.Dataset)
+    again.write_json(str(tmp_path / "d.jsonl"))
+    assert client.specs[-1]["resume_from"] == 7
+
+
+def test_what_is_changed_after_a_call_does_not_reach_the_options_of_a_data_set(tmp_path: Path) -> None:
+    env, limits, errors = {"A": "1"}, {"max_retries": 1}, batch.JsonWriter(str(tmp_path / "errors.jsonl"))
+    data = batch.from_items(ROWS).map(double, env=env, limits=limits, errors=errors, retry_on=(names := ["OSError"]))
+    assert isinstance(data, batch.Dataset)
+    output = [batch.JsonWriter(str(tmp_path / "out.jsonl"))]
+    before = data._spec(output).to_dict()
+    env["A"], limits["max_retries"], errors.path = "2", 9, "elsewhere.jsonl"
+    names.append("ValueError")
+    assert data._spec(output).to_dict() == before
+    with pytest.raises(TypeError):
+        data._options["weight"] = 2.0  # type: ignore[index]
+    data._forgotten = False

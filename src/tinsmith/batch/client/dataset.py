@@ -14,7 +14,9 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NoReturn, TypedDict, Unpack, overload
 
 from tinsmith.batch import operations
@@ -25,12 +27,20 @@ from tinsmith.batch.client.local_run import DryRun
 from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, request_dict
+from tinsmith.batch.formats.registry import (
+    COMPRESSED_ENDINGS,
+    FORMAT_OF,
+    InputReader,
+    OutputWriter,
+    format_of,
+    request_dict,
+)
 from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.storage.locations import locations
 
 Writers = OutputWriter | Sequence[OutputWriter]
 Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
@@ -106,19 +116,34 @@ class JobOptions(RunOptions):
     output: Writers
 
 
+@dataclass(eq=False)
+class _Resumption:
+    """One `resume_from` of a call, which is for one job."""
+
+    is_used: bool = False
+
+
 class Dataset:
     """Rows of a reader, a path, a list or a Hugging Face data set, and the steps that they will go through."""
 
     def __init__(self, source: InputReader | str | Iterable[Row]) -> None:
         self.reader = _reader_of(source)
         self._steps: tuple[dict[str, Any], ...] = ()
-        self._options: dict[str, Any] = {}
+        self._options: Mapping[str, Any] = MappingProxyType({})
 
     _forgotten = False
     """Whether it has steps that nothing has run or extended."""
 
-    _has_resumed = False
-    """Whether a job has taken over the results that `resume_from` names."""
+    _resumption: _Resumption | None = None
+    """The use of its `resume_from`, which it shares with the data sets that were made of it."""
+
+    def _derive(self, steps: tuple[dict[str, Any], ...], options: Mapping[str, Any]) -> Dataset:
+        """A data set of the same rows. Its options are its own: nothing that is changed later reaches it."""
+        dataset = Dataset(self.reader)
+        dataset._steps = steps
+        dataset._options = MappingProxyType({name: _copy_option(value) for name, value in options.items()})
+        dataset._resumption = self._resumption
+        return dataset
 
     @property
     def path(self) -> str:
@@ -147,9 +172,8 @@ class Dataset:
             raise ValueError(
                 "limit counts input rows, and a step before it may return another number of rows; call limit first"
             )
-        dataset = Dataset(self.reader)
-        dataset._steps = self._steps
-        dataset._options = {**self._options, "limit": rows if self._limit is None else min(rows, self._limit)}
+        limit = rows if self._limit is None else min(rows, self._limit)
+        dataset = self._derive(self._steps, {**self._options, "limit": limit})
         dataset._forgotten, self._forgotten = self._forgotten, False
         return dataset
 
@@ -284,17 +308,17 @@ class Dataset:
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
     def _add_step(self, step: dict[str, Any], options: Mapping[str, Any]) -> Dataset | Job:
-        dataset = Dataset(self.reader)
-        dataset._steps = (*self._steps, step)
-        _check_chain(dataset._steps)
-        dataset._options = {name: value for name, value in options.items() if name not in StepOptions.__annotations__}
+        steps = (*self._steps, step)
+        _check_chain(steps)
+        job_options = {name: value for name, value in options.items() if name not in StepOptions.__annotations__}
         for name, value in self._options.items():
-            if dataset._options.setdefault(name, value) != value:
-                raise ValueError(
-                    f"{name} is {value!r} at one step and {dataset._options[name]!r} at another; give it once"
-                )
+            if job_options.setdefault(name, value) != value:
+                raise ValueError(f"{name} is {value!r} at one step and {job_options[name]!r} at another; give it once")
+        output = job_options.pop("output", None)
+        dataset = self._derive(steps, job_options)
+        if options.get("resume_from") is not None:
+            dataset._resumption = _Resumption()
         self._forgotten = False
-        output = dataset._options.pop("output", None)
         if output is not None:
             return dataset.write(output)
         dataset._forgotten = True
@@ -306,13 +330,11 @@ class Dataset:
         if not self._steps:
             raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before writing it")
         options = dict(self._options)
-        if options.get("resume_from") is not None:
-            if self._has_resumed:
-                raise ValueError(
-                    f"resume_from={int(options['resume_from'])} belongs to the first output that this data set was "
-                    "written to; map the rows again, without resume_from, for another job"
-                )
-            self._has_resumed = True
+        if self._resumption is not None and self._resumption.is_used:
+            raise ValueError(
+                f"resume_from={int(options['resume_from'])} belongs to the first output that this data set was "
+                "written to; map the rows again, without resume_from, for another job"
+            )
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
         last = None
@@ -332,6 +354,8 @@ class Dataset:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
             raise JobRefusedError(str(error)) from None
+        if self._resumption is not None:
+            self._resumption.is_used = True
         return self._follow(job)
 
     def _check_same(self, stored: Status, status: Status, spec: JobSpec) -> None:
@@ -375,14 +399,14 @@ class Dataset:
             job.wait(progress=True)
         return job
 
-    def write_json(self, path: str, column: str | list[str] | None = None) -> Job:
-        return self.write(_writer("json", path=path, column=column))
+    def write_json(self, path: str, column: str | list[str] | None = None, *, rows_per_file: int | None = None) -> Job:
+        return self.write(_writer("json", path=path, column=column, rows_per_file=rows_per_file))
 
-    def write_csv(self, path: str, column: list[str] | None = None) -> Job:
-        return self.write(_writer("csv", path=path, column=column))
+    def write_csv(self, path: str, column: list[str] | None = None, *, rows_per_file: int | None = None) -> Job:
+        return self.write(_writer("csv", path=path, column=column, rows_per_file=rows_per_file))
 
-    def write_parquet(self, path: str, column: list[str] | None = None) -> Job:
-        return self.write(_writer("parquet", path=path, column=column))
+    def write_parquet(self, path: str, column: list[str] | None = None, *, rows_per_file: int | None = None) -> Job:
+        return self.write(_writer("parquet", path=path, column=column, rows_per_file=rows_per_file))
 
     def write_huggingface(self, path: str, column: list[str] | None = None) -> Job:
         """A directory for `datasets.load_from_disk`."""
@@ -440,6 +464,13 @@ class Dataset:
             return read_job(values)
         except UserError as error:
             raise ValueError(str(error)) from None
+
+
+def _copy_option(value: object) -> object:
+    """A copy of a value of JSON or of a writer; other objects, such as a client, are shared."""
+    if isinstance(value, OutputWriter):
+        return replace(value)
+    return deepcopy(value) if isinstance(value, dict | list | set) else value
 
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
@@ -623,7 +654,7 @@ def _reader_of(source: object) -> InputReader:
     if isinstance(source, InputReader):
         return source
     if isinstance(source, str):
-        return _reader(format_of(source), path=source)
+        return _reader_of_path(source)
     if type(source).__module__.startswith("datasets."):
         from tinsmith.batch.formats.huggingface import reader_of
 
@@ -631,6 +662,20 @@ def _reader_of(source: object) -> InputReader:
     if isinstance(source, Iterable):
         return _reader("items", items=list(source))
     raise UserError(f"the source of a data set is a {type(source).__name__}; give a reader, a path or rows")
+
+
+def _reader_of_path(path: str) -> InputReader:
+    """The reader of a path, by its ending, or for a directory by that of the files in it."""
+    if os.path.isdir(os.path.expanduser(path)):
+        path = path.rstrip("/") + "/"
+    if not path.endswith("/"):
+        return _reader(format_of(path), path=path)
+    files = locations(path)
+    formats = {format_of(location) for location in files if location.endswith((*FORMAT_OF, *COMPRESSED_ENDINGS))}
+    if len(formats) != 1:
+        formats_text = f"files of the formats {sorted(formats)}" if formats else "no file of a format"
+        raise UserError(f"the directory {path!r} has {formats_text}; use batch.read_json or another reader")
+    return _reader(formats.pop(), path=path)
 
 
 def _reader(format: str, **fields: object) -> InputReader:

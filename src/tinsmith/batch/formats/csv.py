@@ -22,6 +22,7 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, select_columns
+from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
 from tinsmith.batch.formats.lines import LinesReader, compress_for_path, open_decompressed
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import (
@@ -78,10 +79,17 @@ class CsvWriter(FileWriter):
 
     column: str | list[str] | None = None
     delimiter: str = ","
+    rows_per_file: int | None = rows_per_file_field()
+    """The rows of each file of a directory; None for one file."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_delimiter(self.delimiter)
+        check_rows_per_file(self.rows_per_file, self.path)
+
+    @property
+    def _is_split(self) -> bool:
+        return self.rows_per_file is not None
 
     def check(self, row: Row) -> None:
         for value in select_columns(row, self.column).values():
@@ -102,6 +110,11 @@ class CsvWriter(FileWriter):
                 f"the rows of {self.path} have no columns, and a CSV file cannot count such rows. Return rows with a "
                 "column, or resume the job with format='jsonl'"
             )
+        if self.rows_per_file is not None:
+            files = split_items(
+                self._iter_values(filled, columns), self.rows_per_file, self._encode, self._encode([columns])
+            )
+            return publish_split(self.path, filled, files, self.rows_per_file, ".csv", staging, if_exists)
         if len(headers) > 1 or self.path.endswith(COMPRESSED_ENDINGS):
             return publishing.publish_stream(self.path, self._rewrite(filled, columns), filled, staging, if_exists)
         head = self._encode([columns]) if headers else b""
@@ -115,18 +128,21 @@ class CsvWriter(FileWriter):
         yield from (dict(zip(header, values, strict=True)) for values in lines)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        with open_decompressed(open_object(output.path), output.path) as source:
-            yield from self._rows(self._lines_in(source))
+        for file in publishing.iter_published_files(output, self.is_directory):
+            with open_decompressed(open_object(file.path), file.path) as source:
+                yield from self._rows(self._lines_in(source))
 
     def _rewrite(self, parts: Iterable[PartInfo], columns: list[str]) -> Iterator[bytes]:
         yield compress_for_path(self._encode([columns]) if columns else b"", self.path)
+        rows = self._iter_values(parts, columns)
+        while page := list(islice(rows, PAGE_ROWS)):
+            yield compress_for_path(self._encode(page), self.path)
+
+    def _iter_values(self, parts: Iterable[PartInfo], columns: list[str]) -> Iterator[list[str]]:
         for part in parts:
             publishing.check_part(part)
-            rows = self.read_part(part)
-            while page := list(islice(rows, PAGE_ROWS)):
-                yield compress_for_path(
-                    self._encode([[row.get(name, "") for name in columns] for row in page]), self.path
-                )
+            for row in self.read_part(part):
+                yield [row.get(name, "") for name in columns]
 
     def _header(self, part: PartInfo) -> list[str]:
         with closing(self._lines(part)) as lines:

@@ -25,8 +25,10 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, select_columns
+from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_items
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
+from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter, InputReader
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_object, open_store
@@ -283,7 +285,8 @@ class LinesWriter(FileWriter):
         return self._rows(io.BytesIO(publishing.read_verified(part)))
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        return self._rows(open_object(output.path))
+        for file in publishing.iter_published_files(output, self.is_directory):
+            yield from self._rows(open_object(file.path))
 
     def _rows(self, source: IO[bytes]) -> Iterator[Row]:
         with open_decompressed(source, self.path) as lines:
@@ -297,6 +300,25 @@ class JsonWriter(LinesWriter):
     """JSON Lines. `column` names the columns to write, all where it is None. `encoding.py` says how values look."""
 
     column: str | list[str] | None = None
+    rows_per_file: int | None = rows_per_file_field()
+    """The rows of each file of a directory; None for one file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rows_per_file(self.rows_per_file, self.path)
+
+    @property
+    def _is_split(self) -> bool:
+        return self.rows_per_file is not None
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        if self.rows_per_file is None:
+            return super().publish(parts, staging, if_exists)
+        lines = (
+            line for part in FilledParts(parts) for line in publishing.read_verified(part).splitlines(keepends=True)
+        )
+        files = split_items(lines, self.rows_per_file, b"".join)
+        return publish_split(self.path, parts, files, self.rows_per_file, ".jsonl", staging, if_exists)
 
     def line(self, row: Row) -> bytes:
         return encode(select_columns(row, self.column))

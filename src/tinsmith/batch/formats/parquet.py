@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tinsmith.batch.formats import arrow_schemas, publishing, schemas
 from tinsmith.batch.formats.encoding import select_columns
+from tinsmith.batch.formats.file_split import check_rows_per_file, publish_split, rows_per_file_field, split_tables
 from tinsmith.batch.formats.part_lists import FilledParts, PublishedFile, files_on_disk
 from tinsmith.batch.formats.registry import (
     COMPRESSED_ENDINGS,
@@ -120,9 +121,13 @@ class TableWriter(OutputWriter):
 
     def encode_parts(self, parts: Iterable[PartInfo], schema: pyarrow.Schema) -> Iterator[bytes]:
         """The bytes of one file with the rows of all parts."""
+        return self.encode_tables(_tables_of(parts, schema), schema)
+
+    def encode_tables(self, tables: Iterable[pyarrow.Table], schema: pyarrow.Schema) -> Iterator[bytes]:
+        """The bytes of one file with the rows of these tables."""
         sink = Sink()
         with self.open_table(sink, schema) as writer:
-            for table in _tables_of(parts, schema):
+            for table in tables:
                 # Otherwise a stream of Arrow gets a record batch for each part.
                 writer.write_table(table.combine_chunks(), max(1, table.num_rows))
                 yield sink.drain()
@@ -146,8 +151,11 @@ class ParquetWriter(TableWriter):
     """`compression` is one that pyarrow knows."""
 
     compression: str = PART_COMPRESSION
+    rows_per_file: int | None = rows_per_file_field()
+    """The rows of each file of a directory; None for a file for each batch, or one file."""
 
     def __post_init__(self) -> None:
+        check_rows_per_file(self.rows_per_file, self.path)
         if self.path.endswith(COMPRESSED_ENDINGS):
             raise ValueError(
                 f"the path is {self.path!r}, but a Parquet file is compressed inside; leave the ending out"
@@ -158,12 +166,17 @@ class ParquetWriter(TableWriter):
         rows, schema = sum(part.rows for part in filled), self.unify_schemas(filled)
         if not self.is_directory:
             return publishing.publish_stream(self.path, self.encode_parts(filled, schema), filled, staging, if_exists)
-        with files_on_disk(self._file_of(part, idx, schema, staging) for idx, part in enumerate(filled)) as files:
+        if self.rows_per_file is not None:
+            tables = split_tables(_tables_of(filled, schema), self.rows_per_file)
+            files = (self.encode_tables(tables_of_file, schema) for tables_of_file in tables)
+            return publish_split(self.path, filled, files, self.rows_per_file, ".parquet", staging, if_exists)
+        names = publishing.number_format(sum(1 for _ in filled), ".parquet")
+        numbered = enumerate(filled)
+        with files_on_disk(self._file_of(part, names.format(idx), schema, staging) for idx, part in numbered) as files:
             return publishing.publish_directory(self.path, files, rows, staging, if_exists)
 
-    def _file_of(self, part: PartInfo, part_idx: int, schema: pyarrow.Schema, staging: str) -> PublishedFile:
+    def _file_of(self, part: PartInfo, name: str, schema: pyarrow.Schema, staging: str) -> PublishedFile:
         """A part as a file of a directory, written again if its schema is not that of all."""
-        name = f"part-{part_idx:05d}.parquet"
         if _schema_of_part(part).equals(schema):
             return PublishedFile(name, part)
         return publishing.stage_file(staging, name, self.encode_parts([part], schema), [part])

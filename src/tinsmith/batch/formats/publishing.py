@@ -214,10 +214,12 @@ def publish_stream(
     return publish_file(path, [stage_file(staging, "published", chunks, parts).part], staging, if_exists)
 
 
-def stage_file(staging: str, name: str, chunks: Iterable[bytes], parts: Iterable[PartInfo] = ()) -> PublishedFile:
-    """Write a file that is computed from parts to the staging directory, to be published under its name in a
-    directory."""
-    rows = num_bytes = 0
+def stage_file(
+    staging: str, name: str, chunks: Iterable[bytes], parts: Iterable[PartInfo] = (), *, parts_bytes: int = 0
+) -> PublishedFile:
+    """Write a file that is computed from parts to the staging directory, to be published under its name in a directory.
+    `parts_bytes` stands for parts that are too many to be listed for each file."""
+    rows, num_bytes = 0, parts_bytes
     for part in parts:
         rows, num_bytes = rows + part.rows, num_bytes + part.bytes
     location = join(staging, name)
@@ -275,10 +277,21 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     return OutputInfo(path, rows, total, manifest_digest, store.head(manifest_key).etag)
 
 
-def publish_parts(path: str, parts: Iterable[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
-    """A directory of the parts that have rows, as they are; `name` formats the number of each."""
+def number_format(count: int, ending: str, stem: str = "part", width: int = 5) -> str:
+    """The format of the names of so many files, which sort in the order of their numbers."""
+    return f"{stem}-{{:0{max(width, len(str(max(0, count - 1))))}d}}{ending}"
+
+
+def publish_parts(
+    path: str, parts: Iterable[PartInfo], stem: str, ending: str, staging: str, if_exists: str
+) -> OutputInfo:
+    """A directory of the parts that have rows, as they are: `shard-000000.tar` and so on."""
     filled = FilledParts(parts)
-    return publish_directory(path, NumberedFiles(filled, name), sum(part.rows for part in filled), staging, if_exists)
+    count = rows = 0
+    for part in filled:
+        count, rows = count + 1, rows + part.rows
+    names = number_format(count, ending, stem, 6)
+    return publish_directory(path, NumberedFiles(filled, names), rows, staging, if_exists)
 
 
 def iter_published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:

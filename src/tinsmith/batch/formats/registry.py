@@ -134,7 +134,10 @@ class ReaderOrWriter:
     def to_dict(self) -> dict[str, Any]:
         """The format and the fields, and the source of a class outside tinsmith."""
         cls = type(self)
-        data = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
+        # A field that a release added is left out while it is not used: the dictionary of a stored job lacks it.
+        added = {field.name for field in fields(self) if field.metadata.get("optional")}
+        data = {name: value for name, value in values.items() if name not in added or value is not None}
         try:
             json.dumps(data)
         except (TypeError, ValueError) as error:
@@ -289,10 +292,14 @@ class OutputWriter(ReaderOrWriter):
 
 @dataclass
 class FileWriter(OutputWriter):
-    """A writer whose path must name a file."""
+    """A writer whose path must name a file, unless its output is split into several."""
+
+    @property
+    def _is_split(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
-        if not self.path or self.is_directory:
+        if not self.path or (self.is_directory and not self._is_split):
             raise ValueError(f"the path of a {type(self).__name__} is {self.path!r}; it must name a file")
 
 

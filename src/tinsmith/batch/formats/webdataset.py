@@ -160,7 +160,7 @@ class WebdatasetWriter(DirectoryWriter):
         filled = FilledParts(parts)
         if any(part.path.endswith(f".{KEYED_EXTENSION}") for part in filled):
             self._check_unique(filled)
-        return publishing.publish_parts(self.path, filled, "shard-{:06d}.tar", staging, if_exists)
+        return publishing.publish_parts(self.path, filled, "shard", ".tar", staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         reader = WebdatasetReader(part.path)
