@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -73,6 +74,19 @@ def test_a_part_of_a_file_can_be_read(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         client.files.content(file.id, extra_headers={"Range": "bytes=200-"})
     assert refused.value.status_code == 416
+
+
+@pytest.mark.parametrize("before", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_a_file_of_embeddings_is_refused_when_it_is_uploaded(client: openai.OpenAI, before: bytes) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
+    before_ids = [file.id for file in client.files.list()]
+    with pytest.raises(openai.BadRequestError, match=r"are to /v1/embeddings, which is not supported") as refusal:
+        upload(client, before + json.dumps(line).encode() + b"\n")
+    assert refusal.value.param == "file" and "/v1/completions" in str(refusal.value)
+    assert [file.id for file in client.files.list()] == before_ids
+    named = {**line, "url": "/v1/completions", "body": {"model": "m", "prompt": "what does /v1/embeddings do?"}}
+    for content in (json.dumps(named).encode(), b'{"url": "/v1/embeddings"', b""):
+        assert upload(client, before + content).bytes == len(before + content)
 
 
 def test_a_deleted_file_is_not_there(client: openai.OpenAI, fake_server: LiveServer) -> None:

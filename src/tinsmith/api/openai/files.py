@@ -7,6 +7,7 @@ stores it once it is complete and valid.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, cast
 
 import orjson
@@ -23,11 +24,13 @@ from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
 from tinsmith.api.services import Services
 from tinsmith.auth.quotas import Reservation
-from tinsmith.errors import NotFoundError, RequestError, TooLargeError
+from tinsmith.batch.openai import ENDPOINTS
+from tinsmith.batch.openai.rows import BYTE_ORDER_MARK
+from tinsmith.errors import NotFoundError, RequestError, TooLargeError, UserError
 from tinsmith.storage.stores import read_chunks
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, show, validate
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, read_object, show, validate
 
 JSONL_TYPE = "application/jsonl"
 MAX_NAME = 512
@@ -36,6 +39,7 @@ DAY_S = 86400
 RETENTION_S = 30 * DAY_S
 MIN_RETENTION_S, MAX_RETENTION_S = 3600, 30 * DAY_S
 EXTENSIONS = (".jsonl",)
+EMBEDDINGS = "/v1/embeddings"
 UPLOAD = fields(
     {"file": {"type": "string", "format": "binary"}, "purpose": one_of(BATCH)},
     {
@@ -91,6 +95,7 @@ def _store(services: Services, tenant_id: str, form: FormData, reservation: Rese
     size_bytes = file.size or 0
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
+    _check_endpoint(file, services.settings.max_body_bytes)
     reservation.cover(size_bytes)
     stored = services.files.store(new_id(), read_chunks(file.file))
     return orjson.dumps(file_body(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
@@ -114,6 +119,23 @@ def _read_upload(form: FormData) -> tuple[UploadFile, int]:
     expires_after = None if expiry == dict.fromkeys(expiry) else expiry
     upload_form = validate(UploadForm, {"purpose": form.get("purpose"), "expires_after": expires_after})
     return file, upload_form.expires_after.seconds if upload_form.expires_after else RETENTION_S
+
+
+def _check_endpoint(file: UploadFile, max_line_bytes: int) -> None:
+    """Raises RequestError for requests to an endpoint that no batch has. All requests of a batch are to one, so the
+    first decides; any other fault is found when a batch is created."""
+    line = next(filter(None, (line.strip() for line in iter(lambda: file.file.readline(max_line_bytes), b""))), b"")
+    file.file.seek(0)
+    url = None
+    if EMBEDDINGS.encode() in line:
+        with suppress(UserError):
+            url = read_object(line.removeprefix(BYTE_ORDER_MARK)).get("url")
+    if url == EMBEDDINGS:
+        raise RequestError(
+            "file",
+            f"the requests of the file are to {EMBEDDINGS}, which is not supported, since this server's models "
+            f"generate text; a batch's endpoint is one of {list(ENDPOINTS)}",
+        )
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:
