@@ -254,7 +254,10 @@ def test_a_resumed_job_counts_what_was_completed(jobs: BatchJobs) -> None:
     good, bad, waits = claim(jobs, job, 3)
     settle(jobs, job, (good, outcome(good)), (bad, outcome(bad, failed=1)), (waits, replace(APP, retry=False)))
     jobs.set_status(job.job_id, "one", "FAILED")
-    resumed = jobs.find("alice", jobs.create("alice", spec(resume_from=job.job_id, max_failed_rows=5)))
+    resumed_id = jobs.create("alice", spec(resume_from=job.job_id, max_failed_rows=5))
+    jobs.acquire_batch_coordinator(resumed_id, "two", "here", LEASE_S)
+    resumed = jobs.copy_resumed_batches(resumed_id, "two")
+    assert resumed is not None
     assert (resumed.tokens_in, resumed.tokens_out, resumed.total_batches) == (5, 7, 5)
     stored = jobs.get_batch_states(resumed.job_id)
     assert [(row["start_idx"], row["status"], row["rows_ok"], row["tokens_in"]) for row in stored] == [

@@ -275,10 +275,13 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
         other = {"format": "json", "path": "/other.jsonl"}
         jobs.create("alice", spec(resume_from=job.job_id, batch_input_format=other))
     resumed = jobs.find("alice", jobs.create("alice", spec(resume_from=job.job_id, batch_serialized_fn="another")))
+    assert (resumed.total_batches, resumed.total_rows, resumed.sealed) == (0, 8, False)
+    jobs.acquire_batch_coordinator(resumed.job_id, "two", "here", LEASE_S)
+    resumed = jobs.copy_resumed_batches(resumed.job_id, "two")
+    assert resumed is not None
     assert (resumed.total_batches, resumed.completed_batches, resumed.rows_ok, resumed.rows_failed) == (4, 1, 2, 0)
     assert resumed.root_job_id == job.job_id and resumed.total_rows == 8 and resumed.sealed
     assert jobs.resume_chain(resumed.job_id) == [job.job_id, resumed.job_id]
-    jobs.acquire_batch_coordinator(resumed.job_id, "two", "here", LEASE_S)
     claims = claim(jobs, resumed, 9, "two")
     assert [batch.span for batch in claims] == [(2, 3), (4, 5), (6, 7)]
     with pytest.raises(UserError, match=f"job {resumed.job_id} is PENDING"):
@@ -286,6 +289,57 @@ def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: Batch
     jobs.finish(resumed.job_id, "two", [("json", OutputInfo("/out.jsonl", 8, 100, "b" * 64))])
     with pytest.raises(UserError, match="has succeeded"):
         jobs.create("alice", spec(resume_from=job.job_id))
+
+
+def test_the_batches_of_a_resumed_job_are_copied_in_chunks_and_an_interrupted_copy_goes_on(
+    jobs: BatchJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "INSERT_CHUNK", 3)
+    job = create_owned_job(jobs, rows=20, max_failed_rows=9)
+    claims = claim(jobs, job, 9)
+    outcomes = [(batch, outcome(batch, failed=int(index == 5))) for index, batch in enumerate(claims[:8])]
+    jobs.settle_and_claim(job.job_id, "one", [*outcomes, (claims[8], replace(APP, retry=False))], {}, LEASE_S)
+    jobs.set_status(job.job_id, "one", "FAILED")
+    first = jobs.create("alice", spec(resume_from=job.job_id))
+    jobs.acquire_batch_coordinator(first, "two", "here", LEASE_S)
+    checks = iter([False, False, True])
+    interrupted = jobs.copy_resumed_batches(first, "two", lambda: next(checks))
+    assert interrupted is not None and not interrupted.sealed
+    assert (interrupted.total_batches, interrupted.completed_batches, interrupted.rows_ok) == (6, 5, 10)
+    assert jobs.acquire_batch_coordinator(first, "three", "here", LEASE_S)
+    with pytest.raises(SupersededError):
+        jobs.copy_resumed_batches(first, "two")
+    copied = jobs.copy_resumed_batches(first, "three")
+    assert copied is not None and copied.sealed
+    assert (copied.total_batches, copied.completed_batches, copied.rows_ok, copied.rows_failed) == (11, 7, 14, 0)
+    rows = jobs.get_batch_states(first)
+    spans = [(row["start_idx"], row["end_idx"]) for row in rows]
+    assert spans == [*((start, start + 1) for start in range(0, 16, 2)), (16, 16), (17, 17), (18, 19)]
+    assert [row["status"] == "COMPLETED" for row in rows] == [True] * 5 + [False] + [True] * 2 + [False] * 3
+
+
+def test_a_job_that_was_cancelled_while_it_copied_is_resumed_from_the_one_that_it_resumed(jobs: BatchJobs) -> None:
+    job = create_owned_job(jobs)
+    (done,) = claim(jobs, job)
+    jobs.settle_and_claim(job.job_id, "one", [(done, outcome(done))], {}, LEASE_S)
+    jobs.set_status(job.job_id, "one", "FAILED")
+    ids = [job.job_id]
+    for _ in range(2):
+        ids.append(jobs.create("alice", spec(resume_from=ids[-1])))
+        jobs.acquire_batch_coordinator(ids[-1], "one", "here", LEASE_S)
+        jobs.copy_resumed_batches(ids[-1], "one", lambda: True)
+        jobs.cancel("alice", ids[-1])
+        assert jobs.set_status(ids[-1], "one", "CANCELLED")
+        assert jobs.find("alice", ids[-1]).total_batches == 0
+    last = jobs.create("alice", spec(resume_from=ids[-1]))
+    jobs.acquire_batch_coordinator(last, "one", "here", LEASE_S)
+    copied = jobs.copy_resumed_batches(last, "one")
+    assert copied is not None and (copied.total_batches, copied.completed_batches, copied.total_rows) == (3, 1, 6)
+    never_planned = jobs.create("alice", spec())
+    jobs.acquire_batch_coordinator(never_planned, "one", "here", LEASE_S)
+    assert jobs.copy_resumed_batches(never_planned, "one") is None
+    jobs.set_status(never_planned, "one", "FAILED")
+    assert jobs.copy_resumed_batches(jobs.create("alice", spec(resume_from=never_planned)), "one") is None
 
 
 def test_a_request_that_is_sent_again_finds_its_job(jobs: BatchJobs) -> None:

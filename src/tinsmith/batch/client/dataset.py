@@ -361,7 +361,8 @@ class Dataset:
     def _check_same(self, stored: Status, status: Status, spec: JobSpec) -> None:
         """Raises JobRefusedError if a different job writes to these outputs and has rows."""
         is_over = status["status"] not in ("FAILED", "CANCELLED")
-        if not status["rows_ok"] and not is_over:
+        # A job that resumes another may take over its rows only later.
+        if not status["rows_ok"] and status.get("resume_from") is None and not is_over:
             return
         other = differences(stored, describe_job(spec), self.reader, self._options.get("errors"))
         allowed = stored.get("max_failed_rows", spec.max_failed_rows), spec.max_failed_rows

@@ -591,10 +591,16 @@ class JobRun:
             await self._set_status("CANCELLED")
 
     async def _prepare(self) -> None:
-        """Split the input unless that is done, and read the schemas and failures that earlier coordinators stored."""
+        """Split the input, or copy the batches of the job that this one resumes, unless that is done. Then read the
+        schemas and failures that earlier coordinators stored."""
         job_id = self.job.job_id
         if not self.job.sealed and not self._dispatch_ended.is_set() and self.job.status != "CANCELLING":
-            await self._plan()
+            should_stop = self._dispatch_ended.is_set
+            copied = await asyncio.to_thread(self._jobs.copy_resumed_batches, job_id, self._token, should_stop)
+            if copied is None:
+                await self._plan()
+            else:
+                self.job = copied
         if self.job.completed_batches:
             for output in range(len(self._spec.batch_output_formats)):
                 for schema in await asyncio.to_thread(self._jobs.schemas, job_id, output):

@@ -23,25 +23,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
+from tinsmith.batch.coordinator.resumption import RESULTS, copy_chunk, find_source, is_of_root, lock_resumed_job
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import (
     MAX_RETRIES,
     PROCESS_DEATHS,
-    SOURCE_FIELDS,
     AttemptFailure,
     AttemptOutcome,
     JobSpec,
     OutputInfo,
     ProgramError,
     RowRange,
-    staging_of,
 )
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ACTIVE_JOB as ACTIVE
@@ -167,8 +167,7 @@ class Transition:
 
 _JOB_COLUMNS = [JOBS.c[name] for name in JobRecord.__dataclass_fields__]
 WORK_FIELDS = ("batches", "rows", "first_row", "retried")
-_RESULTS = ("rows_ok", "rows_failed", "tokens_in", "tokens_out")
-_COUNTERS = ("total_batches", "completed_batches", *_RESULTS)
+_COUNTERS = ("total_batches", "completed_batches", *RESULTS)
 _DISPATCHED = sa.literal_column("'DISPATCHED'")
 _PENDING = sa.literal_column("'PENDING'")
 _IS_JOB = JOBS.c.job_id == sa.bindparam("job")
@@ -189,7 +188,7 @@ _IS_CURRENT_ATTEMPT = sa.and_(
 _COMPLETE = Statement(
     STATES.update()
     .where(_IS_CURRENT_ATTEMPT)
-    .values({name: sa.bindparam(name) for name in ("parts", *_RESULTS, "updated_at")})
+    .values({name: sa.bindparam(name) for name in ("parts", *RESULTS, "updated_at")})
     .values(status="COMPLETED", error_class=None, error=None, lease_expires_at=None)
 )
 # As a plain subquery, Postgres may run `first` once for each row.
@@ -272,8 +271,8 @@ class BatchJobs:
         other_outputs: bool = False,
         request: IdempotentRequest | None = None,
     ) -> int:
-        """Store a job. With `resume_from`, it begins with what that job completed; `other_outputs` lets it write to as
-        many other outputs. A `request` that was stored before gives the job of that time. Raises UserError,
+        """Store a job. With `resume_from`, its coordinator copies what that job completed; `other_outputs` lets it
+        write to as many other outputs. A `request` that was stored before gives the job of that time. Raises UserError,
         NotFoundError."""
         try:
             return self._create(tenant_id, spec, other_outputs, request)
@@ -302,17 +301,10 @@ class BatchJobs:
             "updated_at": now(),
         }
         with self._db.write() as connection:
-            resumed_job = None
             if spec.resume_from is not None:
-                resumed_job, resumed_fields = _lock_resumed_job(connection, tenant_id, spec, other_outputs)
-                values |= {"root_job_id": resumed_job.root_job_id or resumed_job.job_id, "sealed": resumed_job.sealed}
-                values["total_rows"] = resumed_job.total_rows
-                if resumed_job.sealed:
-                    values["spec"] |= resumed_fields
-            job_id = int(connection.scalar(JOBS.insert().returning(JOBS.c.job_id), values) or 0)
-            if resumed_job is not None and resumed_job.sealed:
-                _copy_batches(connection, resumed_job.job_id, job_id)
-            return job_id
+                columns = lock_resumed_job(connection, tenant_id, spec, other_outputs)
+                values |= {**columns, "spec": values["spec"] | columns.get("spec", {})}
+            return int(connection.scalar(JOBS.insert().returning(JOBS.c.job_id), values) or 0)
 
     def find(self, tenant_id: str, job_id: int) -> JobRecord:
         """A tenant's job. Raises NotFoundError."""
@@ -538,6 +530,27 @@ class BatchJobs:
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
             return _read_job(connection, job_id)
 
+    def copy_resumed_batches(
+        self, job_id: int, token: str, should_stop: Callable[[], bool] = lambda: False
+    ) -> JobRecord | None:
+        """Copy the batches of the job that this one resumes, which is then planned; None if that one has none, so that
+        this one has to be planned. Many short transactions let others write. Stops early, to be continued, if
+        `should_stop`. Raises SupersededError."""
+        with self._db.read() as connection:
+            source_id = find_source(connection, job_id)
+        if source_id is None:
+            return None
+        for chunk_idx in count():
+            with self._chunk(job_id, token, chunk_idx * INSERT_CHUNK) as connection:
+                if should_stop():
+                    return _read_job(connection, job_id)
+                if copy_chunk(connection, source_id, job_id, INSERT_CHUNK) < INSERT_CHUNK:
+                    break
+        with self._write_and_notify(job_id) as connection:
+            _fence(connection, job_id, token)
+            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(sealed=True))
+            return _read_job(connection, job_id)
+
     @contextmanager
     def _chunk(self, job_id: int, token: str, first: int) -> Iterator[Connection]:
         with self._db.write() as connection:
@@ -653,7 +666,7 @@ class BatchJobs:
         """The jobs that share a root with this one, itself included: it may refer to their parts."""
         query = sa.select(sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)).where(JOBS.c.job_id == job_id)
         root = query.scalar_subquery()
-        return self._db.scalars(sa.select(JOBS.c.job_id).where(_is_of_root(root)).order_by(JOBS.c.job_id))
+        return self._db.scalars(sa.select(JOBS.c.job_id).where(is_of_root(root)).order_by(JOBS.c.job_id))
 
     def record_cleaned(self, job_ids: Sequence[int]) -> None:
         with self._db.write() as connection:
@@ -713,10 +726,6 @@ def _update_dispatched(job_id: int) -> sa.Update:
     return STATES.update().where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
 
 
-def _is_of_root(root: sa.ColumnElement[int] | int) -> sa.ColumnElement[bool]:
-    return sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root)
-
-
 def _row_dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
     """Rows as dictionaries with plain strings as keys: orjson does not know SQLAlchemy's."""
     return [{str(name): value for name, value in row._mapping.items()} for row in rows]
@@ -747,7 +756,7 @@ class _Attempts:
 
     def _complete(self, claim: Claim, outcome: AttemptOutcome) -> bool:
         """Commit a batch. False if it is no longer this attempt's."""
-        counts = {name: getattr(outcome, name) for name in _RESULTS}
+        counts = {name: getattr(outcome, name) for name in RESULTS}
         parts = json.dumps([part.to_dict() for part in outcome.parts])
         parameters = {**self._attempt_parameters(claim), "parts": parts, **counts, "updated_at": now()}
         if _COMPLETE.count(self.connection, parameters) != 1:
@@ -839,59 +848,3 @@ class _Attempts:
         parameters = {"job": self.job_id, "worker": worker, "count": count, "token": self.token}
         claimed = _CLAIM.rows(self.connection, {**parameters, "lease_s": lease_s, "at": now()})
         return sorted((Claim(*row) for row in claimed), key=lambda claim: claim.start_idx)
-
-
-# Resuming.
-
-
-def _lock_resumed_job(
-    connection: Connection, tenant_id: str, spec: JobSpec, other_outputs: bool
-) -> tuple[sa.Row[Any], dict[str, Any]]:
-    """Lock the job to resume; returns its row and the fields that the new specification takes from it.
-
-    Raises NotFoundError, UserError."""
-    query = sa.select(JOBS).where(JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id)
-    old = connection.execute(query.with_for_update()).one_or_none()
-    if old is None:
-        raise NotFoundError(f"resume_from is {spec.resume_from}, but there is no such bulk job")
-    chain = connection.execute(sa.select(JOBS).where(_is_of_root(old.root_job_id or old.job_id))).all()
-    refusal = f"bulk job {old.job_id} cannot be resumed"
-    for other in chain:
-        if other.status not in ("FAILED", "CANCELLED"):
-            status = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
-            raise UserError(f"{refusal}: job {other.job_id} {status}")
-    for other in chain:
-        if other.cleaned or other.spec.get("purge"):
-            raise UserError(f"{refusal}: the parts of job {other.job_id} were deleted; submit a new job")
-    for name in ("batch_input_format", "limit", "rows", *(() if other_outputs else ("batch_output_formats",))):
-        if old.spec.get(name) != getattr(spec, name):
-            raise UserError(f"{refusal}: its {name} differs; give the same, or submit a new job")
-    before, after = old.spec["batch_output_formats"], spec.batch_output_formats
-    if len(before) != len(after):
-        raise UserError(f"{refusal}: it has {len(before)} outputs and the new job has {len(after)}; give as many")
-    part_formats = dict(old.spec.get("part_formats") or {})
-    for index, (written, new) in enumerate(zip(before, after, strict=True)):
-        if written != new:
-            part_formats = {staging_of(written["path"], job.job_id, index): written for job in chain} | part_formats
-    return old, {name: old.spec.get(name) for name in SOURCE_FIELDS} | {"part_formats": part_formats}
-
-
-def _copy_batches(connection: Connection, old_id: int, job_id: int) -> None:
-    """Batches that were completed without a failed row stay completed; the others are pending."""
-    is_complete = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
-    columns = {
-        "job_id": sa.literal(job_id),
-        "status": sa.case((is_complete, "COMPLETED"), else_="PENDING"),
-        "updated_at": sa.literal(now()),
-        "parts": STATES.c.parts,
-        **{name: sa.case((is_complete, STATES.c[name]), else_=0) for name in ("rows_ok", "tokens_in", "tokens_out")},
-        **{name: STATES.c[name] for name in ("batch_idx", "start_idx", "end_idx", "attempt_id", "worker_cluster")},
-    }
-    source = sa.select(*columns.values()).where(STATES.c.job_id == old_id, STATES.c.status != "SPLIT")
-    connection.execute(STATES.insert().from_select(list(columns), source))
-    completed = sa.case((STATES.c.status == "COMPLETED", 1), else_=0)
-    counted_columns = {"completed_batches": completed, **{name: STATES.c[name] for name in _RESULTS}}
-    sums = [sa.func.coalesce(sa.func.sum(column), 0).label(name) for name, column in counted_columns.items()]
-    query = sa.select(sa.func.count().label("total_batches"), *sums).where(STATES.c.job_id == job_id)
-    totals = {name: int(total) for name, total in connection.execute(query).one()._mapping.items()}
-    connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**totals))
