@@ -92,7 +92,10 @@ def split_tables(tables: Iterable[Any], rows_per_file: int) -> Iterator[Iterator
             num_left -= table.num_rows
             yield table
 
-    while waiting or (table := next(remaining, None)) is not None:
+    while True:
         if not waiting:
+            table = next(remaining, None)
+            if table is None:
+                return
             waiting.append(table)
         yield read_file()
