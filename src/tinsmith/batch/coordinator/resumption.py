@@ -53,14 +53,14 @@ def lock_resumed_job(connection: Connection, tenant_id: str, spec: JobSpec, othe
         if written != new:
             part_formats = {staging_of(written["path"], job.job_id, index): written for job in chain} | part_formats
     columns = {"root_job_id": old.root_job_id or old.job_id}
-    source = _planned_ancestor(chain, old.job_id)
+    source = _find_planned_job(chain, old.job_id)
     if source is None:
         return columns
     fields = {name: source.spec.get(name) for name in SOURCE_FIELDS} | {"part_formats": part_formats}
     return {**columns, "total_rows": source.total_rows, "spec": fields}
 
 
-def _planned_ancestor(chain: Sequence[sa.Row[Any]], job_id: int | None) -> sa.Row[Any] | None:
+def _find_planned_job(chain: Sequence[sa.Row[Any]], job_id: int | None) -> sa.Row[Any] | None:
     """The nearest job that has all its batches: this one, or the one that it resumes, and so on."""
     by_id = {job.job_id: job for job in chain}
     while job_id is not None and not by_id[job_id].sealed:
@@ -75,7 +75,7 @@ def find_source(connection: Connection, job_id: int) -> int | None:
     if job.resume_from is None:
         return None
     chain = connection.execute(sa.select(*columns).where(is_of_root(job.root_job_id))).all()
-    source = _planned_ancestor(chain, job.resume_from)
+    source = _find_planned_job(chain, job.resume_from)
     return None if source is None else int(source.job_id)
 
 
