@@ -78,7 +78,7 @@ FLAGS = {
     "batch list": {"--limit", "--json"},
     "batch show": {"job_id", "--json"},
     "batch logs": {"job_id", "--follow", "-f", "--json"},
-    "batch errors": {"job_id", "--full", "--json"},
+    "batch errors": {"job_id", "--full", "--limit", "--after", "--json"},
     "batch cancel": {"job_id", "--yes", "-y", "--json"},
     "batch purge": {"job_ids", "--all", "--yes", "-y", "--json"},
     "batch resume": {"job_id", "--output", "-o", "--format", "--detach", "-d", "--json"},
@@ -163,7 +163,7 @@ def test_the_documents_stay_short() -> None:
     # What benchmarks write, a page and a table, is as long as what they measured.
     written = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/benchmarks/gpu.md"}
     table = re.compile(r"<!-- targets.py writes .*?<!-- to here -->", re.DOTALL)
-    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 43_400
+    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 43_800
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -55,8 +55,8 @@ class ShippedWriter(OutputWriter):
             for part in parts:
                 lines.write(orjson.dumps([part.to_dict()]) + b"\n")
         with _child(spec, name) as child:
-            *_, end = child.run({"op": "publish", "output_idx": 0, "path": lines.name})
-            return OutputInfo.from_dict(_check_reply(end)["end"])
+            *_, end = child.run({"op": "publish", "output_idx": 0, "path": lines.name, "token": None})
+            return OutputInfo.from_dict(_check_reply(end)["end"]["output"])
 
     def _read(self, op: str, source: Mapping[str, Any]) -> Iterator[Row]:
         child = self._start_reader()
