@@ -127,6 +127,7 @@ WRITERS: dict[tuple[str, str], tuple[Fields, Fields]] = {
     ("json", "column"): ({}, {"column": "a"}),
     ("csv", "column"): ({}, {"column": "a"}),
     ("csv", "delimiter"): ({}, {"delimiter": ";"}),
+    **{(name, "rows_per_file"): ({}, {"rows_per_file": 1}) for name in ("json", "csv", "parquet", "openai_batch")},
     ("parquet", "column"): ({}, {"column": "a"}),
     ("parquet", "compression"): ({}, {"compression": "none"}),
     ("huggingface", "column"): ({}, {"column": "a"}),
