@@ -81,7 +81,7 @@ def measure_database(jobs: BatchJobs, batches: int) -> list[list[str]]:
 
 
 class _Worker:
-    """A stand-in for a worker's process, which holds a group of batches for a while and then reports all of them."""
+    """A stand-in for a worker, which holds a group of batches for a while and then reports all of them."""
 
     unusable = False
     infra_failures = 0

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 pytest.importorskip("ray")
 
-from support.coordinating import is_over, submit
+from support.coordinating import LIMITS, is_over, submit
 from support.databases import fresh_url
 from support.live import environment
 from support.raw_client import wait_until_gone
@@ -97,7 +99,9 @@ def read_output(directory: Path) -> list[dict[str, str]]:
 
 
 def worker_pids(directory: Path) -> list[int]:
-    return [int(path.name.removeprefix("pid-")) for path in directory.glob("pid-*")]
+    """The actors. A function whose actor has just been killed is a child of process 1."""
+    pids = [int(path.name.removeprefix("pid-")) for path in directory.glob("pid-*")]
+    return [pid for pid in pids if pid != 1]
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -124,7 +128,36 @@ def test_a_node_that_is_lost_changes_nothing_in_the_output(nodes: Nodes, jobs: B
     assert 0 < len(again) < 20, "what was in flight on that node, and nothing else"
     assert not any(state["retry_count"] for state in states), "and nobody's function is to blame"
     for pid in worker_pids(tmp_path):
-        wait_until_gone(pid)
+        assert wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_actor_that_dies_or_is_silent_is_replaced(
+    nodes: Nodes, jobs: BatchJobs, tmp_path: Path, how: signal.Signals
+) -> None:
+    job_id = submit(
+        jobs,
+        tmp_path,
+        slow_double,
+        replace(LIMITS, heartbeat_timeout_s=3.0),
+        fn_kwargs={"directory": str(tmp_path)},
+        batch_pool_name="ray",
+        rows=80,
+    )
+    struck: list[int] = []
+
+    def strike() -> None:
+        if not struck and jobs.find("local", job_id).completed_batches >= 6:
+            struck.extend(worker_pids(tmp_path)[:1])
+            os.kill(struck[0], how)
+
+    asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 2), jobs, job_id, strike))
+    assert jobs.find("local", job_id).status == "SUCCEEDED"
+    assert struck and read_output(tmp_path) == expected_rows(80) and leftovers(tmp_path) == []
+    assert not any(state["retry_count"] for state in jobs.get_batch_states(job_id)), "no function is to blame"
+    assert any(state["infra_retries"] for state in jobs.get_batch_states(job_id))
+    for pid in worker_pids(tmp_path):
+        assert wait_until_gone(pid)
 
 
 def test_slots_without_resources_do_not_block_others(nodes: Nodes, jobs: BatchJobs, tmp_path: Path) -> None:
@@ -154,7 +187,7 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
         until(lambda: jobs.find("local", job_id).completed_batches >= 6)
         first.kill()
     for pid in worker_pids(tmp_path):
-        wait_until_gone(pid)
+        assert wait_until_gone(pid)
     num_completed = jobs.find("local", job_id).completed_batches
     asyncio.run(run_to_the_end(settings_of(tmp_path, nodes, 2), jobs, job_id))
     assert read_output(tmp_path) == expected_rows(80) and leftovers(tmp_path) == []

@@ -1,4 +1,5 @@
-"""kill -9 at each of the seven steps of a job, of the server, a worker and its mapper: the output is the same.
+"""kill -9 at each of the seven steps of a job, of the server and a worker's children (the mapper's, and the one for
+operations): the output is the same.
 
 The steps are those of `failpoints.POINTS` below `batch.`. `pytest -s` prints what each kill cost. The servers here are
 only coordinators, in separate processes; `test_batch_jobs.py` starts full servers (slow).
@@ -31,6 +32,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import TEMPORARY_DIRECTORY
+from tinsmith.batch.worker.children import Child
 from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings
@@ -46,7 +48,8 @@ STEPS = {
     "batch.cleaned": 1,
 }
 """The hit at which to kill."""
-VICTIMS = ("server", "worker", "mapper")
+VICTIMS = ("server", "mapper", "io")
+"""The coordinator's process, which holds the workers, and the children of these by role."""
 AT_A_TIME = 3
 
 
@@ -111,8 +114,19 @@ def kill_server(directory: Path, url: str, step: str) -> Cost:
 _case = threading.local()
 
 
+_begun: list[tuple[Path, str, Child]] = []
+"""The children that have begun: the directory of their log, their role, and the child."""
+begin_child = Child.begin
+
+
+def record_begin(child: Child, first: dict[str, Any], log_path: Path) -> None:
+    """Replaces `Child.begin`."""
+    begin_child(child, first, log_path)
+    _begun.append((log_path.parent, first["role"], child))
+
+
 def hit_or_kill(point: str) -> None:
-    """Replaces `failpoints.hit`: at the step, kill a worker or its child."""
+    """Replaces `failpoints.hit`: at the step, kill a worker's child."""
     if point != getattr(_case, "step", ""):
         return
     _case.reached += 1
@@ -126,12 +140,10 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
         killed: list[int] = []
 
         def kill() -> None:
-            for worker in jobs.workers(setup.job_id):
-                pid = int(worker["pid_or_actor"])
-                below = [int(pid_text) for pid_text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-                killed.extend([pid] if victim == "worker" else below)
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
+            for log_directory, role, child in list(_begun):
+                if log_directory.parent == directory and role == victim and child.process.poll() is None:
+                    killed.append(child.process.pid)
+                    os.kill(child.process.pid, signal.SIGKILL)
 
         _case.step, _case.reached, _case.kill = step, 0, kill
         asyncio.run(coordinate(setup, jobs))
@@ -140,6 +152,7 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
 
 def test_any_kill_at_any_step_leaves_the_output_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "hit", hit_or_kill)
+    monkeypatch.setattr(Child, "begin", record_begin)
     costs: dict[tuple[str, str], Future[Cost]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for step in STEPS:

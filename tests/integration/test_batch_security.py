@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.coordinating import CoordinatorSetup, coordinate, submit
+from support.coordinating import PATIENCE_S, CoordinatorSetup, coordinate, start_process, submit
 from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness
 from support.live import LiveServer, serving
@@ -112,6 +112,46 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched_server: tuple[Live
     for module in ("worker.adapters", "worker.runtime", "worker.feed", "worker.child"):
         assert not [line for line in imported if f"'tinsmith.batch.{module}'" in line], module
     assert not [line for line in imported if "'cloudpickle'" in line]
+
+
+@batch.remote_function
+def count_listeners(opens_at: str) -> None:
+    """The listening sockets of this process, its parent and the parent's other children."""
+    import os
+    import socket
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    def listening_inodes() -> set[str]:
+        tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        return {words[9] for words in tcp if words[3] == "0A"} | {words[6] for words in unix if words[3] == "00010000"}
+
+    def inodes_of(pid: int) -> set[str]:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+        return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+
+    opened = []
+    for rows in batch.load():
+        if any(row["text"] == opens_at for row in rows):
+            opened.append(socket.create_server(("127.0.0.1", 0)))
+        siblings = " ".join(path.read_text() for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"))
+        family = {os.getppid(), *map(int, siblings.split())}
+        assert os.getpid() in family
+        inodes = set().union(*map(inodes_of, family))
+        batch.save_results([{"processes": len(family), "listening": len(inodes & listening_inodes())} for _ in rows])
+
+
+def test_no_process_of_a_job_listens(tmp_path: Path) -> None:
+    url = fresh_url(tmp_path, "sqlite")
+    with contextlib.closing(open_database(url)) as database:
+        job_id = submit(BatchJobs(database), tmp_path, count_listeners, fn_kwargs={"opens_at": "t18"})
+    process = start_process(CoordinatorSetup(url, str(tmp_path), job_id))
+    assert process.wait(PATIENCE_S) == 0, (tmp_path / "here.log").read_text()[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["listening"] for row in rows] == [0] * 18 + [1] * 2, "only what the function itself opened"
+    assert min(row["processes"] for row in rows) >= 3, "the coordinator, the function's, and the one for operations"
 
 
 # Permission to run code.

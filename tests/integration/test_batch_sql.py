@@ -464,12 +464,12 @@ def shout(marker: str) -> None:
     for rows in batch.load():
         if any(row["name"] == "r40" for row in rows) and not Path(marker).exists():
             Path(marker).write_text("once")
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         batch.save_results([{"id": row["id"], "text": row["name"].upper()} for row in rows])
 
 
 @pytest.mark.extended
-def test_from_table_to_table_with_a_worker_that_is_killed(server: LiveServer, url: str, tmp_path: Path) -> None:
+def test_from_table_to_table_with_a_function_that_is_killed(server: LiveServer, url: str, tmp_path: Path) -> None:
     make(url, 90)
     data = batch.read_sql(url, "items")
     outputs = [batch.SqlWriter(url, table="results"), batch.SqlWriter(url, table="ids", column="id")]

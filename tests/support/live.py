@@ -49,8 +49,8 @@ class LiveServer:
 
     def child_pids(self, module: str) -> list[int]:
         """The server's children that run a module."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split() if module.encode() in _command_line(pid)]
+        children = " ".join(path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"))
+        return sorted(int(pid) for pid in children.split() if module.encode() in _command_line(pid))
 
     def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         self.process.send_signal(how)

@@ -68,7 +68,7 @@ MUST_NOT_LOAD = {
         "pyarrow",
         "tinsmith.batch.worker.child",
     ),
-    "tinsmith.batch.worker.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
+    "tinsmith.batch.worker.child": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch", "alembic"),
     "tinsmith.cli.main": ("torch", "transformers", "numpy", "starlette", "sqlalchemy", "httpx", "tinker", "ray"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),

@@ -175,10 +175,10 @@ def test_a_worker_is_starting_until_it_is_recorded_as_ready(jobs: BatchJobs) -> 
     job = create_owned_job(jobs)
     for worker_id in ("w1", "w2"):
         jobs.record_launch("local", worker_id, job.job_id, "one", "local")
-    jobs.record_worker("w1", "127.0.0.1:1", "pid 7")
+    jobs.record_worker("w1", "pid 7")
     first, second = jobs.workers(job.job_id)
-    assert (first["state"], first["address"], first["pid_or_actor"]) == ("ready", "127.0.0.1:1", "pid 7")
-    assert (second["state"], second["address"]) == ("starting", None)
+    assert (first["state"], first["pid_or_actor"]) == ("ready", "pid 7")
+    assert (second["state"], second["pid_or_actor"]) == ("starting", None)
 
 
 # Resuming and deleting.
@@ -307,7 +307,7 @@ def test_nothing_that_happens_to_a_job_changes_its_neighbours(jobs: BatchJobs, d
         lambda: jobs.renew(name, "one", LEASE_S),
         lambda: jobs.settle_and_claim(name, "one", [], {"w": 9}, LEASE_S, paid_until={"rows": 1.0}),
         lambda: jobs.set_machines_aside(name, "one", [{"machine": "m1"}]),
-        lambda: jobs.record_worker(f"w{name}", "127.0.0.1:1", "pid 1"),
+        lambda: jobs.record_worker(f"w{name}", "pid 1"),
         lambda: jobs.delete_worker(f"w{name}"),
         lambda: jobs.record_launch("local", f"w{name}", name, "one", "local"),
         lambda: jobs.release(name, "one"),

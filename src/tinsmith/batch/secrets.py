@@ -2,9 +2,9 @@
 
 The directory has a file for each secret, as a mounted secret of Kubernetes or Docker has: `DIRECTORY/NAME` for every
 tenant that may run code, or `DIRECTORY/TENANT/NAME` for one, which goes first. The coordinator reads the values
-whenever it starts a worker and sends them over the worker's own connection, and the worker gives them to the job's
-processes as environment variables. So a job that is resumed, or that another server continues, gets today's values, and
-no value is in a specification, the database, a log, or a command line.
+whenever it starts a worker and hands them to it (on a Ray cluster in a call of the actor), and the worker gives them to
+the job's processes as environment variables. So a job that is resumed, or that another server continues, gets today's
+values, and no value is in a specification, the database, a log, or a command line.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
-from tinsmith.batch.pools import local
 from tinsmith.chat.dialects import read_tool_parsers
 from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engine_process import EngineProcess
@@ -323,7 +322,6 @@ def _start(
     supervisor.start(background)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
     if services.settings.runs_bulk_jobs:
-        local.sweep(services.coordinator.logs)
         services.coordinator.start(background)
     if services.settings.answers_clients:
         services.batch_reconciler.start(background, services.threads.sweeps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from tinsmith.settings.groups import PREFIX
@@ -76,13 +75,8 @@ def network_interface(host: str) -> str:
     return ""
 
 
-def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with the variables of a bulk job, for the job's own processes."""
-    return {**os.environ, **variables}
-
-
 def worker_environment() -> dict[str, str]:
-    """Return the environment of a bulk job worker, without secrets except bucket credentials."""
+    """Return the environment of a bulk job's processes, without secrets except bucket credentials."""
     return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_ACTOR_VARIABLES}
 
 

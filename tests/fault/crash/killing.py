@@ -17,7 +17,6 @@ from pathlib import Path
 MODULES = {
     "tinsmith.cli": "server",
     "tinsmith.engine": "engine",
-    "tinsmith.batch.worker.worker": "worker",
     "tinsmith.batch.worker.child": "mapper",
 }
 """The command lines of each kind of process."""

@@ -21,7 +21,7 @@ import orjson
 from tinsmith.batch.formats.registry import OutputWriter, is_shipped
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Row
 from tinsmith.batch.worker.children import ChildError, IoProcess
-from tinsmith.batch.worker.rpc import Message
+from tinsmith.batch.worker.frames import Message
 from tinsmith.errors import UserError
 
 

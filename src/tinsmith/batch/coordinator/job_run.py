@@ -68,7 +68,7 @@ from tinsmith.batch.types import (
     OutputInfo,
     part_base,
 )
-from tinsmith.batch.worker.rpc import Message
+from tinsmith.batch.worker.frames import Message
 from tinsmith.db.database import now
 from tinsmith.runtime.background import within
 from tinsmith.runtime.failpoints import hit

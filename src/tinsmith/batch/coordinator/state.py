@@ -637,9 +637,9 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(WORKERS.insert(), {**row, **times})
 
-    def record_worker(self, worker_id: str, address: str, process: str) -> None:
+    def record_worker(self, worker_id: str, process: str) -> None:
         """Record that a worker is ready. `process` names it for users."""
-        values = {"state": "ready", "address": address, "pid_or_actor": process, "last_seen_at": now()}
+        values = {"state": "ready", "pid_or_actor": process, "last_seen_at": now()}
         with self._db.write() as connection:
             connection.execute(WORKERS.update().where(WORKERS.c.worker_id == worker_id).values(**values))
 

@@ -1,7 +1,7 @@
 """The workers of one bulk job: started, lent to slots and operations, kept while idle, and ended.
 
-`RemoteWorker` makes the calls. A worker that refuses a call, breaks the connection, or is silent for longer than its
-heartbeats allow is lost (WorkerLostError). No batch is to blame, and the worker is never called again.
+`RemoteWorker` makes the calls. A worker that refuses a call, has ended, or is silent for longer than its heartbeats
+allow is lost (WorkerLostError). No batch is to blame, and the worker is never called again.
 
 `WorkerSet` holds the workers of a job. The row of a worker is written before its process starts and deleted after it
 has ended, so that the next coordinator of the job knows which workers to end. An unusable worker (lost, or its mapper
@@ -16,22 +16,21 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import MAX_CONCURRENT_REQUESTS, RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
-from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerStartError
+from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerLostError, WorkerStartError
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
-from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, Message, RpcClient
+from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.worker import CallRefusedError
 from tinsmith.errors import UserError
 from tinsmith.runtime.background import within
 
 MAX_OPERATION_TRIES = 3
-CALL_S = 10.0
-"""How long a worker may take to accept a connection or to read the next bytes of a request."""
 MAX_SETUP_FAILURES = 2
 """After this many failed starts of the mapper in one worker, another worker is tried."""
 MAX_INFRA_FAILURES = 3
@@ -41,14 +40,6 @@ AVOIDANCE_S = 120.0
 Result = tuple[tuple[int, int], AttemptOutcome | AttemptFailure]
 """An attempt by (batch_idx, attempt_id), and its result."""
 T = TypeVar("T")
-
-
-class WorkerLostError(Exception):
-    """The worker cannot be used any more. `host` is its machine, or empty if it is not known."""
-
-    def __init__(self, message: str, host: str = "") -> None:
-        super().__init__(message)
-        self.host = host
 
 
 class MachineSetAsideError(Exception):
@@ -98,9 +89,7 @@ class RemoteWorker:
     """Whether it has a child for operations."""
 
     def __post_init__(self) -> None:
-        address, token, silence_s = self.handle.address, self.handle.token, self.limits.heartbeat_timeout_s
         self._room = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
-        self._client = RpcClient(address, token, connect_s=CALL_S, silence_s=silence_s)
 
     @property
     def unusable(self) -> bool:
@@ -109,7 +98,7 @@ class RemoteWorker:
 
     async def call(self, name: str, **request: object) -> None:
         """Make a call whose result is not needed. Raises WorkerLostError."""
-        async for _ in self._stream(name, request):
+        async for _ in self._call(name, request):
             pass
 
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncGenerator[list[Result], None]:
@@ -121,7 +110,7 @@ class RemoteWorker:
             if self.router is not None:
                 serving = self.router.serve_requests(lambda answers: self.call("answer", answers=answers), self._room)
                 accept_requests = await stack.enter_async_context(serving)
-            stream = self._stream("feed_batch", {"assignments": assignments})
+            stream = self._call("feed_batch", {"assignments": assignments})
             async for message in await stack.enter_async_context(contextlib.aclosing(stream)):
                 if accept_requests is not None:
                     accept_requests(message.get("asks", ()))
@@ -147,7 +136,7 @@ class RemoteWorker:
     async def operate(self, op: str, **request: object) -> AsyncGenerator[Message, None]:
         """The messages of an operation, the last with its result as `end`. Raises OperationError, WorkerLostError."""
         message: Message = {}
-        async with contextlib.aclosing(self._stream("operate", {"op": op, **request})) as messages:
+        async with contextlib.aclosing(self._call("operate", {"op": op, **request})) as messages:
             async for message in messages:
                 if "error" in message:
                     raise OperationError(message["message"], message["error"])
@@ -165,35 +154,38 @@ class RemoteWorker:
 
     async def send(self, path: Path) -> str:
         """Send a file of this machine; returns its path where the worker is. Raises WorkerLostError."""
-        with path.open("rb") as file:
-            messages = [message async for message in self._stream("receive", {"size": path.stat().st_size}, file)]
-        return str(messages[0]["path"])
+        messages = [message async for message in self._receive("a file", self.handle.send_file(path))]
+        return str(messages[-1]["path"])
 
-    async def _stream(
-        self, name: str, request: Mapping[str, object], file: IO[bytes] | None = None
-    ) -> AsyncGenerator[Message, None]:
-        stream = self._client.stream(name, {"job_id": self.job_id, **request}, file)
+    def _call(self, name: str, request: Mapping[str, object]) -> AsyncGenerator[Message, None]:
+        return self._receive(name, self.handle.call(name, {"job_id": self.job_id, **request}))
+
+    async def _receive(self, name: str, messages: AsyncGenerator[Message, None]) -> AsyncGenerator[Message, None]:
+        """Yields messages of the worker. Raises WorkerLostError, also if none arrives for the heartbeat's timeout."""
+        silence_s = self.limits.heartbeat_timeout_s
         try:
-            async with contextlib.aclosing(stream) as messages:
-                async for message in messages:
+            async with contextlib.aclosing(messages):
+                while True:
+                    async with asyncio.timeout(silence_s):
+                        message = await anext(messages)
                     yield message
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise self._mark_lost(f"it was silent for {silence_s:g} s") from None
         except CallRefusedError as error:
-            message = f"the worker refused {name} ({error.status}): {str(error)[:500]}"
-            raise WorkerLostError(message, self.handle.host) from None
-        except ConnectionLostError as error:
+            raise WorkerLostError(f"the worker refused {name}: {str(error)[:500]}", self.handle.host) from None
+        except WorkerLostError as error:
             raise self._mark_lost(error) from error
 
     def _mark_lost(self, cause: object) -> WorkerLostError:
         self.lost = True
-        return WorkerLostError(f"worker {self.worker_id} was lost: {cause!r}", self.handle.host)
+        return WorkerLostError(f"worker {self.worker_id} was lost: {cause}", self.handle.host)
 
     async def close(self) -> None:
-        """End the process and all that it started, at once."""
+        """End the worker and all that it started, at once."""
         self.lost = True
-        try:
-            await self._client.close()
-        finally:
-            await self.handle.kill()
+        await self.handle.kill()
 
 
 def _parse_result(message: Message) -> Result:
@@ -211,7 +203,7 @@ async def temporary_worker(
     worker_id = _new_id(job_id)
     worker = RemoteWorker(worker_id, await pool.start(worker_id, None), job_id, spec.limits, None)
     try:
-        await worker.call("configure", spec=spec.to_dict(), secrets=secrets, start_mapper=False)
+        await worker.call("configure", secrets=secrets, spec=spec.to_dict(), start_mapper=False)
         yield worker
     finally:
         await worker.close()
@@ -338,8 +330,8 @@ class WorkerSet:
             self.hosts.add_worker(worker_id, handle.host)
             if handle.host in self._hosts_to_avoid() and (slot is None or self.pool.host_of(slot) is None):
                 raise MachineSetAsideError(f"a worker has started on {handle.host}, which is set aside")
-            await worker.call("configure", spec=self.spec.to_dict(), secrets=secrets, start_mapper=with_mapper)
-            await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.address, handle.process_name)
+            await worker.call("configure", secrets=secrets, spec=self.spec.to_dict(), start_mapper=with_mapper)
+            await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.process_name)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._delete_row(worker_id))
             expected = WorkerStartError | WorkerLostError | MachineSetAsideError | SupersededError | SQLAlchemyError

@@ -1,41 +1,52 @@
-"""A pool on the nodes of a Ray cluster: Ray places each worker with its reservation, and the coordinator calls it.
+"""A pool on the nodes of a Ray cluster: each worker is an actor, which Ray places with its reservation.
 
-Ray chooses the node, and ends a worker when its node or its coordinator is lost. Calls go over TCP. Rows, results and
-logs do not pass through Ray. The coordinator's process does not load Ray: a child process does (`ray_driver`), and
-ends with it. A slot for which the cluster has no room waits, which the cluster's autoscaler sees; other slots work
-meanwhile.
+Ray chooses the node, and ends a worker when its node or its coordinator is lost. The coordinator's process does not
+load Ray, since a broken Ray must not end it: a child process does (`ray_driver`), and ends with it. Calls, heartbeats,
+files and logs go through that process as frames on its pipes. A slot for which the cluster has no room waits, which the
+cluster's autoscaler sees; other slots work meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import secrets
+import itertools
 import sys
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
+from tinsmith.batch.pools.ray_actor import MESSAGE, REFUSED
+from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerLostError, WorkerStartError
 from tinsmith.batch.types import JobSpec
+from tinsmith.batch.worker.frames import FrameError, Message, decode, encode, pack, read_frame
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import CallRefusedError, ConnectionLostError, RpcClient
+from tinsmith.batch.worker.worker import CallRefusedError
 from tinsmith.runtime.background import within
 from tinsmith.settings.environment import ray_variables, role_environment
 
-RETRY_S = 1.0
-"""The pause before a log whose connection was lost is read on."""
 END_S = 5.0
 """How long the pool waits for a stopping worker."""
-LINE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
+"""The bytes of a file that one call carries."""
 RESOURCE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 """Ray's names of a node's resources, by those of an actor's options."""
 
 log = structlog.get_logger()
+
+
+@dataclass(eq=False, slots=True)
+class _Actor:
+    """The driver's state of one worker."""
+
+    log_path: Path
+    started: asyncio.Future[Message] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    exit_event: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: dict[int, asyncio.Queue[Message]] = field(default_factory=dict)
+    """The replies to its calls, by number."""
 
 
 class Driver:
@@ -49,45 +60,69 @@ class Driver:
         self._reader: asyncio.Task[None] | None = None
         self.nodes: dict[str, dict[str, float]] = {}
         """The resources of each node of the cluster, by its name, when a worker last started or ended."""
-        self._starting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._exit_events: dict[str, asyncio.Event] = {}
+        self._actors: dict[str, _Actor] = {}
+        self._replies: dict[int, asyncio.Queue[Message]] = {}
+        self._call_ids = itertools.count()
 
-    async def start(self, worker_id: str, request: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Event]:
-        """Start a worker; returns its address and an event that is set when it has ended. Waits for room."""
-        started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        exit_event = asyncio.Event()
+    async def start(self, worker_id: str, log_path: Path, request: Message) -> RayWorker:
+        """Start a worker. Waits for room. Raises WorkerStartError."""
         async with self._lock:
             if self._process is None:
                 await self._open()
-            self._starting[worker_id] = started
-            self._exit_events[worker_id] = exit_event
+            actor = self._actors[worker_id] = _Actor(log_path)
             self._send({"start": worker_id, **request})
         try:
-            return await started, exit_event
+            reply = await actor.started
         except BaseException:
             self.kill(worker_id)
             raise
-        finally:
-            self._starting.pop(worker_id, None)
+        return RayWorker(worker_id, reply["host"], reply["process"], self, actor.exit_event)
 
     def kill(self, worker_id: str) -> None:
         self._send({"kill": worker_id})
 
-    async def close(self) -> None:
-        process, reader = self._process, self._reader
-        if process is None or reader is None or process.stdin is None:
-            return
-        process.stdin.close()
+    async def call(self, worker_id: str, name: str, request: Message) -> AsyncGenerator[Message, None]:
+        """The messages of a call to a worker. Raises CallRefusedError, WorkerLostError."""
+        actor = self._actors.get(worker_id)
+        if actor is None or self._process is None or self._process.stdin is None:
+            raise WorkerLostError("the worker has ended")
+        call_id, replies = next(self._call_ids), asyncio.Queue[Message]()
+        actor.calls[call_id] = self._replies[call_id] = replies
+        is_complete = False
         try:
-            async with asyncio.timeout(END_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        await reader
+            self._send({"call": call_id, "worker": worker_id, "name": name, "request": encode(request)})
+            with contextlib.suppress(ConnectionError):  # the end of the process is reported to all calls
+                await self._process.stdin.drain()
+            while True:
+                reply = await replies.get()
+                is_complete = "lost" in reply
+                if is_complete:
+                    raise WorkerLostError(reply["lost"])
+                kind, value = decode(reply["part"])
+                is_complete = kind != MESSAGE
+                if kind == REFUSED:
+                    raise CallRefusedError(value)
+                if is_complete:
+                    return
+                yield value
+        finally:
+            del actor.calls[call_id], self._replies[call_id]
+            if not is_complete:
+                self._send({"cancel": call_id})
+
+    async def close(self) -> None:
+        if self._reader is None:
+            return
+        if (process := self._process) is not None and process.stdin is not None:
+            process.stdin.close()
+            await asyncio.wait({self._reader}, timeout=END_S)
+            if not self._reader.done():
+                _kill(process)
+        await self._reader
 
     async def _open(self) -> None:
+        if self._reader is not None:
+            await self._reader  # until the last process is gone
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -96,48 +131,73 @@ class Driver:
             stdout=asyncio.subprocess.PIPE,
             env=role_environment() | ray_variables(),
             start_new_session=True,
-            limit=LINE_BYTES,
         )
         self._process = process
         self._send({"address": self._address})
         self._reader = asyncio.create_task(self._read(process))
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(pack(message))
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Read the process's messages to its end, after which all its workers are gone."""
         assert process.stdout is not None
         reason = "the Ray driver process has ended"
         try:
-            async for line in process.stdout:
-                message = json.loads(line)
-                self.nodes = message.get("nodes") or self.nodes
+            while (message := await read_frame(process.stdout)) is not None:
                 if "refused" in message:
                     reason = message["refused"]
-                elif "started" in message:
-                    starting = self._starting.get(message["started"])
-                    if starting is not None and not starting.done():
-                        starting.set_result(message)
                 else:
-                    self._report_end(message["gone"], message["why"], message["host"])
-        except (ValueError, KeyError, TypeError) as error:  # not a line of its protocol
+                    self._handle(message)
+        except (FrameError, AttributeError, KeyError, TypeError, ValueError) as error:  # not a message of its protocol
             reason = f"the Ray driver process sent an invalid message: {error!r}"
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            _kill(process)
         finally:
             self._process = None
-            for worker_id in list(self._exit_events):
-                self._report_end(worker_id, reason)
-        await process.wait()
+            for worker_id in list(self._actors):
+                self._record_end(worker_id, reason)
+        if await within(END_S, process.wait()) is None:
+            _kill(process)
+            await process.wait()
 
-    def _report_end(self, worker_id: str, reason: str, host: str = "") -> None:
-        if worker_id in self._exit_events:
-            self._exit_events.pop(worker_id).set()
-        starting = self._starting.get(worker_id)
-        if starting is not None and not starting.done():
-            starting.set_exception(WorkerStartError(reason, host))
+    def _handle(self, message: Message) -> None:
+        self.nodes = message.get("nodes") or self.nodes
+        if "reply" in message:
+            if message["reply"] in self._replies:
+                self._replies[message["reply"]].put_nowait(message)
+        elif "log" in message:
+            if message["log"] in self._actors:
+                _append(self._actors[message["log"]].log_path, message["text"])
+        elif "started" in message:
+            actor = self._actors.get(message["started"])
+            if actor is not None and not actor.started.done():
+                actor.started.set_result(message)
+        else:
+            self._record_end(message["gone"], message["why"], message["host"])
+
+    def _record_end(self, worker_id: str, reason: str, host: str = "") -> None:
+        actor = self._actors.pop(worker_id, None)
+        if actor is None:
+            return
+        actor.exit_event.set()
+        for replies in actor.calls.values():
+            replies.put_nowait({"lost": reason})
+        if not actor.started.done():
+            actor.started.set_exception(WorkerStartError(reason, host))
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _append(log_path: Path, text: str) -> None:
+    try:
+        with log_path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        log.warning("a worker's log cannot be written", path=str(log_path), error=repr(error))
 
 
 @dataclass(slots=True)
@@ -145,55 +205,32 @@ class RayWorker:
     """A worker on a node of the cluster."""
 
     worker_id: str
-    address: str
-    token: str
     host: str
     process_name: str
     driver: Driver
     exit_event: asyncio.Event
-    log_path: Path
-    following: asyncio.Task[None] | None = field(default=None)
-    log_end: int = 0
-    """The byte up to which its log is copied."""
 
     @property
     def has_ended(self) -> bool:
         return self.exit_event.is_set()
 
+    def call(self, name: str, request: Message) -> AsyncGenerator[Message, None]:
+        return self.driver.call(self.worker_id, name, request)
+
+    async def send_file(self, path: Path) -> AsyncGenerator[Message, None]:
+        with path.open("rb") as file:
+            request: Message = {"size": path.stat().st_size, "is_first": True}
+            while (data := await asyncio.to_thread(file.read, CHUNK_BYTES)) or request["is_first"]:
+                async for message in self.call("receive", request | {"data": data}):
+                    yield message
+                request["is_first"] = False
+
     async def wait(self) -> None:
         await self.exit_event.wait()
 
     async def kill(self) -> None:
-        if self.following is not None:
-            if not self.has_ended:
-                self.following.cancel()
-            await within(END_S, asyncio.gather(self.following, return_exceptions=True))
         self.driver.kill(self.worker_id)
         await within(END_S, self.exit_event.wait())
-
-    async def follow(self) -> None:
-        """Copy its output to the log of this server until it ends."""
-        client = RpcClient(self.address, self.token, connect_s=END_S, silence_s=END_S)
-        try:
-            while not self.has_ended:
-                await self._copy(client, follow=True)
-                await within(RETRY_S, self.exit_event.wait())
-        except asyncio.CancelledError:
-            if not self.has_ended:
-                await self._copy(client, follow=False)
-            raise
-        finally:
-            await client.close()
-
-    async def _copy(self, client: RpcClient, *, follow: bool) -> None:
-        """Write the pages of the worker's log that are not copied yet; with `follow`, until its children have ended."""
-        with contextlib.suppress(CallRefusedError, ConnectionLostError, OSError):
-            async with contextlib.aclosing(client.stream("log", {"after": self.log_end, "follow": follow})) as pages:
-                async for page in pages:
-                    if page["text"]:
-                        with self.log_path.open("a", encoding="utf-8") as file:
-                            file.write(page["text"])
-                    self.log_end = page["end"]
 
 
 def reservation(pool: PoolSpec, job: JobSpec | None) -> dict[str, Any]:
@@ -234,15 +271,10 @@ class RayPool:
     ) -> RayWorker:
         """Start a worker. A worker for an operation reserves nothing, since the workers whose job it finishes may hold
         all resources."""
-        token = secrets.token_urlsafe(32)
         reserved = reservation(self.spec, job) if slot is not None else {"num_cpus": 0, "num_gpus": 0}
-        request = {"token": token, "setup": self.spec.setup, "reserved": reserved, "avoid": sorted(avoid)}
+        request = {"setup": self.spec.setup, "reserved": reserved, "avoid": sorted(avoid)}
         self._logs.directory.mkdir(parents=True, exist_ok=True)
-        path = self._logs.path(worker_id)
-        reply, exit_event = await self._driver.start(worker_id, request)
-        address, host, process = reply["address"], reply["host"], reply["where"]
-        worker = RayWorker(worker_id, address, token, host, process, self._driver, exit_event, path)
-        worker.following = asyncio.create_task(worker.follow())
+        worker = await self._driver.start(worker_id, self._logs.path(worker_id), request)
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.process_name)
         return worker
 

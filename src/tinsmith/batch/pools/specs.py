@@ -14,13 +14,14 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tinsmith.batch.pools.devices import Devices
 from tinsmith.batch.types import JobSpec
+from tinsmith.batch.worker.frames import Message
 from tinsmith.errors import SettingsError, UserError
 
 LOCAL, RAY = "local", "ray"
@@ -43,7 +44,15 @@ POOL_KEYS = {
 
 
 class WorkerStartError(Exception):
-    """The process of a worker did not start to listen. `host` is the machine, or empty if it is not known."""
+    """A worker did not start. `host` is the machine, or empty if it is not known."""
+
+    def __init__(self, message: str, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
+
+
+class WorkerLostError(Exception):
+    """The worker cannot be used any more. `host` is its machine, or empty if it is not known."""
 
     def __init__(self, message: str, host: str = "") -> None:
         super().__init__(message)
@@ -112,11 +121,8 @@ def max_job_workers(pool: PoolSpec, job: JobSpec) -> int:
 
 
 class WorkerHandle(Protocol):
-    """A started worker, and how to reach it."""
+    """A started worker: `worker.Worker` itself, or one on a Ray cluster."""
 
-    address: str
-    """`tcp://HOST:PORT`, or the path of a Unix socket."""
-    token: str
     host: str
     """The name of its machine, or of its GPUs there, for `Pool.start` and for users."""
 
@@ -128,12 +134,20 @@ class WorkerHandle(Protocol):
     @property
     def has_ended(self) -> bool: ...
 
+    def call(self, name: str, request: Message) -> AsyncGenerator[Message, None]:
+        """The messages of one of the calls in `worker.py`. Raises CallRefusedError, WorkerLostError."""
+        ...
+
+    def send_file(self, path: Path) -> AsyncGenerator[Message, None]:
+        """Copy a file of this machine to the worker's; each message has its `path` there. Raises as `call` does."""
+        ...
+
     async def wait(self) -> None:
         """Wait until it is gone."""
         ...
 
     async def kill(self) -> None:
-        """End the worker and its children, and delete its files."""
+        """End the worker and its children at once, and delete its files."""
         ...
 
 

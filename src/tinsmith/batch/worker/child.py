@@ -1,10 +1,11 @@
 """The process in which a worker runs a mapper or an operation.
 
 `python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD [MODULE...]` starts it and imports the modules.
-Messages (`rpc.py`) use two separate descriptors, so that a mapper may print. The first message holds the specification
-of the job and the path of the log. A child in the role `mapper` then reads assignments and replies with an outcome for
-each, or gives it back when it is asked to. One in the role `io` runs the operations of `io_operations.py`, replying to
-each with messages and an end. The process ends with its input, or with its worker.
+Messages (`frames.py`) use two separate descriptors, so that a mapper may print. The first message holds the
+specification of the job and the path of the log. A child in the role `mapper` then reads assignments and replies with
+an outcome for each, or gives it back when it is asked to. One in the role `io` runs the operations of
+`io_operations.py`, replying to each with messages and an end. The process ends with its input, or with its worker's
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError
 from tinsmith.batch.worker import logs
 from tinsmith.batch.worker.children import Marker, assignment_of
-from tinsmith.batch.worker.rpc import Message, pack, read_frames
+from tinsmith.batch.worker.frames import Message, pack, read_frames
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel

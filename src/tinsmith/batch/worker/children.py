@@ -1,6 +1,6 @@
 """A worker's children: processes in groups of their own, which can be killed at any time, and their attempts.
 
-`Child` is one process with two pipes of messages (`rpc.py`). `MapperProcess` sends attempts to a child that runs the
+`Child` is one process with two pipes of messages (`frames.py`). `MapperProcess` sends attempts to a child that runs the
 mapper and starts another child when that one dies. `IoProcess` runs operations, in the role `io`.
 
 A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
@@ -30,9 +30,8 @@ from typing import IO
 from tinsmith import __version__
 from tinsmith.batch import operations
 from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, JobSpec
+from tinsmith.batch.worker.frames import FrameError, Message, pack, read_frames
 from tinsmith.batch.worker.logs import strip_tags
-from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
-from tinsmith.settings.environment import child_environment
 
 TAIL_BYTES = 4000
 READ_AND_STORED = 2
@@ -117,10 +116,10 @@ class Child:
     """One process. `begin` gives it its role. Its output and that of its own children goes to the log."""
 
     def __init__(
-        self, python: str, log_path: Path, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
+        self, python: str, log_path: Path, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        """Starts the process, which imports `modules` before it waits for `begin`. It has this process's environment
-        and these variables."""
+        """Starts the process, which imports `modules` before it waits for `begin`. Without an environment, it has that
+        of this process."""
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
         try:
@@ -130,7 +129,7 @@ class Child:
                 self.process = subprocess.Popen(
                     [python, "-m", "tinsmith.batch.worker.child", *map(str, inherited), *modules],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, start_new_session=True,
-                    env=child_environment(variables) if variables else None,
+                    env=environment,
                 )  # fmt: skip
         except BaseException:
             os.close(we_write)
@@ -155,9 +154,12 @@ class Child:
             self._input.flush()
 
     def messages(self) -> Iterator[Message]:
-        """The child's messages, to its end. A child that sends an invalid frame is killed."""
+        """The child's messages, to its end. A child that sends anything else is killed."""
         try:
-            yield from read_frames(self._output)
+            for message in read_frames(self._output):
+                if not isinstance(message, dict):
+                    raise FrameError(f"a message is a {type(message).__name__}; it must be a map")
+                yield message
         except FrameError:
             self.kill()
 
@@ -186,19 +188,20 @@ class Child:
             return strip_tags(log.read().decode(errors="replace"))
 
 
-def spare(role: str) -> Child:
+def start_spare(role: str, environment: Mapping[str, str] | None) -> Child:
     """A child of this interpreter that has imported what the role needs before a job is known."""
-    return Child(sys.executable, Path(os.devnull), MODULES[role])
+    return Child(sys.executable, Path(os.devnull), MODULES[role], environment)
 
 
-def start_child(python: str, spare: Child | None, log_path: Path, variables: Mapping[str, str] | None = None) -> Child:
-    """Return the spare, if it is alive, of this interpreter, and needs no variables, which libraries may read when they
-    are imported; or else start a child. Raises OSError."""
+def start_child(
+    python: str, spare: Child | None, log_path: Path, environment: Mapping[str, str] | None = None
+) -> Child:
+    """Return the spare if it is alive and of this interpreter, or else start a child. Raises OSError."""
     if spare is not None:
-        if python == sys.executable and spare.process.poll() is None and not variables:
+        if python == sys.executable and spare.process.poll() is None:
             return spare
-        spare.kill()
-    return Child(python, log_path, variables=variables)
+        spare.reap()
+    return Child(python, log_path, environment=environment)
 
 
 def interpreter(spec: Message) -> str:
@@ -209,13 +212,12 @@ def interpreter(spec: Message) -> str:
     return sys.executable
 
 
-def interpreter_problem(python: str, variables: Mapping[str, str] | None = None) -> str:
+def interpreter_problem(python: str, environment: Mapping[str, str] | None = None) -> str:
     """Why this interpreter cannot run a mapper, and the fix; empty if it can."""
     try:
         probe = subprocess.run(
-            [python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False,
-            env=child_environment(variables) if variables else None,
-        )  # fmt: skip
+            [python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False, env=environment
+        )
     except subprocess.TimeoutExpired:
         return f"{python} did not start within {PROBE_S:g} s"
     except OSError as error:
@@ -239,6 +241,7 @@ def interpreter_problem(python: str, variables: Mapping[str, str] | None = None)
 
 
 RETURNED_ATTEMPT = AttemptFailure("GivenBack", "other batches took too long", infra=True, begun=False)
+SHUTDOWN = AttemptFailure("Shutdown", "the worker was shut down", infra=True)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -285,10 +288,10 @@ class MapperProcess:
         spec: Message,
         log_path: Path,
         spare: Child | None = None,
-        variables: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._first = {"role": "mapper", "spec": spec}
-        self._variables = variables
+        self._environment = environment
         self._python = interpreter(spec)
         self._spare = spare
         self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
@@ -310,6 +313,11 @@ class MapperProcess:
         """Successive children that died while they worked on nothing."""
         self._closed = False
         self._start_error: Message | None = None
+
+    @property
+    def pid(self) -> int | None:
+        child = self._child
+        return child.process.pid if child is not None else None
 
     @property
     def state(self) -> Message:
@@ -356,19 +364,24 @@ class MapperProcess:
                 self._child.send({"take_back": keys_in_child})
 
     def _start_child(self) -> None:
+        if self._closed:
+            self._settle_all(SHUTDOWN)
+            return
         if self._problem is None:
-            self._problem = interpreter_problem(self._python, self._variables)
+            self._problem = interpreter_problem(self._python, self._environment)
         if self._problem:
             self._start_failed("InterpreterError", self._problem, final=True, of_machine=True)
             return
         try:
-            child = start_child(self._python, self._spare, self._log_path, self._variables)
+            child = start_child(self._python, self._spare, self._log_path, self._environment)
         except OSError as error:
             self._settle_all(AttemptFailure("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
         self._spare = None
-        child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         self._child, self._answered, self._timed_out = child, False, None
+        if self._closed:  # meanwhile, by `kill`
+            child.kill()
+        child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         for attempt in self._waiting.values():
             attempt.began_at, attempt.is_sent = None, False
         self._start_clocks()
@@ -383,22 +396,28 @@ class MapperProcess:
                 start_error = message
                 child.end()
                 break
-            with self._lock:
-                self._answered, self._start_error = True, None
-                if "asks" in message:
-                    self._ask(message["asks"])
-                elif "taken_back" in message:
-                    for key in map(tuple, message["taken_back"]):
-                        if key in self._waiting:
-                            self._settle(self._waiting[key], RETURNED_ATTEMPT)
-                else:
-                    self._complete(message["outcomes"])
+            try:
+                self._handle(message)
+            except (AttributeError, KeyError, TypeError, ValueError):  # not a message of its protocol
+                child.kill()
         status = child.process.wait()
-        child.kill()  # its own children may have outlived it
+        child.reap()  # its own children may have outlived it
         with self._lock:
             self._child = None
             if not self._closed:
                 self._on_death(status, start_error, child)
+
+    def _handle(self, message: Message) -> None:
+        with self._lock:
+            self._answered, self._start_error = True, None
+            if "asks" in message:
+                self._ask(message["asks"])
+            elif "taken_back" in message:
+                for key in map(tuple, message["taken_back"]):
+                    if key in self._waiting:
+                        self._settle(self._waiting[key], RETURNED_ATTEMPT)
+            else:
+                self._complete(message["outcomes"])
 
     def _ask(self, asks: list[Message]) -> None:
         asks_by_key: dict[tuple[int, int], list[Message]] = {}
@@ -499,17 +518,26 @@ class MapperProcess:
                 self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
                 self._child.kill()
 
+    def kill(self) -> None:
+        """Kill the child at once. Takes no lock: a thread that writes to a child that reads nothing holds it."""
+        self._closed = True
+        if (child := self._child) is not None:
+            child.kill()
+
     def close(self, grace_s: float) -> None:
         """Settle all attempts; the mapper may end by itself within the grace period."""
         with self._lock:
             self._closed = True
-            child = self._child or self._spare
-            self._settle_all(AttemptFailure("Shutdown", "the worker was shut down", infra=True))
+            child = self._child
+            self._settle_all(SHUTDOWN)
+        if self._spare is not None:
+            self._spare.reap()
         if child is not None:
             child.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(grace_s)
             child.kill()
+            child.process.wait()
 
 
 def _describe_death(status: int, when: str, child: Child) -> str:
@@ -533,23 +561,26 @@ class IoProcess:
         job_id: int | str,
         log_path: Path,
         spare: Child | None = None,
-        variables: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._variables = variables
+        self._environment = environment
         self._first = {"role": "io", "spec": spec, "job_id": job_id}
         self._log_path = log_path
         self._spare = spare
         self._lock = threading.Lock()
         self._child: Child | None = None
+        self._closed = False
 
     def run(self, request: Message) -> Iterator[Message]:
         """The messages of an operation, the last with `end` or `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
-                self._child = start_child(sys.executable, self._spare, self._log_path, self._variables)
+                self._child = start_child(sys.executable, self._spare, self._log_path, self._environment)
                 self._child.begin(self._first, self._log_path)
                 self._spare = None
             child = self._child
+            if self._closed:
+                child.kill()
             child.send(request)
             for message in child.messages():
                 yield message
@@ -557,16 +588,22 @@ class IoProcess:
                     return
             self._child = None
             status = child.process.wait()
+            child.reap()
             raise ChildError(f"the process of {request['op']!r} ended with status {status}\n{child.tail()}")
 
-    def close(self) -> None:
-        child = self._child or self._spare
-        if child is not None:
-            child.end()
+    def kill(self) -> None:
+        """Kill the child at once, which ends an operation in progress, and start no other."""
+        self._closed = True
+        if (child := self._child) is not None:
             child.kill()
 
+    def close(self) -> None:
+        self.kill()
+        with self._lock:  # until the operation in progress has seen the child's end
+            self.reap()
+
     def reap(self) -> None:
-        """End the child and release all that it has here, for a process that goes on and reads nothing more."""
-        if self._child is not None:
-            self._child.reap()
-            self._child = None
+        """End the child and release all that it has here. Nothing reads its messages any more."""
+        for child in filter(None, (self._child, self._spare)):
+            child.reap()
+        self._child = self._spare = None

@@ -37,7 +37,7 @@ from tinsmith.batch.types import (
     staging_of,
 )
 from tinsmith.batch.worker.children import assignment_of
-from tinsmith.batch.worker.rpc import Message, pack
+from tinsmith.batch.worker.frames import Message, pack
 from tinsmith.errors import UserError
 from tinsmith.storage.fencing import FencingToken
 from tinsmith.storage.locations import open_store
@@ -137,7 +137,7 @@ def _issue_token(spec: JobSpec, job_id: int | str, output_idx: int) -> dict[str,
 
 def _publish(spec: JobSpec, job_id: int | str, request: Message) -> Message:
     """Publish an output from the file `path`, which has a line for each batch or, for the output of errors, for each
-    failed row. The file is deleted. The result has the `output`, or says why its `token` is stale."""
+    failed row. The result has the `output`, or says why its `token` is stale."""
     index, path = int(request["output_idx"]), request["path"]
     token = None if request["token"] is None else FencingToken(**request["token"])
     try:
@@ -149,8 +149,6 @@ def _publish(spec: JobSpec, job_id: int | str, request: Message) -> Message:
                     output = publish_errors(spec, job_id, map(orjson.loads, lines))
     except StaleWriterError as error:
         return {"stale": str(error)}
-    finally:
-        os.unlink(path)
     if token is not None:
         token.release()
     return {"output": output.to_dict()}

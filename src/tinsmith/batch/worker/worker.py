@@ -1,45 +1,38 @@
-"""A worker: a small service that runs the batches of one job in a child and survives the child's death.
+"""A worker: runs the batches of one job in a child and survives the child's death.
 
-`python -m tinsmith.batch.worker.worker [ROLE...]` starts a spare child for each role, reads one line of JSON from
-standard input (token, where to listen, log, a directory for received files, which it deletes at its end) and writes one
-(its address). The worker and its children end when standard input closes, which happens when the process that started
-the worker ends.
+A worker is an object of the process that is the parent of its children: the coordinator's for a pool on this machine
+(`pools/local.py`), an actor for a pool on a Ray cluster (`pools/ray_actor.py`). The children end with that process.
+Only the owner of the object makes calls, so a superseded coordinator has no way to another one's workers.
 
-The calls (`rpc.py`):
+The calls (`Worker.call`):
 - `configure`, once, before the others: the specification, and the values of its secrets, which stay in memory.
 - `feed_batch` with the `assignments` of a group. It streams results of attempts, requests of operations to the server
   (`asks`), and a heartbeat a second while there is neither. `answer` brings the server's answers. At most
   `MAX_IN_FLIGHT` groups are in flight at a time. If no attempt ends for a second, those that the mapper has not begun
   are given back.
 - `operate`: plan, issue_token, publish, delete, give_up; streams messages and heartbeats.
-- `receive`: a file that the worker reads. `log` for a coordinator on another machine: the worker's log.
-- `health`, `shutdown`.
-
-The token belongs to one coordinator of one job, so a superseded coordinator cannot use the worker.
+- `shutdown`: returns at once; the worker ends when its mapper has ended or the grace period is over.
+- `health`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import shutil
-import sys
 import threading
 import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import structlog
 
 from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess, spare
-from tinsmith.batch.worker.logs import read_page, write_to
-from tinsmith.batch.worker.rpc import CallRefusedError, Message, RpcServer, read_chunks
-from tinsmith.runtime.background import within
+from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess
+from tinsmith.batch.worker.frames import Message
 
 T = TypeVar("T")
 
@@ -50,11 +43,16 @@ MAX_IN_FLIGHT = MAX_CONCURRENT_BATCHES + 1
 MAX_GROUP = 256
 GATHER_S = 0.02
 """How long a settled attempt waits for others, to be sent in one message."""
-FLUSH_S = 5.0
-"""How long a worker waits at its shutdown for its replies and the rest of its log to be sent."""
-MAX_THREADS = 64
+MAX_THREADS = 8
+"""The most calls of one worker that block on its children at a time."""
 OPERATIONS = ("plan", "issue_token", "publish", "delete", "give_up")
 ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
+
+log = structlog.get_logger()
+
+
+class CallRefusedError(Exception):
+    """The worker refused a call; the message says why."""
 
 
 class LoopQueue(Generic[T]):
@@ -78,74 +76,100 @@ class LoopQueue(Generic[T]):
 
 
 class Worker:
-    """The calls of one worker. Calls that may block on a child run on a thread."""
+    """One worker. Calls that may block on a child run on threads of its own."""
 
-    def __init__(self, token: str, log_path: Path, directory: Path, spares: Mapping[str, Child] | None = None) -> None:
+    def __init__(
+        self, log_path: Path, environment: Mapping[str, str], host: str, spares: Mapping[str, Child] | None = None
+    ) -> None:
+        """`environment` is that of its children, without the job's variables; `host` names the machine."""
+        self.host = host
         self._log_path = log_path
+        self._environment = environment
         self._spares = dict(spares or {})
-        self._directory = directory
         self._job_id: int | None = None
         self._mapper: MapperProcess | None = None
         self._io_process: IoProcess | None = None
         self._num_groups = 0
-        self._draining = False
-        self._children_ended = asyncio.Event()
-        self._stopped = asyncio.Event()
-        self._stopping: asyncio.Task[None] | None = None
-        self._server = RpcServer(
-            token,
-            {
-                "configure": self._configure,
-                "feed_batch": self._feed,
-                "answer": self._answer,
-                "operate": self._operate,
-                "receive": self._receive,
-                "log": self._log,
-                "health": self._health,
-                "shutdown": self._shut_down,
-            },
-        )
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "batch-worker")
+        self._ending: asyncio.Task[None] | None = None
+        self._end_event = asyncio.Event()
+        self._handlers: Mapping[str, Callable[[Message], Awaitable[Message] | AsyncGenerator[Message, None]]] = {
+            "configure": self._configure,
+            "feed_batch": self._feed_batch,
+            "answer": self._answer,
+            "operate": self._operate,
+            "health": self._read_health,
+            "shutdown": self._shut_down,
+        }
 
-    async def listen(self, path: str | None, host: str) -> str:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
-        return await self._server.listen(path, host)
+    @property
+    def process_name(self) -> str:
+        """The process of its function or, before there is one, this process."""
+        pid = self._mapper.pid if self._mapper is not None else None
+        return str(pid or os.getpid())
 
-    async def serve(self) -> None:
-        """Serve calls until one of them shuts the worker down."""
-        await self._stopped.wait()
-        await self._server.close()
+    @property
+    def has_ended(self) -> bool:
+        return self._end_event.is_set()
 
-    def close(self, grace_s: float = 0) -> None:
-        """End the children."""
-        self._draining = True
-        if self._mapper is not None:
-            self._mapper.close(grace_s)
-        if self._io_process is not None:
-            self._io_process.close()
-        for child in self._spares.values():
-            child.kill()
+    async def wait(self) -> None:
+        """Wait until it has ended."""
+        await self._end_event.wait()
+
+    async def kill(self) -> None:
+        """End the children at once, also within a grace period."""
+        for process in filter(None, (self._mapper, self._io_process)):
+            process.kill()
+        await asyncio.shield(self._begin_end(0.0))
+
+    async def send_file(self, path: Path) -> AsyncGenerator[Message, None]:
+        """The last message has the path of the file for this worker's children, which are on the caller's machine."""
+        yield {"path": str(path)}
+
+    async def call(self, name: str, request: Message) -> AsyncGenerator[Message, None]:
+        """The messages of a call. Raises CallRefusedError, also for an exception of the call."""
+        try:
+            if name not in self._handlers:
+                raise CallRefusedError(f"unknown call {name!r}; the calls are {sorted(self._handlers)}")
+            reply = self._handlers[name](request)
+            if isinstance(reply, AsyncGenerator):
+                async with contextlib.aclosing(reply) as messages:
+                    async for message in messages:
+                        yield message
+            elif message := await reply:
+                yield message
+        except CallRefusedError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise CallRefusedError(f"the request is not valid: {error!r}") from error
+        except Exception as error:
+            log.exception("a call to a worker of bulk jobs failed", call=name, job_id=self._job_id)
+            raise CallRefusedError(f"the call failed: {error!r}") from error
 
     # The calls.
 
-    async def _configure(self, request: Message, _: asyncio.StreamReader) -> Message:
+    async def _configure(self, request: Message) -> Message:
         if self._job_id is not None:
-            raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
+            raise CallRefusedError(f"this worker is configured for job {self._job_id}")
         self._job_id = int(request["job_id"])
         spec = request["spec"]
         variables = {**spec.get("env", {}), **request.get("secrets", {})}
-        self._mapper = MapperProcess(spec, self._log_path, self._spares.pop("mapper", None), variables)
-        self._io_process = IoProcess(spec, self._job_id, self._log_path, self._spares.pop("io", None), variables)
+        environment = {**self._environment, **variables}
+        # Libraries may read variables when they are imported, which spares have done.
+        mapper_spare, io_spare = (None if variables else self._spares.pop(role, None) for role in ("mapper", "io"))
+        self._mapper = MapperProcess(spec, self._log_path, mapper_spare, environment)
+        self._io_process = IoProcess(spec, self._job_id, self._log_path, io_spare, environment)
         threading.Thread(target=self._watch, args=(self._mapper,), daemon=True).start()
         if request.get("start_mapper"):
-            await asyncio.to_thread(self._mapper.start)
+            await self._run_on_thread(self._mapper.start)
         return {}
 
     def _watch(self, mapper: MapperProcess) -> None:
-        while not self._draining:
+        while self._ending is None:
             time.sleep(WATCH_S)
             mapper.watch()
 
-    async def _feed(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
+    async def _feed_batch(self, request: Message) -> AsyncGenerator[Message, None]:
         mapper, _io_process = self._require_job(request)
         events: LoopQueue[Attempt | list[Message]] = LoopQueue()
         attempts = [
@@ -153,17 +177,17 @@ class Worker:
             for assignment in request["assignments"]
         ]
         if not 0 < len(attempts) <= MAX_GROUP:
-            raise CallRefusedError(400, f"assignments has {len(attempts)} items; it must have from 1 to {MAX_GROUP}")
+            raise CallRefusedError(f"assignments has {len(attempts)} items; it must have from 1 to {MAX_GROUP}")
         if self._num_groups >= MAX_IN_FLIGHT:
-            raise CallRefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
+            raise CallRefusedError(f"{MAX_IN_FLIGHT} groups of batches are in flight")
         self._num_groups += 1
         try:
-            await asyncio.to_thread(mapper.feed, attempts)
+            await self._run_on_thread(mapper.feed, attempts)
             num_unsettled = len(attempts)
             while num_unsettled:
                 new_events = await _next_events(events, num_unsettled)
                 if not new_events:
-                    await asyncio.to_thread(mapper.give_back, attempts)
+                    await self._run_on_thread(mapper.give_back, attempts)
                     yield {"alive": True}
                 if asks := [ask for event in new_events if isinstance(event, list) for ask in event]:
                     yield {"asks": asks}
@@ -173,15 +197,15 @@ class Worker:
         finally:
             self._num_groups -= 1
 
-    async def _answer(self, request: Message, _: asyncio.StreamReader) -> Message:
+    async def _answer(self, request: Message) -> Message:
         mapper, _io_process = self._require_job(request)
-        await asyncio.to_thread(mapper.answer, request["answers"])
+        await self._run_on_thread(mapper.answer, request["answers"])
         return {}
 
-    async def _operate(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
+    async def _operate(self, request: Message) -> AsyncGenerator[Message, None]:
         _mapper, io_process = self._require_job(request)
         if request.get("op") not in OPERATIONS:
-            raise CallRefusedError(400, f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
+            raise CallRefusedError(f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
         messages: LoopQueue[Message] = LoopQueue()
 
         def run() -> None:
@@ -199,58 +223,45 @@ class Worker:
                 return
 
     def _require_job(self, request: Message) -> tuple[MapperProcess, IoProcess]:
-        if self._draining:
-            raise CallRefusedError(409, "this worker is shutting down")
+        if self._ending is not None:
+            raise CallRefusedError("this worker is shutting down")
         if self._mapper is None or self._io_process is None:
-            raise CallRefusedError(409, "this worker is not configured")
+            raise CallRefusedError("this worker is not configured")
         if request.get("job_id") != self._job_id:
-            raise CallRefusedError(409, f"this worker is configured for job {self._job_id}")
+            raise CallRefusedError(f"this worker is configured for job {self._job_id}")
         return self._mapper, self._io_process
 
-    async def _receive(self, request: Message, reader: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
-        """Receive a file of `size` bytes, which the caller sends after the first message."""
-        size = request["size"]
-        if not isinstance(size, int) or size < 0:
-            raise CallRefusedError(400, f"size is {size!r}; it must be a whole number of bytes")
-        if size > (free := shutil.disk_usage(self._directory).free):
-            raise CallRefusedError(413, f"the file has {size} bytes, and the disk has {free} free")
-        path = self._directory / uuid.uuid4().hex
-        yield {"path": str(path)}
-        with path.open("wb") as file:
-            async for chunk in read_chunks(reader, size):
-                await asyncio.to_thread(file.write, chunk)
-
-    async def _log(self, request: Message, _: asyncio.StreamReader) -> AsyncGenerator[Message, None]:
-        """Yields the pages of the log from the byte `after`. With `follow`, until the children have ended."""
-        end = request["after"]
-        is_last = not request["follow"]
-        while True:
-            is_last = is_last or self._children_ended.is_set()
-            while (page := await asyncio.to_thread(read_page, self._log_path, end))[1] > end:
-                end = page[1]
-                yield {"text": page[0], "end": end}
-            if is_last:
-                return
-            yield {"text": "", "end": end}  # the caller sees that the worker is alive
-            await within(HEARTBEAT_S, self._children_ended.wait())
-
-    async def _health(self, _request: Message, _: asyncio.StreamReader) -> Message:
-        if self._draining:
+    async def _read_health(self, _request: Message) -> Message:
+        if self._ending is not None:
             return {"state": "draining"}
         return {"state": "starting"} if self._mapper is None else self._mapper.state
 
-    async def _shut_down(self, request: Message, _: asyncio.StreamReader) -> Message:
-        """Replies at once; the process ends when the mapper has ended or the grace period is over."""
-        self._stopping = asyncio.create_task(self._end(float(request.get("grace_s", 0))))
+    async def _shut_down(self, request: Message) -> Message:
+        self._begin_end(float(request.get("grace_s", 0)))
         return {}
 
+    def _begin_end(self, grace_s: float) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(grace_s))
+        return self._ending
+
     async def _end(self, grace_s: float) -> None:
-        await asyncio.to_thread(self.close, grace_s)
-        self._children_ended.set()
-        until = time.monotonic() + FLUSH_S
-        while self._server.num_active_calls and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        self._stopped.set()
+        try:
+            await self._run_on_thread(self._close_children, grace_s)
+        finally:
+            self._threads.shutdown(wait=False)
+            self._end_event.set()
+
+    def _close_children(self, grace_s: float) -> None:
+        if self._mapper is not None:
+            self._mapper.close(grace_s)
+        if self._io_process is not None:
+            self._io_process.close()
+        for child in self._spares.values():
+            child.reap()
+
+    async def _run_on_thread(self, function: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 async def _next_events(events: LoopQueue[Attempt | list[Message]], attempts_left: int) -> list[Attempt | list[Message]]:
@@ -264,39 +275,3 @@ async def _next_events(events: LoopQueue[Attempt | list[Message]], attempts_left
             break
         collected.append(another)
     return collected
-
-
-def main() -> None:
-    spares = {role: spare(role) for role in sys.argv[1:]}
-    line = sys.stdin.readline()
-    if not line:
-        for child in spares.values():
-            child.kill()
-        return
-    config = json.loads(line)
-    write_to(config["log_path"], 2)
-
-    async def serve() -> None:
-        directory = Path(config["directory"])
-        worker = Worker(config["token"], Path(config["log_path"]), directory, spares)
-        threading.Thread(target=_end_with_input, args=(worker, directory), daemon=True).start()
-        address = await worker.listen(config.get("socket"), config.get("host", "127.0.0.1"))
-        sys.stdout.write(json.dumps({"address": address}) + "\n")
-        sys.stdout.flush()
-        await worker.serve()
-        worker.close()
-        os._exit(0)  # threads may still wait for children
-
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
-
-
-def _end_with_input(worker: Worker, directory: Path) -> None:
-    sys.stdin.read()
-    worker.close()
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
