@@ -107,7 +107,7 @@ FLAGS = {
     "status": {"--ray", "--data-dir", "--json"},
     "down": {"--ray", "--data-dir", "--patience", "--json"},
     "migrate": {"--data-dir", "--json"},
-    "profile": {"base_model", "--seconds", "--data-dir", "--json"},
+    "profile": {"base_model", "--seconds", "--stop", "--data-dir", "--json"},
     "keys create": {"tenant", "--name", "--quota", "--data-dir", "--json"},
     "keys list": {"--json", "--data-dir"},
     "keys revoke": {"key_id", "--data-dir", "--json"},
@@ -163,7 +163,7 @@ def test_the_documents_stay_short() -> None:
     # What benchmarks write, a page and a table, is as long as what they measured.
     written = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/benchmarks/gpu.md"}
     table = re.compile(r"<!-- targets.py writes .*?<!-- to here -->", re.DOTALL)
-    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 43_800
+    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 44_200
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -30,6 +30,7 @@ TASKS_OF_THEIR_CALLERS = {
     "batch/coordinator/model_gateway.py": "one for each question, whose error is its answer",
     "batch/coordinator/job_run.py": "parts of one job, which ends with them",
     "batch/worker/worker.py": "the end of its children, which its owner awaits",
+    "batch/worker/concurrency.py": "one for each batch, whose error is its result; others are raised",
     "cluster/supervisor.py": "waits that their creator awaits",
     "api/routes/futures.py": "a poll's look at its connection",
     "api/event_stream.py": "a response and the look at its connection",

@@ -28,7 +28,7 @@ from tinsmith.engine.faults import EngineFaultError, answer_of, classify
 from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
 from tinsmith.engine.pacing import CostModel, StepPacer
 from tinsmith.engine.passes import PassReader
-from tinsmith.engine.profiling import PROFILES_DIRECTORY, OperatorProfiles
+from tinsmith.engine.profiling import build_operator_profiles
 from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
@@ -113,12 +113,9 @@ class Engine:
         self._migration = RunMigration(
             stores.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox
         )
-        self._profiles: OperatorProfiles | None = None
-        if stores.profiles is not None:
-            directory = settings.resolved_data_dir / PROFILES_DIRECTORY
-            self._profiles = OperatorProfiles(
-                stores.profiles, backend, shape.name, stores.ownership.engine_id, directory
-            )
+        self._profiles = build_operator_profiles(
+            stores.profiles, backend, shape.name, stores.ownership.engine_id, settings.resolved_data_dir
+        )
         self._decode_share_s = self._next_check = 0.0
         self._trim_at = math.inf
         self._part_began = 0.0

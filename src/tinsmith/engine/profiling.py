@@ -24,6 +24,15 @@ PROFILES_DIRECTORY = "profiles"
 log = structlog.get_logger()
 
 
+def build_operator_profiles(
+    profiles: Profiles | None, backend: Backend, base_model: str, engine_id: str, data_directory: Path
+) -> OperatorProfiles | None:
+    """The profiles of an engine, in its machine's data directory; None for an engine without a database of them."""
+    if profiles is None:
+        return None
+    return OperatorProfiles(profiles, backend, base_model, engine_id, data_directory / PROFILES_DIRECTORY)
+
+
 class OperatorProfiles:
     def __init__(self, profiles: Profiles, backend: Backend, base_model: str, engine_id: str, directory: Path) -> None:
         """Each profile has a directory of its own in `directory`."""

@@ -183,7 +183,7 @@ def runs(call: Call, query: RunSearchQuery) -> JsonObject:
     if query.outlines:
         outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
     return {
-        "runs": [run | {"outline": outlines.get(run["model_id"])} for run in _describe_runs(call, rows)],
+        "runs": [run | {"outline": outlines.get(str(run["model_id"]))} for run in _describe_runs(call, rows)],
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
 

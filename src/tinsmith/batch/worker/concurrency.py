@@ -15,6 +15,7 @@ import contextvars
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from tinsmith.batch.worker.feed import BatchRows, Feed, task_assignment
@@ -36,8 +37,8 @@ class CallingThread:
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
         """The result of a function, which sees the context of the calling task."""
-        context = contextvars.copy_context()
-        return await self._loop.run_in_executor(self._executor, context.run, function, *arguments)
+        call = partial(contextvars.copy_context().run, function, *arguments)
+        return await self._loop.run_in_executor(self._executor, call)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine on the event loop, for a function on this thread."""
