@@ -216,3 +216,38 @@ def test_what_is_changed_after_a_call_does_not_reach_the_options_of_a_data_set(t
     with pytest.raises(TypeError):
         data._options["weight"] = 2.0  # type: ignore[index]
     data._forgotten = False
+
+
+@pytest.mark.parametrize("batch_size", [1, 32, 100])
+def test_take_calls_functions_of_rows_for_no_more_rows_than_it_needs(tmp_path: Path, batch_size: int) -> None:
+    calls = tmp_path / "calls"
+
+    def note(row: dict[str, Any], path: str) -> dict[str, Any]:
+        with open(path, "a") as file:
+            file.write("x")
+        return {"n": row["n"]}
+
+    def is_even(row: dict[str, Any]) -> bool:
+        return row["n"] % 2 == 0
+
+    data = batch.from_items([{"n": index} for index in range(1000)])
+    rows = data.map(note, batch_size=batch_size, fn_kwargs={"path": str(calls)})
+    assert rows.take(1) == [{"n": 0}] and calls.read_text() == "x"
+    assert len(rows.take(20)) == 20 and len(calls.read_text()) == 21
+    assert [row["n"] for row in rows.filter(is_even).take(3)] == [0, 2, 4]
+    assert 21 + 5 <= len(calls.read_text()) <= 21 + 6
+    calls.unlink()
+    assert len(rows.dry_run().rows) == 10 and len(calls.read_text()) == 10
+
+
+def test_take_raises_only_for_rows_that_it_needs() -> None:
+    data = batch.from_items(ROWS).map(fragile)
+    assert data.take(3) == ROWS[:3]
+    with pytest.raises(batch.RowFailedError, match="row 3 failed"):
+        data.take(4)
+    with pytest.raises(batch.RowFailedError, match="row 3 failed"):
+        batch.from_items(ROWS).map_batches(fragile_first, batch_size=4).take(1)
+
+
+def fragile_first(rows: list[dict[str, Any]]) -> list[Any]:
+    return [ValueError("no") if row["n"] == 3 else row for row in rows]

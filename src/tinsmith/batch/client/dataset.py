@@ -179,28 +179,29 @@ class Dataset:
 
     def take(self, rows: int = 20) -> list[Row]:
         """The first rows of the result as a list, computed in this process without a server, which needs the input
-        here. Raises RowFailedError if a row of their batches fails."""
+        here. Functions of rows are called for no more rows than it takes, others for whole batches. Raises
+        RowFailedError if one of these rows fails."""
         if not self._steps:
             count = min(rows, len(self))
             return self.reader.download_batch(0, count - 1, str(cache_directory())) if count > 0 else []
-        return self._run_here(None, lambda count: count >= rows).check().rows[: max(rows, 0)]
+        return self._run_here(None, max(rows, 0)).check().rows[: max(rows, 0)]
 
     def dry_run(self, rows: int = local_run.ROWS, output: Writers | None = None) -> DryRun:
         """The results and failures of the first input rows, computed in this process without a server, which needs the
         input here. With an `output`, raises UserError for results that it could not hold; nothing is written."""
-        result = self._run_here(rows, lambda count: False)
+        result = self._run_here(rows, None)
         if output is not None:
             writers = [output] if isinstance(output, OutputWriter) else list(output)
             local_run.check_outputs(result, writers)
         return result
 
-    def _run_here(self, max_rows: int | None, is_enough: Callable[[int], bool]) -> DryRun:
+    def _run_here(self, max_rows: int | None, max_results: int | None) -> DryRun:
         self._forgotten = False
         if not self._steps:
             raise ValueError("this data set has no step; call map, map_batches, filter or flat_map before running it")
         options = {name: value for name, value in self._options.items() if name not in OUTPUT_OPTIONS}
         with local_run.collect() as (writer, collected):
-            return local_run.run_rows(self._spec([writer], options), collected, max_rows, is_enough)
+            return local_run.run_rows(self._spec([writer], options), collected, max_rows, max_results)
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(Job, name):

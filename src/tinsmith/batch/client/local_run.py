@@ -8,8 +8,9 @@ Nothing is retried, written or published.
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -86,10 +87,10 @@ def collect() -> Iterator[tuple[CollectingWriter, dict[RowRange, list[Row]]]]:
 
 
 def run_rows(
-    spec: JobSpec, collected: dict[RowRange, list[Row]], max_rows: int | None, is_enough: Callable[[int], bool]
+    spec: JobSpec, collected: dict[RowRange, list[Row]], max_rows: int | None, max_results: int | None
 ) -> DryRun:
-    """Runs the first `max_rows` rows, in batches, until the number of results is enough. Raises UserError,
-    NotSupportedError."""
+    """Runs the first `max_rows` rows, one batch after the other, until there are `max_results`; None for all. Functions
+    of rows get smaller batches, so that no row is run in vain. Raises UserError, NotSupportedError."""
     if operations.asks_service(spec.batch_serialized_fn):
         raise NotSupportedError(
             "Sample, Rollout and Grade(by='model') ask a server's models, so these steps do not run in this process; "
@@ -99,42 +100,53 @@ def run_rows(
     for bound in (spec.limit, max_rows):
         total = total if bound is None else min(total, bound)
 
+    is_by_row = operations.is_by_row(spec.batch_serialized_fn)
+
     def spans() -> Iterator[RowRange]:
-        for start in range(0, total, spec.batch_size):
-            if is_enough(sum(map(len, collected.values()))):
-                return
-            yield RowRange(start, min(start + spec.batch_size, total) - 1)
+        start = 0
+        while start < total:
+            size = spec.batch_size
+            if max_results is not None:
+                missing = max_results - sum(map(len, collected.values()))
+                if missing <= 0:
+                    return
+                size = min(size, missing) if is_by_row else size
+            end = min(start + size, total)
+            yield RowRange(start, end - 1)
+            start = end
 
     failures: list[RowFailure] = []
     to_repeat = _run_spans(spec, spans(), failures)
     single_rows = (RowRange(row_idx, row_idx) for span in to_repeat for row_idx in range(span[0], span[1] + 1))
     _run_spans(spec, single_rows, failures)
-    rows: list[Row] = []
-    last_row = -1
-    for span in sorted(collected):  # later batches may have results, too
-        if is_enough(len(rows)):
-            failures = [failure for failure in failures if failure.idx <= last_row]
-            break
-        rows += collected[span]
-        last_row = span.end_idx
+    rows = [row for span in sorted(collected) for row in collected[span]]
     return DryRun(rows, sorted(failures, key=lambda failure: failure.idx))
 
 
 def _run_spans(spec: JobSpec, spans: Iterable[RowRange], failures: list[RowFailure]) -> list[RowRange]:
-    """Runs batches and collects the rows that fail; returns the batches of several rows that failed as a whole."""
+    """Runs batches, each after the end of the one before, and collects the rows that fail; returns the batches of
+    several rows that failed as a whole."""
     from tinsmith.batch.worker import runtime
 
     span_by_batch: dict[int, RowRange] = {}
     outcomes: list[AttemptOutcome] = []
+    reported = threading.Condition()
+
+    def report(new_outcomes: Sequence[AttemptOutcome]) -> None:
+        with reported:
+            outcomes.extend(new_outcomes)
+            reported.notify_all()
 
     def assignments() -> Iterator[Assignment]:
         for batch_idx, span in enumerate(spans):
             span_by_batch[batch_idx] = span
             yield Assignment(batch_idx, span.start_idx, span.end_idx, 1, ("",))
+            with reported:
+                reported.wait_for(lambda: len(outcomes) == len(span_by_batch))
 
     try:
         with ThreadPoolExecutor(1) as executor:  # a notebook's thread has a running event loop
-            executor.submit(runtime.run, spec, assignments(), outcomes.extend).result()
+            executor.submit(runtime.run, spec, assignments(), report).result()
     except MapperStartError as error:
         raise UserError(f"the function does not start: {error}") from None
     to_repeat: list[RowRange] = []

@@ -38,6 +38,8 @@ from tinsmith.errors import UserError
 TYPE = "operations"
 VERSION = "1.0"
 MAX_STEPS = 16
+ROW_KINDS = ("row", "filter", "flat")
+"""Kinds of functions that are called with one row."""
 MODULES = {
     "grade": "tinsmith.batch.operations.grade",
     "openai_request": "tinsmith.batch.operations.sample",
@@ -84,6 +86,16 @@ def max_concurrent_batches(spec: JobSpec) -> int:
     parts = [part for part in _parts_of(spec.batch_serialized_fn) if isinstance(part, dict)]
     is_async = any(_is_operations(part) or (part.get("is_async") and part.get("kind") != "loop") for part in parts)
     return spec.max_concurrent_batches if is_async else 1
+
+
+def is_by_row(payload: str) -> bool:
+    """Whether the result of a row is the same in any batch: all steps are functions of rows, or operations."""
+    parts = _parts_of(payload)
+    return all(
+        _is_operations(part)
+        or (isinstance(part, dict) and part.get("kind") in ROW_KINDS and not (part.get("options") or {}).get("batched"))
+        for part in parts
+    )
 
 
 def _parts_of(payload: str) -> Sequence[object]:
