@@ -184,17 +184,27 @@ def test_a_table_without_a_key_and_a_query_without_an_order_are_read(url: str, t
         ({"table": "u", "key": "z"}, "no column 'z'"),
         ({"table": "u", "columns": ["z"]}, "no column 'z'"),
         ({"query": "SELECT a, b AS a FROM u"}, r"two columns \['a'\]; name them apart with AS"),
+        ({"query": "SELEC 1"}, "the query is refused: .*syntax error"),
+        ({"query": "SELECT z FROM u"}, 'the query is refused: .*(no such column: z|"z" does not exist)'),
+        (
+            {"query": "SELECT 1 FROM missing"},
+            'the query is refused: .*(no such table: missing|"missing" does not exist)',
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(url: str, options: dict[str, Any], says: str) -> None:
     execute(url, "CREATE TABLE u (a INT, b INT)", "INSERT INTO u VALUES (1, 1)")
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as refused:
         list(batch.SqlReader(url, **options).snapshot_pages())
+    assert "\n" not in str(refused.value)
+    if "query" in options and "AS a" not in options["query"]:
+        with pytest.raises(UserError, match=says):
+            len(batch.SqlReader(url, **options))
 
 
 def test_a_query_cannot_write(url: str) -> None:
     execute(url, "CREATE TABLE u (a INT)", "INSERT INTO u VALUES (1)")
-    with pytest.raises(DBAPIError):
+    with pytest.raises((DBAPIError, UserError)):
         list(batch.SqlReader(url, query="DELETE FROM u RETURNING a").snapshot_pages())
     assert len(execute(url, "SELECT * FROM u")) == 1
 

@@ -101,7 +101,7 @@ class FinishRequest(Body):
 @operation(
     "POST",
     "/sessions/{session_id}/finish",
-    "End a session",
+    "Report how a client ended",
     body=FinishRequest,
     answer=ANYTHING,
     errors=(404, 410),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -212,7 +213,7 @@ class Dataset:
         raise TypeError(f"{NO_OUTPUT}. This starts the job, which has the id")
 
     def __del__(self) -> None:
-        if self._forgotten:
+        if self._forgotten and not sys.is_finalizing():
             warnings.warn(f"{NO_OUTPUT}. No job was started", UserWarning, stacklevel=2)
 
     @classmethod

@@ -139,6 +139,21 @@ def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
         yield connection
 
 
+@contextmanager
+def _naming_wrong_queries(path: str) -> Iterator[None]:
+    """Raise UserError for a statement that the database refuses. A lost connection and a lock are no such errors."""
+    from sqlalchemy.exc import DBAPIError, ProgrammingError
+
+    try:
+        yield
+    except DBAPIError as error:
+        text = str(error.orig).strip()
+        is_refused = isinstance(error, ProgrammingError) or any(words in text for words in SQLITE_REFUSALS)
+        if not is_refused:
+            raise
+        raise UserError(f"{path}: the query is refused: {text.partition(chr(10))[0]}") from None
+
+
 def existing_table(connection: Connection, name: str) -> sa.Table | None:
     """The table as it exists, or None; `name` may begin with a schema."""
     import sqlalchemy as sa
@@ -156,6 +171,8 @@ def check_name(name: str) -> None:
         raise ValueError(f"table is {name!r}; it must be a name, or SCHEMA.NAME")
 
 
+SQLITE_REFUSALS = ("syntax error", "no such ", "incomplete input", "ambiguous column", "wrong number of arguments")
+"""SQLite calls these, and a lock, an OperationalError."""
 PAGE_ROWS = 10_000
 PAGE_BYTES = 4 * 1024 * 1024
 """A page of a table that is read has about this size, and at least one row."""
@@ -197,7 +214,7 @@ class SqlReader(InputReader):
     def __len__(self) -> int:
         import sqlalchemy as sa
 
-        with connect(self._url, self.password, writes=False) as connection:
+        with _naming_wrong_queries(self.path), connect(self._url, self.password, writes=False) as connection:
             source = self._source(connection).subquery("tinsmith_rows")
             return int(connection.scalar(sa.select(sa.func.count()).select_from(source)) or 0)
 
@@ -217,7 +234,7 @@ class SqlReader(InputReader):
 
     def snapshot_pages(self) -> Generator[Page, None, None]:
         """Reads in one transaction, which sees one state of the database and ends with the generator."""
-        with connect(self._url, self.password, writes=False) as connection:
+        with _naming_wrong_queries(self.path), connect(self._url, self.password, writes=False) as connection:
             is_postgres = connection.dialect.name == "postgresql"
             if is_postgres:
                 _read_exactly(connection)
