@@ -20,7 +20,7 @@ from support.coordinating import LIMITS, PATIENCE_S, CoordinatorSetup, coordinat
 from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.types import Assignment, AttemptFailure, JobSpec, Limits
+from tinsmith.batch.types import Assignment, AttemptFailure, FailureCause, JobSpec, Limits
 from tinsmith.batch.worker.children import (
     MAP,
     READ,
@@ -133,15 +133,15 @@ def attempt(jobs: BatchJobs, job_id: int, lost: AttemptFailure) -> list[tuple[in
 
 
 def died(row: int | None = None) -> AttemptFailure:
-    return AttemptFailure("MapperKilled", "killed", infra=False, died=True, row=row)
+    return AttemptFailure("MapperKilled", "killed", FailureCause.DEATH, row)
 
 
 def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: BatchJobs, tmp_path: Path) -> None:
     job_id = submit(jobs, tmp_path, doubling, fn_kwargs={"kinds": {}})
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     jobs.save_batch_states(job_id, "token", [0], 8)
-    lost_worker = AttemptFailure("WorkerLostError", "gone", infra=True)
-    raised = AttemptFailure("ValueError", "odd", infra=False)
+    lost_worker = AttemptFailure("WorkerLostError", "gone", FailureCause.WORKER)
+    raised = AttemptFailure("ValueError", "odd")
     assert attempt(jobs, job_id, died()) == [(0, 7, "PENDING", 0, 1)], "the first time, no retry is spent"
     assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
     parts = [(0, 2), (3, 3), (4, 7)]
@@ -234,7 +234,7 @@ def test_a_mappers_death_is_attributed_only_to_its_current_batch(running: Runnin
     running.kill()  # at batch 1
     batch_idx, result = running.next_outcome()
     lost = result["lost"]
-    assert (batch_idx, lost["error_class"], lost["died"], lost["infra"]) == (1, "MapperKilled", True, False)
+    assert (batch_idx, lost["error_class"], lost["cause"]) == (1, "MapperKilled", FailureCause.DEATH)
     assert "killed (signal 9; out of memory?) while it worked on this batch" in lost["error"]
     running.marker.unlink()
     running.until(True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from tinsmith.batch.coordinator.state import BatchJobs, Claim, JobRecord, SettledAttempt, Transition
-from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, PartInfo, RowFailure
+from dataclasses import replace
 
-APP = AttemptFailure("ValueError", "the row is bad", infra=False)
-INFRA = AttemptFailure("WorkerLost", "it was killed", infra=True)
+from tinsmith.batch.coordinator.state import BatchJobs, Claim, JobRecord, SettledAttempt, Transition
+from tinsmith.batch.types import AttemptFailure, AttemptOutcome, FailureCause, JobSpec, PartInfo, RowFailure
+
+APP = AttemptFailure("ValueError", "the row is bad")
+APP_AGAIN = replace(APP, cause=FailureCause.SAME_ERROR)
+INFRA = AttemptFailure("WorkerLost", "it was killed", FailureCause.WORKER)
 LEASE_S = 60.0
 
 

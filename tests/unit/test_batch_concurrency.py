@@ -21,7 +21,7 @@ from tinsmith.batch import operations
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.sample import Sample
-from tinsmith.batch.types import AttemptFailure, JobSpec, Limits
+from tinsmith.batch.types import AttemptFailure, FailureCause, JobSpec, Limits
 from tinsmith.batch.worker import concurrency, runtime
 from tinsmith.batch.worker.children import Attempt, MapperProcess
 from tinsmith.batch.worker.concurrency import estimate_bytes
@@ -261,10 +261,11 @@ def child_of(directory: Path, num_batches: int, **limits: float) -> Iterator[dic
 
 def causes_of(results: dict[int, dict[str, Any]]) -> dict[int, tuple[str, bool]]:
     """The error class of each lost batch, and whether it is to blame."""
-    failures = {index: AttemptFailure(**result["lost"]) for index, result in results.items() if "lost" in result}
+    failures = {
+        index: AttemptFailure.from_dict(result["lost"]) for index, result in results.items() if "lost" in result
+    }
     return {
-        index: (failure.error_class, failure.begun and not failure.infra and not failure.setup)
-        for index, failure in failures.items()
+        index: (failure.error_class, failure.cause in FailureCause.of_batch()) for index, failure in failures.items()
     }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from support.job_rows import APP, INFRA, LEASE_S, claim, create_owned_job, end_job, outcome, settle, spec
+from support.job_rows import APP, APP_AGAIN, INFRA, LEASE_S, claim, create_owned_job, end_job, outcome, settle, spec
 from tinsmith.batch.coordinator import state
 from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.types import OutputInfo, staging_of
@@ -252,7 +252,7 @@ def test_a_chain_of_resumed_jobs_has_one_root(jobs: BatchJobs) -> None:
 def test_a_resumed_job_counts_what_was_completed(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs, rows=8, max_failed_rows=5)
     good, bad, waits = claim(jobs, job, 3)
-    settle(jobs, job, (good, outcome(good)), (bad, outcome(bad, failed=1)), (waits, replace(APP, retry=False)))
+    settle(jobs, job, (good, outcome(good)), (bad, outcome(bad, failed=1)), (waits, APP_AGAIN))
     jobs.set_status(job.job_id, "one", "FAILED")
     resumed_id = jobs.create("alice", spec(resume_from=job.job_id, max_failed_rows=5))
     jobs.acquire_batch_coordinator(resumed_id, "two", "here", LEASE_S)
@@ -289,7 +289,7 @@ def start_busy_job(jobs: BatchJobs) -> JobRecord:
     job = create_owned_job(jobs, rows=10, max_failed_rows=9)
     done, retried, split, _dispatched = claim(jobs, job, 4)
     jobs.record_launch("local", f"w{job.job_id}", job.job_id, "one", "local")
-    settle(jobs, job, (done, outcome(done, failed=1)), (retried, APP), (split, replace(APP, retry=False)))
+    settle(jobs, job, (done, outcome(done, failed=1)), (retried, APP), (split, APP_AGAIN))
     with jobs._db.write() as connection:
         row = {"job_id": job.job_id, "output_idx": 0, "format": "json", "published_at": 1.0}
         connection.execute(OUTPUTS.insert(), {**row, **OutputInfo(f"/{job.job_id}", 1, 1, "a" * 64).to_dict()})

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import sqlalchemy as sa
 
-from support.job_rows import APP, INFRA, LEASE_S, claim, create_owned_job, outcome, settle, spec
+from support.job_rows import APP, APP_AGAIN, INFRA, LEASE_S, claim, create_owned_job, outcome, settle, spec
 from tinsmith.batch.coordinator import state
+from tinsmith.batch.coordinator.failures import MAX_INFRA_RETRIES
 from tinsmith.batch.coordinator.state import (
     INSERT_CHUNK,
-    MAX_INFRA_RETRIES,
     BatchJobs,
     IdempotentRequest,
     JobRecord,
@@ -23,6 +23,7 @@ from tinsmith.batch.coordinator.state import (
 )
 from tinsmith.batch.types import (
     AttemptFailure,
+    FailureCause,
     OutputInfo,
     RowFailure,
 )
@@ -97,7 +98,7 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
 
 def test_a_batch_whose_rows_raise_the_same_again_is_halved_at_once(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs, rows=4, size=4)
-    hopeless = replace(APP, retry=False)
+    hopeless = APP_AGAIN
     (batch,) = claim(jobs, job)
     assert jobs.work_by_worker(job.job_id) == {"w": {"batches": 1, "rows": 4, "first_row": 0, "retried": 0}}
     jobs.settle_and_claim(job.job_id, "one", [(batch, hopeless)], {}, LEASE_S)
@@ -216,7 +217,7 @@ def test_returned_batches_do_not_count_as_retries(jobs: BatchJobs) -> None:
         (batch,) = claim(jobs, job)
         assert (batch.attempt_id, batch.retry_count, batch.infra_retries) == (tries + 1, 0, 0)
         jobs.settle_and_claim(
-            job.job_id, "one", [(batch, AttemptFailure("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S
+            job.job_id, "one", [(batch, AttemptFailure("GivenBack", "not begun", FailureCause.NOT_BEGUN))], {}, LEASE_S
         )
     assert statuses(jobs, job) == ["PENDING"]
 
@@ -298,7 +299,7 @@ def test_the_batches_of_a_resumed_job_are_copied_in_chunks_and_an_interrupted_co
     job = create_owned_job(jobs, rows=20, max_failed_rows=9)
     claims = claim(jobs, job, 9)
     outcomes = [(batch, outcome(batch, failed=int(index == 5))) for index, batch in enumerate(claims[:8])]
-    jobs.settle_and_claim(job.job_id, "one", [*outcomes, (claims[8], replace(APP, retry=False))], {}, LEASE_S)
+    jobs.settle_and_claim(job.job_id, "one", [*outcomes, (claims[8], APP_AGAIN)], {}, LEASE_S)
     jobs.set_status(job.job_id, "one", "FAILED")
     first = jobs.create("alice", spec(resume_from=job.job_id))
     jobs.acquire_batch_coordinator(first, "two", "here", LEASE_S)
@@ -434,7 +435,7 @@ def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs
 
 # Failed attempts.
 
-DIED = AttemptFailure("MapperKilled", "the process was killed", died=True)
+DIED = AttemptFailure("MapperKilled", "the process was killed", FailureCause.DEATH)
 
 
 def batches(jobs: BatchJobs, job: JobRecord) -> list[tuple[int, int, str, int, int]]:
@@ -492,7 +493,7 @@ def test_a_batch_is_split_around_the_row_that_is_to_blame(
 ) -> None:
     job = create_owned_job(jobs, rows=8, size=5)
     (attempt,) = claim(jobs, job)
-    turn = settle(jobs, job, (attempt, replace(APP, retry=False, row=row)))
+    turn = settle(jobs, job, (attempt, replace(APP_AGAIN, row=row)))
     assert turn.job.total_batches == 2 + len(spans) - 1 and not turn.failed
     assert [rows[:2] for rows in batches(jobs, job)] == [*spans, (5, 7)]
     assert {stored["parent_idx"] for stored in jobs.get_batch_states(job.job_id)} == {None, attempt.batch_idx}
@@ -503,7 +504,7 @@ def test_a_final_failure_fails_the_batch_at_once_and_says_where(jobs: BatchJobs)
     job = create_owned_job(jobs, rows=6)
     assert jobs.failure(job.job_id) is None
     first, second, third = claim(jobs, job, 3)
-    final = replace(APP, final=True)
+    final = replace(APP, cause=FailureCause.PROGRAM)
     assert settle(jobs, job, (second, replace(final, error_class="ProgramError"))).failed
     assert jobs.failure(job.job_id) == "rows 2 to 3: the row is bad"
     assert settle(jobs, job, (first, final)).failed and not settle(jobs, job, (third, APP)).failed
@@ -515,7 +516,7 @@ def test_an_attempt_that_is_rejected_fails_nothing(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs, rows=1)
     (attempt,) = claim(jobs, job)
     settle(jobs, job, (attempt, outcome(attempt)))
-    turn = settle(jobs, job, (attempt, replace(APP, final=True)))
+    turn = settle(jobs, job, (attempt, replace(APP, cause=FailureCause.PROGRAM)))
     assert turn.rejected == [attempt] and not turn.failed
 
 
@@ -544,7 +545,7 @@ def test_a_part_of_a_batch_has_one_retry_unless_there_are_none(jobs: BatchJobs) 
     for max_retries in (0, 1):
         job = create_owned_job(jobs, rows=2)
         (attempt,) = claim(jobs, job)
-        settle(jobs, job, (attempt, replace(APP, retry=False)), max_retries=max_retries)
+        settle(jobs, job, (attempt, APP_AGAIN), max_retries=max_retries)
         (part,) = claim(jobs, job)
         settle(jobs, job, (part, APP), max_retries=max_retries)
         assert batches(jobs, job)[0] == (0, 0, "PENDING", 1, 0)

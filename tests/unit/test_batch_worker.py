@@ -42,7 +42,7 @@ from tinsmith.batch.pools.specs import (
     parse_pool,
     read_pool,
 )
-from tinsmith.batch.types import JobSpec, Limits
+from tinsmith.batch.types import FailureCause, JobSpec, Limits
 from tinsmith.batch.worker import frames
 from tinsmith.batch.worker import worker as workers
 from tinsmith.batch.worker.frames import LENGTH, FrameError, decode, encode, pack, read_frame, read_frames
@@ -198,7 +198,8 @@ def test_batches_that_wait_behind_a_long_one_are_given_back(owner: Owner, tmp_pa
     assert {settlement["lost"]["error_class"] for settlement in settled.values() if "lost" in settlement} == {
         "GivenBack"
     }
-    assert not any(settlement["lost"]["begun"] for settlement in settled.values() if "lost" in settlement)
+    causes = {settlement["lost"]["cause"] for settlement in settled.values() if "lost" in settlement}
+    assert causes == {FailureCause.NOT_BEGUN}
 
 
 def test_it_serves_its_job_alone_and_refuses_other_calls_by_name(owner: Owner) -> None:
@@ -226,7 +227,7 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(
     owner.call("shutdown", grace_s=0)
     for batch_idx, stream in enumerate(streams):
         lost = index_settlements(stream)[batch_idx]["lost"]
-        assert lost["infra"] and lost["error_class"] == "Shutdown"
+        assert (lost["cause"], lost["error_class"]) == (FailureCause.WORKER, "Shutdown")
     asyncio.run_coroutine_threadsafe(owner.worker.wait(), owner.loop).result(5)
     assert owner.worker.has_ended and owner.call("health") == {"state": "draining"}
     assert "shutting down" in owner.refusal("feed_batch", assignments=[owner.assignment(2)])
@@ -268,7 +269,7 @@ def test_a_child_that_sends_no_message_of_its_protocol_is_replaced(
     payload = payloads.serialize_function(speak_nonsense, kwargs=options)
     owner.call("configure", spec=owner.spec | {"batch_serialized_fn": payload})
     lost = owner.feed(0)[0]["lost"]
-    assert lost["died"] and lost["error_class"] == "MapperKilled"
+    assert (lost["cause"], lost["error_class"]) == (FailureCause.DEATH, "MapperKilled")
     assert owner.feed(1)[1]["outcome"]["rows_ok"] == 2
 
 
@@ -314,7 +315,7 @@ def test_a_child_that_reads_nothing_does_not_hold_up_the_end(owner: Owner) -> No
     began = time.monotonic()
     asyncio.run_coroutine_threadsafe(owner.worker.kill(), owner.loop).result(PATIENCE_S)
     assert time.monotonic() - began < 10
-    assert index_settlements(stream)[1]["lost"]["infra"]
+    assert index_settlements(stream)[1]["lost"]["cause"] == FailureCause.WORKER
     assert wait_until_gone(pid)
 
 

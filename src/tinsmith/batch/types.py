@@ -31,6 +31,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum, auto
 from typing import Any, NamedTuple, Self
 
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
@@ -182,28 +183,51 @@ class AttemptOutcome:
         return cls(**{**data, **nested})
 
 
+class FailureCause(StrEnum):
+    """Why an attempt ended without a result. `coordinator/failures.py` says what follows."""
+
+    NOT_BEGUN = auto()
+    """The worker gave the attempt back, or has no mapper."""
+    WORKER = auto()
+    """The worker, or its machine."""
+    SETUP = auto()
+    """The mapper did not start."""
+    SETUP_OF_MACHINE = auto()
+    """The mapper starts on no worker of this machine; another one may have what it lacks."""
+    SETUP_OF_PROGRAM = auto()
+    """The mapper starts on no worker."""
+    DEATH = auto()
+    """The mapper's process died while it worked on the batch."""
+    ERROR = auto()
+    """An error of the mapper that another attempt at the same rows may not have."""
+    SAME_ERROR = auto()
+    """An error of the mapper that the same rows raise again."""
+    PROGRAM = auto()
+    """A broken rule: no attempt can succeed."""
+
+    @classmethod
+    def of_setup(cls) -> tuple[FailureCause, ...]:
+        return cls.SETUP, cls.SETUP_OF_MACHINE, cls.SETUP_OF_PROGRAM
+
+    @classmethod
+    def of_batch(cls) -> tuple[FailureCause, ...]:
+        """Those in which the mapper has worked on the batch."""
+        return cls.DEATH, cls.ERROR, cls.SAME_ERROR, cls.PROGRAM
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
+    """An attempt that ended without a result."""
 
     error_class: str
     error: str
-    infra: bool = False
-    """The worker or its machine is to blame."""
-    begun: bool = True
-    """False: the worker gave the attempt back before it began."""
-    final: bool = False
-    """No other attempt can succeed: the batch has failed, and so has the job."""
-    died: bool = False
-    """The mapper's process died while it worked on the batch."""
+    cause: FailureCause = FailureCause.ERROR
     row: int | None = None
     """The row that the mapper worked on, if it is known."""
-    setup: bool = False
-    """The mapper does not start."""
-    of_machine: bool = False
-    """Another machine may have what the mapper lacks here."""
-    retry: bool = True
-    """Whether another attempt at the same rows may succeed."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AttemptFailure:
+        return cls(**{**data, "cause": FailureCause(data["cause"])})
 
 
 PROCESS_DEATHS = ("MapperKilled", "MapperDied")
@@ -235,13 +259,12 @@ def is_retried(error: BaseException, retry_on: Sequence[str] | None) -> bool:
 
 
 class MapperStartError(Exception):
-    """The mapper failed before its first batch, while it was loaded or in its own setup. `final` says that it fails in
-    the same way on every worker, or with `of_machine` on every worker of this machine."""
+    """The mapper failed before its first batch, while it was loaded or in its own setup. The cause is one of
+    `FailureCause.of_setup()`."""
 
-    def __init__(self, message: str, final: bool = False, of_machine: bool = False) -> None:
+    def __init__(self, message: str, cause: FailureCause = FailureCause.SETUP) -> None:
         super().__init__(message)
-        self.final = final
-        self.of_machine = of_machine
+        self.cause = cause
 
 
 MAX_CONCURRENT_BATCHES = 64

@@ -63,6 +63,7 @@ from tinsmith.batch.types import (
     SOURCE_FIELDS,
     AttemptFailure,
     AttemptOutcome,
+    FailureCause,
     JobSpec,
     MapperStartError,
     OutputInfo,
@@ -230,24 +231,19 @@ class Dispatcher:
                         self._settle(unsettled, arrived)
                 self.window(worker).record(began_at, time.monotonic(), len(claims))
         except MapperStartError as error:
-            self._fail_all(unsettled, "SetupFailed", error, has_begun=False)
+            self._fail_all(unsettled, "SetupFailed", error, FailureCause.NOT_BEGUN)
             self.on_setup_failure(worker, error)
         except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
-            self._fail_all(unsettled, type(error).__name__, error, infra=not isinstance(error, OperationError))
+            cause = FailureCause.ERROR if isinstance(error, OperationError) else FailureCause.WORKER
+            self._fail_all(unsettled, type(error).__name__, error, cause)
         finally:
             self.in_flight -= in_group
 
     def _fail_all(
-        self,
-        unsettled: dict[tuple[int, int], Claim],
-        error_class: str,
-        error: Exception,
-        *,
-        infra: bool = True,
-        has_begun: bool = True,
+        self, unsettled: dict[tuple[int, int], Claim], error_class: str, error: Exception, cause: FailureCause
     ) -> None:
-        failure = AttemptFailure(error_class, str(error), infra=infra, begun=has_begun)
+        failure = AttemptFailure(error_class, str(error), cause)
         self._settle(unsettled, [(key, failure) for key in unsettled])
 
     def _settle(self, unsettled: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
@@ -419,7 +415,7 @@ class JobRun:
         for claim, result in settled:
             is_outcome = isinstance(result, AttemptOutcome)
             self._rates.record_end(claim, result.tokens_in + result.tokens_out if is_outcome else None)
-            if is_outcome or (result.begun and not result.infra):
+            if is_outcome or result.cause in FailureCause.of_batch():
                 self._hosts.record_success(claim.worker_cluster)
             if not is_outcome and self._dispatch_ended.is_set():
                 continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
@@ -428,9 +424,9 @@ class JobRun:
             self._settle_due.set()
 
     def _note_failed_mapper(self, worker: RemoteWorker, error: MapperStartError) -> None:
-        if error.final and not error.of_machine:
+        if error.cause is FailureCause.SETUP_OF_PROGRAM:
             self.end(FatalJobError(f"setup_failed: {error}"))
-        self._note_failed_setup(worker.handle.host, str(error), is_final=error.final)
+        self._note_failed_setup(worker.handle.host, str(error), is_final=error.cause is not FailureCause.SETUP)
 
     def _note_failed_setup(self, host: str, error: str, *, is_final: bool = False) -> None:
         """Count a failed set-up on a machine, and end the job if no other machine can set it up."""

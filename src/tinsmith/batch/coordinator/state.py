@@ -30,6 +30,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
+from tinsmith.batch.coordinator.failures import Action, choose_action
 from tinsmith.batch.coordinator.resumption import RESULTS, copy_chunk, find_source, is_of_root, lock_resumed_job
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.schemas import Schema
@@ -55,8 +56,6 @@ from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import SERVER, job_line
 from tinsmith.errors import NotFoundError, UserError
 
-MAX_INFRA_RETRIES = 20
-"""How often a batch is tried again after the loss of its worker, before it fails."""
 PAGE = 10_000
 ERRORS_BYTES = 4 << 20
 """The most bytes of a page of failed rows, counting their rows and tracebacks."""
@@ -785,36 +784,38 @@ class _Attempts:
         return True
 
     def _record_failure(self, claim: Claim, failure: AttemptFailure) -> bool:
-        """Decide what follows a failed attempt: retry the batch, split it, record its only row as failed, or fail it.
-
-        A batch that raised is tried `max_retries` times more, with back-off. A part of a split batch has one retry, at
-        once: a transient cause has had time to pass. A batch on which the mapper's process died is tried once more
-        without using a retry, since the first death may have been an accident of the machine. An error that the same
-        rows raise again is not retried at all.
-        """
-        error = {"error_class": failure.error_class[:128], "error": failure.error[-20_000:]}
+        """Do what follows a failed attempt (`failures.py`). False if the batch is no longer this attempt's."""
+        error: dict[str, object] = {"error_class": failure.error_class[:128], "error": failure.error[-20_000:]}
         died_before = claim.error_class in PROCESS_DEATHS
-        num_tries = claim.retry_count + 1
-        if not failure.begun:
-            return self._set(claim, "PENDING")
-        if failure.infra or (failure.died and not died_before):
-            infra_retries = claim.infra_retries + 1
-            if infra_retries > MAX_INFRA_RETRIES:
-                return self._set(claim, "FAILED", infra_retries=infra_retries, **error)
-            stored_error = {} if died_before else error  # the first death's error shows that the next is the second
-            return self._set(claim, "PENDING", infra_retries=infra_retries, **stored_error)
-        if failure.final or claim.retry_count > self.max_retries:  # the row could not even be recorded as failed
-            return self._set(claim, "FAILED", retry_count=num_tries, **error)
-        may_retry = failure.retry and not failure.died
-        if may_retry and claim.parent_idx is None and num_tries <= self.max_retries:
-            next_retry_at = self.db.clock() + self.backoff_s * 2**num_tries
-            return self._set(claim, "PENDING", retry_count=num_tries, next_retry_at=next_retry_at, **error)
-        if may_retry and claim.parent_idx is not None and num_tries <= min(1, self.max_retries):
-            return self._set(claim, "PENDING", retry_count=num_tries, **error)
-        if claim.span.rows > 1:
-            return self._split(claim, failure.row, error)
-        # The attempt after the last one only records the row as failed.
-        return self._set(claim, "PENDING", retry_count=self.max_retries + 1, **error)
+        num_tries, num_losses = claim.retry_count + 1, claim.infra_retries + 1
+        action = choose_action(
+            failure.cause,
+            retries=claim.retry_count,
+            infra_retries=claim.infra_retries,
+            max_retries=self.max_retries,
+            num_rows=claim.span.rows,
+            is_part=claim.parent_idx is not None,
+            died_before=died_before,
+        )
+        match action:
+            case Action.RETURN:
+                return self._set(claim, "PENDING")
+            case Action.RETRY_ELSEWHERE:
+                stored_error = {} if died_before else error  # the first death's error shows that the next is the second
+                return self._set(claim, "PENDING", infra_retries=num_losses, **stored_error)
+            case Action.FAIL_ELSEWHERE:
+                return self._set(claim, "FAILED", infra_retries=num_losses, **error)
+            case Action.FAIL:
+                return self._set(claim, "FAILED", retry_count=num_tries, **error)
+            case Action.BACK_OFF:
+                next_retry_at = self.db.clock() + self.backoff_s * 2**num_tries
+                return self._set(claim, "PENDING", retry_count=num_tries, next_retry_at=next_retry_at, **error)
+            case Action.RETRY:
+                return self._set(claim, "PENDING", retry_count=num_tries, **error)
+            case Action.SPLIT:
+                return self._split(claim, failure.row, error)
+            case Action.GIVE_UP:
+                return self._set(claim, "PENDING", retry_count=self.max_retries + 1, **error)
 
     def _set(self, claim: Claim, status: str, **values: object) -> bool:
         changes = {"status": status, "next_retry_at": None, "lease_expires_at": None, "updated_at": now(), **values}
@@ -823,7 +824,7 @@ class _Attempts:
         self.failed |= accepted and status == "FAILED"
         return accepted
 
-    def _split(self, claim: Claim, row: int | None, error: dict[str, str]) -> bool:
+    def _split(self, claim: Claim, row: int | None, error: Mapping[str, object]) -> bool:
         """Split a batch into halves or, if the failed row is known, into that row and those on either side of it."""
         if not self._set(claim, "SPLIT", retry_count=claim.retry_count + 1, **error):
             return False

@@ -24,7 +24,7 @@ from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import MAX_CONCURRENT_REQUESTS, RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerLostError, WorkerStartError
-from tinsmith.batch.types import AttemptFailure, AttemptOutcome, JobSpec, Limits, MapperStartError
+from tinsmith.batch.types import AttemptFailure, AttemptOutcome, FailureCause, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.frames import Message
 from tinsmith.batch.worker.worker import CallRefusedError
 from tinsmith.errors import UserError
@@ -117,19 +117,19 @@ class RemoteWorker:
                 results: list[Result] = []
                 for key, result in map(_parse_result, message.get("settled", ())):
                     num_unsettled -= 1
-                    if isinstance(result, AttemptFailure) and result.setup:
+                    if isinstance(result, AttemptFailure) and result.cause in FailureCause.of_setup():
                         setup_failure = result
                         continue
                     results.append((key, result))
                     if isinstance(result, AttemptOutcome):
                         self.infra_failures = self.setup_failures = 0
                     else:
-                        self.infra_failures += result.infra and result.begun
+                        self.infra_failures += result.cause is FailureCause.WORKER
                 if results:
                     yield results
         if setup_failure is not None:
             self.setup_failures += 1
-            raise MapperStartError(setup_failure.error, setup_failure.final, setup_failure.of_machine)
+            raise MapperStartError(setup_failure.error, setup_failure.cause)
         if num_unsettled:
             raise self._mark_lost("the reply is incomplete")
 
@@ -192,7 +192,7 @@ def _parse_result(message: Message) -> Result:
     batch_idx, attempt_id = message["key"]
     if "outcome" in message:
         return (batch_idx, attempt_id), AttemptOutcome.from_dict(message["outcome"])
-    return (batch_idx, attempt_id), AttemptFailure(**message["lost"])
+    return (batch_idx, attempt_id), AttemptFailure.from_dict(message["lost"])
 
 
 @contextlib.asynccontextmanager

@@ -106,7 +106,7 @@ def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool)
             eager=not careful,
         )
     except MapperStartError as error:
-        send({"start_error": str(error), "final": error.final, "of_machine": error.of_machine})
+        send({"start_error": str(error), "cause": error.cause})
     except Exception as error:  # noqa: BLE001  the worker reports it
         send({"start_error": "".join(traceback.format_exception(error))})
 

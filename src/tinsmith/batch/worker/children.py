@@ -29,7 +29,7 @@ from typing import IO
 
 from tinsmith import __version__
 from tinsmith.batch import operations
-from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, JobSpec
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, FailureCause, JobSpec
 from tinsmith.batch.worker.frames import FrameError, Message, pack, read_frames
 from tinsmith.batch.worker.logs import strip_tags
 
@@ -240,8 +240,8 @@ def interpreter_problem(python: str, environment: Mapping[str, str] | None = Non
     return ""
 
 
-RETURNED_ATTEMPT = AttemptFailure("GivenBack", "other batches took too long", infra=True, begun=False)
-SHUTDOWN = AttemptFailure("Shutdown", "the worker was shut down", infra=True)
+RETURNED_ATTEMPT = AttemptFailure("GivenBack", "other batches took too long", FailureCause.NOT_BEGUN)
+SHUTDOWN = AttemptFailure("Shutdown", "the worker was shut down", FailureCause.WORKER)
 
 
 def assignment_of(message: Message) -> Assignment:
@@ -370,12 +370,14 @@ class MapperProcess:
         if self._problem is None:
             self._problem = interpreter_problem(self._python, self._environment)
         if self._problem:
-            self._start_failed("InterpreterError", self._problem, final=True, of_machine=True)
+            self._start_failed("InterpreterError", self._problem, FailureCause.SETUP_OF_MACHINE)
             return
         try:
             child = start_child(self._python, self._spare, self._log_path, self._environment)
         except OSError as error:
-            self._settle_all(AttemptFailure("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            self._settle_all(
+                AttemptFailure("OSError", f"{self._python} cannot be started: {error}", FailureCause.SETUP)
+            )
             return
         self._spare = None
         self._child, self._answered, self._timed_out = child, False, None
@@ -438,10 +440,7 @@ class MapperProcess:
             attempt = self._waiting.get((outcome["batch_idx"], outcome["attempt_id"]))
             if attempt is not None:
                 self._deaths_alone = 0
-                failure = AttemptFailure(
-                    outcome["error_type"] or "Error", outcome["error"], final=outcome["final"], retry=outcome["retry"]
-                )
-                self._settle(attempt, failure if outcome["error"] else outcome)
+                self._settle(attempt, _failure_of(outcome) if outcome["error"] else outcome)
         self._start_clocks()
         self._send()
 
@@ -453,11 +452,11 @@ class MapperProcess:
 
     def _on_death(self, status: int, start_error: Message | None, child: Child) -> None:
         if start_error is not None and not self._answered:
-            causes = {name: bool(start_error.get(name)) for name in ("final", "of_machine")}
-            self._start_failed("MapperStartError", start_error["start_error"], **causes)
+            cause = FailureCause(start_error.get("cause", FailureCause.SETUP))
+            self._start_failed("MapperStartError", start_error["start_error"], cause)
         elif self._timed_out is not None:
             attempt, failure = self._timed_out
-            if failure.setup:
+            if failure.cause is FailureCause.SETUP:
                 self._settle_all(failure)
             elif attempt.key in self._waiting:
                 self._settle(attempt, failure)
@@ -479,7 +478,7 @@ class MapperProcess:
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
             location = "this batch" if row is None else f"row {row}"
             text = _describe_death(status, f"while it worked on {location}", child)
-            self._settle(attempt, AttemptFailure(kind, text, died=True, row=row))
+            self._settle(attempt, AttemptFailure(kind, text, FailureCause.DEATH, row))
         else:
             self._deaths_alone += 1
             if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
@@ -487,13 +486,12 @@ class MapperProcess:
             if starting:
                 self._start_failed(kind, _describe_death(status, "before it asked for a batch", child))
             else:
-                self._settle_all(
-                    AttemptFailure(kind, _describe_death(status, "while it worked on no batch", child), infra=True)
-                )
+                text = _describe_death(status, "while it worked on no batch", child)
+                self._settle_all(AttemptFailure(kind, text, FailureCause.WORKER))
 
-    def _start_failed(self, error_class: str, error: str, *, final: bool = False, of_machine: bool = False) -> None:
+    def _start_failed(self, error_class: str, error: str, cause: FailureCause = FailureCause.SETUP) -> None:
         self._start_error = {"start_error": error}
-        self._settle_all(AttemptFailure(error_class, error, setup=True, final=final, of_machine=of_machine))
+        self._settle_all(AttemptFailure(error_class, error, cause))
 
     def _settle(self, attempt: Attempt, outcome: Message | AttemptFailure) -> None:
         del self._waiting[attempt.key]
@@ -515,7 +513,8 @@ class MapperProcess:
             if oldest is not None and time.monotonic() - (oldest.began_at or 0.0) > limit_s:
                 starting = self._child.marker.starting
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
+                cause = FailureCause.SETUP if starting else FailureCause.ERROR
+                self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", cause)
                 self._child.kill()
 
     def kill(self) -> None:
@@ -538,6 +537,12 @@ class MapperProcess:
                 child.process.wait(grace_s)
             child.kill()
             child.process.wait()
+
+
+def _failure_of(outcome: Message) -> AttemptFailure:
+    cause = FailureCause.ERROR if outcome["retry"] else FailureCause.SAME_ERROR
+    cause = FailureCause.PROGRAM if outcome["final"] else cause
+    return AttemptFailure(outcome["error_type"] or "Error", outcome["error"], cause)
 
 
 def _describe_death(status: int, when: str, child: Child) -> str:

@@ -16,6 +16,7 @@ from tinsmith.batch.types import (
     FINAL_ERRORS,
     MACHINE_ERRORS,
     Assignment,
+    FailureCause,
     JobSpec,
     MapperStartError,
     ProgramError,
@@ -74,9 +75,7 @@ def run(
         steps = adapters.steps_of(spec.batch_serialized_fn)
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
-        raise MapperStartError(
-            format_traceback(error), final=True, of_machine=isinstance(error, MACHINE_ERRORS)
-        ) from error
+        raise MapperStartError(format_traceback(error), _permanent_cause(error)) from error
     _feed = feed
     with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
         try:
@@ -108,5 +107,10 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: Eve
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
         if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.is_at_end:
-            is_final, of_machine = isinstance(error, FINAL_ERRORS), isinstance(error, MACHINE_ERRORS)
-            raise MapperStartError(format_traceback(error), is_final, of_machine) from error
+            cause = _permanent_cause(error) if isinstance(error, FINAL_ERRORS) else FailureCause.SETUP
+            raise MapperStartError(format_traceback(error), cause) from error
+
+
+def _permanent_cause(error: Exception) -> FailureCause:
+    """The cause of a start that would fail in the same way again, on this machine or on any."""
+    return FailureCause.SETUP_OF_MACHINE if isinstance(error, MACHINE_ERRORS) else FailureCause.SETUP_OF_PROGRAM

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure
+from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure, FailureCause
 from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess
 from tinsmith.batch.worker.frames import Message
 
@@ -213,7 +213,7 @@ class Worker:
                 for message in io_process.run(request):
                     messages.put(message)
             except (ChildError, OSError) as error:
-                messages.put({"lost": asdict(AttemptFailure("ChildError", str(error), infra=True))})
+                messages.put({"lost": asdict(AttemptFailure("ChildError", str(error), FailureCause.WORKER))})
 
         threading.Thread(target=run, daemon=True).start()
         while True:
