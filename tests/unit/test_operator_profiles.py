@@ -108,7 +108,7 @@ def test_one_of_several_engines_makes_a_profile(db: Database, profiles: Profiles
     tracers = [Tracer(), Tracer()]
     engines = [engine(profiles, tracer, tmp_path, f"engine-{index}") for index, tracer in enumerate(tracers)]
     add_engine(db, "engine-0", lease_s=60.0)
-    assert profiles.served_models() == [BASE]
+    assert profiles.base_models_with_engines() == [BASE]
     profiles.request(BASE, 60.0)
     for _ in range(3):
         for operator in engines:

@@ -54,9 +54,9 @@ def _run(profiles: Profiles, base_model: str, seconds: float | None) -> Profile:
     if seconds is None:
         profiles.stop(base_model)
         return _wait_for_end(profiles, base_model)
-    served = profiles.served_models()
-    if served and base_model not in served:
-        raise UserError(f"base_model {base_model!r} is not served here; served: {', '.join(map(repr, served))}")
+    base_models = profiles.base_models_with_engines()
+    if base_models and base_model not in base_models:
+        raise UserError(f"base_model {base_model!r} is not served here; served: {', '.join(map(repr, base_models))}")
     profiles.request(base_model, seconds)
     try:
         return _wait_for_end(profiles, base_model)

@@ -117,9 +117,9 @@ def format_time(iso: str | None) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format a duration in its two largest units: `2 d 3 h`, `4 min 5 s`."""
-    rest, parts = round(seconds), []
+    remaining_s, parts = round(seconds), []
     for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, rest = divmod(rest, unit_s)
+        count, remaining_s = divmod(remaining_s, unit_s)
         if count or (unit == "s" and not parts):
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])

@@ -84,7 +84,7 @@ class Profiles:
             raise NotFoundError(f"there is no profile of {base_model[:80]!a}")
         return Profile(*row)
 
-    def served_models(self) -> list[str]:
+    def base_models_with_engines(self) -> list[str]:
         """The base models that have engine processes, in any state; an engine in a server's process has none."""
         return self._db.scalars(sa.select(ENGINES.c.base_model).distinct().order_by(ENGINES.c.base_model))
 

@@ -23,7 +23,7 @@ MAX_INFRA_RETRIES = 20
 """How often a batch is tried again after the loss of its worker, before it fails."""
 
 
-class Action(Enum):
+class BatchAction(Enum):
     RETURN = auto()
     """Pending again; nothing is counted."""
     RETRY_ELSEWHERE = auto()
@@ -49,15 +49,15 @@ def choose_action(
     num_rows: int,
     is_part: bool,
     died_before: bool,
-) -> Action:
+) -> BatchAction:
     """The action after a failed attempt. `retries` and `infra_retries` are those before it, `is_part` says whether the
     batch is a part of a split one, `died_before` whether the function's process died in its last attempt."""
     if cause in (FailureCause.NOT_BEGUN, *FailureCause.of_setup()):
-        return Action.RETURN
+        return BatchAction.RETURN
     if cause is FailureCause.WORKER or (cause is FailureCause.DEATH and not died_before):
-        return Action.RETRY_ELSEWHERE if infra_retries < MAX_INFRA_RETRIES else Action.FAIL_ELSEWHERE
+        return BatchAction.RETRY_ELSEWHERE if infra_retries < MAX_INFRA_RETRIES else BatchAction.FAIL_ELSEWHERE
     if cause is FailureCause.PROGRAM or retries > max_retries:  # the row could not even be recorded as failed
-        return Action.FAIL
+        return BatchAction.FAIL
     if cause is FailureCause.ERROR and retries < (min(1, max_retries) if is_part else max_retries):
-        return Action.RETRY if is_part else Action.BACK_OFF
-    return Action.SPLIT if num_rows > 1 else Action.GIVE_UP
+        return BatchAction.RETRY if is_part else BatchAction.BACK_OFF
+    return BatchAction.SPLIT if num_rows > 1 else BatchAction.GIVE_UP

@@ -394,8 +394,8 @@ class JobRun:
                         return
                     await asyncio.sleep(min(pause_s, PAUSE_S))  # an exclusive pool would end the worker
                     continue
-                ended, _ = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
+                done_tasks, _ = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
+                for task in done_tasks:
                     del dispatched[task]
                 self._settle_due.set()  # here, so that the end of a group and the next claim share a transaction
         finally:

@@ -30,7 +30,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
-from tinsmith.batch.coordinator.failures import Action, choose_action
+from tinsmith.batch.coordinator.failures import BatchAction, choose_action
 from tinsmith.batch.coordinator.resumption import RESULTS, copy_chunk, find_source, is_of_root, lock_resumed_job
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.schemas import Schema
@@ -798,23 +798,23 @@ class _Attempts:
             died_before=died_before,
         )
         match action:
-            case Action.RETURN:
+            case BatchAction.RETURN:
                 return self._set(claim, "PENDING")
-            case Action.RETRY_ELSEWHERE:
+            case BatchAction.RETRY_ELSEWHERE:
                 stored_error = {} if died_before else error  # the first death's error shows that the next is the second
                 return self._set(claim, "PENDING", infra_retries=num_losses, **stored_error)
-            case Action.FAIL_ELSEWHERE:
+            case BatchAction.FAIL_ELSEWHERE:
                 return self._set(claim, "FAILED", infra_retries=num_losses, **error)
-            case Action.FAIL:
+            case BatchAction.FAIL:
                 return self._set(claim, "FAILED", retry_count=num_tries, **error)
-            case Action.BACK_OFF:
+            case BatchAction.BACK_OFF:
                 next_retry_at = self.db.clock() + self.backoff_s * 2**num_tries
                 return self._set(claim, "PENDING", retry_count=num_tries, next_retry_at=next_retry_at, **error)
-            case Action.RETRY:
+            case BatchAction.RETRY:
                 return self._set(claim, "PENDING", retry_count=num_tries, **error)
-            case Action.SPLIT:
+            case BatchAction.SPLIT:
                 return self._split(claim, failure.row, error)
-            case Action.GIVE_UP:
+            case BatchAction.GIVE_UP:
                 return self._set(claim, "PENDING", retry_count=self.max_retries + 1, **error)
 
     def _set(self, claim: Claim, status: str, **values: object) -> bool:

@@ -507,8 +507,8 @@ class MapperProcess:
         with self._lock:
             if self._child is None or self._timed_out:
                 return
-            begun = [attempt for attempt in self._waiting.values() if attempt.began_at is not None]
-            oldest = min(begun, key=lambda attempt: attempt.began_at or 0.0, default=None)
+            timed_attempts = [attempt for attempt in self._waiting.values() if attempt.began_at is not None]
+            oldest = min(timed_attempts, key=lambda attempt: attempt.began_at or 0.0, default=None)
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if oldest is not None and time.monotonic() - (oldest.began_at or 0.0) > limit_s:
                 starting = self._child.marker.starting
