@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -13,6 +14,7 @@ import tinker
 from tinker import types
 from typer.testing import CliRunner
 
+import tinsmith
 from support.live import API_KEY, LiveServer
 from tinsmith.cli.main import app
 from tinsmith.cli.runs import BARS, _bars
@@ -151,6 +153,7 @@ def test_a_run_shows_whether_it_runs_is_done_or_has_diverged(runs: Runs) -> None
             for _ in range(STEPS):
                 runs._step(client, rate)
             run_id = client.get_info().model_id
+            assert tinsmith.console_url(client) == f"{runs.server.url}/#/runs/{quote(run_id, safe='')}"
             running = runs.json("runs", "show", run_id)
             assert isinstance(running, dict) and running["status"] == ("running" if rate < 1 else "diverged")
             return run_id

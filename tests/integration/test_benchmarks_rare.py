@@ -17,6 +17,7 @@ QUICK = {
     "recording": "--rounds 3",
 }
 SLOW = {
+    "batch_models": "--sizes nano --rows 4 --runs 1",
     "burst": "--size 4 --runs 1",
     "failover": "--steps 6 --lose engine --backend fake",
     "fairness": "--small 50 --large 2 --seconds 2",

@@ -36,6 +36,8 @@ from tinsmith.cli.remote import (
     server,
 )
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.exchange.console_urls import run_url
+from tinsmith.settings.environment import client_address
 
 if TYPE_CHECKING:
     from tinsmith.exchange.metrics import RunMetrics
@@ -115,7 +117,7 @@ def compare(
     run_properties = [_describe_run(run) for run in runs]
     property_names = {name: 0 for properties in run_properties for name in properties}
     rows = [(name, [properties.get(name, "") for properties in run_properties]) for name in property_names]
-    different = {name: values for name, values in rows if len(set(values)) > 1 and name != "run"}
+    different = {name: values for name, values in rows if len(set(values)) > 1 and name not in ("run", "page")}
     names = sorted({name for run_series in series for name in run_series})
     last = {name: [run_series[name][-1][1] if name in run_series else None for run_series in series] for name in names}
     if as_json:
@@ -155,7 +157,7 @@ def tail(
 
 @app.command("log")
 def log_file(
-    run_id: RunId,
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="A run's id from `tinsmith runs list`.")],
     file: Annotated[Path, typer.Argument(help="JSON lines with a `step`, such as the cookbook's metrics.jsonl.")],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     as_json: AsJson = False,
@@ -163,12 +165,9 @@ def log_file(
     """Log the numbers of a file of metrics to a run. Logging a line again changes nothing."""
     from tinsmith.exchange.metrics import RunMetrics
 
-    with exit_on_errors():
-        with server() as client:
-            run_id = _find_run(client, run_id)["model_id"]
-        with RunMetrics(run_id) as run:
-            source = _MetricsFile(run, str(file))
-            _log_lines(source, file, follow=follow)
+    with exit_on_errors(), RunMetrics(run_id) as run:
+        source = _MetricsFile(run, str(file))
+        _log_lines(source, file, follow=follow)
     result = {"run": run_id, "points": source.num_points, "left_out": source.num_left_out}
     suffix = f"; {source.num_left_out} of its lines were not logged in full" if source.num_left_out else ""
     print_result(as_json, result, f"logged {source.num_points} points of {file} to {run_id}{suffix}")
@@ -309,6 +308,7 @@ def _describe_run(run: Run) -> dict[str, str]:
     """Return the properties of a run as text."""
     properties = {
         "run": run["model_id"],
+        "page": run_url(client_address()[0], run["model_id"]),
         "name": _name(run),
         "tags": ", ".join(run["tags"]),
         "base model": run["base_model"],

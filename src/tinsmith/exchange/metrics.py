@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 
 from tinsmith.errors import UserError, refusal
+from tinsmith.exchange.console_urls import run_url
 from tinsmith.settings.environment import client_address
 from tinsmith.types import tokens_digest
 
@@ -155,7 +156,7 @@ class RunMetrics:
         self.flush()
 
     def get_logger_url(self) -> str | None:
-        return f"{self._url}/#/runs/{self.model_id}"
+        return run_url(self._url, self.model_id)
 
     @property
     def store(self) -> None:
