@@ -10,6 +10,7 @@ Routes below /api/v1/batch/jobs, all JSON:
 - POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, pool,
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out,
   worker_seconds: of workers that have ended, error, created_at, started_at, ended_at, outputs: [OutputInfo],
+  waiting: why no worker has started, after a minute, or null,
   first_error: the first failed row as in /errors, or null, workers: [{worker_id, kind, state, started_at, batches,
   rows, first_row, retried}], the last four of its batches now, machines_set_aside: [{machine, failures, until, error}]:
   those on which the function could not be set up};

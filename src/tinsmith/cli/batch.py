@@ -149,6 +149,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "rows": f"{rows_text}; {progress.rows_per_second:.0f} a second",
         "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
         "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
+        "waiting": escape(status["waiting"] or ""),
         "created": _format_time(status["created_at"]),
         "started": _format_time(status["started_at"]),
         "ended": _format_time(status["ended_at"]),

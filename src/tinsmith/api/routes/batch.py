@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
@@ -31,6 +31,7 @@ from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRe
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec
+from tinsmith.db.database import now
 from tinsmith.errors import ForbiddenError, NotFoundError
 from tinsmith.wire.fields import INT64_MAX, ClosedBody, Integer, Query, Text
 
@@ -38,6 +39,8 @@ EVENTS_PAUSE_S = 0.25
 """Pause between two reads of a job that changes continuously."""
 SAFETY_POLL_S = 5.0
 """Longest delay of an event whose wake-up was lost."""
+WAIT_S = 60.0
+"""After this time a status says why no worker has started."""
 MAX_SHOWN_ROW = 16_384
 """The most bytes of a failed row in a status, as JSON; `/errors` has the whole row."""
 MAX_SHOWN_VALUE = 200
@@ -328,6 +331,7 @@ def _describe(services: Services, job: JobRecord) -> JsonObject:
         **_summarize(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
         "machines_set_aside": job.machines_set_aside or [],
+        "waiting": _explain_wait(services, job, workers),
         "first_error": _short_error(error_row(first_errors[0])) if first_errors else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
@@ -335,6 +339,24 @@ def _describe(services: Services, job: JobRecord) -> JsonObject:
             for worker in workers
         ],
     }
+
+
+def _explain_wait(services: Services, job: JobRecord, workers: Sequence[Mapping[str, object]]) -> str | None:
+    """Why no worker has started for a job that has waited for one; None for any other job. Names no other job."""
+    has_worker = any(worker["state"] == "ready" for worker in workers) or job.completed_batches
+    waited_s = now() - job.created_at
+    if has_worker or job.status not in ("PENDING", "RUNNING") or waited_s < WAIT_S:
+        return None
+    sizes = {str(pool["name"]): pool["workers"] for pool in services.coordinator.pools(job.tenant_id)}
+    begin = f"no worker of the pool {job.pool!r} has started for {waited_s:.0f} s"
+    if job.pool not in sizes:
+        return f"{begin}: this server has no such pool now"
+    if not sizes[job.pool]:
+        return f"{begin}: it has no workers; the operator changes its size"
+    if num_jobs := services.batch_jobs.count_jobs_with_workers(job.pool):
+        jobs = "another job" if num_jobs == 1 else f"{num_jobs} other jobs"
+        return f"{begin}: its {sizes[job.pool]} workers run {jobs}; a higher priority or weight goes first"
+    return f"{begin}: its machines have no room, or none has what the job or the pool asks for"
 
 
 def _short_error(error: JsonObject) -> JsonObject:

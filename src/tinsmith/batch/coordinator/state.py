@@ -659,6 +659,11 @@ class BatchJobs:
             self._db.rows(sa.select(WORKERS).where(WORKERS.c.job_id == job_id).order_by(WORKERS.c.started_at))
         )
 
+    def count_jobs_with_workers(self, pool: str) -> int:
+        """How many jobs have workers of a pool that have started."""
+        in_pool = (WORKERS.c.pool == pool) & (WORKERS.c.state == "ready")
+        return self._db.scalar(sa.select(sa.func.count(WORKERS.c.job_id.distinct())).where(in_pool)) or 0
+
     # Deleting parts.
 
     def resume_chain(self, job_id: int) -> list[int]:

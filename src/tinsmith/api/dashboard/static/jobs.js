@@ -68,6 +68,7 @@ function describe(job) {
     ["Rows", job.batch_total_batches ? `${count(job.rows_ok)} of ${count(job.total_rows)} done${failed}` : null],
     ["Tokens", job.tokens_in || job.tokens_out ? `${count(job.tokens_in)} in, ${count(job.tokens_out)} out` : null],
     ["Pool", job.pool],
+    ["Waiting", job.waiting || null],
     ["Weight", job.weight === 1 ? null : count(job.weight)],
     ["Submitted", moment(job.created_at)],
     ["Duration", took === null ? null : seconds(took)],
