@@ -283,7 +283,8 @@ def test_a_rate_limit_outlives_the_coordinator(
     job_id = submit(jobs, tmp_path, keep, rows=4, batch_output_formats=[output], requests_per_minute=60)
 
     def waits() -> bool:
-        return len(waits_s) > 5 and all(wait_s == 1.0 for wait_s in waits_s[-5:])
+        has_waited = len(waits_s) > 5 and all(wait_s == 1.0 for wait_s in waits_s[-5:])
+        return has_waited and jobs.find("local", job_id).completed_batches == 1
 
     for _ in range(2):
         waits_s.clear()
