@@ -400,7 +400,7 @@ def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harn
 
 def test_a_waiting_client_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     beats: list[str] = []
-    monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
+    monkeypatch.setattr(Sessions, "keep", lambda _self, _tenant_id, session_id: beats.append(session_id))
     now = [0.0]
     services = harness.services
     server_sessions = ServerSessions(services.sessions, services.sampling_sessions, 40.0, lambda: now[0])

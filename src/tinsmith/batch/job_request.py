@@ -82,7 +82,7 @@ class JobRequest(ClosedBody):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
     retry_on: list[str] | None = None
     concurrency: Count | None = None
-    max_concurrent_batches: Annotated[int, Field(ge=1, le=MAX_CONCURRENT_BATCHES)] = 8
+    max_concurrent_batches: Annotated[int, Field(ge=1, le=MAX_CONCURRENT_BATCHES)] = JobSpec.max_concurrent_batches
     num_cpus: Number | None = None
     num_gpus: Number | None = None
     memory: Count | None = None

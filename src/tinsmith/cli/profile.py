@@ -8,6 +8,7 @@ whose command is gone.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,18 +52,16 @@ def profile(
 
 def _run(profiles: Profiles, base_model: str, seconds: float | None) -> Profile:
     """The end of a profile of some seconds; with None, of the one that runs, which is stopped."""
-    if seconds is None:
-        profiles.stop(base_model)
-        return _wait_for_end(profiles, base_model)
-    base_models = profiles.base_models_with_engines()
-    if base_models and base_model not in base_models:
-        raise UserError(f"base_model {base_model!r} is not served here; served: {', '.join(map(repr, base_models))}")
-    profiles.request(base_model, seconds)
-    try:
-        return _wait_for_end(profiles, base_model)
-    except KeyboardInterrupt:
-        profiles.stop(base_model)
-        return _wait_for_end(profiles, base_model)
+    if seconds is not None:
+        base_models = profiles.base_models_with_engines()
+        if base_models and base_model not in base_models:
+            served = ", ".join(map(repr, base_models))
+            raise UserError(f"base_model {base_model!r} is not served here; served: {served}")
+        profiles.request(base_model, seconds)
+        with suppress(KeyboardInterrupt):
+            return _wait_for_end(profiles, base_model)
+    profiles.stop(base_model)
+    return _wait_for_end(profiles, base_model)
 
 
 def _wait_for_end(profiles: Profiles, base_model: str) -> Profile:

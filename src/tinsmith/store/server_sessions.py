@@ -56,13 +56,10 @@ class ServerSessions:
         return self.clock() - self._kept_at.get(session_id, -self.heartbeat_s) >= self.heartbeat_s
 
     def keep(self, tenant_id: str, session_id: str) -> None:
-        """Record a heartbeat if one is due, but not for a paused session: it waits for its own client to continue, and
-        ends when that is gone. Raises GoneError if the session has ended."""
-        if not self.is_heartbeat_due(session_id):
-            return
-        if self.sessions.require_active(tenant_id, session_id).sampling_paused_at is None:
-            self.sessions.heartbeat(tenant_id, session_id)
-        self._remember(session_id)
+        """As `Sessions.keep`, if a heartbeat is due. Raises GoneError if the session has ended."""
+        if self.is_heartbeat_due(session_id):
+            self.sessions.keep(tenant_id, session_id)
+            self._remember(session_id)
 
     def sampling_session(
         self, tenant_id: str, session_id: str, base_model: str, model_path: str | None

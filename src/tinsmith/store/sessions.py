@@ -136,6 +136,12 @@ class Sessions:
         self.require_active(tenant_id, session_id)
         self._update(session_id, last_heartbeat_at=now())
 
+    def keep(self, tenant_id: str, session_id: str) -> None:
+        """Record a heartbeat for somebody who waits for a sample, but not for a paused session: it waits for its own
+        client to continue, and ends when that is gone. Raises GoneError."""
+        if self.require_active(tenant_id, session_id).sampling_paused_at is None:
+            self._update(session_id, last_heartbeat_at=now())
+
     def pause_sampling(self, tenant_id: str, session_id: str) -> None:
         """Pause the session's samples until `continue_sampling`; a repetition changes nothing. Raises GoneError."""
         if self.require_active(tenant_id, session_id).sampling_paused_at is None:

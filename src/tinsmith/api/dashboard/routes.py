@@ -33,7 +33,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.store.curves import Outline, Point
 from tinsmith.store.overview import SORTS, Row
 from tinsmith.store.recent_steps import RecentStep
-from tinsmith.store.run_status import RunStatus, run_status, run_tags
+from tinsmith.store.run_status import run_status, run_tags
 from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
@@ -241,17 +241,11 @@ def _describe_runs(call: Call, rows: Sequence[Row]) -> list[JsonObject]:
     model_ids = [row["model_id"] for row in rows]
     newest = call.services.curves.newest(model_ids)
     busy, at = call.services.overview.busy_runs(call.tenant_id, model_ids), time.time()
-    return [
-        _describe_run(
-            row,
-            newest.get(row["model_id"]),
-            run_status(row, newest.get(row["model_id"]), row["model_id"] in busy, at),
-        )
-        for row in rows
-    ]
+    return [_describe_run(row, newest.get(row["model_id"]), row["model_id"] in busy, at) for row in rows]
 
 
-def _describe_run(row: Row, newest: Point | None, status: RunStatus) -> JsonObject:
+def _describe_run(row: Row, newest: Point | None, is_busy: bool, at: float) -> JsonObject:
+    status = run_status(row, newest, is_busy, at)
     columns = {name: value for name, value in row.items() if name not in SESSION_COLUMNS}
     return {
         **columns,

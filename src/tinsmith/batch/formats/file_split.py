@@ -12,7 +12,7 @@ from itertools import count, islice
 from typing import Any, TypeVar
 
 from tinsmith.batch.formats import publishing
-from tinsmith.batch.formats.part_lists import FilledParts, PublishedFile, files_on_disk
+from tinsmith.batch.formats.part_lists import FilledParts, PublishedFile, files_on_disk, sum_parts
 from tinsmith.batch.types import OutputInfo, PartInfo
 
 Item = TypeVar("Item")
@@ -44,9 +44,7 @@ def publish_split(
     if_exists: str,
 ) -> OutputInfo:
     """Publish files whose bytes are given one after the other. `parts` has the rows of all of them."""
-    rows = num_bytes = 0
-    for part in FilledParts(parts):
-        rows, num_bytes = rows + part.rows, num_bytes + part.bytes
+    rows, num_bytes = sum_parts(FilledParts(parts))
     name = publishing.number_format(-(-rows // rows_per_file), ending)
 
     def stage_files() -> Iterator[PublishedFile]:

@@ -85,6 +85,14 @@ class FilledParts:
         return (part for part in self._parts if part.rows)
 
 
+def sum_parts(parts: Iterable[PartInfo]) -> tuple[int, int]:
+    """The rows and the bytes of all parts."""
+    rows = num_bytes = 0
+    for part in parts:
+        rows, num_bytes = rows + part.rows, num_bytes + part.bytes
+    return rows, num_bytes
+
+
 class NumberedFiles:
     """Parts as files whose names are numbered; `name` formats the number of each."""
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import orjson
 
-from tinsmith.batch.formats.part_lists import FilledParts, NumberedFiles, PublishedFile
+from tinsmith.batch.formats.part_lists import FilledParts, NumberedFiles, PublishedFile, sum_parts
 from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, RowRange, part_name, temporary_directory
 from tinsmith.storage.fencing import FencingToken, read_token
 from tinsmith.storage.locations import open_object, open_store
@@ -192,13 +192,17 @@ def publish_file(
     def sources() -> Iterator[Source]:
         return (source_of(part, skip) for part in parts)
 
-    rows, max_bytes = 0, len(head)
-    for part in parts:
-        rows, max_bytes = rows + part.rows, max_bytes + part.bytes
+    rows, num_bytes = sum_parts(parts)
     local, exclusive = _local(staging), if_exists == "error"
     try:
         size, digest = store.concat(
-            sources(), key, head=head, staging=local, exclusive=exclusive, max_bytes=max_bytes, guard=_guard()
+            sources(),
+            key,
+            head=head,
+            staging=local,
+            exclusive=exclusive,
+            max_bytes=len(head) + num_bytes,
+            guard=_guard(),
         )
     except FileExistsError:
         size, digest = _measure([head], chain.from_iterable(read_ahead(sources())))
@@ -218,10 +222,9 @@ def stage_file(
     staging: str, name: str, chunks: Iterable[bytes], parts: Iterable[PartInfo] = (), *, parts_bytes: int = 0
 ) -> PublishedFile:
     """Write a file that is computed from parts to the staging directory, to be published under its name in a directory.
-    `parts_bytes` stands for parts that are too many to be listed for each file."""
-    rows, num_bytes = 0, parts_bytes
-    for part in parts:
-        rows, num_bytes = rows + part.rows, num_bytes + part.bytes
+    A caller that writes several files from the same parts gives the bytes of these as `parts_bytes` instead."""
+    rows, num_bytes = sum_parts(parts)
+    num_bytes += parts_bytes
     location = join(staging, name)
     store, key = open_store(location)
     with store.open_writer(key, max_bytes=MAX_GROWTH * num_bytes) as writer:

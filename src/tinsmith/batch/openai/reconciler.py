@@ -42,7 +42,7 @@ SWEEP_S = 3600.0
 RETENTION_S = 30 * 86400
 MAX_BATCH_SIZE = 32
 """Requests in one batch of the bulk job, which are repeated if its worker dies."""
-MAX_CONCURRENT_BATCHES = 16
+CONCURRENT_BATCHES = 16
 """Batches of the bulk job that each worker runs at a time."""
 GRACE_S = 0.5
 """The time in which a worker of a cancelled job may end by itself; an operation has nothing to clean up."""
@@ -200,7 +200,7 @@ class Reconciler:
             batch_output_formats=[output.to_dict() for output in outputs],
             batch_size=min(MAX_BATCH_SIZE, max(1, total // MIN_BATCHES)),
             name=batch.batch_id,
-            max_concurrent_batches=MAX_CONCURRENT_BATCHES,
+            max_concurrent_batches=CONCURRENT_BATCHES,
             max_failed_rows=MAX_REQUESTS,
             if_exists="overwrite",
             roots=[directory],
