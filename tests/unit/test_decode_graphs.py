@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +14,18 @@ if not (NAMED and ON_CUDA):
 
 from support import tiny_models
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
+from tinsmith.backends.torch import moe
 from tinsmith.backends.torch.lora_batch import LoRABatch, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
 from tinsmith.samplers.local.decode_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import ModelShape, SamplingParams
+from unit.test_expert_decode import multiply_groups
 
 THERE = NAMED and ON_CUDA
 WHERE = DEVICE if NAMED else "cpu"
+LONGER = [pytest.param(name, marks=pytest.mark.extended) for name in ("llama", "gemma2")]
 PARAMS = SamplingParams(max_tokens=5, temperature=1.0, stop_eos=False, seed=3)
 
 
@@ -53,9 +55,10 @@ def run_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after another."""
     if not THERE:
         monkeypatch.setattr(paged_kernel, "PROGRAMS", 1)
+        monkeypatch.setattr(moe, "grouped_mm", multiply_groups)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "gpt_oss", *LONGER])
 def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
     return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -94,14 +97,29 @@ def test_rows_of_several_adapters_are_what_they_are_without_graphs(
 
 
 @pytest.mark.extended
-def test_adapters_of_two_layouts_and_prompts_run_without_graphs(shape: ModelShape) -> None:
+def test_adapters_of_two_layouts_share_a_graph_beside_prompts(shape: ModelShape) -> None:
     plain, ours = samplers(shape, (4, 6), 4)
-    samples = [make_sample(str(i), make_prompt(9, i), PARAMS, version_id=str(i)) for i in range(2)]
+    samples = [make_sample(str(i), make_prompt(9 + 4 * i, i), PARAMS, version_id=str(i)) for i in range(2)]
     expected, results = run(plain, *samples), run(ours, *samples)
     for sample in samples:
         assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
     if not THERE:
-        assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps == 0
+        assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps >= 3
+
+
+def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
+    plain, ours = samplers(shape, (4,), 4)
+    first = make_sample("first", make_prompt(5), PARAMS, version_id="0")
+    second = make_sample("second", make_prompt(11, 1), PARAMS)
+    expected = {**run(plain, first), **run(plain, second)}
+    ours.submit(first)
+    ours.step()
+    ours.submit(second)
+    results = finish(ours)
+    for sample in (first, second):
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert ours._graphs is not None
+    assert set(ours._graphs.uncaptured_steps) <= {"first of its kind"}
 
 
 def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
@@ -125,16 +143,25 @@ def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
     assert blocks == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
 
 
-def test_a_graph_that_cannot_be_captured_is_given_up(shape: ModelShape, tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_captured_is_tried_again_later(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, ours = samplers(shape, (4,), 4)
     if THERE:
         pytest.skip("captures")
+    monkeypatch.setattr(decode_graphs, "RETRY_STEPS", 2)
+    attempts = []
 
     def fails(key: object, step: object) -> bool:
         assert ours._graphs is not None
-        ours._graphs._can_capture = False
+        attempts.append(key)
+        ours._graphs._paused_steps = decode_graphs.RETRY_STEPS
+        ours._graphs.clear()
         return False
 
     ours._graphs._capture = fails  # pyright: ignore
-    sample = make_sample("s", make_prompt(9), PARAMS, version_id="0")
+    params = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=3)
+    sample = make_sample("s", make_prompt(9), params, version_id="0")
     assert_same(run(ours, sample)["s"], run(plain, sample)["s"], atol=3e-4)
+    assert ours._graphs is not None
+    assert len(attempts) >= 2 and ours._graphs.uncaptured_steps["capture failed"] >= 3 * (len(attempts) - 1)

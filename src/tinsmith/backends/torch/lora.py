@@ -91,10 +91,10 @@ class DeviceLoRABatch(LoRABatch):
     """A LoRA batch of rows without gradients on a GPU: two launches for each linear, whatever the adapters.
 
     `tables`, or else the segments: for each layout of adapters, its blocks of rows as `lora_kernels.add_deltas_` takes
-    them. A CUDA graph's are filled anew for each run.
+    them. A CUDA graph's are filled anew for each run; its segments name no adapters.
     """
 
-    __slots__ = ("_tables",)
+    __slots__ = ("_row_adapters", "_tables", "is_captured")
 
     def __init__(
         self,
@@ -105,16 +105,41 @@ class DeviceLoRABatch(LoRABatch):
     ) -> None:
         super().__init__(segments, repeats=repeats)
         self._tables = tables
+        self._row_adapters: dict[int, Tensor] = {}  # by the id of a layout
+        self.is_captured = tables is not None
+        """Whether launches may depend on shapes alone, since a graph holds them."""
+
+    def tables(self, device: torch.device) -> Sequence[tuple[Layout, Tensor]]:
+        """Each layout with its blocks of rows [B, 4]."""
+        if self._tables is None:
+            self._tables = self._upload_row_blocks(device)
+        return self._tables
+
+    def row_adapters(self, layout: Layout, blocks_B4: Tensor) -> Tensor:
+        """[T, 2] int64: the address of the matrices of each row's adapter, and its scale's float32 bits; 0 for rows
+        without an adapter of this layout.
+        """
+        if (rows_T2 := self._row_adapters.get(id(layout))) is None:
+            cell_R = torch.arange(BLOCK_ROWS, device=blocks_B4.device)
+            is_row_BR = cell_R < blocks_B4[:, 2:3]
+            row_BR = torch.where(is_row_BR, blocks_B4[:, 1:2] + cell_R, self.num_rows)  # one row more than there are
+            values_BR2 = blocks_B4[:, None, ::3].expand(-1, BLOCK_ROWS, -1)
+            rows_T2 = blocks_B4.new_zeros(self.num_rows + 1, 2)
+            rows_T2.index_copy_(0, row_BR.flatten(), values_BR2.flatten(0, 1))
+            self._row_adapters[id(layout)] = rows_T2
+        return rows_T2
 
     def add_deltas_(self, delta: LoRADelta, y_TO: Tensor, x_TI: Tensor) -> None:
         """Add the adapters' deltas to y, which may have a wider dtype than x."""
-        if self._tables is None:
-            self._tables = self._upload_row_blocks(x_TI.device)
-        for layout, blocks_B4 in self._tables:
+        for layout, blocks_B4 in self.tables(x_TI.device):
             if (tables := delta.device_tables(layout, x_TI.device)) is not None:
                 from tinsmith.backends.torch.lora_kernels import add_deltas_
 
                 add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank, BLOCK_ROWS)
+
+    def for_sequences(self, starts: tuple[int, ...], length: int) -> LoRABatch:
+        """In a graph each sequence is one row, in order."""
+        return self if self.is_captured else super().for_sequences(starts, length)
 
     def _upload_row_blocks(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
         layouts = {id(adapter.layout): adapter.layout for _, _, adapter in self.segments if adapter is not None}
@@ -634,6 +659,8 @@ class MultiLoRALinear(LoRALinear, nn.Module):
         lora_batch = self._context.lora_batch
         if lora_batch is None:
             return nn.functional.linear(x, self.weight, self.bias)
+        if isinstance(lora_batch, DeviceLoRABatch):
+            return self.forward_device_rows(x.reshape(-1, self.in_features), lora_batch).view(*x.shape[:-1], -1)
         adapter_groups = self.groups(lora_batch)
         if not adapter_groups:
             return nn.functional.linear(x, self.weight, self.bias)

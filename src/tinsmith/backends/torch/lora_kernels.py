@@ -31,6 +31,7 @@ OUTPUTS = 128
 def _shrink_kernel(  # noqa: PLR0913 - one launch
     x_ptr, u_ptr, blocks_ptr, parts_ptr, x_stride, num_rows, num_inputs,
     RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """u[part, split, row] = this split's part of x[row] A^T, float32."""
     block, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -38,7 +39,7 @@ def _shrink_kernel(  # noqa: PLR0913 - one launch
     if count == 0:
         return
     a_ptr = tl.load(blocks_ptr + block * 4).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    a_ptr = tl.multiple_of(a_ptr + tl.load(parts_ptr + part * 4), 16)
+    a_ptr = tl.multiple_of(a_ptr + tl.load(parts_ptr + part * WIDTH), 16)
     row = tl.load(blocks_ptr + block * 4 + 1) + tl.arange(0, ROWS)
     is_row = tl.arange(0, ROWS) < count
     rank = tl.arange(0, PADDED)
@@ -94,29 +95,47 @@ def add_deltas_(
     scale's float32 bits. `parts_P4` (int64) of each part: where its A [r, I] and B [O, r] begin behind that address,
     in elements, its first column of y, and O. `tiles_C2`: part and first output of each tile, see `list_tiles`.
     """
+    u_PSnr = shrink(x_nI, blocks_B4, parts_P4, rank, block_rows)
+    expand_(y_nO, u_PSnr, blocks_B4, parts_P4, tiles_C2, rank, block_rows, x_nI)
+
+
+def shrink(x_nI: Tensor, blocks_B4: Tensor, parts_PX: Tensor, rank: int, block_rows: int) -> Tensor:
+    """[P, S, n, r padded], float32: the parts' x A^T, whose splits `expand_` adds. Rows without an adapter are not
+    written. The first column of `parts_PX` is that of `add_deltas_`.
+    """
     num_rows, num_inputs = x_nI.shape
-    padded = _padded_rank(rank)
+    padded = padded_rank(rank)
     splits = min(MAX_SPLITS, -(-num_inputs // SPLIT_INPUTS))
     inputs = 64 if padded > 64 else 128
     split = -(-num_inputs // (splits * inputs)) * inputs
-    u_PSnr = torch.empty(len(parts_P4), splits, num_rows, padded, device=x_nI.device)
-    sizes = {"RANK": rank, "PADDED": padded, "ROWS": block_rows}
-    _shrink_kernel[len(blocks_B4), splits, len(parts_P4)](
-        x_nI, u_PSnr, blocks_B4, parts_P4, x_nI.stride(0), num_rows, num_inputs, **sizes, INPUTS=inputs, SPLIT=split
-    )
+    num_parts, width = parts_PX.shape
+    u_PSnr = torch.empty(num_parts, splits, num_rows, padded, device=x_nI.device)
+    _shrink_kernel[len(blocks_B4), splits, num_parts](
+        x_nI, u_PSnr, blocks_B4, parts_PX, x_nI.stride(0), num_rows, num_inputs,
+        RANK=rank, PADDED=padded, ROWS=block_rows, INPUTS=inputs, SPLIT=split, WIDTH=width,
+    )  # fmt: skip
+    return u_PSnr
+
+
+def expand_(
+    y_nO: Tensor, u_PSnr: Tensor, blocks_B4: Tensor, parts_P4: Tensor, tiles_C2: Tensor, rank: int, block_rows: int,
+    like: Tensor,
+) -> None:  # fmt: skip
+    """Add scale * (sum of u over splits) B^T of all parts to y. The matrices are in the dtype of `like`."""
+    _, splits, num_rows, padded = u_PSnr.shape
     _expand_kernel[len(blocks_B4), len(tiles_C2)](
-        y_nO, u_PSnr, blocks_B4, parts_P4, tiles_C2, y_nO.stride(0), num_rows, x_nI,
-        **sizes, OUT=_outputs_per_tile(padded), SPLITS=splits,
+        y_nO, u_PSnr, blocks_B4, parts_P4, tiles_C2, y_nO.stride(0), num_rows, like,
+        RANK=rank, PADDED=padded, ROWS=block_rows, OUT=_outputs_per_tile(padded), SPLITS=splits,
     )  # fmt: skip
 
 
 def list_tiles(outputs: list[int], rank: int) -> list[tuple[int, int]]:
     """Part and first output of each tile of parts with so many outputs."""
-    step = _outputs_per_tile(_padded_rank(rank))
+    step = _outputs_per_tile(padded_rank(rank))
     return [(part, first) for part, count in enumerate(outputs) for first in range(0, count, step)]
 
 
-def _padded_rank(rank: int) -> int:
+def padded_rank(rank: int) -> int:
     """The rank rounded up to a size that tensor cores multiply."""
     return max(16, 1 << (rank - 1).bit_length())
 

@@ -174,14 +174,15 @@ class BaseModel:
         return self._fused is not None
 
     @property
-    def decoder(self) -> Decoder | None:
-        """The fused layers."""
-        return self._fused
-
-    @property
     def can_capture(self) -> bool:
-        """Whether a CUDA graph can hold the layers of a decode step."""
-        return self.device.type == "cuda" and self._fused is not None
+        """Whether CUDA graphs can hold the layers of decode steps."""
+        return self.device.type == "cuda" and all(module.can_capture for module in self.experts)
+
+    def decode_rows(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, lora_batch: LoRABatch) -> Tensor:
+        """[T, D]: hidden states after the final norm, by operations that a CUDA graph can hold if the plan's are."""
+        if self._fused is not None:
+            return self._fused.hidden(tokens_T, positions_T, plan, lora_batch)
+        return self.forward_modules(tokens_T, positions_T, plan, lora_batch)
 
     @property
     def num_bytes(self) -> int:

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,14 +37,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import _default_apply_gate
 
-from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Target
+from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target
 from tinsmith.backends.torch.host import read, upload
-from tinsmith.backends.torch.lora import ForwardContext, anchor
-from tinsmith.backends.torch.lora_batch import LoRABatch
+from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
+from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
 from tinsmith.backends.torch.matmul import add_matmul_, matmul
 from tinsmith.errors import SettingsError
 
 GATE, UP, DOWN = "w1", "w3", "w2"
+
+
+def lora_kernels() -> ModuleType:
+    """Only where a CUDA tensor was met: other builds of torch have no triton."""
+    from tinsmith.backends.torch import lora_kernels as kernels
+
+    return kernels
 
 
 @cache
@@ -181,6 +189,9 @@ class MultiLoRAExperts(nn.Module):
         self.down_name = f"{name}.{DOWN}"
         self._choices = 1
         self._context = context
+        self._parts_by_layout: dict[
+            int, tuple[Layout, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]
+        ] = {}  # by the id of a layout
 
     @property
     def module(self) -> nn.Module:
@@ -220,6 +231,8 @@ class MultiLoRAExperts(nn.Module):
             return self.module(hidden_TD, *choices)
         index_Tk, weights_Tk = choices
         self._choices = index_Tk.shape[1]
+        if isinstance(lora_batch, DeviceLoRABatch) and lora_batch.is_captured:
+            return self.forward_captured(hidden_TD, index_Tk, weights_Tk, lora_batch)
         return self.forward_experts(hidden_TD, index_Tk, weights_Tk, lora_batch)
 
     def forward_experts(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, lora_batch: LoRABatch) -> Tensor:
@@ -231,16 +244,84 @@ class MultiLoRAExperts(nn.Module):
         call = _Call(
             self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
         )
+        if not torch.is_grad_enabled():
+            return call.down(self._apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
+        recorded = anchor(hidden_TD.device) if any(adapters) else None
+        inner_NI = self._apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
+        return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
+
+    @property
+    def _apply_gate(self) -> Callable[[Tensor], Tensor]:
         module = self.module
         if self.has_gate:
-            apply_gate = getattr(module, "_apply_gate", None) or partial(_default_apply_gate, module)
-        else:
-            apply_gate = cast(Callable[[Tensor], Tensor], module.act_fn)
-        if not torch.is_grad_enabled():
-            return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
-        recorded = anchor(hidden_TD.device) if any(adapters) else None
-        inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
-        return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
+            return getattr(module, "_apply_gate", None) or partial(_default_apply_gate, module)
+        return cast(Callable[[Tensor], Tensor], module.act_fn)
+
+    def forward_captured(
+        self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, lora_batch: DeviceLoRABatch
+    ) -> Tensor:
+        """[T, D] of rows without gradients, in launches that depend on shapes alone. The grouped kernel must support
+        the experts (`can_capture`).
+        """
+        from tinsmith.backends.torch import expert_decode_kernels as kernels
+
+        pairs = kernels.sort_pairs(index_Tk, self.num_experts)
+        groups, expert_N = _PairGroups(pairs.ends_E, None), pairs.index_nk.view(-1)
+        transposed = self.transposed
+        x_ND = hidden_TD.index_select(0, pairs.pair_N // index_Tk.shape[1])
+        y_NG = groups.matmul(x_ND, self.outer_proj if transposed else self.outer_proj.mT)
+        if self.has_bias:
+            y_NG += self.outer_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
+        tables = [
+            (layout, blocks_B4, lora_batch.row_adapters(layout, blocks_B4))
+            for layout, blocks_B4 in lora_batch.tables(hidden_TD.device)
+        ]
+        for layout, blocks_B4, rows_T2 in tables:
+            if (parts_P5 := self._device_parts(layout, hidden_TD.device)[0]) is not None:
+                u_PSTr = lora_kernels().shrink(hidden_TD, blocks_B4, parts_P5, layout.rank, BLOCK_ROWS)
+                kernels.expand_pairs_(
+                    y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
+                )
+        inner_NI = self._apply_gate(y_NG)
+        y_ND = groups.matmul(inner_NI, self.down_proj if transposed else self.down_proj.mT)
+        if self.has_bias:
+            y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
+        weighted_TkD = y_ND.index_select(0, pairs.place_N).view(*index_Tk.shape, -1) * weights_Tk[..., None]
+        out_TD = weighted_TkD.sum(1).to(hidden_TD.dtype)
+        for layout, blocks_B4, rows_T2 in tables:
+            _, parts_15, tiles = self._device_parts(layout, hidden_TD.device)
+            if parts_15 is not None and tiles is not None:
+                u_1kTr = kernels.shrink_pairs(inner_NI, rows_T2, pairs, weights_Tk, parts_15, layout.rank)
+                lora_kernels().expand_(out_TD, u_1kTr, blocks_B4, *tiles, layout.rank, BLOCK_ROWS, hidden_TD)
+        return out_TD
+
+    def _device_parts(
+        self, layout: Layout, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """`parts_P5` of the outer projections and of the inner one as `expert_decode_kernels` takes them, and the inner
+        one's `parts_P4` and `tiles_C2` for its shared matrix; None where the layout has none.
+        """
+        if (entry := self._parts_by_layout.get(id(layout))) is None:
+            spans, rank = layout.spans, layout.rank
+            outer = [
+                (*(span.start for span in spans[name]), columns.start or 0, self.inner_features, columns.step or 1)
+                for name, columns in self.columns.items()
+                if name in spans
+            ]
+            inner = tiles = None
+            if self.down_name in spans:
+                a, b = spans[self.down_name]
+                inner = upload(np.array([(a.start, b.start, 0, self.hidden_features, 1)], np.int64), device)
+                tile_list = lora_kernels().list_tiles([self.hidden_features], rank)
+                tiles = inner[:, :4].contiguous(), upload(np.array(tile_list, np.int64), device)
+            parts = upload(np.array(outer, np.int64), device) if outer else None
+            entry = self._parts_by_layout[id(layout)] = layout, parts, inner, tiles
+        return entry[1:]
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph can hold rows of these experts: a loop over experts reads their numbers of rows."""
+        return self._is_grouped([])
 
     @property
     def kernel(self) -> str:

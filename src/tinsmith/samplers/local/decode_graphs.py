@@ -3,18 +3,22 @@
 A step in which every sequence computes one row after cached ones has the same kernels at every step; only numbers
 differ: tokens, positions, where keys are cached, which adapter each row has. A graph reads them from one buffer on the
 device, which a step fills with one copy. There is a graph for each padded number of rows, width of the block table, and
-layout of adapters (`_Key`). A key's first step runs without a graph, which compiles its kernels; the second captures.
-All graphs share one memory pool.
+set of layouts of adapters (`_Key`). Those without adapters are captured at load, the largest first, since all graphs
+share one memory pool; others when they come a second time, since their first step compiles kernels.
+
+Layers are whatever the model has: `transformer.Decoder` or transformers' modules. What a graph cannot hold runs without
+one, is counted by its reason (`uncaptured_steps`), and is tried again after RETRY_STEPS steps. Prompts and images run
+without graphs.
 
 Padding rows write no keys, see no keys, and have no adapter. A graph holds addresses of weights and of the cache, so
-`clear` must be called when these move. Layers are those of `transformer.Decoder`; prompts, images, recurrent states and
-the modules of other families run without graphs.
+`clear` must be called when these move.
 
 Letters: n rows, C blocks of a table, B blocks of rows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Unpack
@@ -45,19 +49,25 @@ MIN_TABLE_WIDTH = 64
 EXTRA_BLOCKS = 32
 """Blocks of rows beyond those that one adapter would need, since each adapter begins a new block."""
 
+MAX_LAYOUTS = 4
+"""Layouts of adapters in a graph: each takes launches of its own in every linear."""
+
+RETRY_STEPS = 1000
+"""Steps without graphs after one could not be captured."""
+
 
 class _Key(NamedTuple):
     num_rows: int
     width: int
-    layout_id: int
-    """The id of a `Layout` that the step references: hashing the layout would take longer than a launch."""
+    layout_ids: tuple[int, ...]
+    """The ids of the layouts that the step references: hashing a layout would take longer than a launch."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A key's buffers, and its graph from the second step on."""
+    """A key's buffers, and its graph once it is captured."""
 
-    layout: Layout | None
+    layouts: Sequence[Layout]
     tokens_n: Tensor
     inputs: Tensor
     graph: torch.cuda.CUDAGraph | None = None
@@ -87,61 +97,72 @@ class DecodeGraphs:
         self._base, self._cache = base, cache
         self._steps: dict[_Key, _Step] = {}
         self._pool: Any = None
-        self._can_capture = True
+        self._paused_steps = 0
+        self.uncaptured_steps: Counter[str] = Counter()
+        """Steps of one row for each sequence that no graph ran, by reason."""
 
     def clear(self) -> None:
         self._steps.clear()
 
+    @torch.inference_mode()
+    def capture_sizes(self, max_rows: int) -> None:
+        """Capture the graphs of up to `max_rows` rows without adapters, by steps of padding alone."""
+        for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
+            key = _Key(num_rows, MIN_TABLE_WIDTH, ())
+            step = self._open_step(key, (), self._build_inputs(key, (), ()))
+            self._forward(key, step)
+            if not self._capture(key, step):
+                return
+
     def hidden(self, tokens_T: Tensor, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> Tensor | None:
         """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph."""
-        key = self._key(rows, lora_batch)
-        inputs = None if key is None else self._build_inputs(key, rows, lora_batch)
-        if key is None or inputs is None:
-            return None
-        step, device = self._steps.get(key), self._base.device
-        if is_new := step is None:
-            layout = next((segment.layout for segment in lora_batch.segments if segment.layout), None)
-            tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
-            self._steps[key] = step = _Step(layout, tokens_n, upload(inputs, device))
+        if self._paused_steps:
+            self._paused_steps -= 1
+            return self._refuse("capture failed")
+        layouts = list({id(s.layout): s.layout for s in lora_batch.segments if s.layout is not None}.values())
+        layouts.sort(key=id)
+        if reason := _find_obstacle(rows, layouts):
+            return self._refuse(reason)
+        key, row_blocks = _key(rows, layouts), _list_blocks(lora_batch, layouts)
+        if max(map(len, row_blocks), default=0) > _num_blocks(key):
+            return self._refuse("many adapters")
+        inputs = self._build_inputs(key, rows, row_blocks)
+        if is_new := (step := self._steps.get(key)) is None:
+            step = self._open_step(key, layouts, inputs)
         else:
-            step.inputs.copy_(upload(inputs, device))
+            step.inputs.copy_(upload(inputs, self._base.device))
         step.tokens_n[: len(rows)].copy_(tokens_T)
         if is_new:
+            self._refuse("first of its kind")
             return self._forward(key, step)[: len(rows)]
         if step.graph is None and not self._capture(key, step):
-            return None
+            return self._refuse("capture failed")
         assert step.graph is not None and step.hidden_nD is not None
         step.graph.replay()
         return step.hidden_nD[: len(rows)]
 
-    def _key(self, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> _Key | None:
-        if not self._can_capture or lora_batch.num_rows != len(rows) or len(rows) > CAPTURE_ROWS[-1]:
-            return None
-        if any(row.start == 0 or row.visible_counts is not None for row in rows):
-            return None
-        layouts = {id(segment.layout) for segment in lora_batch.segments if segment.adapter is not None}
-        if len(layouts) > 1:
-            return None
-        num_blocks, width = max(len(row.blocks) for row in rows), MIN_TABLE_WIDTH
-        while width < num_blocks:
-            width *= 4
-        num_rows = next(size for size in CAPTURE_ROWS if size >= len(rows))
-        return _Key(num_rows, width, next(iter(layouts), 0))
+    def _refuse(self, reason: str) -> None:
+        self.uncaptured_steps[reason] += 1
 
-    def _build_inputs(self, key: _Key, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> I64 | None:
-        """Positions, slots, numbers of keys, blocks of rows and the block table of the rows, in this order. None if
-        the rows have too many adapters.
+    def _open_step(self, key: _Key, layouts: Sequence[Layout], inputs: I64) -> _Step:
+        device = self._base.device
+        tokens_n = torch.zeros(key.num_rows, dtype=torch.int64, device=device)
+        step = self._steps[key] = _Step(layouts, tokens_n, upload(inputs, device))
+        return step
+
+    def _build_inputs(
+        self, key: _Key, rows: Sequence[SequenceRows], row_blocks: Sequence[Sequence[tuple[int, ...]]]
+    ) -> I64:
+        """Positions, slots, numbers of keys, each layout's blocks of rows, and the block table of the rows, in this
+        order.
         """
-        row_blocks = [block for segment in lora_batch.segments for block in list_row_blocks(segment)]
-        max_row_blocks = _num_blocks(key)
-        if len(row_blocks) > max_row_blocks:
-            return None
-        num, size = len(rows), self._cache.block_size
-        buffer = np.zeros(3 * key.num_rows + 4 * max_row_blocks + key.num_rows * key.width, np.int64)
-        columns, blocks, table = np.split(buffer, np.cumsum([3 * key.num_rows, 4 * max_row_blocks]))
+        num, size, blocks_size = len(rows), self._cache.block_size, 4 * _num_blocks(key)
+        buffer = np.zeros(sum(_input_sizes(key)), np.int64)
+        columns, blocks, table = np.split(buffer, np.cumsum([3 * key.num_rows, len(key.layout_ids) * blocks_size]))
         columns_3n, table_nC = columns.reshape(3, -1), table.reshape(key.num_rows, -1)
-        if row_blocks:
-            blocks[: 4 * len(row_blocks)] = np.array(row_blocks, np.int64).ravel()
+        for index, layout_blocks in enumerate(row_blocks):
+            first = index * blocks_size
+            blocks[first : first + 4 * len(layout_blocks)] = np.array(layout_blocks, np.int64).ravel()
         for table_C, row in zip(table_nC, rows, strict=False):
             table_C[: len(row.blocks)] = row.blocks
         start_n = np.array([row.start for row in rows], np.int64)
@@ -153,14 +174,12 @@ class DecodeGraphs:
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
-        num, decoder = key.num_rows, self._base.decoder
-        assert decoder is not None
-        sizes = [num, num, num, 4 * _num_blocks(key), num * key.width]
-        positions_n, slots_n, keys_n, blocks, table = step.inputs.split(sizes)
+        num = key.num_rows
+        positions_n, slots_n, keys_n, *blocks, table = step.inputs.split(_input_sizes(key))
         plan = _Plan(self._cache, slots_n, keys_n.int(), table.int().view(num, -1))
-        tables = [] if step.layout is None else [(step.layout, blocks.view(-1, 4))]
+        tables = [(layout, part.view(-1, 4)) for layout, part in zip(step.layouts, blocks, strict=True)]
         lora_batch = DeviceLoRABatch([Segment(0, num, None)], tables=tables)
-        return decoder.hidden(step.tokens_n, positions_n, plan, lora_batch)
+        return self._base.decode_rows(step.tokens_n, positions_n, plan, lora_batch)
 
     def _capture(self, key: _Key, step: _Step) -> bool:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -178,8 +197,9 @@ class DecodeGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            log.warning("decode steps run without CUDA graphs", reason=str(error).partition("\n")[0][:200])
-            self._can_capture = False
+            reason = str(error).partition("\n")[0][:200]
+            log.warning("a decode step runs without a CUDA graph", rows=key.num_rows, reason=reason)
+            self._paused_steps = RETRY_STEPS
             self.clear()
             return False
         current.wait_stream(stream)
@@ -187,6 +207,37 @@ class DecodeGraphs:
         return True
 
 
+def _find_obstacle(rows: Sequence[SequenceRows], layouts: Sequence[Layout]) -> str:
+    """Why no graph takes these rows; empty if one does."""
+    if len(rows) > CAPTURE_ROWS[-1]:
+        return "many rows"
+    if any(row.visible_counts is not None for row in rows):
+        return "images"
+    return "many layouts" if len(layouts) > MAX_LAYOUTS else ""
+
+
+def _key(rows: Sequence[SequenceRows], layouts: Sequence[Layout]) -> _Key:
+    num_blocks, width = max(len(row.blocks) for row in rows), MIN_TABLE_WIDTH
+    while width < num_blocks:
+        width *= 4
+    num_rows = next(size for size in CAPTURE_ROWS if size >= len(rows))
+    return _Key(num_rows, width, tuple(map(id, layouts)))
+
+
+def _list_blocks(lora_batch: DeviceLoRABatch, layouts: Sequence[Layout]) -> list[list[tuple[int, ...]]]:
+    """The blocks of rows of each layout's segments."""
+    return [
+        [block for segment in lora_batch.segments if segment.layout is layout for block in list_row_blocks(segment)]
+        for layout in layouts
+    ]
+
+
+def _input_sizes(key: _Key) -> list[int]:
+    """The sizes of the parts of a key's inputs."""
+    num = key.num_rows
+    return [num, num, num, *[4 * _num_blocks(key)] * len(key.layout_ids), num * key.width]
+
+
 def _num_blocks(key: _Key) -> int:
-    """The most blocks of rows that a key's buffer can hold."""
+    """The most blocks of rows of a layout that a key's buffer can hold."""
     return min(key.num_rows, -(-key.num_rows // BLOCK_ROWS) + EXTRA_BLOCKS)

@@ -168,6 +168,8 @@ class LocalSampler:
             )
         uses_graphs = base.can_capture and not (self._deterministic or self._keeps_states)
         self._graphs = DecodeGraphs(base, self._cache) if uses_graphs else None
+        if self._graphs is not None:
+            self._graphs.capture_sizes(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
@@ -419,14 +421,39 @@ class LocalSampler:
             snapshots.add(sequence.key(position // size - 1, size), weights.weights_id, state)
 
     def _forward(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
-        """Final hidden states of the rows to sample from or to score, and each span with its number of such rows."""
-        # Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
-        # rows are adjacent, too, and those with many: they can share a batched matmul, whose matrices are reused.
-        num_rows: Counter[int] = Counter()
-        for span in spans:
-            num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
-        weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
-        spans = sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
+        """Final hidden states of the rows to sample from or to score, and each span with its number of such rows.
+
+        Where there are graphs, decoding rows are a batch of their own: beside a prompt they would leave them.
+        """
+        if self._graphs is None:
+            return self._forward_spans(spans)
+        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
+        prompts = [span for span in spans if span.start == 0 or span.stop - span.start > 1]
+        # Prompts last: without rows to sample from they have a row that no span counts.
+        parts = [self._forward_decoding(decoding)] if decoding else []
+        parts += [self._forward_spans(prompts)] if prompts else []
+        counted_spans = [counted for counted_part, _ in parts for counted in counted_part]
+        return counted_spans, parts[0][1] if len(parts) == 1 else torch.cat([hidden_TD for _, hidden_TD in parts])
+
+    def _forward_decoding(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
+        """`_forward` of single rows that continue sequences."""
+        assert self._graphs is not None
+        spans = _sort_by_adapter(spans)
+        if not any(span.sequence.request.image_input for span in spans):
+            tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
+            adapters = [span.sequence.request.weights.adapter for span in spans]
+            lora_batch = DeviceLoRABatch.of(adapters, [1] * len(spans))
+            rows = [_sequence_rows(span) for span in spans]
+            hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch)
+            if hidden_TD is not None:
+                for span in spans:
+                    self._batcher.advance(span)
+                return [(span, 1) for span in spans], hidden_TD
+        return self._forward_spans(spans)
+
+    def _forward_spans(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
+        """`_forward` of any rows, in one forward without a graph."""
+        spans = _sort_by_adapter(spans)
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [_sequence_rows(span) for span in spans]
         tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
@@ -434,12 +461,6 @@ class LocalSampler:
         sizes = [span.stop - span.start for span in spans]
         has_images = any(span.sequence.request.image_input for span in spans)
         lora_batch = self._lora_batch(adapters, sizes, on_device=not has_images)
-        if self._graphs is not None and isinstance(lora_batch, DeviceLoRABatch):
-            hidden_TD = self._graphs.hidden(tokens_T, rows, lora_batch)
-            if hidden_TD is not None:
-                for span in spans:
-                    self._batcher.advance(span)
-                return [(span, 1) for span in spans], hidden_TD
         recurrence = None
         if self._keeps_states:
             firsts = accumulate(sizes, initial=0)
@@ -700,6 +721,17 @@ class LocalSampler:
         request_id = request.sample.request_id
         self._batcher.remove(self._requests.pop(request_id))
         self._settled.append((request_id, outcome))
+
+
+def _sort_by_adapter(spans: Seq[TokenSpan]) -> list[TokenSpan]:
+    """Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
+    rows are adjacent, too, and those with many: they can share a batched matmul, whose matrices are reused.
+    """
+    num_rows: Counter[int] = Counter()
+    for span in spans:
+        num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
+    weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
+    return sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
 
 
 def _sequence_rows(span: TokenSpan) -> SequenceRows:
