@@ -106,6 +106,9 @@ class EngineMeters:
         self._blocks = {state: blocks.labels(*seat, state) for state in ("live", "cached", "limit")}
         memory_bytes = metrics.gauge(prefix + "memory_bytes", registry)
         self._memory_bytes = cache(lambda holder: memory_bytes.labels(*seat, holder))
+        uncaptured = metrics.counter(prefix + "uncaptured_steps_total", registry)
+        self._uncaptured = cache(lambda reason: uncaptured.labels(*seat, reason))
+        self._num_uncaptured: dict[str, int] = {}
         self._kv_use = metrics.gauge(prefix + "kv_use", registry).labels(*seat)
         self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
 
@@ -131,6 +134,9 @@ class EngineMeters:
         for state, blocks in (("live", use.live_blocks), ("cached", use.cached_blocks), ("limit", use.max_blocks)):
             self._blocks[state].set(blocks)
         self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
+        for reason, steps in use.uncaptured_steps.items():
+            self._uncaptured(reason).inc(steps - self._num_uncaptured.get(reason, 0))
+            self._num_uncaptured[reason] = steps
 
     def set_memory_use(self, use: Mapping[str, int]) -> None:
         """Device memory in bytes by holder."""

@@ -7,8 +7,8 @@ serves no HTTP and is driven from one thread. A remote sampler forwards requests
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,13 +19,15 @@ from tinsmith.types import Partial, Sample, SampleResult
 @dataclass(frozen=True, slots=True)
 class CacheUse:
     """Blocks of the KV cache: those of running sequences, those cached for later prompts, and the maximum; and the
-    sequences that wait for a slot or for blocks.
+    sequences that wait for a slot or for blocks. `uncaptured_steps`: the decode steps so far that ran without a CUDA
+    graph on a GPU that has graphs, by reason.
     """
 
     live_blocks: int
     cached_blocks: int
     max_blocks: int
     waiting_sequences: int = 0
+    uncaptured_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class InferenceServer(Protocol):

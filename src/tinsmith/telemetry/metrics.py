@@ -139,6 +139,11 @@ _TABLE = (
         "blocks of the KV cache: live (of running samples), cached (of earlier prompts), limit",
         (*_SEAT, "state"),
     ),
+    Meter(
+        "tinsmith_engine_uncaptured_steps_total",
+        "decode steps without a CUDA graph on a GPU that has graphs, by reason",
+        (*_SEAT, "reason"),
+    ),
     Meter("tinsmith_engine_kv_use", "live blocks as a share of the limit", _SEAT),
     Meter(
         "tinsmith_engine_memory_bytes",

@@ -311,7 +311,8 @@ class LocalSampler:
 
     def cache_use(self) -> CacheUse:
         pool = self._batcher.pool
-        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
+        uncaptured_steps = {} if self._graphs is None else dict(self._graphs.uncaptured_steps)
+        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting), uncaptured_steps)
 
     def forget_weight_addresses(self) -> None:
         """The base model's memory is elsewhere from now on."""
