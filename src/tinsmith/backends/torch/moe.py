@@ -181,6 +181,8 @@ class MultiLoRAExperts(nn.Module):
         self.down_name = f"{name}.{DOWN}"
         self._choices = 1
         self._context = context
+        self.apply_gate = _choose_gate(experts, self.has_gate)
+        """Maps [N, G] to [N, I]."""
 
     @property
     def module(self) -> nn.Module:
@@ -231,15 +233,10 @@ class MultiLoRAExperts(nn.Module):
         call = _Call(
             self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
         )
-        module = self.module
-        if self.has_gate:
-            apply_gate = getattr(module, "_apply_gate", None) or partial(_default_apply_gate, module)
-        else:
-            apply_gate = cast(Callable[[Tensor], Tensor], module.act_fn)
         if not torch.is_grad_enabled():
-            return call.down(apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
+            return call.down(self.apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
         recorded = anchor(hidden_TD.device) if any(adapters) else None
-        inner_NI = apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
+        inner_NI = self.apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
 
     @property
@@ -252,6 +249,14 @@ class MultiLoRAExperts(nn.Module):
         sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
         is_half = self.down_proj.dtype == torch.bfloat16
         return is_half and has_grouped_mm(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+
+
+def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:
+    if not has_gate:
+        return partial(cast(Callable[[Tensor], Tensor], experts.act_fn))  # no submodule: it would have two names
+    return cast("Callable[[Tensor], Tensor] | None", getattr(experts, "_apply_gate", None)) or partial(
+        _default_apply_gate, experts
+    )
 
 
 def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
