@@ -33,7 +33,17 @@ from transformers.initialization import no_init_weights
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, tree_attention, vision
+from tinsmith.backends.torch import (
+    TorchBackend,
+    layer_kernels,
+    lora,
+    loss,
+    module_kernels,
+    moe,
+    trainer,
+    tree_attention,
+    vision,
+)
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention_implementation
@@ -303,6 +313,9 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
+        for name in ("find_norm_form", "find_gated_names", "find_rotation_kinds", "is_swiglu"):
+            function = _on_host(getattr(module_kernels, name))  # they compare values
+            stack.enter_context(mock.patch.object(module_kernels, name, function))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", Stream))

@@ -175,7 +175,7 @@ class TorchBackend:
         base = self._base
         kernel_by_part = {
             "device": f"{base.device}, {base.dtype}, no TF32",
-            "layers": "fused" if base.has_fused_layers else "transformers' modules",
+            "layers": "fused" if base.has_fused_layers else _describe_modules(base),
             "attention": "SDPA",
             "decode": describe_kernels(base),
             "lora": f"{'Triton, else ' if base.can_capture else ''}batched products of similar segments of one layout",
@@ -519,6 +519,10 @@ class TorchBackend:
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:
         return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable_targets()})
+
+
+def _describe_modules(base: BaseModel) -> str:
+    return f"transformers' modules{f', with Triton for {swapped}' if (swapped := str(base.swapped)) else ''}"
 
 
 def _seed_of(model_id: str) -> int:

@@ -1,14 +1,16 @@
-"""Triton kernels between the matmuls of a decoder layer: norms, gated activations, and RoPE of queries and keys with
-their norms, each with its gradient.
+"""Triton kernels between the matmuls of a decoder layer: norms, gated norms and activations, and RoPE of queries and
+keys, with or without their norms, each with its gradient.
 
-Each reads its inputs once and writes its outputs once, computes in float32 and rounds at the end. Every row is computed
+Each reads its inputs once and writes its outputs once, computes in float32 and rounds at the end; a norm also rounds in
+between where its form says so, and gradients never do. Every row is computed
 on its own, in a fixed order, so results do not depend on the other rows. Weights are frozen and get no gradient.
 Launches wait for nothing and use this thread's current device and stream, so a CUDA graph can capture them. Tile sizes
 follow from shapes: a thread holds 8 or 16 elements, so that it loads 16 bytes of bfloat16 at once and enough bytes are
 under way on each multiprocessor; the number of rows is no argument, so it compiles nothing anew.
 
 Imports triton, which only CUDA builds of torch bring along: import this where a CUDA tensor is met. Knows no model,
-adapter or attention; `transformer` computes the same in plain torch, for CPUs.
+adapter or attention. `transformer` computes the same in plain torch, for CPUs; `module_kernels` puts these kernels in
+place of transformers' own operations.
 
 Shapes: T rows, D hidden size, F inner size, N = H + 2 G heads: H of queries, G of keys and G of values, E head dim.
 """
@@ -27,6 +29,9 @@ from triton.runtime import JITFunction
 NORM_ELEMENTS = 512
 """Elements of a row for each warp of a norm."""
 
+ROW_ELEMENTS = 1024
+"""Elements of the rows for each program of a norm; longer rows have a program each."""
+
 GATED_ELEMENTS = 1024
 """Elements of a row for each program of a gated activation, of four warps."""
 
@@ -35,48 +40,111 @@ HEAD_ELEMENTS = 1024
 
 
 @triton.jit
-def _norm_kernel(x, weight, y, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * D
-    at = tl.arange(0, BLOCK)
-    values = tl.load(x + start + at, at < D, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(values * values) / D + eps)
-    scale = tl.load(weight + at, at < D, other=0.0).to(tl.float32)
-    tl.store(y + start + at, values * rstd * scale, at < D)
+def _load_rows(x, row, at, mask, x_row, D: tl.constexpr, GROUPS: tl.constexpr):
+    """Rows of D elements, in float32; `x_row` apart, or so far apart for each GROUPS adjacent ones."""
+    start = row * x_row
+    if GROUPS > 1:
+        start = row // GROUPS * x_row + row % GROUPS * D
+    return tl.load(x + start + at, mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _norm_gradient_kernel(grad, x, weight, grad_x, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * D
-    at = tl.arange(0, BLOCK)
-    values = tl.load(x + start + at, at < D, other=0.0).to(tl.float32)
-    scaled = tl.load(grad + start + at, at < D, other=0.0).to(tl.float32)
-    scaled *= tl.load(weight + at, at < D, other=0.0).to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(values * values) / D + eps)
-    projection = tl.sum(scaled * values) / D * rstd * rstd
-    tl.store(grad_x + start + at, (scaled - values * projection) * rstd, at < D)
+def _load_scale(weight, row, at, D: tl.constexpr, GROUPS: tl.constexpr, OFFSET: tl.constexpr):
+    column = at
+    if GROUPS > 1:
+        column = row % GROUPS * D + at
+    scale = tl.load(weight + column, at < D, other=0.0).to(tl.float32)
+    if OFFSET:
+        scale += 1.0
+    return scale
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(  # noqa: PLR0913
+    x, gate, weight, y, x_row, gate_row, num_rows, eps,
+    D: tl.constexpr, GROUPS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, GATES_FIRST: tl.constexpr,
+    IS_SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (at < D)
+    values = _load_rows(x, row, at, mask, x_row, D, GROUPS)
+    if gate is not None:
+        gates = _load_rows(gate, row, at, mask, gate_row, D, GROUPS)
+        factor = tl.sigmoid(gates)
+        if IS_SILU:
+            factor *= gates
+        if GATES_FIRST:
+            values *= factor
+    out = values * tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / D + eps)
+    if ROUNDS:
+        out = out.to(y.dtype.element_ty).to(tl.float32)
+    if weight is not None:
+        out *= _load_scale(weight, row, at, D, GROUPS, OFFSET)
+        if ROUNDS:
+            out = out.to(y.dtype.element_ty).to(tl.float32)
+    if gate is not None and not GATES_FIRST:
+        out *= factor
+    tl.store(y + row * D + at, out, mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_gradient_kernel(  # noqa: PLR0913
+    grad, x, gate, weight, grad_x, grad_gate, grad_row, x_row, gate_row, num_rows, eps,
+    D: tl.constexpr, GROUPS: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, GATES_FIRST: tl.constexpr,
+    IS_SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (at < D)
+    values = _load_rows(x, row, at, mask, x_row, D, GROUPS)
+    scaled = _load_rows(grad, row, at, mask, grad_row, D, GROUPS)
+    if weight is not None:
+        scaled *= _load_scale(weight, row, at, D, GROUPS, OFFSET)
+    inner = values
+    if gate is not None:
+        gates = _load_rows(gate, row, at, mask, gate_row, D, GROUPS)
+        sigmoid = tl.sigmoid(gates)
+        factor, slope = sigmoid, sigmoid * (1.0 - sigmoid)
+        if IS_SILU:
+            factor, slope = gates * sigmoid, sigmoid * (1.0 + gates * (1.0 - sigmoid))
+        if GATES_FIRST:
+            inner = values * factor
+    rstd = tl.rsqrt(tl.sum(inner * inner, 1, keep_dims=True) / D + eps)
+    if gate is not None and not GATES_FIRST:
+        tl.store(grad_gate + row * D + at, scaled * inner * rstd * slope, mask)
+        scaled *= factor
+    projection = tl.sum(scaled * inner, 1, keep_dims=True) / D * rstd * rstd
+    out = (scaled - inner * projection) * rstd
+    if gate is not None and GATES_FIRST:
+        tl.store(grad_gate + row * D + at, out * values * slope, mask)
+        out *= factor
+    tl.store(grad_x + row * D + at, out, mask)
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, y, F: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * (2 * F) + at, at < F, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * F) + F + at, at < F, other=0.0).to(tl.float32)
-    tl.store(y + row * F + at, gate * tl.sigmoid(gate) * up, at < F)
+    gates = tl.load(gate + row * gate_row + at, at < F, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_row + at, at < F, other=0.0).to(tl.float32)
+    tl.store(y + row * F + at, gates * tl.sigmoid(gates) * ups, at < F)
 
 
 @triton.jit
-def _swiglu_gradient_kernel(grad, gate_up, grad_gate_up, F: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_gradient_kernel(  # noqa: PLR0913
+    grad, gate, up, grad_gate, grad_up, grad_row, gate_row, up_row, out_row, F: tl.constexpr, BLOCK: tl.constexpr
+):
     blocks: tl.constexpr = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    grad_y = tl.load(grad + row * F + at, at < F, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up + row * (2 * F) + at, at < F, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * F) + F + at, at < F, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    tl.store(grad_gate_up + row * (2 * F) + at, grad_y * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), at < F)
-    tl.store(grad_gate_up + row * (2 * F) + F + at, grad_y * gate * sigmoid, at < F)
+    grad_y = tl.load(grad + row * grad_row + at, at < F, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row * gate_row + at, at < F, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_row + at, at < F, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gates)
+    tl.store(grad_gate + row * out_row + at, grad_y * ups * sigmoid * (1.0 + gates * (1.0 - sigmoid)), at < F)
+    tl.store(grad_up + row * out_row + at, grad_y * gates * sigmoid, at < F)
 
 
 @triton.jit
@@ -148,6 +216,41 @@ def _qk_norm_rope_gradient_kernel(  # noqa: PLR0913
     tl.store(grad_qkv + start + at + half, tl.where(is_rotated, b, v_b), mask)
 
 
+@triton.jit
+def _rotate_kernel(  # noqa: PLR0913
+    q, k, cos, sine, out_q, out_k, q_row, q_head, k_row, k_head, cos_row, sine_row,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, R: tl.constexpr, SECOND: tl.constexpr, INVERSE: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = tl.cdiv(H + G, BLOCK)
+    half: tl.constexpr = R // 2
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    head = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
+    column = tl.broadcast_to(tl.arange(0, HALF)[None, :], BLOCK, HALF)
+    inside, is_query, is_key = column < half, head < H, (head >= H) & (head < H + G)
+    query, key = q + row * q_row + head * q_head, k + row * k_row + (head - H) * k_head
+    out_query, out_key = out_q + row * (H * E) + head * E, out_k + row * (G * E) + (head - H) * E
+    # A program's heads can be of two kinds; each is loaded from its own tensor, and the others are zeros.
+    q_a, q_b = _load_halves(query, column, inside & is_query, half)
+    k_a, k_b = _load_halves(key, column, inside & is_key, half)
+    a, b = q_a + k_a, q_b + k_b
+    cos_a, cos_b = _load_halves(cos + row * cos_row, column, inside, SECOND)
+    sine_a, sine_b = _load_halves(sine + row * sine_row, column, inside, SECOND)
+    if INVERSE:
+        rotated_a, rotated_b = a * cos_a + b * sine_b, b * cos_b - a * sine_a
+    else:
+        rotated_a, rotated_b = a * cos_a - b * sine_a, b * cos_b + a * sine_b
+    tl.store(out_query + column, rotated_a, inside & is_query)
+    tl.store(out_query + column + half, rotated_b, inside & is_query)
+    tl.store(out_key + column, rotated_a, inside & is_key)
+    tl.store(out_key + column + half, rotated_b, inside & is_key)
+    if R < E:
+        rest = R + tl.broadcast_to(tl.arange(0, REST)[None, :], BLOCK, REST)
+        of_query, of_key = is_query & (rest < E), is_key & (rest < E)
+        tl.store(out_query + rest, tl.load(query + rest, of_query), of_query)
+        tl.store(out_key + rest, tl.load(key + rest, of_key), of_key)
+
+
 def _launch(kernel: JITFunction, num_programs: int, *args: object, **constants: object) -> None:
     kernel[(num_programs,)](*args, **constants)
 
@@ -161,48 +264,166 @@ def _count_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(_norm_kernel, _count_rows(x), x, weight_D, y, eps, **_row_tile(x.shape[-1]))
+class NormForm(NamedTuple):
+    """What a norm computes: x / rms(x) * weight over the last dimension, or over each of its `groups`."""
+
+    has_offset: bool = False
+    """The weight is one more than what is stored."""
+    rounds: bool = False
+    """Rounds to the dtype of x before and after the product with the weight, instead of once at the end."""
+    activation: str | None = None
+    """Of the gate, 'silu' or 'sigmoid'; None without a gate."""
+    gates_first: bool = False
+    """Normalises the product with the activated gate, instead of multiplying it afterwards."""
+    groups: int = 1
+
+    def tile(self, size: int) -> dict[str, int | bool]:
+        """Of rows with so many elements."""
+        group = size // self.groups
+        block = _next_power_of_two(group)
+        rows = max(ROW_ELEMENTS // block, 1)
+        num_warps = min(max(rows * block // NORM_ELEMENTS, 1), 16)
+        return {
+            "D": group, "GROUPS": self.groups, "OFFSET": self.has_offset, "ROUNDS": self.rounds,
+            "GATES_FIRST": self.gates_first, "IS_SILU": self.activation == "silu", "ROWS": rows, "BLOCK": block,
+            "num_warps": num_warps,
+        }  # fmt: skip
+
+
+PLAIN = NormForm()
+
+
+def rms_norm(
+    x: Tensor, weight_D: Tensor | None, eps: float, form: NormForm = PLAIN, gate: Tensor | None = None
+) -> Tensor:
+    """The norm of each row, with the gate's shape that of x."""
+    size = x.shape[-1]
+    y, x_ND, gate_ND = _empty_like(x), _as_rows(x, size), None if gate is None else _as_rows(gate, size)
+    tile, num_rows = form.tile(size), len(x_ND) * form.groups
+    strides = x_ND.stride(0), 0 if gate_ND is None else gate_ND.stride(0)
+    num_programs = _count_blocks(num_rows, int(tile["ROWS"]))
+    _launch(_norm_kernel, num_programs, x_ND, gate_ND, weight_D, y, *strides, num_rows, eps, **tile)
     return y
 
 
-def rms_norm_gradient(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_gradient(grad: Tensor, x: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """The gradient of x."""
-    grad, x = grad.contiguous(), x.contiguous()
-    grad_x = torch.empty_like(x)
-    _launch(_norm_gradient_kernel, _count_rows(x), grad, x, weight_D, grad_x, eps, **_row_tile(x.shape[-1]))
-    return grad_x
+    return _launch_norm_gradient(grad, x, None, weight_D, eps, PLAIN)[0]
+
+
+def _launch_norm_gradient(
+    grad: Tensor, x: Tensor, gate: Tensor | None, weight_D: Tensor | None, eps: float, form: NormForm
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the gate."""
+    size, grad_x, grad_gate = x.shape[-1], _empty_like(x), None if gate is None else _empty_like(gate)
+    grad_ND, x_ND, gate_ND = _as_rows(grad, size), _as_rows(x, size), None if gate is None else _as_rows(gate, size)
+    tile, num_rows = form.tile(size), len(x_ND) * form.groups
+    tensors = grad_ND, x_ND, gate_ND, weight_D, grad_x, grad_gate
+    strides = grad_ND.stride(0), x_ND.stride(0), 0 if gate_ND is None else gate_ND.stride(0)
+    num_programs = _count_blocks(num_rows, int(tile["ROWS"]))
+    _launch(_norm_gradient_kernel, num_programs, *tensors, *strides, num_rows, eps, **tile)
+    return grad_x, grad_gate
+
+
+def apply_norm(x: Tensor, weight_D: Tensor | None, eps: float, form: NormForm, gate: Tensor | None = None) -> Tensor:
+    """`rms_norm` as one node, which keeps its inputs: the gradient computes the sums of squares again."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, _NormFunction.apply(x, gate, weight_D, eps, form))
+    return rms_norm(x, weight_D, eps, form, gate)
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, gate: Tensor | None, weight_D: Tensor | None, eps: float, form: NormForm) -> Tensor:
+        ctx.save_for_backward(x, gate, weight_D)
+        ctx.eps, ctx.form = eps, form
+        return rms_norm(x, weight_D, eps, form, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gate, weight_D = ctx.saved_tensors
+        return *_launch_norm_gradient(grad, x, gate, weight_D, ctx.eps, ctx.form), None, None, None
 
 
 def _count_rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _row_tile(size: int) -> dict[str, int]:
-    block = _next_power_of_two(size)
-    return {"D": size, "BLOCK": block, "num_warps": min(max(block // NORM_ELEMENTS, 1), 16)}
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _as_rows(x: Tensor, size: int) -> Tensor:
+    """[N, size], each row in one piece: a view where strides allow it, such as of a part of each row."""
+    x_NC = x.reshape(-1, size)
+    return x_NC if x_NC.stride(1) == 1 else x_NC.contiguous()
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up [.., F] of both [.., 2F]."""
-    gate_up = gate_up.contiguous()
-    size = gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], size)
-    block = _choose_gated_block(size)
-    _launch(_swiglu_kernel, _count_rows(y) * _count_blocks(size, block), gate_up, y, F=size, BLOCK=block, num_warps=4)
-    return y
+    return _launch_swiglu(*gate_up.contiguous().chunk(2, -1))
 
 
 def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
     """The gradient of both, [.., 2F]."""
-    grad, gate_up = grad.contiguous(), gate_up.contiguous()
-    size, grad_gate_up = grad.shape[-1], torch.empty_like(gate_up)
-    block = _choose_gated_block(size)
-    num_programs = _count_rows(grad) * _count_blocks(size, block)
-    _launch(_swiglu_gradient_kernel, num_programs, grad, gate_up, grad_gate_up, F=size, BLOCK=block, num_warps=4)
+    gate_up = gate_up.contiguous()
+    grad_gate_up = torch.empty_like(gate_up)
+    _launch_swiglu_gradient(grad, *gate_up.chunk(2, -1), *grad_gate_up.chunk(2, -1))
     return grad_gate_up
+
+
+def apply_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up as one node, which keeps both."""
+    return cast(Tensor, _SwiGLUFunction.apply(gate, up)) if torch.is_grad_enabled() else _launch_swiglu(gate, up)
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _launch_swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = _empty_like(gate), _empty_like(up)
+        _launch_swiglu_gradient(grad, gate, up, grad_gate, grad_up)
+        return grad_gate, grad_up
+
+
+def apply_joined_swiglu(gate_up: Tensor) -> Tensor:
+    """`swiglu` as one node, which keeps both."""
+    return cast(Tensor, _JoinedSwiGLUFunction.apply(gate_up)) if torch.is_grad_enabled() else swiglu(gate_up)
+
+
+class _JoinedSwiGLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return swiglu_gradient(grad, *ctx.saved_tensors)
+
+
+def _launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    size, y = gate.shape[-1], _empty_like(gate)
+    gate_NF, up_NF, block = _as_rows(gate, size), _as_rows(up, size), _choose_gated_block(size)
+    num_programs, strides = len(gate_NF) * _count_blocks(size, block), (gate_NF.stride(0), up_NF.stride(0))
+    _launch(_swiglu_kernel, num_programs, gate_NF, up_NF, y, *strides, F=size, BLOCK=block, num_warps=4)
+    return y
+
+
+def _launch_swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """Both gradients have rows with the same stride."""
+    size = gate.shape[-1]
+    tensors, block = [_as_rows(x, size) for x in (grad, gate, up, grad_gate, grad_up)], _choose_gated_block(size)
+    num_programs, strides = len(tensors[0]) * _count_blocks(size, block), [x.stride(0) for x in tensors[:4]]
+    _launch(_swiglu_gradient_kernel, num_programs, *tensors, *strides, F=size, BLOCK=block, num_warps=4)
 
 
 def _choose_gated_block(size: int) -> int:
@@ -270,3 +491,69 @@ def _launch_qk_norm_rope_gradient(grads: tuple[Tensor, ...], qkv_TNE: Tensor | N
     inputs = qkv_TNE, rotation.cos_T1E, rotation.signed_T1E, rotation.weight
     _launch(_qk_norm_rope_gradient_kernel, num_programs, *grads, *strides, *inputs, grad_qkv, rotation.eps, **tile)
     return grad_qkv
+
+
+class RotaryLayout(NamedTuple):
+    """How queries and keys [1, H, T, E] and [1, G, T, E], or with rows before heads, meet their cosines."""
+
+    has_heads_first: bool = True
+    shares_halves: bool = False
+    """Both halves of a head have the same cosines, which are half as many. Otherwise columns after as many as there are
+    cosines are not rotated.
+    """
+
+
+def rotate_halves(
+    q: Tensor, k: Tensor, cos_1TR: Tensor, sine_1TR: Tensor, layout: RotaryLayout
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys rotated, both in one launch: x cos + (-x2, x1) sin of each head's halves. Results have the
+    shapes of q and k and the storage of [T, H, E], as attention reads rows.
+    """
+    if torch.is_grad_enabled():
+        return cast("tuple[Tensor, Tensor]", _RotateFunction.apply(q, k, cos_1TR, sine_1TR, layout))
+    return _launch_rotate(q, k, cos_1TR, sine_1TR, layout, inverse=False)
+
+
+class _RotateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, cos_1TR: Tensor, sine_1TR: Tensor, layout: RotaryLayout
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_1TR, sine_1TR)
+        ctx.layout = layout
+        return _launch_rotate(q, k, cos_1TR, sine_1TR, layout, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos_1TR, sine_1TR = ctx.saved_tensors
+        return *_launch_rotate(grad_q, grad_k, cos_1TR, sine_1TR, ctx.layout, inverse=True), None, None, None
+
+
+def _launch_rotate(
+    q: Tensor, k: Tensor, cos_1TR: Tensor, sine_1TR: Tensor, layout: RotaryLayout, *, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The transposed rotation if `inverse`."""
+    q, k, cos_1TR, sine_1TR = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos_1TR, sine_1TR))
+    row, head = (2, 1) if layout.has_heads_first else (1, 2)
+    num_heads, num_keys, size = q.shape[head], k.shape[head], q.shape[-1]
+    rotated = cos_1TR.shape[-1] * (2 if layout.shares_halves else 1)
+    out_q, out_k = (_empty_rows(x, layout) for x in (q, k))
+    half, rest = _next_power_of_two(rotated // 2), _next_power_of_two(max(size - rotated, 1))
+    block = min(max(HEAD_ELEMENTS // (2 * half), 1), _next_power_of_two(num_heads + num_keys))
+    tile = {
+        "H": num_heads, "G": num_keys, "E": size, "R": rotated, "SECOND": 0 if layout.shares_halves else rotated // 2,
+        "INVERSE": inverse, "BLOCK": block, "HALF": half, "REST": rest, "num_warps": 2,
+    }  # fmt: skip
+    strides = [*(x.stride(i) for x in (q, k) for i in (row, head)), cos_1TR.stride(1), sine_1TR.stride(1)]
+    num_programs = q.shape[row] * _count_blocks(num_heads + num_keys, block)
+    _launch(_rotate_kernel, num_programs, q, k, cos_1TR, sine_1TR, out_q, out_k, *strides, **tile)
+    return out_q, out_k
+
+
+def _empty_rows(x: Tensor, layout: RotaryLayout) -> Tensor:
+    """Of the shape of x, in one piece with rows before heads."""
+    if not layout.has_heads_first:
+        return _empty_like(x)
+    _, num_heads, num_rows, size = x.shape
+    return x.new_empty_strided(x.shape, (num_heads * num_rows * size, size, num_heads * size, 1))

@@ -616,7 +616,7 @@ class _LoRALinearFunction(torch.autograd.Function):
 class ForwardContext:
     """The LoRA batch and the plan of the current call, shared by every linear and mixer of one model."""
 
-    __slots__ = ("lora_batch", "plan")
+    __slots__ = ("__weakref__", "lora_batch", "plan")
 
     def __init__(self) -> None:
         self.lora_batch: LoRABatch | None = None

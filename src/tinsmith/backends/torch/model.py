@@ -46,6 +46,7 @@ from tinsmith.backends.torch.attention import (
 from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
+from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
 from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
@@ -103,6 +104,9 @@ class BaseModel:
         self.mixers = wrap_mixers(self._decoder, self._context)
         self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)
+        self.swapped = SwappedKernels()
+        if self.device.type == "cuda":
+            self.swapped = swap_kernels(self._decoder, self._context)
         self._threads = Threads(self.num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self._fused = Decoder.of(self._decoder, self.unembedding)
@@ -320,7 +324,9 @@ class BaseModel:
 
     def _check_training(self) -> None:
         """Use fused layers if they agree with the modules."""
-        if self._fused is not None:
+        if self._fused is None:
+            join_gated_products(self.swapped)
+        else:
             self._fused.prepare()
             self._copy_mapped_weights()
             self._fused = self._verify_decoder(self._fused)

@@ -192,6 +192,8 @@ class MultiLoRAExperts(nn.Module):
         self._parts_by_layout: dict[
             int, tuple[Layout, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None]
         ] = {}  # by the id of a layout
+        self.apply_gate = _choose_gate(experts, self.has_gate)
+        """Maps [N, G] to [N, I]."""
 
     @property
     def module(self) -> nn.Module:
@@ -245,17 +247,10 @@ class MultiLoRAExperts(nn.Module):
             self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
         )
         if not torch.is_grad_enabled():
-            return call.down(self._apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
+            return call.down(self.apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
         recorded = anchor(hidden_TD.device) if any(adapters) else None
-        inner_NI = self._apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
+        inner_NI = self.apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
-
-    @property
-    def _apply_gate(self) -> Callable[[Tensor], Tensor]:
-        module = self.module
-        if self.has_gate:
-            return getattr(module, "_apply_gate", None) or partial(_default_apply_gate, module)
-        return cast(Callable[[Tensor], Tensor], module.act_fn)
 
     def forward_captured(
         self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, lora_batch: DeviceLoRABatch
@@ -282,7 +277,7 @@ class MultiLoRAExperts(nn.Module):
                 kernels.expand_pairs_(
                     y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
                 )
-        inner_NI = self._apply_gate(y_NG)
+        inner_NI = self.apply_gate(y_NG)
         y_ND = groups.matmul(inner_NI, self.down_proj if transposed else self.down_proj.mT)
         if self.has_bias:
             y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
@@ -333,6 +328,14 @@ class MultiLoRAExperts(nn.Module):
         sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
         is_half = self.down_proj.dtype == torch.bfloat16
         return is_half and has_grouped_mm(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+
+
+def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:
+    if not has_gate:
+        return partial(cast(Callable[[Tensor], Tensor], experts.act_fn))  # no submodule: it would have two names
+    return cast("Callable[[Tensor], Tensor] | None", getattr(experts, "_apply_gate", None)) or partial(
+        _default_apply_gate, experts
+    )
 
 
 def dispatch_chosen_rows(decoder: nn.Module, context: ForwardContext) -> None:
