@@ -51,7 +51,7 @@ def _sort_kernel(
     before = tl.zeros((SORTED,), tl.int32)
     if program < num_placing:
         pair = program * SORTED + tl.arange(0, SORTED)
-        expert = tl.load(expert_ptr + pair, pair < num_pairs, 0)
+        expert = tl.load(expert_ptr + pair, pair < num_pairs, 0).to(tl.int32)
         for start in range(0, num_pairs, BLOCK):
             other = start + tl.arange(0, BLOCK)
             other_expert = tl.load(expert_ptr + other, other < num_pairs, EXPERTS)
