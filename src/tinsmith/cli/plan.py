@@ -144,7 +144,7 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
         ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
         ("--machines", request.machines, request.machines != 0, "it must be at least 1"),
         ("--dtype", dtype, dtype in DTYPE_BYTES, "choose bfloat16 or float32"),
-        ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
+        ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8, nf4 or fp8"),
     ):
         if not good:
             raise SettingsError(f"{name} is {value!r}; {hint}")

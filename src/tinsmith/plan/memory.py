@@ -18,7 +18,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, Linear
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
-QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+QUANTISED_BYTES: Mapping[str, float] = {"int8": 1.0, "nf4": 0.5 + 4 / 64, "fp8": 1.0}
 """Bytes per parameter of a quantised linear, including scales."""
 
 MICRO_BATCH = {False: 1024, True: 8192}

@@ -208,7 +208,8 @@ class ModelSettings(SettingsGroup):
     """Whether results are bitwise reproducible and independent of other requests; slow, for CPUs (docs/numerics.md)."""
 
     quantize: str = "off"
-    """Quantization of the base model's linear layers: `off`, `int8` or `nf4`. Needs `tinsmith[quantize]`."""
+    """Quantization of the base model's linear layers: `off`, `fp8`, or `int8` or `nf4`, which need
+    `tinsmith[quantize]`."""
 
     profile: Path | None = None
     """Directory for traces of an engine's first steps (docs/howto/gpu.md)."""

@@ -71,7 +71,7 @@ class TorchBackend:
     `max_tokens_per_microbatch` bounds activations: more packs better and needs more memory. `logits_chunk` bounds the
     rows whose float32 logits exist at once ('auto': suited to the device). `recompute` ('auto', 'on', 'off') saves
     activations for a third more compute. `deterministic` ('on', 'off') makes every bit of a result independent of the
-    other requests in a batch. `quantize` ('off', 'int8', 'nf4') stores the base in fewer bits. `memory_budget` is the
+    other requests in a batch. `quantize` (`quantization.KINDS`) stores the base in fewer bits. `memory_budget` is the
     total of device memory in bytes; with 0 each part has a bound of its own. `kv_cache_bytes`, `sampler_sequences` and
     `sampler_step_tokens` limit the sampler; 0 selects a default for the device. `offload` ('auto', 'on'): whether
     `sleep` moves memory, which it does for GPUs only unless this is 'on'. `profile`: the directory of traces, or empty.

@@ -521,6 +521,14 @@ class LoRALinear:
         """The groups whose adapters have any of these linears."""
         return self.delta.groups(lora_batch)
 
+    def frozen_product(self, x_TI: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """[T, O]: x W^T, to which the bias is not added."""
+        return matmul(x_TI, self.weight.t(), out_dtype)
+
+    def frozen_gradient(self, grad_TO: Tensor) -> Tensor:
+        """[T, I]: the gradient of x that comes through W."""
+        return matmul(grad_TO, self.weight, grad_TO.dtype)
+
     def forward_rows(
         self,
         x_TI: Tensor,
@@ -532,7 +540,7 @@ class LoRALinear:
         before, in another dtype than y's.
         """
         dtype = out_dtype or x_TI.dtype
-        y_TO = matmul(x_TI, self.weight.t(), dtype) if frozen_TO is None else frozen_TO.to(dtype)
+        y_TO = self.frozen_product(x_TI, dtype) if frozen_TO is None else frozen_TO.to(dtype)
         if self.bias is not None:
             y_TO += self.bias
         return y_TO, self.delta.forward_(y_TO, x_TI, adapter_groups)
@@ -558,7 +566,7 @@ class LoRALinear:
         need_input: bool,
     ) -> Tensor | None:
         """The gradient of x, if needed; adds the gradients of A and B to their adapters' buffers where these exist."""
-        grad_TI = matmul(grad_TO, self.weight, grad_TO.dtype) if need_input else None
+        grad_TI = self.frozen_gradient(grad_TO) if need_input else None
         self.delta.backward_(grad_TI, grad_TO, x_TI, adapter_groups, a_outputs)
         return grad_TI
 

@@ -1,8 +1,9 @@
 """A quantised frozen base: its linears store codes and scales in place of their weights.
 
-`int8` stores one byte per weight and a scale per output (weights only, symmetric); `nf4` half a byte, and a scale per
-64 weights. bitsandbytes makes the codes, on CPUs and GPUs. A weight is dequantised to the model's dtype only while its
-linear is multiplied, identically in training and in sampling; so their logprobs agree as they do without quantisation.
+`fp8` multiplies 8-bit floats (`fp8.Fp8Linear`). `int8` stores one byte per weight and a scale per output (weights
+only, symmetric); `nf4` half a byte, and a scale per 64 weights. bitsandbytes makes their codes, on CPUs and GPUs; such
+a weight is dequantised to the model's dtype only while its linear is multiplied. Training and sampling compute alike,
+so their logprobs agree as they do without quantisation.
 Adapters stay in float32. Embeddings, the unembedding, norms and routers are not quantised; models with routed experts,
 most of whose weights are not linears, are refused.
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.errors import SettingsError
 
-KINDS = ("off", "int8", "nf4")
+KINDS = ("off", "int8", "nf4", "fp8")
 
 BLOCK = 64
 """Weights that share a scale in nf4."""
@@ -100,9 +101,13 @@ class QuantisedLinear(MultiLoRALinear):
 def choose_linear_factory(kind: str) -> MakeLinear:
     """A factory that makes adaptable linears from plain ones. Raises SettingsError if bitsandbytes is missing."""
     if kind not in KINDS:
-        raise SettingsError(f"quantize is {kind!r}; choose 'off', 'int8' or 'nf4'")
+        raise SettingsError(f"quantize is {kind!r}; choose 'off', 'int8', 'nf4' or 'fp8'")
     if kind == "off":
         return MultiLoRALinear
+    if kind == "fp8":
+        from tinsmith.backends.torch.fp8 import make_fp8_linear  # whose linears are of this module's class
+
+        return make_fp8_linear
     try:
         from bitsandbytes import functional
     except ImportError:
