@@ -45,8 +45,13 @@ if TYPE_CHECKING:
 ROTATION = "apply_rotary_pos_emb"
 """The function of a modeling file that rotates queries and keys."""
 
-GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of an MLP's linears: of the gate, of what it multiplies, and of the product."""
+GATED_NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate_up_proj", "down_proj"),
+    ("input_linear", "output_linear"),
+)
+"""Names of an MLP's linears: of the gate, of what it multiplies, or of both in this order, and of the product."""
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
 """The largest difference from a formula on random numbers, relative to the largest number."""
@@ -136,7 +141,7 @@ class FusedNorm:
 class FusedMLP:
     """The forward of an MLP with a gate."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, str, str], context: ForwardContext) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...], context: ForwardContext) -> None:
         self._module, self._names, self._context = module, names, context
         self._forward: Callable[..., Tensor] = module.forward
         self._joined: FusedLinear | None = None
@@ -146,19 +151,21 @@ class FusedMLP:
         if self._context.plan is None or lora_batch is None or len(args) != 1 or not runs_kernels(args[0]):
             return self._forward(*args, **kwargs)
         (x,) = args
-        gate, up, down = (self._module.get_submodule(name) for name in self._names)
-        if self._joined is None:
-            return down(_layer_kernels().apply_swiglu(gate(x), up(x)))
-        if torch.is_grad_enabled():
-            gate_up, linear = self._joined(x, lora_batch), cast(MultiLoRALinear, down)
-            return linear.forward_with_gradient(gate_up, linear.groups(lora_batch), before=_SWIGLU)
-        gate_up_TO = self._joined(x.reshape(-1, self._joined.in_features), lora_batch)
-        return down(_SWIGLU.forward(gate_up_TO)).view(*x.shape[:-1], -1)
+        *outer, down = (self._module.get_submodule(name) for name in self._names)
+        if self._joined is not None:
+            gate_up = self._joined(x if torch.is_grad_enabled() else x.flatten(0, -2), lora_batch)
+        elif len(outer) == 1:
+            gate_up = outer[0](x)
+        else:
+            return down(_layer_kernels().apply_swiglu(*(linear(x) for linear in outer)))
+        if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not _is_trained(down.weight):
+            return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=_SWIGLU)
+        return down(_layer_kernels().apply_joined_swiglu(gate_up)).view(*x.shape[:-1], -1)
 
     def join(self) -> None:
         """Store both weights as one; see `join_gated_products`."""
         linears = [self._module.get_submodule(name) for name in self._names]
-        if all(type(linear) is MultiLoRALinear for linear in linears):
+        if len(linears) == 3 and all(type(linear) is MultiLoRALinear for linear in linears):
             gate, up = cast("list[MultiLoRALinear]", linears[:2])
             if len(gate.targets) == len(up.targets) == 1 and (gate.bias is None) == (up.bias is None):
                 self._joined = FusedLinear([gate, up])
@@ -358,17 +365,19 @@ def is_swiglu(apply_gate: Callable[[Tensor], Tensor], has_gate: bool) -> bool:
     return has_gate and _is_near(_call(apply_gate, gate_up), silu(gate_up[:, :8]) * gate_up[:, 8:])
 
 
-def find_gated_names(module: nn.Module) -> tuple[str, str, str] | None:
+def find_gated_names(module: nn.Module) -> tuple[str, ...] | None:
     """The names of an MLP's linears if its forward is down(silu(gate(x)) * up(x)) and nothing else, else None."""
     for names in GATED_NAMES:
         linears = [module._modules.get(name) for name in names]
         if not all(isinstance(linear, MultiLoRALinear) for linear in linears):
             continue
-        gate, up, down = (nn.Linear(*sizes) for sizes in ((8, 12), (8, 12), (12, 8)))
-        for seed, parameter in enumerate(p for linear in (gate, up, down) for p in linear.parameters()):
+        outer = [nn.Linear(8, 24 // (len(names) - 1)) for _ in names[1:]]
+        children = dict(zip(names, [*outer, down := nn.Linear(12, 8)], strict=True))
+        for seed, parameter in enumerate(p for linear in children.values() for p in linear.parameters()):
             parameter.copy_(_random(*parameter.shape, seed=seed))
-        x, children = _random(1, 3, 8, seed=9), dict(zip(names, (gate, up, down), strict=True))
-        if _is_near(_run_probe(module, {}, (x,), torch.float32, children), down(silu(gate(x)) * up(x))):
+        x = _random(1, 3, 8, seed=9)
+        gate, up = torch.cat([linear(x) for linear in outer], -1).chunk(2, -1)
+        if _is_near(_run_probe(module, {}, (x,), torch.float32, children), down(silu(gate) * up)):
             return names
     return None
 
@@ -382,7 +391,7 @@ def _run_probe(
 ) -> Tensor | None:
     """The result of a copy of the module with these parameters and children, on the host. None if it fails."""
     probe = copy.copy(module)
-    own_parameters = {name: nn.Parameter(x.to(dtype)) for name, x in parameters.items() if x is not None}
+    own_parameters = {name: nn.Parameter(x.to(dtype), False) for name, x in parameters.items() if x is not None}
     probe._parameters = {**module._parameters, **own_parameters}
     probe._modules = {**module._modules, **(children or {})}
     return _call(probe.forward, *(x.to(dtype) for x in inputs))
