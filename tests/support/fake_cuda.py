@@ -33,7 +33,17 @@ from transformers.initialization import no_init_weights
 from support import tiny_models
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.torch import TorchBackend, layer_kernels, lora, loss, moe, trainer, tree_attention, vision
+from tinsmith.backends.torch import (
+    TorchBackend,
+    expert_kernels,
+    layer_kernels,
+    lora,
+    loss,
+    moe,
+    trainer,
+    tree_attention,
+    vision,
+)
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention_implementation
@@ -291,6 +301,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "memory_allocated", 0),
             (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
+            (expert_kernels, "_launch", None),
             (layer_kernels, "_launch", None),
             (moe, "has_grouped_mm", grouped),
             (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),
