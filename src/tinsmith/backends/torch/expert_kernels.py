@@ -372,23 +372,20 @@ class GroupedPairs(ExpertPairs):
         assert out_NC.is_contiguous()
         constants = self._factor_constants(out_NC, projections)
         num_tiles = len(projections) * triton.cdiv(constants["C"], COLUMNS)
-        table_SP3 = self._upload_table(projections, _matrices_of)
         _launch(
             _expand_kernel, (len(self._blocks.group_B), num_tiles),
-            out_NC, u_TR, self.order.pair_N, *self._block_tables, table_SP3, *self._group_counts,
-            CHOICES=self.num_choices, U_STRIDE=u_TR.shape[1], **constants, **_rank_tile(ranks, self._rank_unit),
+            out_NC, u_TR, self.order.pair_N, *self._block_tables, self._matrices(projections), *self._group_counts,
+            CHOICES=self.num_choices, U_STRIDE=u_TR.shape[1], **constants, **self._tile(ranks, u_TR.dtype),
         )  # fmt: skip
 
     def shrink(self, x_NC: Tensor, projections: Sequence[Factors]) -> Tensor:
         v_NR = x_NC.new_empty(self._num_pairs, count_ranks(self.adapters, projections))
         if (ranks := self._count_ranks(projections)) == 0:
             return v_NR
-        assert x_NC.is_contiguous()
         _launch(
             _shrink_kernel, (len(self._blocks.group_B), len(projections)),
-            x_NC, v_NR, *self._block_tables, self._upload_table(projections, _matrices_of), *self._group_counts,
-            V_STRIDE=v_NR.shape[1], **self._factor_constants(x_NC, projections),
-            **_rank_tile(ranks, self._rank_unit),
+            x_NC.contiguous(), v_NR, *self._block_tables, self._matrices(projections), *self._group_counts,
+            V_STRIDE=v_NR.shape[1], **self._factor_constants(x_NC, projections), **self._tile(ranks, x_NC.dtype),
         )  # fmt: skip
         return v_NR
 
@@ -398,15 +395,14 @@ class GroupedPairs(ExpertPairs):
         ranks = self._count_ranks(projections)
         if ranks == 0 or all(adapter is None or adapter.gradients is None for adapter in self.adapters):
             return
-        assert x_NC.is_contiguous()
         weights_Tk = None if weights_Tk is None else weights_Tk.contiguous()
         constants = self._factor_constants(x_NC, projections)
         num_tiles = len(projections) * triton.cdiv(constants["C"], COLUMNS)
         table_SP3 = self._upload_table(projections, _gradients_of)
         _launch(
             _outer_kernel, (len(self.ends_V), num_tiles),
-            x_NC, u_TR, weights_Tk, self.order.pair_N, self.ends_V, table_SP3, len(self.adapters),
-            CHOICES=self.num_choices, U_STRIDE=u_TR.shape[1], **constants, **_rank_tile(ranks, self._rank_unit),
+            x_NC.contiguous(), u_TR, weights_Tk, self.order.pair_N, self.ends_V, table_SP3, len(self.adapters),
+            CHOICES=self.num_choices, U_STRIDE=u_TR.shape[1], **constants, **self._tile(ranks, u_TR.dtype),
         )  # fmt: skip
 
     def gate(
@@ -417,9 +413,9 @@ class GroupedPairs(ExpertPairs):
         _launch(
             _gate_kernel, (len(self._blocks.group_B),),
             gate_up_NG, u_TR, inner_NI, v_NR, self.order.pair_N, *self._block_tables,
-            self._upload_table(outer, _matrices_of), self._upload_table(down, _matrices_of), *self._group_counts,
+            self._matrices(outer), self._matrices(down), *self._group_counts,
             CHOICES=self.num_choices, C=inner_NI.shape[1], U_STRIDE=u_TR.shape[1], V_STRIDE=v_NR.shape[1],
-            **_rank_tile(self._count_ranks([*outer, *down]), self._rank_unit),
+            **self._tile(self._count_ranks([*outer, *down]), u_TR.dtype),
         )  # fmt: skip
         return inner_NI, v_NR
 
@@ -436,12 +432,11 @@ class GroupedPairs(ExpertPairs):
         grad_gate_up_NG = torch.empty_like(gate_up_NG)
         grad_u_NR = u_TR.new_empty(self._num_pairs, u_TR.shape[1])
         grad_weights_Tk = weights_Tk.new_empty(weights_Tk.shape, dtype=torch.float32)
-        tile = _rank_tile(self._count_ranks([*outer, *down]), self._rank_unit)
+        tile = self._tile(self._count_ranks([*outer, *down]), u_TR.dtype)
         _launch(
             _gate_gradient_kernel, (len(self._blocks.group_B),),
             grad_NI, gate_up_NG, u_TR, z_TR, weights_Tk.contiguous(), grad_gate_up_NG, grad_u_NR, grad_weights_Tk,
-            self.order.pair_N, *self._block_tables, self._upload_table(outer, _matrices_of),
-            self._upload_table(down, _matrices_of), *self._group_counts,
+            self.order.pair_N, *self._block_tables, self._matrices(outer), self._matrices(down), *self._group_counts,
             CHOICES=self.num_choices, C=grad_NI.shape[1], U_STRIDE=u_TR.shape[1], Z_STRIDE=z_TR.shape[1],
             **{**tile, "num_warps": 8},
         )  # fmt: skip
@@ -462,11 +457,16 @@ class GroupedPairs(ExpertPairs):
     def _group_counts(self) -> tuple[int, int]:
         return len(self.ends_V), len(self.adapters)
 
-    @cached_property
-    def _rank_unit(self) -> int:
-        """A power of two that divides all ranks, up to the elements that one instruction loads."""
-        ranks = [adapter.layout.rank for adapter in self.adapters if adapter is not None]
-        return math.gcd(8, *ranks)
+    def _tile(self, ranks: int, dtype: torch.dtype) -> dict[str, int]:
+        """Sizes of a tile for products with so many ranks."""
+        padded = max(16, triton.next_power_of_2(ranks))
+        # A power of two that divides all ranks, up to the elements that one instruction loads.
+        unit = math.gcd(8, *(adapter.layout.rank for adapter in self.adapters if adapter is not None))
+        # Tiles that are loaded ahead must fit into a multiprocessor's shared memory.
+        num_stages = 2 if padded * dtype.itemsize <= 128 else 1
+        warps = 4 if padded <= 32 else 8
+        return {"UNIT": unit, "PADDED": padded, "ROWS": ROWS, "COLUMNS": COLUMNS,
+                "num_stages": num_stages, "num_warps": warps}  # fmt: skip
 
     def _count_ranks(self, projections: Sequence[Factors]) -> int:
         """The highest rank of an adapter's projection; 0 if no adapter has one."""
@@ -484,6 +484,16 @@ class GroupedPairs(ExpertPairs):
             "PARTS": len(projections),
             "IS_B": projections[0].matrix == 1,
         }
+
+    def _matrices(self, projections: Sequence[Factors]) -> Tensor:
+        if (table_SP3 := self._tables.get(projections[0].name)) is None:
+            table_SP3 = self._tables[projections[0].name] = self._upload_table(projections, _matrices_of)
+        return table_SP3
+
+    @cached_property
+    def _tables(self) -> dict[str, Tensor]:
+        """Of the adapters' matrices, by the first projection."""
+        return {}
 
     def _upload_table(
         self, projections: Sequence[Factors], tensor_of: Callable[[Adapter, Factors], Tensor | None]
@@ -503,10 +513,3 @@ def _matrices_of(adapter: Adapter, factors: Factors) -> Tensor:
 
 def _gradients_of(adapter: Adapter, factors: Factors) -> Tensor | None:
     return None if adapter.gradients is None else adapter.gradients[factors.name][factors.matrix]
-
-
-def _rank_tile(ranks: int, unit: int) -> dict[str, int]:
-    padded = max(16, triton.next_power_of_2(ranks))
-    return {
-        "UNIT": unit, "PADDED": padded, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4 if padded <= 32 else 8,
-    }  # fmt: skip

@@ -120,6 +120,21 @@ class MultiLoRAExperts(nn.Module):
         """Inputs and outputs of a row's expert linears, for the number of experts that the last rows chose."""
         return self._choices * (2 * self.hidden_features + (1 + len(self.columns)) * self.inner_features)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether backward needs no more of a pair than `saved_per_row`."""
+        return self.has_default_gate and self._is_grouped([])
+
+    @property
+    def saved_per_row(self) -> int:
+        """Elements that fused experts keep for backward: the row, and gate and up of its pairs."""
+        return self.hidden_features + self._choices * 2 * self.inner_features
+
+    @property
+    def working_per_row(self) -> int:
+        """Elements that fused experts' backward needs at once: the gradients of its pairs, and of gate and up."""
+        return self._choices * (self.hidden_features + 2 * self.inner_features)
+
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         lora_batch = self._context.lora_batch
