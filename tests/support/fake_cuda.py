@@ -35,6 +35,7 @@ from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.torch import (
     TorchBackend,
+    expert_kernels,
     layer_kernels,
     lora,
     loss,
@@ -301,6 +302,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (torch.cuda, "memory_allocated", 0),
             (torch.cuda, "synchronize", None),
             (torch.cuda, "get_device_capability", (9, 0)),
+            (expert_kernels, "_launch", None),
             (layer_kernels, "_launch", None),
             (moe, "has_grouped_mm", grouped),
             (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),

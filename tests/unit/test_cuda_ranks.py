@@ -31,7 +31,7 @@ from tinsmith.backends.distributed import Degrees, expert_parallel, rates
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.rank import RankBackend
-from tinsmith.backends.torch import moe
+from tinsmith.backends.torch import expert_pairs
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, SamplingParams
@@ -92,7 +92,7 @@ def _spread_evenly(device: FakeDevice, stack: ExitStack) -> None:
         return [np.arange(1, len(end) + 1) * pairs[-1] // len(end) for end in ends]
 
     stack.enter_context(mock.patch.object(expert_parallel, "read", read))
-    stack.enter_context(mock.patch.object(moe, "read", read_ends))
+    stack.enter_context(mock.patch.object(expert_pairs, "read", read_ends))
 
 
 @contextmanager

@@ -324,8 +324,8 @@ def test_scores_of_a_prompt_are_one_more_read_for_each_chunk(qwen: ModelShape) -
         assert device.reads == 2, "the token of the first step"
 
 
-def test_grouped_products_take_sizes_that_are_multiples_of_8_and_no_others(mixture: ModelShape) -> None:
-    for grouped, rank, expected in ((True, 8, True), (False, 8, False), (True, 4, False)):
+def test_kernels_take_experts_of_adapters_up_to_rank_128_and_no_others(mixture: ModelShape) -> None:
+    for grouped, rank, expected in ((True, 4, True), (False, 8, False), (True, 128, True), (True, 129, False)):
         with fake_cuda(pages=False, grouped=grouped):
             backend = open_backend(mixture)
             backend.create_model("own", LoraSpec(rank))

@@ -31,10 +31,11 @@ from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Target
+from tinsmith.backends.torch.expert_pairs import PairOrder
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.lora import ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import LoRABatch
-from tinsmith.backends.torch.moe import MultiLoRAExperts, PairOrder
+from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 
 

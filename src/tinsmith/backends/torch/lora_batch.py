@@ -168,7 +168,7 @@ class LoRABatch:
     pay.
     """
 
-    __slots__ = ("_adapter_groups", "_by_sequence", "groups_by_delta", "num_rows", "repeats", "segments")
+    __slots__ = ("_adapter_groups", "_by_sequence", "_slots", "groups_by_delta", "num_rows", "repeats", "segments")
 
     def __init__(self, segments: Sequence[Segment], *, repeats: bool = False) -> None:
         self.repeats = repeats
@@ -180,6 +180,7 @@ class LoRABatch:
         self.segments = tuple(segments)
         self._adapter_groups: list[AdapterGroup] | None = None
         self._by_sequence: dict[tuple[tuple[int, ...], int], LoRABatch] = {}
+        self._slots: tuple[tuple[Adapter | None, ...], Tensor | None] | None = None
         self.groups_by_delta: dict[object, list[AdapterGroup]] = {}  # by LoRADelta
         self.num_rows = end
 
@@ -201,6 +202,20 @@ class LoRABatch:
                 segments.append(Segment(end, end + length, adapter))
             end += length
         return cls(segments, repeats=repeats)
+
+    def slots(self, device: torch.device) -> tuple[tuple[Adapter | None, ...], Tensor | None]:
+        """The distinct adapters, None among them if rows have none, and the index there of each row's [T]; None instead
+        of the indices if there is one.
+        """
+        if self._slots is None:
+            slot_by_id = {id(segment.adapter): segment.adapter for segment in self.segments}
+            index_by_id = {key: index for index, key in enumerate(slot_by_id)}
+            slot_T = None
+            if len(slot_by_id) > 1:
+                indices = np.array([index_by_id[id(segment.adapter)] for segment in self.segments])
+                slot_T = upload(np.repeat(indices, [stop - start for start, stop, _ in self.segments]), device)
+            self._slots = tuple(slot_by_id.values()), slot_T
+        return self._slots
 
     def select(self, rows: Sequence[int]) -> LoRABatch:
         """The LoRA batch of these rows only, in ascending order, numbered from 0."""

@@ -1,50 +1,53 @@
 """Adapters on the routed experts of a mixture: many adapters, many experts, one packed row.
 
 Replaces a model's own module of fused experts (transformers' `use_experts_implementation` families). Each row has
-chosen k experts. For the base model the k pairs of each row are sorted by expert, so that an expert's weights are read
-once for all of its rows; for adapters they are sorted by segment and then by expert, so that each adapter meets only
-rows of its own segments. The router is not adapted; its probabilities carry gradients to the rows below.
+chosen k experts. The k pairs of each row are sorted once, by expert and then by adapter: an expert's weights are read
+once for all of its rows, and each adapter meets only rows of its own segments (`expert_pairs`). The router is not
+adapted; its probabilities carry gradients to the rows below.
 
 An adapter's matrices are Tinker's (docs/decisions.md): all experts share the matrix on the side of the hidden states.
 `w1` (gate) and `w3` (up) have one A and a B for each expert, `w2` (down) an A for each and one B. So A of w1 and w3 is
-applied before the rows are dispatched to experts, and B of w2 after their results are combined. Experts without a gate
-have only `w1` (up) and `w2`.
+applied before the rows are dispatched to experts, and B of w2 after their results are combined; both are products of a
+segment's rows. Experts without a gate have only `w1` (up) and `w2`.
 
-Sorted pairs are multiplied with experts' matrices in one of two ways. `grouped_mm` takes all experts in one kernel and
-leaves the sizes of groups on the device: on CUDA of compute capability 9.0 or 10.0, in bfloat16, where sizes and ranks
-are multiples of 8. Its output is bfloat16, so a micro-batch's gradients of experts' matrices are rounded once before
-they are added in float32. Elsewhere the reference, a loop over experts, reads the sizes from the device first.
+On CUDA of compute capability 9.0 or 10.0, in bfloat16, where sizes are multiples of 8 and ranks are at most
+`MAX_RANKS`, the base model's products are torch's grouped ones and all else are kernels (`expert_kernels`); nothing is
+read from the device. With transformers' default gate and SiLU, a pair keeps only its outputs of gate and up, without
+deltas, for backward (`_FusedFunction`). Elsewhere the reference, a loop over experts, reads the groups' sizes first.
 
 Gradients go into the adapters' own buffers, as in `lora.MultiLoRALinear`. Knows no loss, optimizer, file or tenant.
 
 Shapes: T rows, k experts of each, N = T * k pairs, E experts, D hidden size, I inner size, G = 2 * I (I without a
-gate), r rank, n rows and m = n * k pairs of a segment.
+gate), r rank, R low-rank values of a row, n rows of a segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target
-from tinsmith.backends.torch.host import read, upload
+from tinsmith.backends.torch.adapters import Adapter, ExpertStack, Layout, Target, extend_rows
+from tinsmith.backends.torch.expert_pairs import ExpertPairs, Factors, LoopedPairs, count_ranks, rank_slices
+from tinsmith.backends.torch.host import upload
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
-from tinsmith.backends.torch.matmul import add_matmul_, matmul
+from tinsmith.backends.torch.matmul import add_matmul_, is_launch_bound, matmul, write_matmul_
 from tinsmith.errors import SettingsError
 
 GATE, UP, DOWN = "w1", "w3", "w2"
+
+MAX_RANKS = 128
+"""The highest rank of an adapter that the kernels multiply."""
 
 
 def lora_kernels() -> ModuleType:
@@ -58,99 +61,6 @@ def lora_kernels() -> ModuleType:
 def has_grouped_mm(device: torch.device) -> bool:
     """Whether the device has a grouped kernel for bfloat16; elsewhere torch loops, and reads the sizes for that."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-class _PairGroups(NamedTuple):
-    """Adjacent pairs of one expert. `bounds`: (expert, first, last + 1) for experts with pairs; None where a kernel
-    reads the ends on the device.
-    """
-
-    ends_E: Tensor
-    bounds: list[tuple[int, int, int]] | None
-
-    def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
-        """[N, O]: each pair times its expert's matrix."""
-        if self.bounds is None:
-            return grouped_mm(x_NC, weight_ECO, offs=self.ends_E)
-        return torch.cat([matmul(x_NC[first:end], weight_ECO[e], x_NC.dtype) for e, first, end in self.bounds])
-
-    def add_matmul_(self, out_NO: Tensor, x_NC: Tensor, weight_ECO: Tensor, scale: float) -> None:
-        """Add scale * matmul(x, weight)."""
-        if self.bounds is None:
-            out_NO.add_(grouped_mm(x_NC, weight_ECO, offs=self.ends_E), alpha=scale)
-            return
-        for expert, first, end in self.bounds:
-            add_matmul_(out_NO[first:end], x_NC[first:end], weight_ECO[expert], scale)
-
-    def add_outer_(self, out_ECO: Tensor, x_NC: Tensor, y_NO: Tensor, scale: float) -> None:
-        """Add scale * x^T y over each expert's own pairs."""
-        if self.bounds is None:
-            out_ECO.add_(grouped_mm(x_NC.t(), y_NO, offs=self.ends_E), alpha=scale)
-            return
-        for expert, first, end in self.bounds:
-            add_matmul_(out_ECO[expert], x_NC[first:end].t(), y_NO[first:end], scale)
-
-
-class PairOrder(NamedTuple):
-    """A permutation that sorts pairs."""
-
-    pair_N: Tensor  # the unsorted pair (row * k + choice) of each sorted one
-    sorted_N: Tensor  # the sorted index of each unsorted pair
-
-    @classmethod
-    def by(cls, key_N: Tensor) -> PairOrder:
-        pair_N = torch.argsort(key_N, stable=True)
-        numbers_N = torch.arange(len(pair_N), device=pair_N.device)
-        return cls(pair_N, torch.empty_like(pair_N).index_copy_(0, pair_N, numbers_N))
-
-    def to(self, other: PairOrder) -> Tensor | None:
-        """For each pair of the other order, its index in this one. None: the orders are the same."""
-        return None if self is other else self.sorted_N.index_select(0, other.pair_N)
-
-
-class _Part(NamedTuple):
-    """A segment with an adapter: its rows, its pairs in the order by segment, and their groups."""
-
-    adapter: Adapter
-    rows: slice
-    pairs: slice
-    row_m: Tensor  # row of each pair, relative to the segment
-    sorted_m: Tensor  # sorted index of each unsorted pair, relative to the segment
-    groups: _PairGroups
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.stop - self.rows.start
-
-    def combine(self, x_mC: Tensor) -> Tensor:
-        """[n, C]: the sum over each row's pairs, in the order of its choices."""
-        return x_mC.index_select(0, self.sorted_m).view(self.num_rows, -1, x_mC.shape[-1]).sum(1)
-
-
-class _Dispatch(NamedTuple):
-    """How rows become pairs: sorted by expert for the base model, by segment and then by expert for adapters."""
-
-    num_choices: int
-    experts: PairOrder
-    expert_N: Tensor
-    groups: _PairGroups
-    segments: PairOrder
-    to_experts: Tensor | None
-    to_segments: Tensor | None
-    parts: list[_Part]
-
-    def rows_by_expert(self, x_TC: Tensor) -> Tensor:
-        return x_TC.index_select(0, self.experts.pair_N // self.num_choices)
-
-    def combine(self, x_NC: Tensor) -> Tensor:
-        """[T, C]: the sum over each row's pairs, which are sorted by expert, in the order of its choices."""
-        return x_NC.index_select(0, self.experts.sorted_N).view(-1, self.num_choices, x_NC.shape[-1]).sum(1)
-
-    def by_segment(self, x_NC: Tensor) -> Tensor:
-        return x_NC if self.to_segments is None else x_NC.index_select(0, self.to_segments)
-
-    def by_expert(self, x_NC: Tensor) -> Tensor:
-        return x_NC if self.to_experts is None else x_NC.index_select(0, self.to_experts)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -226,6 +136,21 @@ class MultiLoRAExperts(nn.Module):
         """Inputs and outputs of a row's expert linears, for the number of experts that the last rows chose."""
         return self._choices * (2 * self.hidden_features + (1 + len(self.columns)) * self.inner_features)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether backward needs no more of a pair than `saved_per_row`."""
+        return self.has_default_gate and self._is_grouped([])
+
+    @property
+    def saved_per_row(self) -> int:
+        """Elements that fused experts keep for backward: the row, and gate and up of its pairs."""
+        return self.hidden_features + self._choices * 2 * self.inner_features
+
+    @property
+    def working_per_row(self) -> int:
+        """Elements that fused experts' backward needs at once: the gradients of its pairs, and of gate and up."""
+        return self._choices * (self.hidden_features + 2 * self.inner_features)
+
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         """[T, D]. `choices`: the experts of each row [T, k], and the router's weights of them."""
         lora_batch = self._context.lora_batch
@@ -240,15 +165,16 @@ class MultiLoRAExperts(nn.Module):
     def forward_experts(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor, lora_batch: LoRABatch) -> Tensor:
         """[T, D]: the weighted sum of each row's experts, with the adapters of this LoRA batch."""
         assert hidden_TD.shape == (lora_batch.num_rows, self.hidden_features)
-        names = {target.name for target in self.targets}
-        adapters = [s.adapter if s.adapter and not names.isdisjoint(s.adapter.compute) else None
-                    for s in lora_batch.segments]  # fmt: skip
-        call = _Call(
-            self, _dispatch(index_Tk, lora_batch, adapters, self.num_experts, grouped=self._is_grouped(adapters))
-        )
+        is_grouped = self._is_grouped([segment.adapter for segment in lora_batch.segments])
+        pairs = _sort_pairs(index_Tk, lora_batch, self.num_experts, grouped=is_grouped)
+        call, is_fused = _Call(self, pairs, index_Tk, lora_batch), is_grouped and self.has_default_gate
         if not torch.is_grad_enabled():
+            if is_fused:
+                return call.fused(hidden_TD, weights_Tk)[0]
             return call.down(self.apply_gate(call.gate_up(hidden_TD)[0]), weights_Tk)[0]
-        recorded = anchor(hidden_TD.device) if any(adapters) else None
+        recorded = anchor(hidden_TD.device) if call.has_adapters else None
+        if is_fused:
+            return cast(Tensor, _FusedFunction.apply(hidden_TD, weights_Tk, recorded, call))
         inner_NI = self.apply_gate(cast(Tensor, _GateUpFunction.apply(hidden_TD, recorded, call)))
         return cast(Tensor, _DownFunction.apply(inner_NI, weights_Tk, call))
 
@@ -261,10 +187,10 @@ class MultiLoRAExperts(nn.Module):
         from tinsmith.backends.torch import expert_decode_kernels as kernels
 
         pairs = kernels.sort_pairs(index_Tk, self.num_experts)
-        groups, expert_N = _PairGroups(pairs.ends_E, None), pairs.index_nk.view(-1)
+        expert_N = pairs.index_nk.view(-1)
         transposed = self.transposed
         x_ND = hidden_TD.index_select(0, pairs.pair_N // index_Tk.shape[1])
-        y_NG = groups.matmul(x_ND, self.outer_proj if transposed else self.outer_proj.mT)
+        y_NG = grouped_mm(x_ND, self.outer_proj if transposed else self.outer_proj.mT, offs=pairs.ends_E)
         if self.has_bias:
             y_NG += self.outer_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         tables = [
@@ -278,7 +204,7 @@ class MultiLoRAExperts(nn.Module):
                     y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
                 )
         inner_NI = self.apply_gate(y_NG)
-        y_ND = groups.matmul(inner_NI, self.down_proj if transposed else self.down_proj.mT)
+        y_ND = grouped_mm(inner_NI, self.down_proj if transposed else self.down_proj.mT, offs=pairs.ends_E)
         if self.has_bias:
             y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
         weighted_TkD = y_ND.index_select(0, pairs.place_N).view(*index_Tk.shape, -1) * weights_Tk[..., None]
@@ -319,15 +245,24 @@ class MultiLoRAExperts(nn.Module):
         return self._is_grouped([])
 
     @property
+    def has_default_gate(self) -> bool:
+        """Whether the gate is silu(gate) * up of adjacent halves."""
+        module = self.module
+        apply_gate = getattr(type(module), "_apply_gate", _default_apply_gate)
+        is_silu = isinstance(getattr(module, "act_fn", None), SiLUActivation | nn.SiLU)
+        return self.has_gate and not self._interleaved and is_silu and apply_gate is _default_apply_gate
+
+    @property
     def kernel(self) -> str:
         """Names the kernel of these experts, for the log."""
-        return "grouped_mm where ranks are multiples of 8" if self._is_grouped([]) else "loop over experts"
+        return f"grouped_mm and kernels for ranks up to {MAX_RANKS}" if self._is_grouped([]) else "loop over experts"
 
     def _is_grouped(self, adapters: Sequence[Adapter | None]) -> bool:
-        """Whether the grouped kernel supports these matrices: each row must begin at a multiple of 16 bytes."""
-        sizes = [self.hidden_features, self.inner_features, *(a.layout.rank for a in adapters if a is not None)]
+        """Whether the kernels support these matrices: each row must begin at a multiple of 16 bytes."""
+        sizes_fit = all(size % 8 == 0 for size in (self.hidden_features, self.inner_features))
+        ranks_fit = all(adapter is None or adapter.layout.rank <= MAX_RANKS for adapter in adapters)
         is_half = self.down_proj.dtype == torch.bfloat16
-        return is_half and has_grouped_mm(self.down_proj.device) and all(size % 8 == 0 for size in sizes)
+        return is_half and sizes_fit and ranks_fit and has_grouped_mm(self.down_proj.device)
 
 
 def _choose_gate(experts: nn.Module, has_gate: bool) -> Callable[[Tensor], Tensor]:
@@ -365,111 +300,196 @@ def _forward_weighted_inputs(
     return mixture.shared_expert(hidden_TD) + routed_TD, logits_TE
 
 
+def _sort_pairs(index_Tk: Tensor, lora_batch: LoRABatch, num_experts: int, *, grouped: bool) -> ExpertPairs:
+    if not grouped:
+        return LoopedPairs(index_Tk, lora_batch, num_experts)
+    from tinsmith.backends.torch.expert_kernels import GroupedPairs
+
+    return GroupedPairs(index_Tk, lora_batch, num_experts)
+
+
+class _SharedRows(NamedTuple):
+    """A matrix [O, C] that all experts share, or several that are adjacent in their adapter, for rows of a segment, and
+    where its outputs are among a row's low-rank values."""
+
+    adapter: Adapter
+    names: list[str]
+    rows: slice
+    ranks: slice
+    matrix: Tensor
+
+
 class _Call:
-    """One call of a module of experts: its rows, their dispatch, and the adapters' parts."""
+    """One call of a module of experts: its rows, their pairs, and the adapters' parts."""
 
-    def __init__(self, experts: MultiLoRAExperts, dispatch: _Dispatch) -> None:
+    def __init__(self, experts: MultiLoRAExperts, pairs: ExpertPairs, index_Tk: Tensor, lora_batch: LoRABatch) -> None:
         self._experts = experts
-        self._dispatch = dispatch
+        self._pairs = pairs
+        self._index_Tk = index_Tk
+        self._segments = lora_batch.segments
+        self._outer = [Factors(name, 1, columns) for name, columns in experts.columns.items()]
+        self._down = [Factors(experts.down_name, 0, slice(0, experts.inner_features))]
 
-    def gate_up(self, hidden_TD: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-        """[N, G] before the gate, by segment, and for w1 and w3 the x A^T [n, r] of each part that has it."""
-        dispatch, experts = self._dispatch, self._experts
-        y_NG = self._expert_matmul(dispatch.rows_by_expert(hidden_TD), experts.outer_proj)
-        if experts.has_bias:
-            y_NG += self._bias(experts.outer_bias)
-        y_NG = dispatch.by_segment(y_NG)
-        a_outputs = []
-        for name, columns in experts.columns.items():
-            a_outputs.append([])
-            for part in self._parts(name):
-                (a_1rI, b_EIr), x_nD = part.adapter.compute[name], hidden_TD[part.rows]
-                a_outputs[-1].append(matmul(x_nD, a_1rI[0].t(), x_nD.dtype))
-                u_mr = a_outputs[-1][-1].index_select(0, part.row_m)
-                part.groups.add_matmul_(y_NG[part.pairs, columns], u_mr, b_EIr.mT, part.adapter.scale)
-        return y_NG, a_outputs
+    @property
+    def has_adapters(self) -> bool:
+        return any(rank_slices(adapter, self._outer + self._down) for adapter in self._pairs.adapters)
 
-    def gate_up_backward(
-        self, grad_NG: Tensor, hidden_TD: Tensor, a_outputs: Sequence[Sequence[Tensor]], *, need_input: bool
-    ) -> Tensor | None:
+    def gate_up(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, G] before the gate, and the low-rank values [T, R] of the rows for w1 and w3."""
+        y_NG, u_TR = self._base_gate_up(hidden_TD), self._shrink_hidden(hidden_TD)
+        self._pairs.expand_(y_NG, u_TR, self._outer)
+        return y_NG, u_TR
+
+    def gate_up_backward(self, grad_NG: Tensor, hidden_TD: Tensor, u_TR: Tensor, *, need_input: bool) -> Tensor | None:
         """The gradient of the rows, if needed; adds those of A and B to their adapters."""
-        dispatch, experts, grad_TD = self._dispatch, self._experts, None
-        if need_input:
-            grad_TD = dispatch.combine(self._expert_matmul(dispatch.by_expert(grad_NG), experts.outer_proj, back=True))
-        for (name, columns), outputs_nr in zip(experts.columns.items(), a_outputs, strict=True):
-            for part, u_nr in zip(self._parts(name), outputs_nr, strict=True):
-                adapter, rows = part.adapter, part.rows
-                (a_1rI, b_EIr), grad_mI = adapter.compute[name], grad_NG[part.pairs, columns].contiguous()
-                grad_nr = part.combine(part.groups.matmul(grad_mI, b_EIr))
-                if adapter.gradients is not None:
-                    grad_a_1rI, grad_b_EIr = adapter.gradients[name]
-                    part.groups.add_outer_(grad_b_EIr, grad_mI, u_nr.index_select(0, part.row_m), adapter.scale)
-                    add_matmul_(grad_a_1rI[0], grad_nr.t(), hidden_TD[rows], adapter.scale)
-                if grad_TD is not None:
-                    add_matmul_(grad_TD[rows], grad_nr, a_1rI[0], adapter.scale)
-        return grad_TD
+        grad_NR = self._pairs.shrink(grad_NG, self._outer)
+        return self._hidden_gradient(grad_NG, grad_NR, hidden_TD, u_TR, need_input=need_input)
 
-    def down(self, inner_NI: Tensor, weights_Tk: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """[T, D], and each part's combined, weighted x A^T [n, r]."""
-        dispatch, experts = self._dispatch, self._experts
-        y_ND = self._expert_matmul(dispatch.by_expert(inner_NI), experts.down_proj)
-        if experts.has_bias:
-            y_ND += self._bias(experts.down_proj_bias)
-        out_TD = dispatch.combine(y_ND * _sort_weights(weights_Tk, dispatch.experts)).to(inner_NI.dtype)
-        weight_N1, sums = _sort_weights(weights_Tk, dispatch.segments), []
-        for part in self._parts(experts.down_name):
-            a_ErI, b_1Or = part.adapter.compute[experts.down_name]
-            v_mr = part.groups.matmul(inner_NI[part.pairs], a_ErI.mT)
-            sums.append(part.combine((v_mr * weight_N1[part.pairs]).to(v_mr.dtype)))
-            add_matmul_(out_TD[part.rows], sums[-1], b_1Or[0].t(), part.adapter.scale)
-        return out_TD, sums
+    def down(self, inner_NI: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D], and the rows' combined, weighted x A^T [T, R]."""
+        return self._combine_down(inner_NI, self._pairs.shrink(inner_NI, self._down), weights_Tk)
 
     def down_backward(
-        self, grad_TD: Tensor, inner_NI: Tensor, weights_Tk: Tensor, sums: Sequence[Tensor]
+        self, grad_TD: Tensor, inner_NI: Tensor, weights_Tk: Tensor, sums_TR: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The gradients of the inner rows [N, I] and of the router's weights [T, k]."""
-        dispatch, experts, name = self._dispatch, self._experts, self._experts.down_name
-        weight_N1, grad_ND = _sort_weights(weights_Tk, dispatch.segments), dispatch.rows_by_expert(grad_TD)
+        pairs = self._pairs
         # Before the router's weight is applied, so that one matmul serves both gradients.
-        grad_NI = dispatch.by_segment(self._expert_matmul(grad_ND, experts.down_proj, back=True))
-        for part, sums_nr in zip(self._parts(name), sums, strict=True):
-            adapter, pairs, grad_nD = part.adapter, part.pairs, grad_TD[part.rows]
-            a_ErI, b_1Or = adapter.compute[name]
-            grad_mr = matmul(grad_nD, b_1Or[0], grad_nD.dtype).index_select(0, part.row_m)
-            part.groups.add_matmul_(grad_NI[pairs], grad_mr, a_ErI, adapter.scale)
+        grad_NI, z_TR = self._inner_gradient(grad_TD, sums_TR)
+        pairs.expand_(grad_NI, z_TR, self._down)
+        pairs.add_outer_(inner_NI, z_TR, self._down, weights_Tk)
+        grad_weights_Tk = self._add_bias_products(pairs.by_row((grad_NI * inner_NI).sum(-1)), grad_TD)
+        grad_NI = (grad_NI * pairs.sort_weights(weights_Tk)).to(inner_NI.dtype)
+        return grad_NI, grad_weights_Tk.to(weights_Tk.dtype)
+
+    def fused(self, hidden_TD: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[T, D] with the default gate; for backward the outputs [N, G] without deltas, and the rows' low-rank values
+        for w1 and w3, and for w2.
+        """
+        y_NG, u_TR = self._base_gate_up(hidden_TD), self._shrink_hidden(hidden_TD)
+        inner_NI, v_NR = self._pairs.gate(y_NG, u_TR, self._outer, self._down)
+        out_TD, sums_TR = self._combine_down(inner_NI, v_NR, weights_Tk)
+        return out_TD, y_NG, u_TR, sums_TR
+
+    def fused_backward(
+        self, grad_TD: Tensor, saved: tuple[Tensor, ...], u_TR: Tensor, sums_TR: Tensor, *, need_input: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """The gradients of the rows, if needed, and of the router's weights. `saved`: rows, weights and [N, G]."""
+        pairs, (hidden_TD, weights_Tk, y_NG) = self._pairs, saved
+        grad_NI, z_TR = self._inner_gradient(grad_TD, sums_TR)
+        gradients = pairs.gate_gradient_(grad_NI, y_NG, (u_TR, z_TR), weights_Tk, self._outer, self._down)
+        pairs.add_outer_(grad_NI, z_TR, self._down, weights_Tk)
+        del grad_NI  # one of the largest tensors of a step
+        grad_weights_Tk = self._add_bias_products(gradients.weights_Tk, grad_TD).to(weights_Tk.dtype)
+        inputs = gradients.gate_up_NG, gradients.low_rank_NR, hidden_TD, u_TR
+        return self._hidden_gradient(*inputs, need_input=need_input), grad_weights_Tk
+
+    def _base_gate_up(self, hidden_TD: Tensor) -> Tensor:
+        """[N, G] without deltas."""
+        y_NG = self._expert_matmul(self._pairs.repeat_rows(hidden_TD), self._experts.outer_proj)
+        if self._experts.has_bias:
+            self._pairs.add_bias_(y_NG, self._experts.outer_bias)
+        return y_NG
+
+    def _shrink_hidden(self, hidden_TD: Tensor) -> Tensor:
+        """[T, R]: scale * x A^T of w1 and w3."""
+        u_TR = hidden_TD.new_empty(len(hidden_TD), count_ranks(self._pairs.adapters, self._outer))
+        for adapter, _, rows, ranks, a_RD in self._shared_rows(self._outer):
+            _write_product_(u_TR[rows, ranks], hidden_TD[rows], a_RD.t(), adapter.scale)
+        return u_TR
+
+    def _hidden_gradient(
+        self, grad_NG: Tensor, grad_NR: Tensor, hidden_TD: Tensor, u_TR: Tensor, *, need_input: bool
+    ) -> Tensor | None:
+        """The gradient of the rows, if needed, from those of gate and up and of the pairs' low-rank values; adds those
+        of w1 and w3 to their adapters.
+        """
+        pairs, grad_TD = self._pairs, None
+        pairs.add_outer_(grad_NG, u_TR, self._outer)
+        if need_input:
+            grad_TD = pairs.combine(self._expert_matmul(grad_NG, self._experts.outer_proj, back=True))
+        grad_TR = pairs.combine(grad_NR)
+        for adapter, names, rows, ranks, a_RD in self._shared_rows(self._outer):
+            grad_nR = grad_TR[rows, ranks]
             if adapter.gradients is not None:
-                grad_a_ErI, grad_b_1Or = adapter.gradients[name]
-                weighted_mr = (grad_mr * weight_N1[pairs]).to(grad_mr.dtype)
-                part.groups.add_outer_(grad_a_ErI, weighted_mr, inner_NI[pairs], adapter.scale)
-                add_matmul_(grad_b_1Or[0].t(), sums_nr.t(), grad_nD, adapter.scale)
-        grad_weight_N = (grad_NI * inner_NI).sum(-1)
+                first_1rD, *_ = [adapter.gradients[name][0] for name in names]
+                add_matmul_(extend_rows(first_1rD[0], len(a_RD)), grad_nR.t(), hidden_TD[rows], adapter.scale)
+            if grad_TD is not None:
+                add_matmul_(grad_TD[rows], grad_nR, a_RD, adapter.scale)
+        return grad_TD
+
+    def _combine_down(self, inner_NI: Tensor, v_NR: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, D], and the rows' sums [T, R] of the pairs' weighted x A^T."""
+        pairs, experts = self._pairs, self._experts
+        out_TD = pairs.combine(self._expert_matmul(inner_NI, experts.down_proj), weights_Tk)
         if experts.has_bias:
-            grad_weight_N += dispatch.by_segment((grad_ND * self._bias(experts.down_proj_bias)).sum(-1))
-        grad_weight_N = grad_weight_N.index_select(0, dispatch.segments.sorted_N)
-        return (grad_NI * weight_N1).to(inner_NI.dtype), grad_weight_N.view(weights_Tk.shape).to(weights_Tk.dtype)
+            shares_TE = out_TD.new_zeros(len(out_TD), experts.num_experts)
+            shares_TE.scatter_add_(1, self._index_Tk, weights_Tk.to(out_TD.dtype))
+            add_matmul_(out_TD, shares_TE, experts.down_proj_bias)
+        sums_TR = pairs.combine(v_NR, weights_Tk)
+        for adapter, _, rows, ranks, b_Dr in self._shared_rows(self._down):
+            add_matmul_(out_TD[rows], sums_TR[rows, ranks], b_Dr.t(), adapter.scale)
+        return out_TD, sums_TR
 
-    def _parts(self, name: str) -> list[_Part]:
-        """The segments whose adapters have this projection."""
-        return [part for part in self._dispatch.parts if name in part.adapter.compute]
+    def _inner_gradient(self, grad_TD: Tensor, sums_TR: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient [N, I] of the inner rows before deltas and the router's weights, and scale * grad B [T, R]; adds
+        that of w2's B to its adapters.
+        """
+        grad_ND = self._pairs.repeat_rows(grad_TD)
+        z_TR = torch.empty_like(sums_TR)
+        for adapter, (name,), rows, ranks, b_Dr in self._shared_rows(self._down):
+            _write_product_(z_TR[rows, ranks], grad_TD[rows], b_Dr, adapter.scale)
+            if adapter.gradients is not None:
+                grad_b_1Dr = adapter.gradients[name][1]
+                add_matmul_(grad_b_1Dr[0].t(), sums_TR[rows, ranks].t(), grad_TD[rows], adapter.scale)
+        return self._expert_matmul(grad_ND, self._experts.down_proj, back=True), z_TR
 
-    def _bias(self, bias_EO: Tensor) -> Tensor:
-        """[N, O], by expert."""
-        return bias_EO.index_select(0, self._dispatch.expert_N)
+    def _add_bias_products(self, grad_weights_Tk: Tensor, grad_TD: Tensor) -> Tensor:
+        """Add what down's biases contribute to the gradient of the router's weights."""
+        if not self._experts.has_bias:
+            return grad_weights_Tk
+        products_TE = matmul(grad_TD, self._experts.down_proj_bias.t(), grad_TD.dtype)
+        return grad_weights_Tk + products_TE.gather(1, self._index_Tk)
+
+    def _shared_rows(self, projections: Sequence[Factors]) -> Iterator[_SharedRows]:
+        """What each segment multiplies with the matrices that all experts share."""
+        for start, stop, adapter in self._segments:
+            if adapter is not None:
+                for names, ranks, matrix in _join_shared(adapter, projections):
+                    yield _SharedRows(adapter, names, slice(start, stop), ranks, matrix)
 
     def _expert_matmul(self, x_NC: Tensor, weight_E: Tensor, *, back: bool = False) -> Tensor:
         """Each expert's pairs times its matrix, or in backward (`back`) times its transpose."""
-        return self._dispatch.groups.matmul(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
+        return self._pairs.matmul(x_NC, weight_E.mT if self._experts.transposed == back else weight_E)
 
 
-def _sort_weights(weights_Tk: Tensor, order: PairOrder) -> Tensor:
-    """[N, 1]: the router's weight of each pair."""
-    return weights_Tk.reshape(-1, 1).index_select(0, order.pair_N)
+def _join_shared(adapter: Adapter, projections: Sequence[Factors]) -> list[tuple[list[str], slice, Tensor]]:
+    """Names, low-rank values and matrix of each projection that the adapter has; adjacent A's are one matrix."""
+    joined: list[tuple[list[str], slice, Tensor]] = []
+    for _, factors, ranks in rank_slices(adapter, projections):
+        matrix = adapter.compute[factors.name][1 - factors.matrix][0]
+        if joined and factors.matrix == 1:
+            names, previous, first = joined[-1]
+            if first.storage_offset() + first.numel() == matrix.storage_offset():
+                size = ranks.stop - previous.start
+                joined[-1] = [*names, factors.name], slice(previous.start, ranks.stop), extend_rows(first, size)
+                continue
+        joined.append(([factors.name], ranks, matrix))
+    return joined
+
+
+def _write_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out = scale * a @ b, in one operation where launches take longer than products."""
+    if is_launch_bound(a):
+        write_matmul_(out, a, b, scale)
+    else:
+        torch.mul(matmul(a, b, a.dtype), scale, out=out)
 
 
 class _GateUpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
-        y, ctx.a_outputs = call.gate_up(hidden)
+        y, ctx.low_rank = call.gate_up(hidden)
         ctx.save_for_backward(hidden)
         ctx.call = call
         return y
@@ -478,13 +498,16 @@ class _GateUpFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.saved_tensors
-        return ctx.call.gate_up_backward(grad, hidden, ctx.a_outputs, need_input=ctx.needs_input_grad[0]), None, None
+        grad_hidden = ctx.call.gate_up_backward(
+            grad.contiguous(), hidden, ctx.low_rank, need_input=ctx.needs_input_grad[0]
+        )
+        return grad_hidden, None, None
 
 
 class _DownFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inner: Tensor, weights: Tensor, call: _Call) -> Tensor:
-        y, ctx.sums = call.down(inner, weights)
+        y, ctx.low_rank = call.down(inner, weights)
         ctx.save_for_backward(inner, weights)
         ctx.call = call
         return y
@@ -493,45 +516,24 @@ class _DownFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         inner, weights = ctx.saved_tensors
-        return *ctx.call.down_backward(grad, inner, weights, ctx.sums), None
+        return *ctx.call.down_backward(grad.contiguous(), inner, weights, ctx.low_rank), None
 
 
-def _dispatch(
-    index_Tk: Tensor, lora_batch: LoRABatch, adapters: Sequence[Adapter | None], num_experts: int, *, grouped: bool
-) -> _Dispatch:
-    """Sort the pairs. Reads group sizes from the device unless the grouped kernel is used."""
-    device, num_choices = index_Tk.device, index_Tk.shape[1]
-    expert_N, numbers_E = index_Tk.reshape(-1), torch.arange(num_experts, device=device)
-    experts = segments = PairOrder.by(expert_N)
-    ends = [_group_ends(expert_N, experts, numbers_E)]
-    if len(lora_batch.segments) > 1:
-        sizes = [num_choices * (stop - start) for start, stop, _ in lora_batch.segments]
-        segment_N = upload(np.repeat(np.arange(len(sizes)), sizes), device)
-        key_N, numbers_K = expert_N + num_experts * segment_N, torch.arange(num_experts * len(sizes), device=device)
-        segments = PairOrder.by(key_N)
-        ends.append(_group_ends(key_N, segments, numbers_K))
-    on_host = [None] * len(ends) if grouped else read(*ends)
-    parts = []
-    for index, ((start, stop, _), adapter) in enumerate(zip(lora_batch.segments, adapters, strict=True)):
-        if adapter is not None:
-            pairs = slice(start * num_choices, stop * num_choices)
-            row_m, sorted_m = segments.pair_N[pairs] // num_choices - start, segments.sorted_N[pairs] - pairs.start
-            span = slice(index * num_experts, (index + 1) * num_experts)
-            groups = _build_groups(ends[-1][span], None if on_host[-1] is None else on_host[-1][span], pairs.start)
-            parts.append(_Part(adapter, slice(start, stop), pairs, row_m, sorted_m, groups))
-    groups, expert_N = _build_groups(ends[0], on_host[0], 0), expert_N.index_select(0, experts.pair_N)
-    conversions = segments.to(experts), experts.to(segments)
-    return _Dispatch(num_choices, experts, expert_N, groups, segments, *conversions, parts)
+class _FusedFunction(torch.autograd.Function):
+    """Both with the default gate between them: saves the rows, the weights and [N, G] without deltas, from which
+    backward computes the gate again.
+    """
 
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weights: Tensor, anchor: Tensor | None, call: _Call) -> Tensor:
+        y, outer, *ctx.low_rank = call.fused(hidden, weights)
+        ctx.save_for_backward(hidden, weights, outer)
+        ctx.call = call
+        return y
 
-def _build_groups(ends_E: Tensor, on_host_E: npt.NDArray[np.int32] | None, first: int) -> _PairGroups:
-    """Groups of pairs that begin at `first`."""
-    if on_host_E is None:
-        return _PairGroups(ends_E - first, None)
-    spans = pairwise([0, *(on_host_E - first).tolist()])
-    return _PairGroups(ends_E, [(expert, start, stop) for expert, (start, stop) in enumerate(spans) if stop > start])
-
-
-def _group_ends(key_N: Tensor, order: PairOrder, numbers_K: Tensor) -> Tensor:
-    """[K] int32: where the pairs of each key end."""
-    return torch.searchsorted(key_N.index_select(0, order.pair_N), numbers_K, right=True, out_int32=True)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        need_input = ctx.needs_input_grad[0]
+        grads = ctx.call.fused_backward(grad.contiguous(), ctx.saved_tensors, *ctx.low_rank, need_input=need_input)
+        return *grads, None, None

@@ -26,7 +26,7 @@ RECOMPUTE_SHARE = 0.4
 
 SAVED_PER_LINEAR = 2.0
 """Elements per token for each input and output of a linear, including what backward needs while it runs. An expert is
-two linears for each of its rows.
+two linears for each of its rows, unless its gate is fused.
 """
 
 
@@ -82,9 +82,18 @@ class Recompute:
     def bytes_per_token(self) -> float:
         if self.fused_bytes:
             return self.fused_bytes
-        # The number of experts per row is known after the first rows.
-        experts = sum(module.features_per_row * module.down_proj.element_size() for module in self._experts)
-        return SAVED_PER_LINEAR * (self._linears_bytes + experts) + self._mixers_bytes
+        return SAVED_PER_LINEAR * self._linears_bytes + self._experts_bytes() + self._mixers_bytes
+
+    def _experts_bytes(self) -> float:
+        """The number of experts per row is known after the first rows."""
+        saved = working = 0.0
+        for module in self._experts:
+            if module.is_fused:
+                saved += module.saved_per_row * module.down_proj.element_size()
+                working = max(working, module.working_per_row * module.down_proj.element_size())
+            else:
+                saved += SAVED_PER_LINEAR * module.features_per_row * module.down_proj.element_size()
+        return saved + working
 
     def _wrap_forward(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
