@@ -634,6 +634,8 @@ class MultiLoRALinear(LoRALinear, nn.Module):
         lora_batch = self._context.lora_batch
         if lora_batch is None:
             return nn.functional.linear(x, self.weight, self.bias)
+        if isinstance(lora_batch, DeviceLoRABatch):
+            return self.forward_device_rows(x.reshape(-1, self.in_features), lora_batch).view(*x.shape[:-1], -1)
         adapter_groups = self.groups(lora_batch)
         if not adapter_groups:
             return nn.functional.linear(x, self.weight, self.bias)

@@ -6,9 +6,9 @@ device, which a step fills with one copy. There is a graph for each padded numbe
 layout of adapters (`_Key`). A key's first step runs without a graph, which compiles its kernels; the second captures.
 All graphs share one memory pool.
 
-Padding rows write no keys, see no keys, and have no adapter. A graph holds addresses of weights and of the cache, so
-`clear` must be called when these move. Layers are those of `transformer.Decoder`; prompts, images, recurrent states and
-the modules of other families run without graphs.
+Padding rows write no keys, see no keys, continue the state in slot 0, and have no adapter. A graph holds addresses of
+weights, of the cache and of states' slots, so `clear` must be called when these move. Prompts and images run without
+graphs.
 
 Letters: n rows, C blocks of a table, B blocks of rows.
 """
@@ -32,6 +32,8 @@ from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment, list_row_blo
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import SequenceRows
+from tinsmith.samplers.local.state_pool import StatePool
+from tinsmith.samplers.local.states import Recurrence
 from tinsmith.types import I64
 
 log = structlog.get_logger()
@@ -65,10 +67,21 @@ class _Step:
 
 
 class _Plan:
-    """The AttentionPlan of one row for each sequence, which reads slots and tables on the device."""
+    """The AttentionPlan of one row for each sequence, which reads slots and tables on the device. `state_slots_2n`:
+    those of the states that rows continue, and those of the states after them.
+    """
 
-    def __init__(self, cache: KVCache, slots_n: Tensor, keys_n: Tensor, table_nC: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        slots_n: Tensor,
+        keys_n: Tensor,
+        table_nC: Tensor,
+        states: StatePool | None,
+        state_slots_2n: Sequence[Tensor],
+    ) -> None:
         self._cache, self._slots_n, self._keys_n, self._table_nC = cache, slots_n, keys_n, table_nC
+        self._states, self._state_slots_2n = states, state_slots_2n
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -79,12 +92,17 @@ class _Plan:
         return self._cache.kernels.paged_attention(*kernel_inputs, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        raise NotImplementedError("layers with a state run without graphs")
+        assert self._states is not None
+        slots = self._states.slots(mixer.layer, *self._state_slots_2n)
+        return mixer(x_TD[:, None], tuple(range(len(x_TD))), slots)[0][:, 0]
 
 
 class DecodeGraphs:
-    def __init__(self, base: BaseModel, cache: KVCache) -> None:
-        self._base, self._cache = base, cache
+    """`states`: of a model with stateful layers, the pool with their slots."""
+
+    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool | None = None) -> None:
+        self._base, self._cache, self._states = base, cache, states
+        self._num_columns = 3 if states is None else 5
         self._steps: dict[_Key, _Step] = {}
         self._pool: Any = None
         self._can_capture = True
@@ -92,10 +110,20 @@ class DecodeGraphs:
     def clear(self) -> None:
         self._steps.clear()
 
-    def hidden(self, tokens_T: Tensor, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> Tensor | None:
-        """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph."""
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        rows: Sequence[SequenceRows],
+        lora_batch: DeviceLoRABatch,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor | None:
+        """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph; then
+        no state of the `recurrence` is written.
+        """
         key = self._key(rows, lora_batch)
         inputs = None if key is None else self._build_inputs(key, rows, lora_batch)
+        if key is not None and inputs is not None and recurrence is not None:
+            inputs = self._add_state_slots(key, inputs, recurrence)
         if key is None or inputs is None:
             return None
         step, device = self._steps.get(key), self._base.device
@@ -129,17 +157,18 @@ class DecodeGraphs:
         return _Key(num_rows, width, next(iter(layouts), 0))
 
     def _build_inputs(self, key: _Key, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> I64 | None:
-        """Positions, slots, numbers of keys, blocks of rows and the block table of the rows, in this order. None if
-        the rows have too many adapters.
+        """Positions, slots, numbers of keys, slots of states, blocks of rows and the block table of the rows, in this
+        order. None if the rows have too many adapters.
         """
         row_blocks = [block for segment in lora_batch.segments for block in list_row_blocks(segment)]
         max_row_blocks = _num_blocks(key)
         if len(row_blocks) > max_row_blocks:
             return None
         num, size = len(rows), self._cache.block_size
-        buffer = np.zeros(3 * key.num_rows + 4 * max_row_blocks + key.num_rows * key.width, np.int64)
-        columns, blocks, table = np.split(buffer, np.cumsum([3 * key.num_rows, 4 * max_row_blocks]))
-        columns_3n, table_nC = columns.reshape(3, -1), table.reshape(key.num_rows, -1)
+        num_cells = self._num_columns * key.num_rows
+        buffer = np.zeros(num_cells + 4 * max_row_blocks + key.num_rows * key.width, np.int64)
+        columns, blocks, table = np.split(buffer, np.cumsum([num_cells, 4 * max_row_blocks]))
+        columns_3n, table_nC = columns[: 3 * key.num_rows].reshape(3, -1), table.reshape(key.num_rows, -1)
         if row_blocks:
             blocks[: 4 * len(row_blocks)] = np.array(row_blocks, np.int64).ravel()
         for table_C, row in zip(table_nC, rows, strict=False):
@@ -151,16 +180,26 @@ class DecodeGraphs:
         columns_3n[2, :num] = start_n + 1
         return buffer
 
+    def _add_state_slots(self, key: _Key, inputs: I64, recurrence: Recurrence) -> I64 | None:
+        """The inputs with the slots of states; padding rows have slot 0. None unless every row continues a state."""
+        slots_2n = recurrence.slots_2n
+        if slots_2n is None:
+            return None
+        num = key.num_rows
+        inputs[3 * num : 5 * num].reshape(2, num)[:, : slots_2n.shape[1]] = slots_2n
+        return inputs
+
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
         num, decoder = key.num_rows, self._base.decoder
-        assert decoder is not None
-        sizes = [num, num, num, 4 * _num_blocks(key), num * key.width]
-        positions_n, slots_n, keys_n, blocks, table = step.inputs.split(sizes)
-        plan = _Plan(self._cache, slots_n, keys_n.int(), table.int().view(num, -1))
+        sizes = [*[num] * self._num_columns, 4 * _num_blocks(key), num * key.width]
+        positions_n, slots_n, keys_n, *state_slots_2n, blocks, table = step.inputs.split(sizes)
+        table_nC = table.int().view(num, -1)
+        plan = _Plan(self._cache, slots_n, keys_n.int(), table_nC, self._states, state_slots_2n)
         tables = [] if step.layout is None else [(step.layout, blocks.view(-1, 4))]
         lora_batch = DeviceLoRABatch([Segment(0, num, None)], tables=tables)
-        return decoder.hidden(step.tokens_n, positions_n, plan, lora_batch)
+        forward = self._base.forward_modules if decoder is None else decoder.hidden
+        return forward(step.tokens_n, positions_n, plan, lora_batch)
 
     def _capture(self, key: _Key, step: _Step) -> bool:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
