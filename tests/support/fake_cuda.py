@@ -48,8 +48,9 @@ from tinsmith.backends.torch import (
 from tinsmith.backends.torch.attention import register_attention
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.model import BaseModel, _attention_implementation
+from tinsmith.backends.torch.state_steps import StateSlots
 from tinsmith.backends.torch.vision import Features, Vision
-from tinsmith.samplers.local import engine, kv_cache, paged_attention
+from tinsmith.samplers.local import engine, kv_cache, paged_attention, state_pool
 from tinsmith.types import ModelShape
 
 DEVICE = torch.device("cuda", 0)
@@ -291,10 +292,38 @@ def _write_rows(store_PSGE: Tensor, slots_n: Tensor, k_nGD: Tensor, v_nGD: Tenso
     assert len(slots_n) == len(k_nGD) == len(v_nGD) and k_nGD.shape[2] + v_nGD.shape[2] == store_PSGE.shape[3]
 
 
+def _step_convolution(
+    hidden_states: Tensor, conv_state: StateSlots, weight: Tensor, bias: Tensor | None = None, _: str | None = None
+) -> Tensor:
+    num, channels, length = hidden_states.shape
+    _check_slots(conv_state, num)
+    assert length == 1 and conv_state.store_S.shape[1] == channels == len(weight)
+    return hidden_states.new_empty(num, channels, 1)
+
+
+def _step_gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, *, initial_state: StateSlots, **gates: object
+) -> tuple[Tensor, StateSlots]:
+    num, length, *dims = value.shape
+    _check_slots(initial_state, num)
+    assert query.shape == key.shape and length == 1
+    assert initial_state.store_S.shape[1:] == (dims[0], key.shape[3], dims[1])
+    return query.new_empty(value.shape), initial_state
+
+
+def _check_slots(slots: StateSlots, num: int) -> None:
+    assert {x.device for x in (slots.store_S, slots.read_n, slots.write_n)} == {DEVICE}
+    assert slots.read_n.dtype == slots.write_n.dtype == torch.int64
+    assert len(slots.read_n) == len(slots.write_n) == num
+
+
 @contextmanager
 def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevice]:
-    """`pages`: with a kernel that reads pages; `grouped`: with grouped products, as compute capability 9.0 has them."""
+    """`pages`: with kernels that read pages and slots; `grouped`: with grouped products, as compute capability 9.0 has
+    them.
+    """
     kernels = SimpleNamespace(paged_attention=_attend_pages, write_rows=_write_rows) if pages else None
+    steps = SimpleNamespace(step_convolution=_step_convolution, step_gated_delta=_step_gated_delta) if pages else None
     with ExitStack() as stack:
         for holder, name, value in (
             (torch.cuda, "mem_get_info", (FREE_BYTES, FREE_BYTES)),
@@ -309,6 +338,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (engine, "DecodeGraphs", None),
             (kv_cache, "page_kernels", kernels),
             (paged_attention, "page_kernels", kernels),
+            (state_pool, "step_kernels", steps),
             (trainer, "compute_metrics", {}),  # computed on the host, from values
             (tree_attention, "check_parts", True),  # compares values, once for each process
         ):

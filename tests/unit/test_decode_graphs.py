@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ if not (NAMED and ON_CUDA):
     from support import interpreted  # noqa: F401 - before the kernels
 
 from support import tiny_models
+from support.families import FAMILIES, make
 from support.local_sampling import assert_same, finish, make_prompt, make_sample, run
-from tinsmith.backends.torch import moe
+from tinsmith.backends.torch import moe, state_kernels
 from tinsmith.backends.torch.lora_batch import LoRABatch, list_row_blocks
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import decode_graphs, paged_kernel
@@ -69,8 +72,9 @@ def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[
     plain, ours = (LocalSampler(base, versions, options=SamplerOptions(block_size=block_size)) for _ in range(2))
     plain._graphs = None
     if not THERE:
-        ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache)
-        ours._cache.kernels = paged_kernel
+        states = ours._states if ours._keeps_states else None
+        ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache, states)
+        ours._cache.kernels, ours._states.kernels = paged_kernel, state_kernels
         ours._cache_budget._contiguous = None
     return plain, ours
 
@@ -165,3 +169,65 @@ def test_a_graph_that_cannot_be_captured_is_tried_again_later(
     assert_same(run(ours, sample)["s"], run(plain, sample)["s"], atol=3e-4)
     assert ours._graphs is not None
     assert len(attempts) >= 2 and ours._graphs.uncaptured_steps["capture failed"] >= 3 * (len(attempts) - 1)
+
+
+# Layers with a state.
+
+STATEFUL = ["qwen3_5_text", "lfm2", "granitemoehybrid", "kimi_linear"]
+"""Both steps in kernels; only a convolution's; a convolution's and gathered states; the same with another gate."""
+
+
+@pytest.fixture(scope="module", params=STATEFUL)
+def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    family = next(family for family in FAMILIES if family.model_type == request.param)
+    return make(tmp_path_factory.mktemp(family.model_type), family)
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the launches of the kernels of states."""
+    counts: Counter[str] = Counter()
+    for name in ("step_convolution", "step_gated_delta"):
+        launch = getattr(state_kernels, name)
+
+        def count(*args: object, launch: Any = launch, name: str = name, **kwargs: object) -> object:  # noqa: ANN401
+            counts[name] += 1
+            return launch(*args, **kwargs)
+
+        monkeypatch.setattr(state_kernels, name, count)
+    return counts
+
+
+@pytest.mark.extended
+def test_states_in_slots_are_what_they_are_without_graphs(
+    stateful: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_steps(monkeypatch)
+    is_adapted = "qwen3_5" in stateful.path or "lfm2" in stateful.path
+    plain, ours = samplers(stateful, (4, 4) if is_adapted else (), 4)
+    versions = [None, "0", "1"] if is_adapted else [None]
+    samples = [
+        make_sample(f"s{i}", make_prompt(n, i), PARAMS, version_id=versions[i % len(versions)], num_samples=1 + i % 2)
+        for i, n in enumerate((2, 9, 11))
+    ]
+    expected, results = run(plain, *samples), run(ours, *samples)
+    for sample in samples:
+        assert_same(results[sample.request_id], expected[sample.request_id], atol=3e-4)
+    if not THERE:
+        assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps > 2
+    assert counts["step_convolution"] > 0 and (counts["step_gated_delta"] > 0) == ("qwen3_5" in stateful.path)
+    assert ours._states.num_taken == len(ours._batcher.snapshots or ())
+
+
+def test_a_graph_with_states_gives_the_plain_step_what_it_needs_when_it_fails(stateful: ModelShape) -> None:
+    if THERE:
+        pytest.skip("captures")
+    plain, ours = samplers(stateful, (), 4)
+
+    def fails(key: object, step: object) -> bool:
+        assert ours._graphs is not None
+        ours._graphs._paused_steps = decode_graphs.RETRY_STEPS
+        return False
+
+    ours._graphs._capture = fails  # pyright: ignore
+    sample = make_sample("s", make_prompt(9), PARAMS)
+    assert_same(run(ours, sample)["s"], run(plain, sample)["s"], atol=3e-4)

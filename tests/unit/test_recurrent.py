@@ -30,10 +30,10 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.recurrent import SequenceMixer, wrap_mixers
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import is_mixer
+from tinsmith.samplers.local.state_pool import SequenceState, StatePool
 from tinsmith.samplers.local.states import (
     Recurrence,
     RecurrentSpan,
-    SequenceState,
     StateBudget,
     StateSnapshots,
     cuts_between,
@@ -123,18 +123,20 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
     expected = [layer.alone(x_LD) for x_LD in sequences]
     lengths_done = [0] * len(lengths)
     states: list[SequenceState | None] = [None] * len(lengths)
+    pool = StatePool(CPU)
     while unfinished := [i for i, length in enumerate(lengths) if lengths_done[i] < length]:
         sizes = [data.draw(st.integers(1, lengths[i] - lengths_done[i])) for i in unfinished]
         cuts = [data.draw(st.sets(st.integers(1, size - 1), max_size=2)) if size > 1 else set() for size in sizes]
         x_TD = torch.cat(
             [sequences[i][lengths_done[i] : lengths_done[i] + size] for i, size in zip(unfinished, sizes, strict=True)]
         )
-        y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts)
+        y_TD, recurrence = step(layer, x_TD, sizes, [states[i] for i in unfinished], cuts, pool)
         for index, (i, y_LD) in enumerate(zip(unfinished, y_TD.split(sizes), strict=True)):
             assert_close(y_LD, expected[i][lengths_done[i] : lengths_done[i] + len(y_LD)])
             states[i] = recurrence.final_states[index]
             recompute_after_cuts(
                 layer,
+                pool,
                 recurrence,
                 index,
                 sorted(cuts[index]),
@@ -145,16 +147,21 @@ def test_a_sequence_in_pieces_is_the_whole(family: str, lengths: list[int], data
 
 
 def recompute_after_cuts(
-    layer: Layer, recurrence: Recurrence, index: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor
+    layer: Layer, pool: StatePool, recurrence: Recurrence, index: int, cuts: list[int], x_LD: Tensor, y_LD: Tensor
 ) -> None:
     """Compute the rest after a cut again from its state."""
     for cut, state in zip(cuts, recurrence.cut_states[index], strict=True):
-        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state.unshare()], [set()])
+        again, _ = step(layer, x_LD[cut:], [len(x_LD) - cut], [state], [set()], pool)
         assert_close(again, y_LD[cut:])
 
 
 def step(
-    layer: Layer, x_TD: Tensor, sizes: list[int], states: list[SequenceState | None], cuts: list[set[int]]
+    layer: Layer,
+    x_TD: Tensor,
+    sizes: list[int],
+    states: list[SequenceState | None],
+    cuts: list[set[int]],
+    pool: StatePool,
 ) -> tuple[Tensor, Recurrence]:
     layer.board.lora_batch = LoRABatch([Segment(0, len(x_TD), None)])
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -162,7 +169,7 @@ def step(
         RecurrentSpan(first, size, state, sorted(sequence_cuts))
         for first, size, state, sequence_cuts in zip(firsts, sizes, states, cuts, strict=True)
     ]
-    recurrence = Recurrence(sequence_pieces, CPU)
+    recurrence = Recurrence(sequence_pieces, pool)
     with torch.no_grad():
         return recurrence.mix(layer.mixer, x_TD), recurrence
 
@@ -240,7 +247,7 @@ def test_nan_stays_with_its_sequence(family: str) -> None:
     clean_rows = torch.cat([torch.arange(5), torch.arange(12, sum(lengths))])
     with torch.no_grad():
         ours, theirs = (packed(layer, lengths, rows) for rows in (x_TD, poisoned))
-    in_steps = [step(layer, rows, lengths, [None] * 4, [set()] * 4)[0] for rows in (x_TD, poisoned)]
+    in_steps = [step(layer, rows, lengths, [None] * 4, [set()] * 4, StatePool(CPU))[0] for rows in (x_TD, poisoned)]
     for clean, output in ((ours, theirs), in_steps):
         assert output[5:12].isnan().all()
         assert torch.equal(output[clean_rows], clean[clean_rows])
@@ -333,7 +340,8 @@ def test_a_server_without_the_boundaries_does_not_start(
 
 def test_snapshots_are_bounded_and_the_one_used_longest_ago_goes() -> None:
     snapshots = StateSnapshots(2)
-    states = [SequenceState({}, shares_memory=False) for _ in range(4)]
+    pool = StatePool(CPU)
+    states = [pool.take() for _ in range(4)]
     for key, state in zip((b"a", b"b"), states, strict=False):
         snapshots.add(key, 1, state)
     assert snapshots.get(b"a") is states[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack, cast
 
 import numpy as np
@@ -116,6 +117,17 @@ class MixerState(NamedTuple):
     recurrent: Tensor | None
 
 
+class LayerSlots(NamedTuple):
+    """A layer's states in slots of `stores` [S, ...]: row i continues that in slot `read_n[i]` and leaves another in
+    slot `write_n[i]`, both int64. `kernels`: the module `state_kernels`, where it can run.
+    """
+
+    stores: MixerState
+    read_n: Tensor
+    write_n: Tensor
+    kernels: ModuleType | None
+
+
 class Mixer(Protocol):
     """A stateful layer, implemented by `recurrent.SequenceMixer`. `is_whole`: it continues from a state one row at a
     time, so that rows which continue are best computed together with those before them.
@@ -125,10 +137,16 @@ class Mixer(Protocol):
     is_whole: bool
 
     def __call__(
-        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+        self,
+        x_nLD: Tensor,
+        starts: tuple[int, ...],
+        state: MixerState | LayerSlots | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[Tensor, MixerState | None]:
         """[n, L, D], and the state after the last of the L rows if `keep`. `starts`: the row of the current call at
-        which each sequence begins, which selects its adapter. `state` None: the sequences begin here.
+        which each sequence begins, which selects its adapter. `state` None: the sequences begin here. With slots there
+        is one row of each, and the state after it is in its slot only.
         """
         ...
 

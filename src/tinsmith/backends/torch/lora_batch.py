@@ -226,10 +226,12 @@ class LoRABatch:
 
     def for_sequences(self, starts: tuple[int, ...], length: int) -> LoRABatch:
         """The LoRA batch of concatenated sequences of `length` rows each, which begin at these rows."""
+        if length == 1 and starts == tuple(range(self.num_rows)):
+            return self
         if (lora_batch := self._by_sequence.get((starts, length))) is None:
             stops = [segment.stop for segment in self.segments]
             adapters = [self.segments[bisect_right(stops, start)].adapter for start in starts]
-            lora_batch = self._by_sequence[starts, length] = LoRABatch.of(adapters, [length] * len(starts))
+            lora_batch = self._by_sequence[starts, length] = self.of(adapters, [length] * len(starts))
         return lora_batch
 
     def slice(self, start: int, stop: int) -> LoRABatch:

@@ -8,7 +8,8 @@ length with the states before them. The module's projections carry adapters as u
 rows.
 
 The module chooses its kernels: transformers uses `flash-linear-attention`, `mamba-ssm` and `causal-conv1d` where
-installed, and plain torch elsewhere. Knows no plan, request or tenant.
+installed, and plain torch elsewhere. A step of one row for each sequence (`SequenceMixer.step`) takes states in slots
+and, on a GPU, fused kernels (`state_steps`). Knows no plan, request or tenant.
 
 Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels and K taps of a convolution.
 """
@@ -26,14 +27,15 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from tinsmith.backends.torch.attention import MixerState
+from tinsmith.backends.torch.attention import LayerSlots, MixerState
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
+from tinsmith.backends.torch.state_steps import CONV, RECURRENT, StateSlots, wrap_steps
 from tinsmith.plan.mixers import ROW_BY_ROW, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
 
-State: TypeAlias = "MixerState | LayerCache"
+State: TypeAlias = "MixerState | LayerSlots | LayerCache"
 
 
 def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMixer]:
@@ -42,7 +44,7 @@ def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMix
     for module in decoder.modules():
         if is_mixer(module):
             _keep_host_functions(sys.modules[type(module).__module__])
-            mixers.append(SequenceMixer(module, context))
+            mixers.append(SequenceMixer(module, context, wrap_steps(module)))
             module.forward = mixers[-1].forward_by_plan
     return mixers
 
@@ -66,16 +68,17 @@ def _by_device(chosen: Callable[..., object], plain: Callable[..., object], *arg
 
 class SequenceMixer:
     """One layer's mixer over n sequences of L rows; see `attention.Mixer`. Raises ReleaseError if the module does not
-    exchange its state through the cache that it gets.
+    exchange its state through the cache that it gets. `fused_parts`: those of its state that kernels step in slots.
     """
 
-    def __init__(self, module: nn.Module, context: ForwardContext) -> None:
+    def __init__(self, module: nn.Module, context: ForwardContext, fused_parts: frozenset[str] = frozenset()) -> None:
         self.layer = cast(int, module.layer_idx)
         self._forward: Callable[..., Tensor | tuple[Tensor, ...]] = module.forward
         self.name = type(module).__name__
         self.is_whole = is_whole(module)
         self.state_like = STATELESS
         """One sequence's state without its values, known after a call with `keep`."""
+        self._fused_parts = fused_parts
         self._is_stepwise = self.name in ROW_BY_ROW
         self._context = context
         self._cache_argument = cache_argument(self.name, self._forward)
@@ -86,6 +89,11 @@ class SequenceMixer:
         self, x_nLD: Tensor, starts: tuple[int, ...], state: State | None = None, *, keep: bool = False
     ) -> tuple[Tensor, MixerState | None]:
         """`state` may be a cache that takes care of its states itself."""
+        if isinstance(state, LayerSlots):
+            slot_cache = SlotCache(state, self._fused_parts)
+            y_n1D = self._run_part(x_nLD, starts, slot_cache)
+            slot_cache.store()
+            return y_n1D, None
         cache = state if isinstance(state, LayerCache) else LayerCache(state) if keep or state is not None else None
         parts_nLD = x_nLD.split(1, 1) if self._is_stepwise and state is not None else [x_nLD]
         outputs = [self._run_part(x, starts, cache) for x in parts_nLD]
@@ -137,9 +145,6 @@ def cache_argument(name: str, forward: Callable[..., object]) -> str:
     if len(names) != 1:
         raise ReleaseError(f"{name} takes {len(names)} caches among its arguments ({', '.join(parameters)})")
     return names[0]
-
-
-CONV, RECURRENT = MixerState._fields
 
 
 class LayerCache:
@@ -237,6 +242,81 @@ class LayerCache:
     def _refuse_further_states(self, state_idx: int) -> None:
         if state_idx:
             raise ReleaseError(f"a layer keeps more than one state (it asks for number {state_idx})")
+
+
+class SlotCache(LayerCache):
+    """The cache of one row for each of n sequences whose states are in slots. A layer gets the `fused_parts` of its
+    state as `StateSlots`, for its own functions; the others are gathered, and written by `store`.
+    """
+
+    def __init__(self, slots: LayerSlots, fused_parts: frozenset[str]) -> None:
+        super().__init__(None)
+        self._fused_parts = frozenset[str]() if slots.kernels is None else fused_parts
+        self._slots = {
+            part: StateSlots(store, slots.read_n, slots.write_n, slots.kernels)
+            for part, store in zip(MixerState._fields, slots.stores, strict=True)
+            if store is not None
+        }
+
+    def store(self) -> None:
+        """Write what no kernel has written."""
+        for part, slots in self._slots.items():
+            if not slots.is_stepped:
+                slots.scatter(getattr(self.state, part))
+
+    def find_fault(self, before: MixerState, num_rows: int) -> str | None:
+        for part in MixerState._fields:
+            is_gathered = getattr(self.state, part) is not None
+            if part not in self._slots:
+                if is_gathered:
+                    return f"begins a {part} state while it continues"
+            elif part not in self._read | self._updated:
+                return f"continues without its {part} state"
+            elif not (is_gathered or self._slots[part].is_stepped):
+                return f"does not give its {part} state back"
+        return None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._refuse_further_states(state_idx)
+        self._read.add(CONV)
+        return self._part(CONV)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._refuse_further_states(state_idx)
+        self._read.add(RECURRENT)
+        return self._part(RECURRENT)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        self._read.add(RECURRENT)
+        return self._gather(RECURRENT)
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        self._refuse_further_states(state_idx)
+        return True
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int
+    ) -> Tensor:
+        self._gather(CONV)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size=conv_kernel_size)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        super().update_recurrent_state(recurrent_states, layer_idx, state_idx)
+        if self._is_stepped(RECURRENT):  # the function returned the slots
+            self.state = MixerState(self.state.conv, None)
+        return recurrent_states
+
+    def _is_stepped(self, part: str) -> bool:
+        return part in self._slots and self._slots[part].is_stepped
+
+    def _part(self, part: str) -> Tensor | None:
+        """What the layer passes to its function: slots are no tensor, and nothing else may be done with them."""
+        return cast(Tensor, self._slots[part]) if part in self._fused_parts else self._gather(part)
+
+    def _gather(self, part: str) -> Tensor | None:
+        if part in self._slots and getattr(self.state, part) is None:
+            self.state = self.state._replace(**{part: self._slots[part].gather()})
+        return getattr(self.state, part)
 
 
 class _StatesByLayer:

@@ -32,7 +32,8 @@ from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.recurrent import SequenceMixer
 from tinsmith.backends.torch.servable import ReleaseError
-from tinsmith.samplers.local.states import Recurrence, RecurrentSpan, SequenceState
+from tinsmith.samplers.local.state_pool import SequenceState, StatePool
+from tinsmith.samplers.local.states import Recurrence, RecurrentSpan
 
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.1}
 """Largest relative error. Matmuls of other shapes round differently, and kernels for GPUs may multiply float32 values
@@ -123,16 +124,17 @@ def _check_steps(
 ) -> None:
     sequences, outputs = x_TD.split(list(LENGTHS)), expected_TD.split(list(LENGTHS))
     lengths, states = [0] * len(LENGTHS), list[SequenceState | None]([None] * len(LENGTHS))
+    pool = StatePool(x_TD.device)
     for parts in SPLITS:
         sizes = [sum(part) for part in parts]
         rows = [x_LD[start : start + size] for x_LD, start, size in zip(sequences, lengths, sizes, strict=True)]
         cuts = [part[:1] if len(part) > 1 else () for part in parts]
-        y_TD, recurrence = _step(mixer, rows, states, cuts, context)
+        y_TD, recurrence = _step(mixer, rows, states, cuts, pool, context)
         for index, y_LD in enumerate(y_TD.split(sizes)):
             start, stop = lengths[index], lengths[index] + sizes[index]
             _compare(y_LD, outputs[index][start:stop], tolerance, f"a sequence of {mixer.name} in pieces differs")
             for cut, snapshot in zip(cuts[index], recurrence.cut_states[index], strict=True):
-                again_LD, _ = _step(mixer, [rows[index][cut:]], [snapshot.unshare()], [()], context)
+                again_LD, _ = _step(mixer, [rows[index][cut:]], [snapshot], [()], pool, context)
                 difference = f"a sequence of {mixer.name} that continues from a saved state differs"
                 _compare(again_LD, outputs[index][start + cut : stop], tolerance, difference)
             lengths[index] = stop
@@ -144,13 +146,14 @@ def _step(
     rows: Sequence[Tensor],
     states: Sequence[SequenceState | None],
     cuts: Sequence[Sequence[int]],
+    pool: StatePool,
     context: ForwardContext,
 ) -> tuple[Tensor, Recurrence]:
     spans, first = [], 0
     for x_LD, state, own_cuts in zip(rows, states, cuts, strict=True):
         spans.append(RecurrentSpan(first, len(x_LD), state, own_cuts))
         first += len(x_LD)
-    recurrence = Recurrence(spans, rows[0].device)
+    recurrence = Recurrence(spans, pool)
     context.lora_batch = _base_rows(first)
     try:
         return recurrence.mix(mixer, torch.cat(list(rows))), recurrence
@@ -164,12 +167,12 @@ class _SampledSequence:
     def __init__(self, device: torch.device) -> None:
         self.length = 0
         self.state: SequenceState | None = None
-        self._device = device
+        self._pool = StatePool(device)
         self._cached: dict[int, tuple[Tensor, Tensor]] = {}
-        self._recurrence = Recurrence([RecurrentSpan(0, 1, None)], device)
+        self._recurrence = Recurrence([RecurrentSpan(0, 1, None)], self._pool)
 
     def begin(self, num_rows: int) -> None:
-        self._recurrence = Recurrence([RecurrentSpan(0, num_rows, self.state)], self._device)
+        self._recurrence = Recurrence([RecurrentSpan(0, num_rows, self.state)], self._pool)
 
     def finish(self, num_rows: int) -> None:
         self.length += num_rows

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.attention import (
     AttentionOptions,
+    LayerSlots,
     Mixer,
     MixerState,
     PackedCausal,
@@ -213,7 +214,12 @@ class _WithStarts:
         self._mixer, self._first_rows = mixer, first_rows
 
     def __call__(
-        self, x_nLD: Tensor, starts: tuple[int, ...], state: MixerState | None = None, *, keep: bool = False
+        self,
+        x_nLD: Tensor,
+        starts: tuple[int, ...],
+        state: MixerState | LayerSlots | None = None,
+        *,
+        keep: bool = False,
     ) -> tuple[Tensor, MixerState | None]:
         return self._mixer(x_nLD, tuple(self._first_rows[start] for start in starts), state, keep=keep)
 

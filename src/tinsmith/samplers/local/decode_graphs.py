@@ -10,8 +10,8 @@ Layers are whatever the model has: `transformer.Decoder` or transformers' module
 one, is counted by its reason (`uncaptured_steps`), and is tried again after RETRY_STEPS steps. Prompts and images run
 without graphs.
 
-Padding rows write no keys, see no keys, and have no adapter. A graph holds addresses of weights and of the cache, so
-`clear` must be called when these move.
+Padding rows write no keys, see no keys, continue the state in slot 0, and have no adapter. A graph holds addresses of
+weights, of the cache and of states' slots, so `clear` must be called when these move.
 
 Letters: n rows, C blocks of a table, B blocks of rows.
 """
@@ -36,6 +36,8 @@ from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, Segment, list_row_blo
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import SequenceRows
+from tinsmith.samplers.local.state_pool import StatePool
+from tinsmith.samplers.local.states import Recurrence
 from tinsmith.types import I64
 
 log = structlog.get_logger()
@@ -75,10 +77,21 @@ class _Step:
 
 
 class _Plan:
-    """The AttentionPlan of one row for each sequence, which reads slots and tables on the device."""
+    """The AttentionPlan of one row for each sequence, which reads slots and tables on the device. `state_slots_2n`:
+    those of the states that rows continue, and those of the states after them.
+    """
 
-    def __init__(self, cache: KVCache, slots_n: Tensor, keys_n: Tensor, table_nC: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        slots_n: Tensor,
+        keys_n: Tensor,
+        table_nC: Tensor,
+        states: StatePool | None,
+        state_slots_2n: Sequence[Tensor],
+    ) -> None:
         self._cache, self._slots_n, self._keys_n, self._table_nC = cache, slots_n, keys_n, table_nC
+        self._states, self._state_slots_2n = states, state_slots_2n
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -89,12 +102,17 @@ class _Plan:
         return self._cache.kernels.paged_attention(*kernel_inputs, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        raise NotImplementedError("layers with a state run without graphs")
+        assert self._states is not None
+        slots = self._states.slots(mixer.layer, *self._state_slots_2n)
+        return mixer(x_TD[:, None], tuple(range(len(x_TD))), slots)[0][:, 0]
 
 
 class DecodeGraphs:
-    def __init__(self, base: BaseModel, cache: KVCache) -> None:
-        self._base, self._cache = base, cache
+    """`states`: of a model with stateful layers, the pool with their slots."""
+
+    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool | None = None) -> None:
+        self._base, self._cache, self._states = base, cache, states
+        self._num_columns = 3 if states is None else 5
         self._steps: dict[_Key, _Step] = {}
         self._pool: Any = None
         self._paused_steps = 0
@@ -109,13 +127,21 @@ class DecodeGraphs:
         """Capture the graphs of up to `max_rows` rows without adapters, by steps of padding alone."""
         for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
             key = _Key(num_rows, MIN_TABLE_WIDTH, ())
-            step = self._open_step(key, (), self._build_inputs(key, (), ()))
+            step = self._open_step(key, (), self._build_inputs(key, (), (), None))
             self._forward(key, step)
             if not self._capture(key, step):
                 return
 
-    def hidden(self, tokens_T: Tensor, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> Tensor | None:
-        """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph."""
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        rows: Sequence[SequenceRows],
+        lora_batch: DeviceLoRABatch,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor | None:
+        """[T, D]: final hidden states, to be used before the next call. None if these rows cannot run as a graph; then
+        no state of the `recurrence` is written.
+        """
         if self._paused_steps:
             self._paused_steps -= 1
             return self._refuse("capture failed")
@@ -126,7 +152,10 @@ class DecodeGraphs:
         key, row_blocks = _key(rows, layouts), _list_blocks(lora_batch, layouts)
         if max(map(len, row_blocks), default=0) > _num_blocks(key):
             return self._refuse("many adapters")
-        inputs = self._build_inputs(key, rows, row_blocks)
+        state_slots_2n = None if recurrence is None else recurrence.slots_2n
+        if recurrence is not None and state_slots_2n is None:
+            return self._refuse("first states")
+        inputs = self._build_inputs(key, rows, row_blocks, state_slots_2n)
         if is_new := (step := self._steps.get(key)) is None:
             step = self._open_step(key, layouts, inputs)
         else:
@@ -151,32 +180,50 @@ class DecodeGraphs:
         return step
 
     def _build_inputs(
-        self, key: _Key, rows: Sequence[SequenceRows], row_blocks: Sequence[Sequence[tuple[int, ...]]]
+        self,
+        key: _Key,
+        rows: Sequence[SequenceRows],
+        row_blocks: Sequence[Sequence[tuple[int, ...]]],
+        state_slots_2n: I64 | None,
     ) -> I64:
-        """Positions, slots, numbers of keys, each layout's blocks of rows, and the block table of the rows, in this
-        order.
+        """Positions, slots, numbers of keys, slots of states, each layout's blocks of rows, and the block table of the
+        rows, in this order.
         """
         num, size, blocks_size = len(rows), self._cache.block_size, 4 * _num_blocks(key)
-        buffer = np.zeros(sum(_input_sizes(key)), np.int64)
-        columns, blocks, table = np.split(buffer, np.cumsum([3 * key.num_rows, len(key.layout_ids) * blocks_size]))
-        columns_3n, table_nC = columns.reshape(3, -1), table.reshape(key.num_rows, -1)
+        buffer, num_columns = np.zeros(sum(self._input_sizes(key)), np.int64), self._num_columns
+        columns, blocks, table = np.split(
+            buffer, np.cumsum([num_columns * key.num_rows, len(key.layout_ids) * blocks_size])
+        )
+        columns_Cn, table_nC = columns.reshape(num_columns, -1), table.reshape(key.num_rows, -1)
         for index, layout_blocks in enumerate(row_blocks):
             first = index * blocks_size
             blocks[first : first + 4 * len(layout_blocks)] = np.array(layout_blocks, np.int64).ravel()
         for table_C, row in zip(table_nC, rows, strict=False):
             table_C[: len(row.blocks)] = row.blocks
         start_n = np.array([row.start for row in rows], np.int64)
-        columns_3n[1, num:] = -1
-        columns_3n[0, :num] = start_n
-        columns_3n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
-        columns_3n[2, :num] = start_n + 1
+        columns_Cn[1, num:] = -1
+        columns_Cn[0, :num] = start_n
+        columns_Cn[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
+        columns_Cn[2, :num] = start_n + 1
+        if state_slots_2n is not None:
+            columns_Cn[3:, :num] = state_slots_2n
         return buffer
+
+    def _input_sizes(self, key: _Key) -> list[int]:
+        """The sizes of the parts of a key's inputs."""
+        num, blocks_size = key.num_rows, 4 * _num_blocks(key)
+        return [*[num] * self._num_columns, *[blocks_size] * len(key.layout_ids), num * key.width]
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
         num = key.num_rows
-        positions_n, slots_n, keys_n, *blocks, table = step.inputs.split(_input_sizes(key))
-        plan = _Plan(self._cache, slots_n, keys_n.int(), table.int().view(num, -1))
+        parts = step.inputs.split(self._input_sizes(key))
+        (positions_n, slots_n, keys_n, *state_slots_2n), blocks = (
+            parts[: self._num_columns],
+            parts[self._num_columns : -1],
+        )
+        table_nC = parts[-1].int().view(num, -1)
+        plan = _Plan(self._cache, slots_n, keys_n.int(), table_nC, self._states, state_slots_2n)
         tables = [(layout, part.view(-1, 4)) for layout, part in zip(step.layouts, blocks, strict=True)]
         lora_batch = DeviceLoRABatch([Segment(0, num, None)], tables=tables)
         return self._base.decode_rows(step.tokens_n, positions_n, plan, lora_batch)
@@ -230,12 +277,6 @@ def _list_blocks(lora_batch: DeviceLoRABatch, layouts: Sequence[Layout]) -> list
         [block for segment in lora_batch.segments if segment.layout is layout for block in list_row_blocks(segment)]
         for layout in layouts
     ]
-
-
-def _input_sizes(key: _Key) -> list[int]:
-    """The sizes of the parts of a key's inputs."""
-    num = key.num_rows
-    return [num, num, num, *[4 * _num_blocks(key)] * len(key.layout_ids), num * key.width]
 
 
 def _num_blocks(key: _Key) -> int:

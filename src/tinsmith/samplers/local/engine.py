@@ -52,10 +52,10 @@ from tinsmith.samplers.local.prompt_logprobs import max_target, score_prompt
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import DrawParams, SampledTokens, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, SamplerStep, TokenSpan
+from tinsmith.samplers.local.state_pool import SequenceState, StatePool
 from tinsmith.samplers.local.states import (
     Recurrence,
     RecurrentSpan,
-    SequenceState,
     StateBudget,
     StateSnapshots,
     cuts_between,
@@ -142,18 +142,24 @@ class LocalSampler:
         self._versions = versions
         self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
         memory = memory or MemoryManager()
-        token_bytes, state_size = self._sizes(self._cache.token_bytes, state_bytes(probe_layers(base)))
+        probe = probe_layers(base)
+        token_bytes, state_size = self._sizes(self._cache.token_bytes, state_bytes(probe))
         token_bytes = max(token_bytes, 1)
         budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
         max_sequences = options.max_sequences or MAX_SEQUENCES
         states = StateBudget.of(state_size, min(budget, memory.steady_limit()), max_sequences)
         self._keeps_states = state_size > 0
+        snapshots = StateSnapshots(states.max_snapshots)
+        self._states = StatePool(base.device, states.max_slots, snapshots.drop_oldest)
+        if on_cuda and self._keeps_states:
+            with memory_errors(base.device):
+                self._states.allocate({layer: layer_states[-1] for layer, layer_states in probe.states.items()})
         self._batcher = Batcher(
             BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
             max_sequences=states.max_sequences,
             max_tokens=options.max_tokens_per_step or choose_step_rows(base),
-            snapshots=StateSnapshots(states.max_snapshots) if self._keeps_states else None,
+            snapshots=snapshots if self._keeps_states else None,
         )
         self._deterministic = options.deterministic
         has_experts = any("expert" in name for name, _ in base.model.named_modules())
@@ -164,10 +170,11 @@ class LocalSampler:
         self._contiguous = ContiguousKV(self._cache, budget, base.device) if is_contiguous else None
         with memory_errors(base.device):
             self._cache_budget = CacheBudget(
-                memory, self._batcher, self._cache, self._contiguous, state_size, states, fixed=on_cuda
+                memory, self._batcher, self._cache, self._contiguous, self._states, state_size, states, fixed=on_cuda
             )
-        uses_graphs = base.can_capture and not (self._deterministic or self._keeps_states)
-        self._graphs = DecodeGraphs(base, self._cache) if uses_graphs else None
+        uses_graphs = base.can_capture and not self._deterministic
+        graph_states = self._states if self._keeps_states else None
+        self._graphs = DecodeGraphs(base, self._cache, graph_states) if uses_graphs else None
         if self._graphs is not None:
             self._graphs.capture_sizes(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
@@ -381,8 +388,6 @@ class LocalSampler:
             self._prepare(step)
             forward = self._forward_chunks if self._deterministic else self._forward
             spans, hidden_TD = forward(step.spans)
-            if self._keeps_states:
-                self._unshare_states(step.spans)
         with stage("decode: sample"):
             self._sample(self._score(spans, hidden_TD), hidden_TD)
 
@@ -391,15 +396,12 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _unshare_states(self, spans: Seq[TokenSpan]) -> None:
-        """Copy the states of running sequences outside this step, which would keep an older batch in memory."""
-        stepped = {id(span.sequence) for span in spans}
-        for sequence in self._batcher.running:
-            if sequence.state is not None and id(sequence) not in stepped:
-                sequence.state = sequence.state.unshare()
-
-    def _store_states(self, spans: Seq[TokenSpan], recurrence: Recurrence) -> None:
-        """Advance the spans with their states, and store snapshots at their cuts."""
+    def _advance(self, spans: Seq[TokenSpan], recurrence: Recurrence | None) -> None:
+        """Advance the spans, with their states, and store snapshots at their cuts."""
+        if recurrence is None:
+            for span in spans:
+                self._batcher.advance(span)
+            return
         for span, state in zip(spans, recurrence.final_states, strict=True):
             span.sequence.state = state
             self._batcher.advance(span)
@@ -414,7 +416,7 @@ class LocalSampler:
         if position in sequence.cuts:
             self._snapshot(sequence, position, state)
         elif state is not None and position > sequence.request.num_prompt and not position % self._batcher.block_size:
-            sequence.tail = position, state.unshare()
+            sequence.tail = position, state
 
     def _snapshot(self, sequence: Sequence, position: int, state: SequenceState | None) -> None:
         snapshots, weights, size = self._batcher.snapshots, sequence.request.weights, self._batcher.block_size
@@ -444,12 +446,12 @@ class LocalSampler:
             tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
             adapters = [span.sequence.request.weights.adapter for span in spans]
             lora_batch = DeviceLoRABatch.of(adapters, [1] * len(spans))
-            rows = [_sequence_rows(span) for span in spans]
-            hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch)
+            rows, recurrence = [_sequence_rows(span) for span in spans], self._open_recurrence(spans)
+            hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch, recurrence)
             if hidden_TD is not None:
-                for span in spans:
-                    self._batcher.advance(span)
+                self._advance(spans, recurrence)
                 return [(span, 1) for span in spans], hidden_TD
+            del recurrence  # with its slots
         return self._forward_spans(spans)
 
     def _forward_spans(self, spans: Seq[TokenSpan]) -> tuple[list[tuple[TokenSpan, int]], Tensor]:
@@ -462,11 +464,7 @@ class LocalSampler:
         sizes = [span.stop - span.start for span in spans]
         has_images = any(span.sequence.request.image_input for span in spans)
         lora_batch = self._lora_batch(adapters, sizes, on_device=not has_images)
-        recurrence = None
-        if self._keeps_states:
-            firsts = accumulate(sizes, initial=0)
-            recurrent_spans = [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)]
-            recurrence = Recurrence(recurrent_spans, self._base.device)
+        recurrence = self._open_recurrence(spans)
         plan = PagedPlan(self._cache, rows, self._base.device, self._contiguous, recurrence=recurrence)
         counts = [span.num_output_rows for span in spans]
         ends = accumulate(sizes)
@@ -477,12 +475,17 @@ class LocalSampler:
         hidden_TD = self._base.hidden(
             tokens_T, positions_T, plan, lora_batch, None if len(output_rows) == len(tokens_T) else output_rows, images
         )
-        if recurrence is not None:
-            self._store_states(spans, recurrence)
-        else:
-            for span in spans:
-                self._batcher.advance(span)
+        self._advance(spans, recurrence)
         return list(zip(spans, counts, strict=True)), hidden_TD
+
+    def _open_recurrence(self, spans: Seq[TokenSpan]) -> Recurrence | None:
+        """The spans' states; None where no layer keeps any."""
+        if not self._keeps_states:
+            return None
+        firsts = accumulate((span.stop - span.start for span in spans), initial=0)
+        return Recurrence(
+            [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)], self._states
+        )
 
     def _lora_batch(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> LoRABatch:
         """Decode steps repeat their rows: the second LoRA batch of these rows is cached, with its stacked matrices. A
@@ -572,7 +575,7 @@ class LocalSampler:
         num = len(tokens_T)
         visible_counts = image_input.visible_counts(first, first + num) if image_input is not None else None
         rows = SequenceRows(first, first + num, [*blocks, *[0] * num], None, visible_counts)
-        recurrence = Recurrence([RecurrentSpan(0, num, state)], self._base.device) if self._keeps_states else None
+        recurrence = Recurrence([RecurrentSpan(0, num, state)], self._states) if self._keeps_states else None
         plan = PagedPlan(cache, [rows], self._base.device, written_rows=output_rows, recurrence=recurrence)
         rows_T = upload(tokens_T, self._base.device, torch.int64)
         positions_T, images = plan.positions_T, None

@@ -5,10 +5,11 @@ contiguous copies use the rest. When training needs memory, contiguous copies ar
 tokens), then blocks that only a later prompt could reuse, then blocks of running sequences, the youngest first: these
 sequences wait and are computed again, to the same tokens. Between steps the oldest sequence always has the memory that
 it needs, whatever others hold, so every admitted request finishes. Memory for sequence states, in models that keep
-some, is set aside; snapshots of states are dropped after the contiguous copies.
+some, is set aside; snapshots of states are dropped after the contiguous copies, and the slots of states that nothing
+uses are freed.
 
-On CUDA the cache is `fixed`: all blocks are allocated at the start, within the memory that activations and the cache
-may rely on at any time, and are never freed. Then only snapshots are evicted.
+On CUDA the cache is `fixed`: all blocks and slots are allocated at the start, within the memory that activations and
+the cache may rely on at any time, and are never freed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from tinsmith.plan.memory import BLOCKS_SHARE
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.scheduler import Batcher
-from tinsmith.samplers.local.states import StateBudget
+from tinsmith.samplers.local.state_pool import StatePool
+from tinsmith.samplers.local.states import StateBudget, StateSnapshots
 
 
 class CacheBudget:
-    """`state_bytes`: the state of one sequence. `states`: the memory set aside for all states."""
+    """`slots` hold states of `state_bytes` each. `states`: the memory set aside for all states."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class CacheBudget:
         batcher: Batcher,
         cache: KVCache,
         contiguous: ContiguousKV | None,
+        slots: StatePool,
         state_bytes: int,
         states: StateBudget,
         *,
@@ -41,6 +44,7 @@ class CacheBudget:
         self._batcher = batcher
         self._cache = cache
         self._contiguous = contiguous
+        self._slots = slots
         self._state_bytes = state_bytes
         self._states = states
         self._fixed = fixed
@@ -48,8 +52,8 @@ class CacheBudget:
         if memory.is_limited:
             batcher.pool.max_blocks = min(batcher.pool.max_blocks, self._blocks_in(memory.steady_limit()))
         self._max_blocks = batcher.pool.max_blocks
-        evictable_bytes = self._snapshot_bytes if fixed else self.num_bytes
-        memory.register(KV_CACHE, self.num_bytes, Evictable(self.idle_bytes, evictable_bytes, self.evict))
+        evictable = None if fixed else Evictable(self.idle_bytes, self.num_bytes, self.evict)
+        memory.register(KV_CACHE, self.num_bytes, evictable)
         if fixed:
             batcher.pool.fill()
             cache.resize(batcher.pool.num_blocks)
@@ -61,26 +65,17 @@ class CacheBudget:
         return max_blocks * self._cache.block_size
 
     def num_bytes(self) -> int:
-        """Bytes of blocks, contiguous copies, states and snapshots."""
-        return (
-            self._cache.num_bytes
-            + (self._contiguous.num_bytes if self._contiguous else 0)
-            + self._live_state_bytes()
-            + self._snapshot_bytes()
-        )
-
-    def _snapshot_bytes(self) -> int:
-        snapshots = self._batcher.snapshots
-        return 0 if snapshots is None else len(snapshots) * self._state_bytes
+        """Bytes of blocks, contiguous copies and slots of states."""
+        contiguous_bytes = self._contiguous.num_bytes if self._contiguous else 0
+        return self._cache.num_bytes + contiguous_bytes + self._slots.num_slots * self._state_bytes
 
     def _live_state_bytes(self) -> int:
-        counts = [(sequence.state is not None) + (sequence.tail is not None) for sequence in self._batcher.running]
-        return self._state_bytes * sum(counts)
+        """Bytes of slots that running sequences use, with slot 0."""
+        states = [state for s in self._batcher.running for state in (s.state, s.tail and s.tail[1]) if state]
+        return self._state_bytes * len({0, *(state.slot for state in states)}) if states else 0
 
     def idle_bytes(self) -> int:
         """Bytes that can be evicted without recomputing anything for running sequences."""
-        if self._fixed:
-            return self._snapshot_bytes()
         live = (self._batcher.pool.num_live + 1) * self._block_bytes + self._live_state_bytes()
         return max(0, self.num_bytes() - live)
 
@@ -130,15 +125,22 @@ class CacheBudget:
             contiguous_bytes = self._contiguous.num_bytes
             self._contiguous.limit(max(0, contiguous_bytes - num_bytes))
             num_bytes -= contiguous_bytes - self._contiguous.num_bytes
-        if num_bytes > 0 and (snapshots := self._batcher.snapshots):
-            num_dropped = min(len(snapshots), math.ceil(num_bytes / self._state_bytes))
-            snapshots.shrink(len(snapshots) - num_dropped)
-            num_bytes -= num_dropped * self._state_bytes
-        if num_bytes <= 0 or not self._cache.num_bytes or self._fixed:
+        if num_bytes > 0 and self._batcher.snapshots is not None:
+            num_bytes -= self._evict_states(self._batcher.snapshots, num_bytes)
+        if num_bytes <= 0 or not self._cache.num_bytes:
             return
         # Blocks that stay are copied, so they need twice their memory while they are copied.
         remaining_bytes = min(self._cache.num_bytes - num_bytes, self._memory.free())
         self._shrink(int(max(0, remaining_bytes) // self._block_bytes) - 1)
+
+    def _evict_states(self, snapshots: StateSnapshots, num_bytes: int) -> int:
+        """Free slots, and snapshots as far as that is needed; returns the bytes."""
+        num_slots = self._slots.num_slots
+        target = max(0, num_slots - math.ceil(num_bytes / self._state_bytes))
+        while self._slots.num_taken >= target and snapshots.drop_oldest():
+            pass
+        self._slots.shrink(target)
+        return (num_slots - self._slots.num_slots) * self._state_bytes
 
     def _shrink(self, num_blocks: int) -> None:
         if num_blocks < 1 or self._batcher.pool.num_blocks != self._cache.num_blocks:

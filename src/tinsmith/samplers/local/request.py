@@ -24,7 +24,7 @@ from tinsmith.backends.torch.vision import ImageInput
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
 from tinsmith.samplers.local.reasoning import Constraint
-from tinsmith.samplers.local.states import SequenceState
+from tinsmith.samplers.local.state_pool import SequenceState
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
 
 TopRow = tuple[I32, F32]

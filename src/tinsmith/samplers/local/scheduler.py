@@ -380,7 +380,7 @@ class Batcher:
         if len(hits) < usable and sequence.key(usable - 1, self.block_size) in self._computing:
             return None  # a prompt with the same blocks will store a snapshot after them
         ends = {(sequence.request.num_prompt - 1) // self.block_size, len(hits)}
-        sequence.cuts = tuple(end * self.block_size for end in ends if end)
+        sequence.cuts = tuple(end * self.block_size for end in ends if end and self.snapshots.max_states)
         while hits and sequence.key(len(hits) - 1, self.block_size) not in self.snapshots:
             hits.pop()
         return hits

@@ -1,9 +1,8 @@
-"""States of sequences in layers that cache no keys and values, and snapshots of those states.
+"""A step's states in layers that cache no keys and values, and snapshots of states.
 
-A `SequenceState` holds the states of all such layers after a sequence's first `num_cached` tokens. It is immutable: a
-step creates new ones, so the answers of one request share their prompt's state, and an interrupted step leaves the old
-state intact. `Recurrence` is a step's part of an `AttentionPlan`: spans of equal length go through a layer together,
-one batch row each; a span is cut at the positions of its snapshots.
+`Recurrence` is a step's part of an `AttentionPlan`: spans of equal length go through a layer together, one batch row
+each; a span is cut at the positions of its snapshots. It takes the slots (`state_pool`) of the states after all spans
+and at all cuts when it is created.
 
 `StateSnapshots` maps prefix keys of blocks to the state after that block and evicts the least recently used one. Cached
 blocks serve a prompt only up to a snapshot: attention needs the keys and values of those tokens, the other layers their
@@ -15,32 +14,19 @@ Letters: T rows of a step, n spans of a group, L rows of each.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.attention import AttentionProbe, Mixer, MixerState
-from tinsmith.backends.torch.host import upload
+from tinsmith.backends.torch.attention import AttentionProbe, Mixer
+from tinsmith.backends.torch.host import upload_all
 from tinsmith.plan.memory import STATES_PER_SEQUENCE
-
-
-class SequenceState:
-    """A sequence's state in each stateful layer. `shares_memory`: the tensors are rows of a batch's tensors."""
-
-    def __init__(self, layers: Mapping[int, MixerState], *, shares_memory: bool) -> None:
-        self.layers = layers
-        self.shares_memory = shares_memory
-
-    def unshare(self) -> SequenceState:
-        """This state in memory of its own, so that it does not keep a batch alive."""
-        if not self.shares_memory:
-            return self
-        layers = {layer: MixerState(*(_clone(part) for part in state)) for layer, state in self.layers.items()}
-        return SequenceState(layers, shares_memory=False)
+from tinsmith.samplers.local.state_pool import SequenceState, StatePool
+from tinsmith.types import I64
 
 
 def state_bytes(probe: AttentionProbe) -> int:
@@ -55,6 +41,11 @@ SNAPSHOTS_SHARE = 0.25
 """The largest share of the bytes for states that snapshots may use."""
 
 MAX_SNAPSHOTS = 1024
+
+SPARE_SLOTS = 2
+"""Slots beside those of running sequences and snapshots: slot 0, and one with which a sequence that runs alone can also
+store the state at a cut of its prompt.
+"""
 
 
 class StateBudget(NamedTuple):
@@ -74,6 +65,10 @@ class StateBudget(NamedTuple):
         num_snapshots = min(int(SNAPSHOTS_SHARE * room // state_bytes), MAX_SNAPSHOTS)
         num_running = max(1, min(max_sequences, int((room / state_bytes - num_snapshots) // STATES_PER_SEQUENCE)))
         return cls(num_running, num_snapshots, (STATES_PER_SEQUENCE * num_running + num_snapshots) * state_bytes)
+
+    @property
+    def max_slots(self) -> int:
+        return STATES_PER_SEQUENCE * self.max_sequences + self.max_snapshots + SPARE_SLOTS
 
 
 class StateSnapshots:
@@ -96,11 +91,17 @@ class StateSnapshots:
     def add(self, key: bytes, namespace: int, state: SequenceState) -> None:
         """A key keeps its first state."""
         if key not in self._states and self.max_states:
-            self._states[key] = namespace, state.unshare()
+            self._states[key] = namespace, state
             self.shrink(self.max_states)
 
+    def drop_oldest(self) -> bool:
+        """Drop the one used longest ago; False if there is none."""
+        is_any = bool(self._states)
+        self.shrink(len(self._states) - 1)
+        return is_any
+
     def shrink(self, size: int) -> None:
-        while len(self._states) > size:
+        while len(self._states) > max(size, 0):
             self._states.popitem(last=False)
 
     def forget(self, namespace: int) -> None:
@@ -121,103 +122,108 @@ class RecurrentSpan(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Spans, or parts of spans, of equal length that go through a layer together."""
+    """Spans, or parts of spans, of equal length that go through a layer together. `read`: the slots of the states that
+    they continue, none where they begin; `write`: the slots of those after them.
+    """
 
-    span_indices: list[int]
-    starts: list[int]
     length: int
-    rows: slice | Tensor = field(init=False)
+    starts: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    write: list[int] = field(default_factory=list)
+
+
+class _DeviceGroup(NamedTuple):
+    """A `_Group` with its rows and slots on the device."""
+
+    length: int
+    starts: tuple[int, ...]
+    rows: slice | Tensor
+    read_n: Tensor | None
+    write_n: Tensor
 
 
 class Recurrence:
     """A step's rows in stateful layers. After all layers, `final_states[i]` is the state after span i, and
-    `cut_states[i]` are the states at its cuts.
+    `cut_states[i]` are the states at its cuts. Raises MemoryError if there are no slots for them.
     """
 
-    def __init__(self, spans: Sequence[RecurrentSpan], device: torch.device) -> None:
+    def __init__(self, spans: Sequence[RecurrentSpan], pool: StatePool) -> None:
         self._spans = spans
-        self._device = device
-        self._layers: list[dict[int, MixerState]] = [{} for _ in spans]
-        self._cut_layers: list[list[dict[int, MixerState]]] = [[{} for _ in span.cuts] for span in spans]
-        self._rounds = self._plan_rounds()
-        self._shares = any(len(group.span_indices) > 1 for groups in self._rounds for group in groups)
+        self._pool = pool
+        self.final_states = [pool.take() for _ in spans]
+        self.cut_states = [[pool.take() for _ in span.cuts] for span in spans]
 
-    def _plan_rounds(self) -> list[list[_Group]]:
-        """A round for the first parts of all spans, one for the second parts and so on, in groups of equal length."""
-        rounds = []
+    @property
+    def slots_2n(self) -> I64 | None:
+        """The slots that each row reads and those that it writes; None unless every span is one row that continues."""
+        states = [span.state for span in self._spans if span.size == 1 and span.state is not None]
+        if len(states) < len(self._spans):
+            return None
+        return np.array([[state.slot for state in states], [state.slot for state in self.final_states]], np.int64)
+
+    @cached_property
+    def _groups(self) -> list[_DeviceGroup]:
+        """The first parts of all spans, then the second parts and so on, in groups of equal length."""
+        groups = []
         for round_index in range(max(len(span.cuts) for span in self._spans) + 1):
-            groups: dict[tuple[int, bool], _Group] = {}
-            for index, span in enumerate(self._spans):
-                bounds = [0, *span.cuts, span.size]
+            by_kind: dict[tuple[int, bool], _Group] = {}
+            for span, cut_states, final in zip(self._spans, self.cut_states, self.final_states, strict=True):
                 if round_index > len(span.cuts):
                     continue
-                start, length = span.first + bounds[round_index], bounds[round_index + 1] - bounds[round_index]
-                is_continued = round_index > 0 or span.state is not None
-                group = groups.setdefault((length, is_continued), _Group([], [], length))
-                group.span_indices.append(index)
-                group.starts.append(start)
-            for group in groups.values():
-                group.rows = self._rows(group)
-            rounds.append(list(groups.values()))
-        return rounds
+                bounds, states = [0, *span.cuts, span.size], [span.state, *cut_states, final]
+                start, length = bounds[round_index], bounds[round_index + 1] - bounds[round_index]
+                before, after = states[round_index : round_index + 2]
+                assert after is not None
+                group = by_kind.setdefault((length, before is not None), _Group(length))
+                group.starts.append(span.first + start)
+                group.read += [] if before is None else [before.slot]
+                group.write.append(after.slot)
+            groups += by_kind.values()
+        return self._upload(groups)
 
-    def _rows(self, group: _Group) -> slice | Tensor:
-        first, num_rows = group.starts[0], len(group.starts) * group.length
-        if group.starts == list(range(first, first + num_rows, group.length)):
-            return slice(first, first + num_rows)
-        return upload((np.array(group.starts)[:, None] + np.arange(group.length)).ravel(), self._device)
+    def _upload(self, groups: Sequence[_Group]) -> list[_DeviceGroup]:
+        arrays, rows_by_group = list[I64](), list[I64]()
+        for group in groups:
+            rows = (np.array(group.starts, np.int64)[:, None] + np.arange(group.length)).ravel()
+            is_range = bool((np.diff(rows) == 1).all())
+            rows_by_group.append(rows)
+            arrays += [rows[: 0 if is_range else None], np.array(group.read, np.int64), np.array(group.write, np.int64)]
+        on_device = iter(upload_all(arrays, self._pool.device))
+        device_groups = []
+        for group, rows in zip(groups, rows_by_group, strict=True):
+            rows_T, read_n, write_n = next(on_device), next(on_device), next(on_device)
+            selected = rows_T if len(rows_T) else slice(int(rows[0]), int(rows[-1]) + 1)
+            is_continued = len(group.read) > 0
+            device_groups.append(
+                _DeviceGroup(group.length, tuple(group.starts), selected, read_n if is_continued else None, write_n)
+            )
+        return device_groups
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         y_TD = None
-        for round_index, groups in enumerate(self._rounds):
-            for group in groups:
-                group_TD = x_TD[group.rows]
-                x_nLD = group_TD.view(len(group.span_indices), group.length, -1)
-                y_nLD, state = mixer(
-                    x_nLD, tuple(group.starts), self._input_states(group, round_index, mixer.layer), keep=True
-                )
-                assert state is not None
-                self._store_states(group, round_index, mixer.layer, state)
-                if len(group_TD) == len(x_TD):
-                    return y_nLD.flatten(0, 1)
-                if y_TD is None:
-                    y_TD = y_nLD.new_empty(len(x_TD), y_nLD.shape[-1])
-                y_TD[group.rows] = y_nLD.flatten(0, 1)
+        for group in self._groups:
+            group_TD = x_TD[group.rows]
+            part_TD = self._mix_group(group, mixer, group_TD)
+            if len(group_TD) == len(x_TD):
+                return part_TD
+            if y_TD is None:
+                y_TD = part_TD.new_empty(len(x_TD), part_TD.shape[-1])
+            y_TD[group.rows] = part_TD
         assert y_TD is not None
         return y_TD
 
-    def _input_states(self, group: _Group, round_index: int, layer: int) -> MixerState | None:
-        """The states of a group's sequences as one batch that the layer may overwrite."""
-        states = []
-        for index in group.span_indices:
-            if round_index:
-                states.append(self._cut_layers[index][round_index - 1][layer])
-            elif (state := self._spans[index].state) is not None:
-                states.append(state.layers[layer])
-        if not states:
-            return None
-        return MixerState(*(None if parts[0] is None else torch.stack(parts) for parts in zip(*states, strict=True)))
-
-    def _store_states(self, group: _Group, round_index: int, layer: int, state: MixerState) -> None:
-        parts = [[None] * len(group.span_indices) if part is None else part.unbind() for part in state]
-        for index, conv, recurrent in zip(group.span_indices, *parts, strict=True):
-            cuts = self._cut_layers[index]
-            layers = cuts[round_index] if round_index < len(cuts) else self._layers[index]
-            layers[layer] = MixerState(conv, recurrent)
-
-    @property
-    def final_states(self) -> list[SequenceState]:
-        return [SequenceState(layers, shares_memory=self._shares) for layers in self._layers]
-
-    @property
-    def cut_states(self) -> list[list[SequenceState]]:
-        return [[SequenceState(layers, shares_memory=self._shares) for layers in cuts] for cuts in self._cut_layers]
+    def _mix_group(self, group: _DeviceGroup, mixer: Mixer, x_TD: Tensor) -> Tensor:
+        if group.length == 1 and group.read_n is not None:
+            slots = self._pool.slots(mixer.layer, group.read_n, group.write_n)
+            return mixer(x_TD[:, None], group.starts, slots)[0][:, 0]
+        state = None if group.read_n is None else self._pool.read(mixer.layer, group.read_n)
+        x_nLD = x_TD.view(len(group.starts), group.length, -1)
+        y_nLD, state = mixer(x_nLD, group.starts, state, keep=True)
+        assert state is not None
+        self._pool.write(mixer.layer, group.write_n, state)
+        return y_nLD.flatten(0, 1)
 
 
 def cuts_between(start: int, stop: int, positions: Iterable[int]) -> list[int]:
     """The positions strictly between start and stop, relative to start, ascending."""
     return sorted({position - start for position in positions if start < position < stop})
-
-
-def _clone(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.clone()
