@@ -278,6 +278,20 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
         assert choice.active == expected
 
 
+def test_fused_experts_keep_the_outputs_of_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiLoRAExperts, "_is_grouped", lambda self, adapters: True)
+    experts, context = [make_experts("concatenated", torch.bfloat16)[0] for _ in range(3)], ForwardContext()
+    for module in experts:
+        module._choices = CHOICES
+    choice = recompute.Recompute("auto", context)
+    choice.wrap(nn.ModuleList(experts))
+    saved, working = HIDDEN + 2 * CHOICES * INNER, CHOICES * (HIDDEN + 2 * INNER)
+    assert choice.bytes_per_token() == 2 * (3 * saved + working)
+    experts[0].module.act_fn = nn.GELU()
+    unfused = recompute.SAVED_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER)
+    assert choice.bytes_per_token() == 2 * (2 * saved + unfused + working)
+
+
 def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
     # More experts than a matrix has rows or columns.
     layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, ExpertStack(9, "A", interleaved=False))])

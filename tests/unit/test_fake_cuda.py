@@ -16,7 +16,7 @@ from pydantic import ByteSize, ValidationError
 from structlog.testing import capture_logs
 from torch import nn
 
-from support import tiny_models, traced_losses, vision_models
+from support import families, tiny_models, traced_losses, vision_models
 from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, FakeCudaFullBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from support.ranked import NAMED_LOSSES
@@ -330,6 +330,19 @@ def test_kernels_take_experts_of_adapters_up_to_rank_128_and_no_others(mixture: 
             backend = open_backend(mixture)
             backend.create_model("own", LoraSpec(rank))
             assert backend.base.experts[0]._is_grouped([None, backend._models["own"].adapter]) == expected
+
+
+@pytest.mark.parametrize("recompute", ["off", "on"])
+def test_experts_with_a_fused_gate_train_without_reads_of_their_own(tmp_path: Path, recompute: str) -> None:
+    (family,) = (family for family in families.FAMILIES if family.model_type == "qwen3_moe")
+    shape = families.make(tmp_path, family)
+    with fake_cuda(pages=False) as device:
+        backend = open_backend(shape, recompute=recompute)
+        assert all(experts.is_fused for experts in backend.base.experts)
+        device.strict = True
+        three = (Pass(str(i), str(i), data(9 + i, 4), "cross_entropy", {}, False) for i in range(3))
+        step(backend, *three)
+        assert device.reads == 1
 
 
 def test_a_budget_leaves_the_cache_as_it_was_allocated(qwen: ModelShape) -> None:

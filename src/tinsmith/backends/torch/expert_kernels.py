@@ -39,6 +39,9 @@ from tinsmith.backends.torch.host import upload
 ROWS, COLUMNS = 64, 64
 """Pairs and columns of a tile: the pairs are those of one instruction of Hopper's tensor cores."""
 
+GATE_COLUMNS = 32
+"""Columns of a tile between gate and down: fewer, because several tensors are in registers at once."""
+
 ROW_ELEMENTS = 2048
 """The most elements of a row that one program copies or sums."""
 
@@ -415,7 +418,7 @@ class GroupedPairs(ExpertPairs):
             gate_up_NG, u_TR, inner_NI, v_NR, self.order.pair_N, *self._block_tables,
             self._matrices(outer), self._matrices(down), *self._group_counts,
             CHOICES=self.num_choices, C=inner_NI.shape[1], U_STRIDE=u_TR.shape[1], V_STRIDE=v_NR.shape[1],
-            **self._tile(self._count_ranks([*outer, *down]), u_TR.dtype),
+            **self._tile(self._count_ranks([*outer, *down]), u_TR.dtype, COLUMNS=GATE_COLUMNS),
         )  # fmt: skip
         return inner_NI, v_NR
 
@@ -432,13 +435,13 @@ class GroupedPairs(ExpertPairs):
         grad_gate_up_NG = torch.empty_like(gate_up_NG)
         grad_u_NR = u_TR.new_empty(self._num_pairs, u_TR.shape[1])
         grad_weights_Tk = weights_Tk.new_empty(weights_Tk.shape, dtype=torch.float32)
-        tile = self._tile(self._count_ranks([*outer, *down]), u_TR.dtype)
+        ranks = self._count_ranks([*outer, *down])
         _launch(
             _gate_gradient_kernel, (len(self._blocks.group_B),),
             grad_NI, gate_up_NG, u_TR, z_TR, weights_Tk.contiguous(), grad_gate_up_NG, grad_u_NR, grad_weights_Tk,
             self.order.pair_N, *self._block_tables, self._matrices(outer), self._matrices(down), *self._group_counts,
             CHOICES=self.num_choices, C=grad_NI.shape[1], U_STRIDE=u_TR.shape[1], Z_STRIDE=z_TR.shape[1],
-            **{**tile, "num_warps": 8},
+            **self._tile(ranks, u_TR.dtype, COLUMNS=GATE_COLUMNS, num_warps=8),
         )  # fmt: skip
         return GateGradients(grad_gate_up_NG, grad_u_NR, grad_weights_Tk)
 
@@ -457,16 +460,16 @@ class GroupedPairs(ExpertPairs):
     def _group_counts(self) -> tuple[int, int]:
         return len(self.ends_V), len(self.adapters)
 
-    def _tile(self, ranks: int, dtype: torch.dtype) -> dict[str, int]:
+    def _tile(self, ranks: int, dtype: torch.dtype, **overrides: int) -> dict[str, int]:
         """Sizes of a tile for products with so many ranks."""
         padded = max(16, triton.next_power_of_2(ranks))
         # A power of two that divides all ranks, up to the elements that one instruction loads.
         unit = math.gcd(8, *(adapter.layout.rank for adapter in self.adapters if adapter is not None))
         # Tiles that are loaded ahead must fit into a multiprocessor's shared memory.
         num_stages = 2 if padded * dtype.itemsize <= 128 else 1
-        warps = 4 if padded <= 32 else 8
-        return {"UNIT": unit, "PADDED": padded, "ROWS": ROWS, "COLUMNS": COLUMNS,
-                "num_stages": num_stages, "num_warps": warps}  # fmt: skip
+        num_warps = 4 if padded <= 32 else 8
+        sizes = {"UNIT": unit, "PADDED": padded, "ROWS": ROWS, "COLUMNS": COLUMNS}
+        return {**sizes, "num_stages": num_stages, "num_warps": num_warps, **overrides}
 
     def _count_ranks(self, projections: Sequence[Factors]) -> int:
         """The highest rank of an adapter's projection; 0 if no adapter has one."""
