@@ -182,6 +182,7 @@ class LocalSampler:
         self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
             OrderedDict()
         )
+        self._decoding: tuple[list[Adapter | None], DeviceLoRABatch | None] = ([], None)
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
@@ -322,7 +323,8 @@ class LocalSampler:
         return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting), uncaptured_steps)
 
     def forget_weight_addresses(self) -> None:
-        """The base model's memory is elsewhere from now on."""
+        """The base model's memory, and that of adapters, is elsewhere from now on."""
+        self._decoding = [], None
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -338,6 +340,7 @@ class LocalSampler:
         if not self._requests:
             # They hold adapters; while there are requests, the next LoRA batches replace them.
             self._lora_batches.clear()
+            self._decoding = [], None
 
     def _max_new_tokens(self, sample: Sample) -> int:
         """Raises UserError if the request can never run."""
@@ -445,7 +448,7 @@ class LocalSampler:
         if not any(span.sequence.request.image_input for span in spans):
             tokens = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
             adapters = [span.sequence.request.weights.adapter for span in spans]
-            lora_batch = DeviceLoRABatch.of(adapters, [1] * len(spans))
+            lora_batch = self._decoding_batch(adapters)
             rows, recurrence = [_sequence_rows(span) for span in spans], self._open_recurrence(spans)
             hidden_TD = self._graphs.hidden(self._upload_tokens(tokens, spans), rows, lora_batch, recurrence)
             if hidden_TD is not None:
@@ -487,12 +490,22 @@ class LocalSampler:
             [_recurrent_span(span, first) for span, first in zip(spans, firsts, strict=False)], self._states
         )
 
+    def _decoding_batch(self, adapters: Seq[Adapter | None]) -> DeviceLoRABatch:
+        """One row for each adapter: mostly those of the step before, which its logits have, too."""
+        last_adapters, lora_batch = self._decoding
+        if lora_batch is None or adapters != last_adapters:
+            lora_batch = DeviceLoRABatch.of(adapters, [1] * len(adapters))
+            self._decoding = list(adapters), lora_batch
+        return lora_batch
+
     def _lora_batch(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> LoRABatch:
         """Decode steps repeat their rows: the second LoRA batch of these rows is cached, with its stacked matrices. A
         GPU needs neither; `on_device` is False for rows of modules, which take no DeviceLoRABatch.
         """
+        if self._graphs is not None and on_device:
+            return self._decoding_batch(adapters) if set(sizes) == {1} else DeviceLoRABatch.of(adapters, sizes)
         if self._graphs is not None:
-            return DeviceLoRABatch.of(adapters, sizes) if on_device else LoRABatch.of(adapters, sizes)
+            return LoRABatch.of(adapters, sizes)
         if self._deterministic:
             return LoRABatch.of(adapters, sizes)
         key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
@@ -731,10 +744,12 @@ def _sort_by_adapter(spans: Seq[TokenSpan]) -> list[TokenSpan]:
     """Rows of one adapter are adjacent, so that each adapter multiplies once per linear. Adapters with equally many
     rows are adjacent, too, and those with many: they can share a batched matmul, whose matrices are reused.
     """
+    weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
+    if len(set(weights_ids.values())) == 1:
+        return list(spans)
     num_rows: Counter[int] = Counter()
     for span in spans:
-        num_rows[span.sequence.request.weights.weights_id] += span.stop - span.start
-    weights_ids = {id(span): span.sequence.request.weights.weights_id for span in spans}
+        num_rows[weights_ids[id(span)]] += span.stop - span.start
     return sorted(spans, key=lambda span: (min(num_rows[weights_ids[id(span)]], MANY_ROWS), weights_ids[id(span)]))
 
 
