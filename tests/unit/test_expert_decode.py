@@ -93,7 +93,8 @@ def test_rows_are_what_training_computes(kind: str, ranks: tuple[int, ...], monk
     expected = experts.forward_experts(*inputs, LoRABatch.of(adapters, [1] * len(adapters)))
     actual = experts.forward_captured(*inputs, captured(adapters))
     assert actual.dtype == expected.dtype
-    torch.testing.assert_close(actual, expected, **({"atol": 3e-2, "rtol": 3e-2} if ON_CUDA and NAMED else {}))
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    assert error < (1e-5 if DTYPE == torch.float32 else 2e-2)
 
 
 @torch.inference_mode()

@@ -94,6 +94,9 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
             out.add_(_onednn_matmul(a, b), alpha=scale)
+        elif a.is_cuda and a.shape[1] == 1:
+            # torch 2.11 takes the stride of a transposed column for that of a row, which cuBLAS refuses.
+            out.addcmul_(a, b, value=scale)
         else:
             out.addmm_(a, b, alpha=scale)
     elif a.is_cuda and CAN_ADD_TO_WIDER:
