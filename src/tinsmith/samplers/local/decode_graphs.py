@@ -47,6 +47,11 @@ MIN_TABLE_WIDTH = 64
 EXTRA_BLOCKS = 32
 """Blocks of rows beyond those that one adapter would need, since each adapter begins a new block."""
 
+NUM_COLUMNS = 5
+"""Of a row's inputs: its position, its slot in the cache, its number of keys, and the slots of the states that it
+continues and leaves, which are 0 for models without states.
+"""
+
 
 class _Key(NamedTuple):
     num_rows: int
@@ -77,7 +82,7 @@ class _Plan:
         slots_n: Tensor,
         keys_n: Tensor,
         table_nC: Tensor,
-        states: StatePool | None,
+        states: StatePool,
         state_slots_2n: Sequence[Tensor],
     ) -> None:
         self._cache, self._slots_n, self._keys_n, self._table_nC = cache, slots_n, keys_n, table_nC
@@ -92,17 +97,13 @@ class _Plan:
         return self._cache.kernels.paged_attention(*kernel_inputs, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        assert self._states is not None
         slots = self._states.slots(mixer.layer, *self._state_slots_2n)
         return mixer(x_TD[:, None], tuple(range(len(x_TD))), slots)[0][:, 0]
 
 
 class DecodeGraphs:
-    """`states`: of a model with stateful layers, the pool with their slots."""
-
-    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool | None = None) -> None:
+    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool) -> None:
         self._base, self._cache, self._states = base, cache, states
-        self._num_columns = 3 if states is None else 5
         self._steps: dict[_Key, _Step] = {}
         self._pool: Any = None
         self._can_capture = True
@@ -121,9 +122,7 @@ class DecodeGraphs:
         no state of the `recurrence` is written.
         """
         key = self._key(rows, lora_batch)
-        inputs = None if key is None else self._build_inputs(key, rows, lora_batch)
-        if key is not None and inputs is not None and recurrence is not None:
-            inputs = self._add_state_slots(key, inputs, recurrence)
+        inputs = None if key is None else self._build_inputs(key, rows, lora_batch, recurrence)
         if key is None or inputs is None:
             return None
         step, device = self._steps.get(key), self._base.device
@@ -156,43 +155,37 @@ class DecodeGraphs:
         num_rows = next(size for size in CAPTURE_ROWS if size >= len(rows))
         return _Key(num_rows, width, next(iter(layouts), 0))
 
-    def _build_inputs(self, key: _Key, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch) -> I64 | None:
-        """Positions, slots, numbers of keys, slots of states, blocks of rows and the block table of the rows, in this
-        order. None if the rows have too many adapters.
+    def _build_inputs(
+        self, key: _Key, rows: Sequence[SequenceRows], lora_batch: DeviceLoRABatch, recurrence: Recurrence | None
+    ) -> I64 | None:
+        """The rows' columns, their blocks of rows and their block table, in this order. None if they have too many
+        adapters.
         """
         row_blocks = [block for segment in lora_batch.segments for block in list_row_blocks(segment)]
         max_row_blocks = _num_blocks(key)
         if len(row_blocks) > max_row_blocks:
             return None
         num, size = len(rows), self._cache.block_size
-        num_cells = self._num_columns * key.num_rows
-        buffer = np.zeros(num_cells + 4 * max_row_blocks + key.num_rows * key.width, np.int64)
-        columns, blocks, table = np.split(buffer, np.cumsum([num_cells, 4 * max_row_blocks]))
-        columns_3n, table_nC = columns[: 3 * key.num_rows].reshape(3, -1), table.reshape(key.num_rows, -1)
+        buffer = np.zeros(NUM_COLUMNS * key.num_rows + 4 * max_row_blocks + key.num_rows * key.width, np.int64)
+        columns, blocks, table = np.split(buffer, np.cumsum([NUM_COLUMNS * key.num_rows, 4 * max_row_blocks]))
+        columns_5n, table_nC = columns.reshape(NUM_COLUMNS, -1), table.reshape(key.num_rows, -1)
         if row_blocks:
             blocks[: 4 * len(row_blocks)] = np.array(row_blocks, np.int64).ravel()
         for table_C, row in zip(table_nC, rows, strict=False):
             table_C[: len(row.blocks)] = row.blocks
         start_n = np.array([row.start for row in rows], np.int64)
-        columns_3n[1, num:] = -1
-        columns_3n[0, :num] = start_n
-        columns_3n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
-        columns_3n[2, :num] = start_n + 1
+        columns_5n[1, num:] = -1
+        columns_5n[0, :num] = start_n
+        columns_5n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
+        columns_5n[2, :num] = start_n + 1
+        if recurrence is not None:
+            columns_5n[3:, :num] = recurrence.slots_2n
         return buffer
-
-    def _add_state_slots(self, key: _Key, inputs: I64, recurrence: Recurrence) -> I64 | None:
-        """The inputs with the slots of states; padding rows have slot 0. None unless every row continues a state."""
-        slots_2n = recurrence.slots_2n
-        if slots_2n is None:
-            return None
-        num = key.num_rows
-        inputs[3 * num : 5 * num].reshape(2, num)[:, : slots_2n.shape[1]] = slots_2n
-        return inputs
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
         num, decoder = key.num_rows, self._base.decoder
-        sizes = [*[num] * self._num_columns, 4 * _num_blocks(key), num * key.width]
+        sizes = [*[num] * NUM_COLUMNS, 4 * _num_blocks(key), num * key.width]
         positions_n, slots_n, keys_n, *state_slots_2n, blocks, table = step.inputs.split(sizes)
         table_nC = table.int().view(num, -1)
         plan = _Plan(self._cache, slots_n, keys_n.int(), table_nC, self._states, state_slots_2n)
