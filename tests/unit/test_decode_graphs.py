@@ -72,8 +72,7 @@ def samplers(shape: ModelShape, ranks: Sequence[int], block_size: int) -> tuple[
     plain, ours = (LocalSampler(base, versions, options=SamplerOptions(block_size=block_size)) for _ in range(2))
     plain._graphs = None
     if not THERE:
-        states = ours._states if ours._keeps_states else None
-        ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache, states)
+        ours._contiguous, ours._graphs = None, Uncaptured(base, ours._cache, ours._states)
         ours._cache.kernels, ours._states.kernels = paged_kernel, state_kernels
         ours._cache_budget._contiguous = None
     return plain, ours

@@ -85,20 +85,13 @@ def test_answers_share_their_prompts_state_and_a_step_that_fails_leaves_it() -> 
     recurrence = Recurrence(spans, pool)
     assert pool.num_taken == 4
     slots_2n = recurrence.slots_2n
-    assert slots_2n is not None and slots_2n[0].tolist() == [prompt.slot] * 3
+    assert slots_2n[0].tolist() == [prompt.slot] * 3
     assert len({prompt.slot, *slots_2n[1].tolist()}) == 4
     for slot in slots_2n[1].tolist():
         pool.write(0, torch.tensor([slot]), MixerState(torch.full((1, 4), torch.nan), torch.full((1, 2, 3), torch.nan)))
     del recurrence, spans
     assert pool.num_taken == 1
     check(pool, {prompt: 7.0})
-
-
-def test_spans_that_begin_or_have_several_rows_have_no_slots_for_a_graph() -> None:
-    pool = StatePool(CPU)
-    state = pool.take()
-    assert Recurrence([RecurrentSpan(0, 1, state), RecurrentSpan(1, 1, None)], pool).slots_2n is None
-    assert Recurrence([RecurrentSpan(0, 1, state), RecurrentSpan(1, 2, state)], pool).slots_2n is None
 
 
 def test_slots_on_a_gpu_are_allocated_at_once_and_stay() -> None:

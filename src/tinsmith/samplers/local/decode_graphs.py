@@ -57,6 +57,11 @@ MAX_LAYOUTS = 4
 RETRY_STEPS = 1000
 """Steps without graphs after one could not be captured."""
 
+NUM_COLUMNS = 5
+"""Of a row's inputs: its position, its slot in the cache, its number of keys, and the slots of the states that it
+continues and leaves, which are 0 for models without states.
+"""
+
 
 class _Key(NamedTuple):
     num_rows: int
@@ -87,7 +92,7 @@ class _Plan:
         slots_n: Tensor,
         keys_n: Tensor,
         table_nC: Tensor,
-        states: StatePool | None,
+        states: StatePool,
         state_slots_2n: Sequence[Tensor],
     ) -> None:
         self._cache, self._slots_n, self._keys_n, self._table_nC = cache, slots_n, keys_n, table_nC
@@ -102,17 +107,13 @@ class _Plan:
         return self._cache.kernels.paged_attention(*kernel_inputs, key_dim=k_TGD.shape[-1], **options)
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
-        assert self._states is not None
         slots = self._states.slots(mixer.layer, *self._state_slots_2n)
         return mixer(x_TD[:, None], tuple(range(len(x_TD))), slots)[0][:, 0]
 
 
 class DecodeGraphs:
-    """`states`: of a model with stateful layers, the pool with their slots."""
-
-    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool | None = None) -> None:
+    def __init__(self, base: BaseModel, cache: KVCache, states: StatePool) -> None:
         self._base, self._cache, self._states = base, cache, states
-        self._num_columns = 3 if states is None else 5
         self._steps: dict[_Key, _Step] = {}
         self._pool: Any = None
         self._paused_steps = 0
@@ -152,10 +153,7 @@ class DecodeGraphs:
         key, row_blocks = _key(rows, layouts), _list_blocks(lora_batch, layouts)
         if max(map(len, row_blocks), default=0) > _num_blocks(key):
             return self._refuse("many adapters")
-        state_slots_2n = None if recurrence is None else recurrence.slots_2n
-        if recurrence is not None and state_slots_2n is None:
-            return self._refuse("first states")
-        inputs = self._build_inputs(key, rows, row_blocks, state_slots_2n)
+        inputs = self._build_inputs(key, rows, row_blocks, None if recurrence is None else recurrence.slots_2n)
         if is_new := (step := self._steps.get(key)) is None:
             step = self._open_step(key, layouts, inputs)
         else:
@@ -186,45 +184,35 @@ class DecodeGraphs:
         row_blocks: Sequence[Sequence[tuple[int, ...]]],
         state_slots_2n: I64 | None,
     ) -> I64:
-        """Positions, slots, numbers of keys, slots of states, each layout's blocks of rows, and the block table of the
-        rows, in this order.
-        """
+        """The rows' columns, each layout's blocks of rows, and the block table of the rows, in this order."""
         num, size, blocks_size = len(rows), self._cache.block_size, 4 * _num_blocks(key)
-        buffer, num_columns = np.zeros(sum(self._input_sizes(key)), np.int64), self._num_columns
+        buffer = np.zeros(sum(_input_sizes(key)), np.int64)
         columns, blocks, table = np.split(
-            buffer, np.cumsum([num_columns * key.num_rows, len(key.layout_ids) * blocks_size])
+            buffer, np.cumsum([NUM_COLUMNS * key.num_rows, len(key.layout_ids) * blocks_size])
         )
-        columns_Cn, table_nC = columns.reshape(num_columns, -1), table.reshape(key.num_rows, -1)
+        columns_5n, table_nC = columns.reshape(NUM_COLUMNS, -1), table.reshape(key.num_rows, -1)
         for index, layout_blocks in enumerate(row_blocks):
             first = index * blocks_size
             blocks[first : first + 4 * len(layout_blocks)] = np.array(layout_blocks, np.int64).ravel()
         for table_C, row in zip(table_nC, rows, strict=False):
             table_C[: len(row.blocks)] = row.blocks
         start_n = np.array([row.start for row in rows], np.int64)
-        columns_Cn[1, num:] = -1
-        columns_Cn[0, :num] = start_n
-        columns_Cn[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
-        columns_Cn[2, :num] = start_n + 1
+        columns_5n[1, num:] = -1
+        columns_5n[0, :num] = start_n
+        columns_5n[1, :num] = table_nC[np.arange(num), start_n // size] * size + start_n % size
+        columns_5n[2, :num] = start_n + 1
         if state_slots_2n is not None:
-            columns_Cn[3:, :num] = state_slots_2n
+            columns_5n[3:, :num] = state_slots_2n
         return buffer
-
-    def _input_sizes(self, key: _Key) -> list[int]:
-        """The sizes of the parts of a key's inputs."""
-        num, blocks_size = key.num_rows, 4 * _num_blocks(key)
-        return [*[num] * self._num_columns, *[blocks_size] * len(key.layout_ids), num * key.width]
 
     def _forward(self, key: _Key, step: _Step) -> Tensor:
         """[n, D]"""
         num = key.num_rows
-        parts = step.inputs.split(self._input_sizes(key))
-        (positions_n, slots_n, keys_n, *state_slots_2n), blocks = (
-            parts[: self._num_columns],
-            parts[self._num_columns : -1],
-        )
-        table_nC = parts[-1].int().view(num, -1)
+        *parts, table = step.inputs.split(_input_sizes(key))
+        positions_n, slots_n, keys_n, *state_slots_2n = parts[:NUM_COLUMNS]
+        table_nC = table.int().view(num, -1)
         plan = _Plan(self._cache, slots_n, keys_n.int(), table_nC, self._states, state_slots_2n)
-        tables = [(layout, part.view(-1, 4)) for layout, part in zip(step.layouts, blocks, strict=True)]
+        tables = [(layout, part.view(-1, 4)) for layout, part in zip(step.layouts, parts[NUM_COLUMNS:], strict=True)]
         lora_batch = DeviceLoRABatch([Segment(0, num, None)], tables=tables)
         return self._base.decode_rows(step.tokens_n, positions_n, plan, lora_batch)
 
@@ -277,6 +265,12 @@ def _list_blocks(lora_batch: DeviceLoRABatch, layouts: Sequence[Layout]) -> list
         [block for segment in lora_batch.segments if segment.layout is layout for block in list_row_blocks(segment)]
         for layout in layouts
     ]
+
+
+def _input_sizes(key: _Key) -> list[int]:
+    """The sizes of the parts of a key's inputs."""
+    num, blocks_size = key.num_rows, 4 * _num_blocks(key)
+    return [*[num] * NUM_COLUMNS, *[blocks_size] * len(key.layout_ids), num * key.width]
 
 
 def _num_blocks(key: _Key) -> int:

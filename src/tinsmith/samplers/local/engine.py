@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import Readback, upload, upload_all
 from tinsmith.backends.torch.lora import DeviceLoRABatch
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
@@ -150,10 +151,7 @@ class LocalSampler:
         states = StateBudget.of(state_size, min(budget, memory.steady_limit()), max_sequences)
         self._keeps_states = state_size > 0
         snapshots = StateSnapshots(states.max_snapshots)
-        self._states = StatePool(base.device, states.max_slots, snapshots.drop_oldest)
-        if on_cuda and self._keeps_states:
-            with memory_errors(base.device):
-                self._states.allocate({layer: layer_states[-1] for layer, layer_states in probe.states.items()})
+        self._states = self._make_pool(states, snapshots, probe)
         self._batcher = Batcher(
             BlockPool(max_blocks=max((budget - states.num_bytes) // (token_bytes * options.block_size), 1)),
             block_size=options.block_size,
@@ -173,8 +171,7 @@ class LocalSampler:
                 memory, self._batcher, self._cache, self._contiguous, self._states, state_size, states, fixed=on_cuda
             )
         uses_graphs = base.can_capture and not self._deterministic
-        graph_states = self._states if self._keeps_states else None
-        self._graphs = DecodeGraphs(base, self._cache, graph_states) if uses_graphs else None
+        self._graphs = DecodeGraphs(base, self._cache, self._states) if uses_graphs else None
         if self._graphs is not None:
             self._graphs.capture_sizes(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
@@ -196,6 +193,13 @@ class LocalSampler:
         self._prepared = True
         self._spans: list[TokenSpan] = []
         self._paused: frozenset[str] = frozenset()  # ids of requests
+
+    def _make_pool(self, states: StateBudget, snapshots: StateSnapshots, probe: AttentionProbe) -> StatePool:
+        pool = StatePool(self._base.device, states.max_slots, snapshots.drop_oldest)
+        if self._keeps_states and self._base.device.type == "cuda":
+            with memory_errors(self._base.device):
+                pool.allocate({layer: layer_states[-1] for layer, layer_states in probe.states.items()})
+        return pool
 
     def _sizes(self, token_bytes: int, state_bytes: int) -> tuple[int, int]:
         """The bytes of a cached token and of a state that decide how many there may be."""

@@ -154,11 +154,10 @@ class Recurrence:
         self.cut_states = [[pool.take() for _ in span.cuts] for span in spans]
 
     @property
-    def slots_2n(self) -> I64 | None:
-        """The slots that each row reads and those that it writes; None unless every span is one row that continues."""
+    def slots_2n(self) -> I64:
+        """The slots that each row reads and those that it writes, where every span is one row that continues."""
         states = [span.state for span in self._spans if span.size == 1 and span.state is not None]
-        if len(states) < len(self._spans):
-            return None
+        assert len(states) == len(self._spans)
         return np.array([[state.slot for state in states], [state.slot for state in self.final_states]], np.int64)
 
     @cached_property
