@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from gpu.device import DEVICE, ON_CUDA
 from tinsmith.backends.torch import layer_kernels as kernels
@@ -126,16 +126,17 @@ def test_a_norm_rounds_where_its_form_says_so(dtype: torch.dtype) -> None:
     assert torch.equal(once, thrice) == (dtype == torch.float32)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize(("rows", "size"), [(1, 3072), (3, 100), (2, 1), (5, 1025)])
-def test_gated_activations_of_two_tensors(dtype: torch.dtype, rows: int, size: int) -> None:
+def test_gated_activations_of_two_tensors(dtype: torch.dtype, rows: int, size: int, activation: str) -> None:
     (gate, wide_gate), (up, wide_up) = (random(1, rows, size, dtype=dtype, seed=seed) for seed in range(2))
     grad, wide_grad = random(1, rows, size, dtype=dtype, seed=2)
-    expected = silu(wide_gate) * wide_up
+    expected = (silu(wide_gate) if activation == "silu" else gelu(wide_gate, approximate="tanh")) * wide_up
     expected.backward(wide_grad)
-    actual = kernels.apply_swiglu(gate.requires_grad_(), up.requires_grad_())
+    actual = kernels.apply_gate(gate.requires_grad_(), up.requires_grad_(), activation)
     actual.backward(grad)
     joined = torch.cat([gate, up], -1).detach().requires_grad_()
-    both = kernels.apply_joined_swiglu(joined)
+    both = kernels.apply_joined_gate(joined, activation)
     both.backward(grad)
     assert gate.grad is not None and up.grad is not None and joined.grad is not None
     assert wide_gate.grad is not None and wide_up.grad is not None
@@ -204,9 +205,11 @@ def test_rotations_of_halves(
         assert all(torch.equal(a, b) for a, b in zip(again, outputs, strict=True))
 
 
-def test_large_gates_have_finite_results(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_large_gates_have_finite_results(dtype: torch.dtype, activation: str) -> None:
     x = torch.tensor([[-1e4, 1e4, -1e30, 0.0, 1.0, 2.0, 3.0, 4.0]], dtype=dtype, device=DEVICE)
-    y, grad = kernels.swiglu(x), kernels.swiglu_gradient(torch.ones_like(x[:, :4]), x)
+    y = kernels.swiglu(x, activation)
+    grad = kernels.swiglu_gradient(torch.ones_like(x[:, :4]), x, activation)
     near(y, torch.tensor([[0.0, 2e4, 0.0, 0.0]]), dtype)
     near(grad, torch.tensor([[0.0, 2.0, 0.0, 2.0, 0.0, 1e4, 0.0, 0.0]]), dtype)
 
@@ -262,7 +265,11 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype: torch.dtype) -> None:
         heads = x.view(1, 4, 4, 16)
         layout = kernels.RotaryLayout(has_heads_first=False)
         halves = [y[0] for y in kernels.rotate_halves(heads[:, :, :3], heads[:, :, 3:], *angles, layout)]
-        others = kernels.swiglu(x), kernels.swiglu_gradient(x[:, :32], x), kernels.apply_swiglu(x[:, :32], x[:, 32:])
+        others = (
+            kernels.swiglu(x),
+            kernels.swiglu_gradient(x[:, :32], x),
+            kernels.apply_gate(x[:, :32], x[:, 32:], "gelu"),
+        )
         return [grad, *norms, *turned, *gated, *halves, *others]
 
     def both_ways(x: Tensor, gate: Tensor, form: kernels.NormForm) -> list[Tensor]:

@@ -345,7 +345,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):
             stack.enter_context(mock.patch.object(kind, name, _on_host(getattr(kind, name))))
-        for name in ("find_norm_form", "find_gated_names", "find_rotation_kinds", "is_swiglu"):
+        for name in ("find_norm_form", "find_mlp_form", "find_rotation_kinds", "find_activation"):
             function = _on_host(getattr(module_kernels, name))  # they compare values
             stack.enter_context(mock.patch.object(module_kernels, name, function))
         stack.enter_context(mock.patch.object(vision._QwenTower, "features", _qwen_features))
@@ -382,6 +382,8 @@ class FakeCudaBackend(TorchBackend):
         base = load(BaseModel, shape, torch.bfloat16, recompute, quantize)
         if base._fused is not None:
             base._fused.prepare()
+        else:
+            module_kernels.join_gated_products(base.swapped)
         return base
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from support import (
     interpreted,  # noqa: F401 - before the kernels
@@ -71,7 +71,7 @@ SWAPPED: dict[frozenset[str], set[str]] = {
         "EXAONE MoE",
         "DeepSeek-V3.2 up to index_topk tokens",
     },
-    frozenset({OFFSET, ALL}): {"Gemma 2", "Gemma 3 (text)", "Gemma", "VaultGemma"},
+    frozenset({OFFSET, ALL, MLP}): {"Gemma 2", "Gemma 3 (text)", "Gemma", "VaultGemma"},
     frozenset({ROUNDED, PART, MLP}): {"Phi-3", "Phi-3 128k up to its original length"},
     frozenset({ONCE, SHARED}): {"gpt-oss"},
     frozenset({OFFSET, GATED, PART, MLP, EXPERTS}): {"Qwen3-Next", "Qwen3.5-MoE"},
@@ -88,7 +88,6 @@ SWAPPED: dict[frozenset[str], set[str]] = {
     frozenset({ROUNDED, MLP, EXPERTS}): {"DeepSeek-V2", "ERNIE 4.5 MoE", "GLM-5 up to index_topk tokens"},
     frozenset({ALL}): {"StarCoder2", "Persimmon", "Phi-2"},
     frozenset({ROUNDED, ALL}): {"Arcee AFM", "Apertus", "BitNet"},
-    frozenset({ONCE, MLP}): {"Helium"},
     frozenset({ROUNDED, PART, EXPERTS}): {"MiniMax-M2"},
     frozenset({ALL, EXPERTS}): {"Phi-3.5-MoE"},
     frozenset({ONCE, ALL, EXPERTS}): {"FlexOlmo"},
@@ -97,7 +96,7 @@ SWAPPED: dict[frozenset[str], set[str]] = {
     frozenset({ONCE, ALL, MLP, EXPERTS}): {"Arcee Trinity"},
     frozenset({EXPERTS}): {"Command A MoE"},
     frozenset(): {"StarCoder", "OPT"},
-    frozenset({ONCE}): {"Gemma 4 (text)"},
+    frozenset({ONCE, MLP}): {"Helium", "Gemma 4 (text)"},
     frozenset({ROUNDED, ONCE, MLP, EXPERTS}): {"Llama 4 (text)"},
     frozenset({ROUNDED, GATED_FIRST}): {"Mamba-2"},
     frozenset({ROUNDED}): {"Mamba", "Falcon Mamba"},
@@ -108,7 +107,6 @@ MEAN, NO_GATE, INTERLEAVED = "subtracts a mean", "no gate", "pairs of columns th
 REASONS = {
     **dict.fromkeys(("LayerNorm", "OlmoLayerNorm", "CohereLayerNorm", "Cohere2LayerNorm", "Cohere2MoeLayerNorm"), MEAN),
     "FalconMambaWeightlessRMSNorm": "has a buffer",
-    **dict.fromkeys(("GemmaMLP", "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP", "VaultGemmaMLP"), "gelu"),
     **dict.fromkeys(("ApertusMLP", "ArceeMLP", "GPTBigCodeMLP", "GPTNeoXMLP", "NemotronHMLP", "PersimmonMLP"), NO_GATE),
     **dict.fromkeys(("PhiMLP", "Starcoder2MLP"), NO_GATE),
     "BitNetMLP": "a norm before its last linear",
@@ -456,5 +454,7 @@ def test_an_mlp_with_another_product_is_not_swapped() -> None:
             (lambda gate, up, down: down(silu(up) * gate), False),
             (lambda gate, up, down: 0.5 * down(silu(gate) * up), False),
             (lambda gate, up, down: down(torch.sigmoid(gate) * up), False),
+            (lambda gate, up, down: down(gelu(gate, approximate="tanh") * up), True),
+            (lambda gate, up, down: down(gelu(gate) * up), False),
         ):
-            assert (module_kernels.find_gated_names(Gated(compute)) is not None) == is_swapped
+            assert (module_kernels.find_mlp_form(Gated(compute)) is not None) == is_swapped

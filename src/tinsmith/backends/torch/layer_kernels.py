@@ -17,6 +17,7 @@ Shapes: T rows, D hidden size, F inner size, N = H + 2 G heads: H of queries, G 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
@@ -123,27 +124,43 @@ def _norm_gradient_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(gates, IS_SILU: tl.constexpr):
+    """What the activation multiplies its argument by, and its slope: silu, or gelu by its tanh, which is a sigmoid."""
+    if IS_SILU:
+        sigmoid = tl.sigmoid(gates)
+        slope = sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    else:
+        # Beyond these bounds the sigmoid is 0 or 1, and a cube could become infinite.
+        near = tl.minimum(tl.maximum(gates, -16.0), 16.0)
+        sigmoid = tl.sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
+        slope = sigmoid * (1.0 + near * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * near * near))
+    return sigmoid, slope
+
+
+@triton.jit
+def _gated_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     gates = tl.load(gate + row * gate_row + at, at < F, other=0.0).to(tl.float32)
     ups = tl.load(up + row * up_row + at, at < F, other=0.0).to(tl.float32)
-    tl.store(y + row * F + at, gates * tl.sigmoid(gates) * ups, at < F)
+    sigmoid, _ = _activate(gates, IS_SILU)
+    tl.store(y + row * F + at, gates * sigmoid * ups, at < F)
 
 
 @triton.jit
-def _swiglu_gradient_kernel(  # noqa: PLR0913
-    grad, gate, up, grad_gate, grad_up, grad_row, gate_row, up_row, out_row, F: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gated_gradient_kernel(  # noqa: PLR0913
+    grad, gate, up, grad_gate, grad_up, grad_row, gate_row, up_row, out_row,
+    F: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     blocks: tl.constexpr = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     grad_y = tl.load(grad + row * grad_row + at, at < F, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * gate_row + at, at < F, other=0.0).to(tl.float32)
     ups = tl.load(up + row * up_row + at, at < F, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gates)
-    tl.store(grad_gate + row * out_row + at, grad_y * ups * sigmoid * (1.0 + gates * (1.0 - sigmoid)), at < F)
+    sigmoid, slope = _activate(gates, IS_SILU)
+    tl.store(grad_gate + row * out_row + at, grad_y * ups * slope, at < F)
     tl.store(grad_up + row * out_row + at, grad_y * gates * sigmoid, at < F)
 
 
@@ -277,6 +294,7 @@ class NormForm(NamedTuple):
     """Normalises the product with the activated gate, instead of multiplying it afterwards."""
     groups: int = 1
 
+    @cache  # noqa: B019 - few forms, and no state
     def tile(self, size: int) -> dict[str, int | bool]:
         """Of rows with so many elements."""
         group = size // self.groups
@@ -360,70 +378,83 @@ def _as_rows(x: Tensor, size: int) -> Tensor:
     return x_NC if x_NC.stride(1) == 1 else x_NC.contiguous()
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up [.., F] of both [.., 2F]."""
-    return _launch_swiglu(*gate_up.contiguous().chunk(2, -1))
+def swiglu(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """silu(gate) * up [.., F] of both [.., 2F], or with 'gelu', by its tanh."""
+    gate, up = gate_up.contiguous().chunk(2, -1)
+    return _launch_gated(gate, up, activation)
 
 
-def swiglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+def swiglu_gradient(grad: Tensor, gate_up: Tensor, activation: str = "silu") -> Tensor:
     """The gradient of both, [.., 2F]."""
     gate_up = gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
-    _launch_swiglu_gradient(grad, *gate_up.chunk(2, -1), *grad_gate_up.chunk(2, -1))
+    (gate, up), (grad_gate, grad_up) = gate_up.chunk(2, -1), grad_gate_up.chunk(2, -1)
+    _launch_gated_gradient(grad, gate, up, grad_gate, grad_up, activation)
     return grad_gate_up
 
 
-def apply_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up as one node, which keeps both."""
-    return cast(Tensor, _SwiGLUFunction.apply(gate, up)) if torch.is_grad_enabled() else _launch_swiglu(gate, up)
+def apply_gate(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up as one node, which keeps both."""
+    if torch.is_grad_enabled():
+        return cast(Tensor, _GatedFunction.apply(gate, up, activation))
+    return _launch_gated(gate, up, activation)
 
 
-class _SwiGLUFunction(torch.autograd.Function):
+class _GatedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _launch_swiglu(gate, up)
+        ctx.activation = activation
+        return _launch_gated(gate, up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = _empty_like(gate), _empty_like(up)
-        _launch_swiglu_gradient(grad, gate, up, grad_gate, grad_up)
-        return grad_gate, grad_up
+        _launch_gated_gradient(grad, gate, up, grad_gate, grad_up, ctx.activation)
+        return grad_gate, grad_up, None
 
 
-def apply_joined_swiglu(gate_up: Tensor) -> Tensor:
+def apply_joined_gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """`swiglu` as one node, which keeps both."""
-    return cast(Tensor, _JoinedSwiGLUFunction.apply(gate_up)) if torch.is_grad_enabled() else swiglu(gate_up)
+    if torch.is_grad_enabled():
+        return cast(Tensor, _JoinedGateFunction.apply(gate_up, activation))
+    return swiglu(gate_up, activation)
 
 
-class _JoinedSwiGLUFunction(torch.autograd.Function):
+class _JoinedGateFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
+    def forward(ctx, gate_up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
+        ctx.activation = activation
+        return swiglu(gate_up, activation)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return swiglu_gradient(grad, *ctx.saved_tensors)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        return swiglu_gradient(grad, gate_up, ctx.activation), None
 
 
-def _launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def _launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     size, y = gate.shape[-1], _empty_like(gate)
-    gate_NF, up_NF, block = _as_rows(gate, size), _as_rows(up, size), _choose_gated_block(size)
-    num_programs, strides = len(gate_NF) * _count_blocks(size, block), (gate_NF.stride(0), up_NF.stride(0))
-    _launch(_swiglu_kernel, num_programs, gate_NF, up_NF, y, *strides, F=size, BLOCK=block, num_warps=4)
+    tensors, block = [_as_rows(x, size) for x in (gate, up)], _choose_gated_block(size)
+    num_programs, strides = len(tensors[0]) * _count_blocks(size, block), [x.stride(0) for x in tensors]
+    tile = {"F": size, "IS_SILU": activation == "silu", "BLOCK": block, "num_warps": 4}
+    _launch(_gated_kernel, num_programs, *tensors, y, *strides, **tile)
     return y
 
 
-def _launch_swiglu_gradient(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+def _launch_gated_gradient(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str
+) -> None:
     """Both gradients have rows with the same stride."""
     size = gate.shape[-1]
     tensors, block = [_as_rows(x, size) for x in (grad, gate, up, grad_gate, grad_up)], _choose_gated_block(size)
     num_programs, strides = len(tensors[0]) * _count_blocks(size, block), [x.stride(0) for x in tensors[:4]]
-    _launch(_swiglu_gradient_kernel, num_programs, *tensors, *strides, F=size, BLOCK=block, num_warps=4)
+    tile = {"F": size, "IS_SILU": activation == "silu", "BLOCK": block, "num_warps": 4}
+    _launch(_gated_gradient_kernel, num_programs, *tensors, *strides, **tile)
 
 
 def _choose_gated_block(size: int) -> int:

@@ -26,14 +26,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
@@ -60,6 +61,7 @@ UNEXPECTED = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, A
 """Errors of modules and functions with inputs that they do not expect: they compute something else."""
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid}
+"""Of the gates of norms."""
 
 
 @dataclass
@@ -83,15 +85,15 @@ def swap_kernels(decoder: nn.Module, context: ForwardContext) -> SwappedKernels:
     swapped = SwappedKernels()
     for path, module in decoder.named_modules():
         if isinstance(module, MultiLoRAExperts):
-            if is_swiglu(module.apply_gate, module.has_gate):
-                module.apply_gate = swapped.gates[path] = FusedGate(module.apply_gate, context)
+            if module.has_gate and (activation := find_activation(module.apply_gate)) is not None:
+                module.apply_gate = swapped.gates[path] = FusedGate(module.apply_gate, activation, context)
         elif "forward" in vars(module):
             continue
         elif (form := find_norm_form(module)) is not None:
             swapped.norms[path] = form
             module.forward = FusedNorm(module, form, context)
-        elif (names := find_gated_names(module)) is not None:
-            swapped.mlps[path] = FusedMLP(module, names, context)
+        elif (mlp_form := find_mlp_form(module)) is not None:
+            swapped.mlps[path] = FusedMLP(module, mlp_form, context)
             module.forward = swapped.mlps[path]
     for modeling in _modeling_files(decoder.modules()):
         if (rotation := _swap_rotation(modeling)) is not None:
@@ -141,8 +143,9 @@ class FusedNorm:
 class FusedMLP:
     """The forward of an MLP with a gate."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], context: ForwardContext) -> None:
-        self._module, self._names, self._context = module, names, context
+    def __init__(self, module: nn.Module, form: MLPForm, context: ForwardContext) -> None:
+        self._module, self._context = module, context
+        self._names, self._activation = form
         self._forward: Callable[..., Tensor] = module.forward
         self._joined: FusedLinear | None = None
 
@@ -157,10 +160,10 @@ class FusedMLP:
         elif len(outer) == 1:
             gate_up = outer[0](x)
         else:
-            return down(_layer_kernels().apply_swiglu(*(linear(x) for linear in outer)))
+            return down(_layer_kernels().apply_gate(*(linear(x) for linear in outer), self._activation))
         if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not _is_trained(down.weight):
-            return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=_SWIGLU)
-        return down(_layer_kernels().apply_joined_swiglu(gate_up)).view(*x.shape[:-1], -1)
+            return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=RECOMPUTED[self._activation])
+        return down(_layer_kernels().apply_joined_gate(gate_up, self._activation)).view(*x.shape[:-1], -1)
 
     def join(self) -> None:
         """Store both weights as one; see `join_gated_products`."""
@@ -174,28 +177,33 @@ class FusedMLP:
 class FusedGate:
     """The gated activation of routed experts."""
 
-    def __init__(self, apply_gate: Callable[[Tensor], Tensor], context: ForwardContext) -> None:
-        self._apply_gate, self._context = apply_gate, context
+    def __init__(self, apply_gate: Callable[[Tensor], Tensor], activation: str, context: ForwardContext) -> None:
+        self._apply_gate, self._activation, self._context = apply_gate, activation, context
 
     def __call__(self, gate_up_NG: Tensor) -> Tensor:
         if self._context.plan is None or not runs_kernels(gate_up_NG):
             return self._apply_gate(gate_up_NG)
-        return _layer_kernels().apply_joined_swiglu(gate_up_NG)
+        return _layer_kernels().apply_joined_gate(gate_up_NG, self._activation)
 
 
-class _SwiGLU:
+class _JoinedGate:
     """A `lora.RecomputedFunction` of gates and what they multiply, side by side."""
 
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return _layer_kernels().swiglu(x)
+    def __init__(self, activation: str) -> None:
+        self._activation = activation
 
-    @staticmethod
-    def gradient(grad: Tensor, x: Tensor) -> Tensor:
-        return _layer_kernels().swiglu_gradient(grad, x)
+    def forward(self, x: Tensor) -> Tensor:
+        return _layer_kernels().swiglu(x, self._activation)
+
+    def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return _layer_kernels().swiglu_gradient(grad, x, self._activation)
 
 
-_SWIGLU = _SwiGLU()
+GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": partial(gelu, approximate="tanh"),
+}
+RECOMPUTED = {activation: _JoinedGate(activation) for activation in GATED_ACTIVATIONS}
 
 
 class FusedRotation:
@@ -359,14 +367,22 @@ def _list_forms(module: nn.Module, size: int, *, has_gate: bool, has_weight: boo
     return [form_of(False, rounds, activation, first, count) for rounds, activation, first, count in options]
 
 
-def is_swiglu(apply_gate: Callable[[Tensor], Tensor], has_gate: bool) -> bool:
-    """Whether experts multiply silu of the first half of their columns by the second."""
-    gate_up = _random(3, 16, seed=0)
-    return has_gate and _is_near(_call(apply_gate, gate_up), silu(gate_up[:, :8]) * gate_up[:, 8:])
+def find_activation(apply_gate: Callable[[Tensor], Tensor]) -> str | None:
+    """The activation of the first half of experts' columns, if it is multiplied by the second half."""
+    actual = _call(apply_gate, gate_up := _random(3, 16, seed=0))
+    gate, up = gate_up.chunk(2, -1)
+    names = (name for name, activate in GATED_ACTIVATIONS.items() if _is_near(actual, activate(gate) * up))
+    return next(names, None)
 
 
-def find_gated_names(module: nn.Module) -> tuple[str, ...] | None:
-    """The names of an MLP's linears if its forward is down(silu(gate(x)) * up(x)) and nothing else, else None."""
+class MLPForm(NamedTuple):
+    names: tuple[str, ...]
+    """Of its linears, as in GATED_NAMES."""
+    activation: str
+
+
+def find_mlp_form(module: nn.Module) -> MLPForm | None:
+    """The form of an MLP whose forward is down(activation(gate(x)) * up(x)) and nothing else, else None."""
     for names in GATED_NAMES:
         linears = [module._modules.get(name) for name in names]
         if not all(isinstance(linear, MultiLoRALinear) for linear in linears):
@@ -377,8 +393,10 @@ def find_gated_names(module: nn.Module) -> tuple[str, ...] | None:
             parameter.copy_(_random(*parameter.shape, seed=seed))
         x = _random(1, 3, 8, seed=9)
         gate, up = torch.cat([linear(x) for linear in outer], -1).chunk(2, -1)
-        if _is_near(_run_probe(module, {}, (x,), torch.float32, children), down(silu(gate) * up)):
-            return names
+        actual = _run_probe(module, {}, (x,), torch.float32, children)
+        for activation, activate in GATED_ACTIVATIONS.items():
+            if _is_near(actual, down(activate(gate) * up)):
+                return MLPForm(names, activation)
     return None
 
 
