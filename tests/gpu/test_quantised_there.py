@@ -9,7 +9,7 @@ from gpu.device import DEVICE, device
 from support import tiny_models
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.quantization import QuantisedLinear
+from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.types import ModelShape
 
 

@@ -14,7 +14,7 @@ from support import tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.quantization import QuantisedLinear
+from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 from tinsmith.errors import SettingsError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 

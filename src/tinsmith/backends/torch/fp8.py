@@ -20,9 +20,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiLoRALinear
+from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext
 from tinsmith.backends.torch.lora_batch import AdapterGroup
-from tinsmith.backends.torch.quantization import QuantisedLinear
+from tinsmith.backends.torch.quantised_linear import QuantisedLinear
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -104,11 +104,6 @@ class Fp8Linear(QuantisedLinear):
         if torch.is_grad_enabled():
             return self.forward_with_gradient(x, adapter_groups)
         return self.forward_rows(x_TI, adapter_groups)[0].view(*x.shape[:-1], -1)
-
-
-def make_fp8_linear(name: str, group: str, linear: nn.Linear, context: ForwardContext) -> MultiLoRALinear:
-    """A `quantization.MakeLinear`."""
-    return Fp8Linear(name, group, linear, context)
 
 
 def _multiply(codes_TI: Tensor, scale_T1: Tensor, codes_IO: Tensor, scale_1O: Tensor, dtype: torch.dtype) -> Tensor:

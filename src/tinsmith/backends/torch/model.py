@@ -49,7 +49,7 @@ from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, MultiL
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.module_kernels import SwappedKernels, join_gated_products, swap_kernels
 from tinsmith.backends.torch.moe import MultiLoRAExperts, dispatch_chosen_rows, is_experts
-from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
+from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.recurrent import wrap_mixers
 from tinsmith.backends.torch.servable import (

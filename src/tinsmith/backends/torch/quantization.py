@@ -3,39 +3,27 @@
 `fp8` multiplies 8-bit floats (`fp8.Fp8Linear`). `int8` stores one byte per weight and a scale per output (weights
 only, symmetric); `nf4` half a byte, and a scale per 64 weights. bitsandbytes makes their codes, on CPUs and GPUs; such
 a weight is dequantised to the model's dtype only while its linear is multiplied. Training and sampling compute alike,
-so their logprobs agree as they do without quantisation.
-Adapters stay in float32. Embeddings, the unembedding, norms and routers are not quantised; models with routed experts,
-most of whose weights are not linears, are refused.
+so their logprobs agree as they do without quantisation. Adapters stay in float32. Embeddings, the unembedding, norms
+and routers are not quantised; models with routed experts, most of whose weights are not linears, are refused.
 
 Shapes: I inputs and O outputs of a linear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
-from typing import Protocol
 
 from torch import Tensor, nn
 
+from tinsmith.backends.torch.fp8 import Fp8Linear
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
+from tinsmith.backends.torch.quantised_linear import MakeLinear, QuantisedLinear
 from tinsmith.errors import SettingsError
 
 KINDS = ("off", "int8", "nf4", "fp8")
 
 BLOCK = 64
 """Weights that share a scale in nf4."""
-
-MakeLinear = Callable[[str, str, nn.Linear, ForwardContext], MultiLoRALinear]
-
-
-class _Codes(Protocol):
-    """A quantised weight."""
-
-    num_bytes: int
-
-    def tensors(self) -> list[Tensor]: ...
-    def weight(self) -> Tensor: ...
 
 
 class _Int8:
@@ -72,32 +60,6 @@ class _NF4:
         return flat[: self._shape.numel()].view(self._shape)
 
 
-class QuantisedLinear(MultiLoRALinear):
-    """`weight` is dequantised on every access; keeping it would undo the saving."""
-
-    def __init__(
-        self, name: str, group: str, linear: nn.Linear, context: ForwardContext, quantise: Callable[[Tensor], _Codes]
-    ) -> None:
-        super().__init__(name, group, linear, context)
-        del self._parameters["weight"]
-        self._codes = quantise(linear.weight.detach())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored codes and scales."""
-        return self._codes.num_bytes
-
-    def frozen_tensors(self) -> list[Tensor]:
-        """The codes and scales."""
-        return self._codes.tensors()
-
-    def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # Called for missing attributes, as it is for a parameter of that name.
-        if name == "weight" and (codes := self.__dict__.get("_codes")) is not None:
-            return codes.weight()
-        return super().__getattr__(name)
-
-
 def choose_linear_factory(kind: str) -> MakeLinear:
     """A factory that makes adaptable linears from plain ones. Raises SettingsError if bitsandbytes is missing."""
     if kind not in KINDS:
@@ -105,9 +67,7 @@ def choose_linear_factory(kind: str) -> MakeLinear:
     if kind == "off":
         return MultiLoRALinear
     if kind == "fp8":
-        from tinsmith.backends.torch.fp8 import make_fp8_linear  # whose linears are of this module's class
-
-        return make_fp8_linear
+        return Fp8Linear
     try:
         from bitsandbytes import functional
     except ImportError:
