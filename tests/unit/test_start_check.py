@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from support.families import FAMILIES, Family, make
+from support.families import FAMILIES, Family, build, make
 from tinsmith.backends.torch import attention, model, recurrent, servable, start_check
-from tinsmith.backends.torch.attention import MixerState
+from tinsmith.backends.torch.attention import LayerSlots, MixerState
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.recurrent import LayerCache, SequenceMixer, cache_argument
+from tinsmith.backends.torch.recurrent import LayerCache, SequenceMixer, SlotCache, cache_argument, wrap_mixers
 from tinsmith.backends.torch.servable import ReleaseError
 from tinsmith.errors import SettingsError
 from tinsmith.plan import versions
@@ -268,3 +269,30 @@ def test_the_installed_cache_has_the_methods_that_layers_use() -> None:
         ours = inspect.signature(getattr(LayerCache, name)).parameters
         theirs = inspect.signature(getattr(Cache, name)).parameters
         assert {key for key in theirs if key not in ("self", "kwargs")} <= {*ours, "conv_states", "recurrent_states"}
+
+
+def test_a_layer_that_continues_in_slots_reads_and_gives_back_each_part() -> None:
+    stores = MixerState(torch.arange(12.0).view(3, 4), torch.zeros(3, 5))
+    slots = LayerSlots(stores, torch.tensor([1]), torch.tensor([2]), ModuleType("kernels"))
+    gathered, fused = (SlotCache(slots, frozenset(parts)) for parts in ((), MixerState._fields))
+    faults = []
+    for cache in (gathered, fused):
+        for read in (cache.begin, partial(cache.get_conv_state, 0), partial(cache.get_recurrent_state, 0)):
+            read()
+            faults.append(cache.find_fault(MixerState(None, None), 1))
+    without = [f"continues without its {part} state" for part in MixerState._fields]
+    assert faults == [*without, None, without[0], *["does not give its conv state back"] * 2]
+    conv = gathered.get_conv_state(0)
+    assert conv is not None and gathered.has_previous_state(0)
+    conv += 1
+    gathered.store()
+    assert stores.conv is not None and stores.conv[1:].tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
+
+
+def test_layers_get_slots_for_the_parts_that_functions_of_their_file_step() -> None:
+    """Qwen3.5 has both; Kimi has another gate; MiniMax computes its state in its forward."""
+    parts = []
+    for family in ("qwen3_5_text", "kimi_linear", "minimax"):
+        decoder = build(next(other for other in STATEFUL if other.model_type == family)).get_decoder()
+        parts.append(sorted(wrap_mixers(decoder, ForwardContext())[0]._fused_parts))
+    assert parts == [["conv", "recurrent"], ["conv"], []]

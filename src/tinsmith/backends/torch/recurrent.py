@@ -8,8 +8,8 @@ length with the states before them. The module's projections carry adapters as u
 rows.
 
 The module chooses its kernels: transformers uses `flash-linear-attention`, `mamba-ssm` and `causal-conv1d` where
-installed, and plain torch elsewhere. A step of one row for each sequence (`SequenceMixer.step`) takes states in slots
-and, on a GPU, fused kernels (`state_steps`). Knows no plan, request or tenant.
+installed, and plain torch elsewhere. A step of one row for each sequence takes states in slots (`SlotCache`) and, on a
+GPU, fused kernels (`state_steps`). Knows no plan, request or tenant.
 
 Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels and K taps of a convolution.
 """
