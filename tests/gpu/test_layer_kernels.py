@@ -70,7 +70,7 @@ FORMS = {
     "gated first": kernels.NormForm(rounds=True, activation="silu", gates_first=True),
     "in groups": kernels.NormForm(rounds=True, activation="silu", gates_first=True, groups=3),
 }
-SIZES = [(1, 2, 1026), (1, 5, 96), (9, 3, 129), (33, 1, 6), (2, 17, 255)]
+SIZES = [(1, 2, 1026), (1, 5, 96), (9, 3, 129), (33, 1, 48), (2, 17, 255)]
 
 
 def norm_of_form(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: kernels.NormForm) -> Tensor:
@@ -98,10 +98,10 @@ def test_forms_of_norms(dtype: torch.dtype, form: kernels.NormForm, rows: int, h
     assert actual.is_contiguous()
     actual.backward(grad.transpose(0, 1).contiguous().transpose(0, 1))
     assert both.grad is not None and wide.grad is not None
-    near(both.grad[..., size:], wide.grad, dtype)
+    near(both.grad[..., size:], wide.grad, dtype, roundings=2)
     if is_gated:
         assert wide_gate.grad is not None
-        near(both.grad[..., :size], wide_gate.grad, dtype)
+        near(both.grad[..., :size], wide_gate.grad, dtype, roundings=2)
     with torch.no_grad():
         assert torch.equal(kernels.apply_norm(part, weight, EPS, form, gate if is_gated else None), actual)
 

@@ -166,6 +166,21 @@ def test_each_family_swaps_what_it_computes(family: Family) -> None:
     assert list_others(decoder, swapped) <= REASONS.keys()
 
 
+@pytest.mark.parametrize("family", [pytest.param(family, id=family.title) for family in FAMILIES if family.core])
+def test_norms_round_where_the_modules_do(family: Family) -> None:
+    """In bfloat16 a rounding more or less would change many numbers."""
+    decoder, swapped = swap_in(family)
+    for path, form in swapped.norms.items():
+        module = decoder.get_submodule(path).bfloat16()
+        weight, eps = getattr(module, "weight", None), module_kernels._eps_of(module)
+        assert eps is not None
+        x, gate = torch.randn(2, 1, 64, 16 if weight is None else len(weight)).bfloat16()
+        gate = gate if form.activation else None
+        actual = module(x) if gate is None else module(x, gate)
+        expected = module_kernels.norm_reference(x, weight, eps, form, gate)
+        assert (actual != expected).float().mean() < 1e-3, (path, form)
+
+
 @pytest.fixture
 def swaps(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseModel], SwappedKernels]:
     """Swaps kernels in a base model on the CPU, as on a GPU."""

@@ -223,6 +223,8 @@ class ShardedBase(BaseModel):
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
         self.device = ranks.device
+        if ranks.degrees.sharded:  # until here it was on the host
+            self.swapped = self._swap_kernels()
         self.recompute.count(self._decoder, ranks.degrees.context)
         self._ranks = ranks
 

@@ -105,9 +105,7 @@ class BaseModel:
         self.mixers = wrap_mixers(self._decoder, self._context)
         self.recompute = Recompute(recompute, self._context)
         self.recompute.wrap(self._decoder)
-        self.swapped = SwappedKernels()
-        if self.device.type == "cuda":
-            self.swapped = swap_kernels(self._decoder, self._context)
+        self.swapped = self._swap_kernels()
         self._threads = Threads(self.num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self._fused = Decoder.of(self._decoder, self.unembedding)
@@ -331,6 +329,9 @@ class BaseModel:
             self._fused.prepare()
             self._copy_mapped_weights()
             self._fused = self._verify_decoder(self._fused)
+
+    def _swap_kernels(self) -> SwappedKernels:
+        return swap_kernels(self._decoder, self._context) if self.device.type == "cuda" else SwappedKernels()
 
     def _copy_mapped_weights(self) -> None:
         """Copy what is still a view of a mapped file, with which the pages of stacked weights would stay resident. Then

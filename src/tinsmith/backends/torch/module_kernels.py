@@ -1,11 +1,12 @@
-"""Triton kernels inside transformers' modules on a GPU: norms, rotations and gated MLPs, by what they compute.
+"""Triton kernels inside transformers' modules on a GPU, by what these compute: norms, rotations, gated MLPs and the
+gates of routed experts.
 
-`swap_kernels` looks at a decoder at load. A norm and an MLP are tried on random numbers on the host, as copies with
-small weights of their own, and the file's function for rotations on small tensors; what equals one of the formulas
-below in float32, and in bfloat16 up to its rounding, gets the fused kernel. No class is named, and what equals no
-formula stays as it is. A kernel runs only while the context has a plan, so a model's own forward remains the reference
-with which packed rows are compared at load; and only on CUDA tensors of the weight's dtype without a gradient of the
-weight. Everything else runs the module's own forward.
+`swap_kernels` looks at a decoder at load. Norms and MLPs are tried on random numbers on the host, as copies with other
+weights, and so are the functions for rotations and gates; what equals one of the formulas below in float32, and for
+norms also in bfloat16 up to its rounding, gets the fused kernel. No class is named, and what equals no formula stays as
+it is. A kernel runs only while the context has a plan, so a model's own forward remains the reference with which packed
+rows are compared at load; and only on CUDA tensors of the weight's dtype without a gradient of the weight. Everything
+else runs the module's own forward.
 
 Results differ from the modules' own in this: norms round where the module does, but their gradients only once; a
 rotation, and the product of an activated gate, round once instead of two or three times.
