@@ -126,12 +126,16 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_sizes(self, max_rows: int) -> None:
         """Capture the graphs of up to `max_rows` rows without adapters, by steps of padding alone."""
-        for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
-            key = _Key(num_rows, MIN_TABLE_WIDTH, ())
-            step = self._open_step(key, (), self._build_inputs(key, (), (), None))
-            self._forward(key, step)
-            if not self._capture(key, step):
-                return
+        try:
+            for num_rows in sorted((size for size in CAPTURE_ROWS if size < 2 * max_rows), reverse=True):
+                key = _Key(num_rows, MIN_TABLE_WIDTH, ())
+                step = self._open_step(key, (), self._build_inputs(key, (), (), None))
+                self._forward(key, step)
+                if not self._capture(key, step):
+                    return
+        except torch.OutOfMemoryError:
+            log.warning("memory is too short for the graphs of many rows; they are captured when rows come")
+            self.clear()
 
     def hidden(
         self,

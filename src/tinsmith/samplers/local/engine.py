@@ -170,10 +170,7 @@ class LocalSampler:
             self._cache_budget = CacheBudget(
                 memory, self._batcher, self._cache, self._contiguous, self._states, state_size, states, fixed=on_cuda
             )
-        uses_graphs = base.can_capture and not self._deterministic
-        self._graphs = DecodeGraphs(base, self._cache, self._states) if uses_graphs else None
-        if self._graphs is not None:
-            self._graphs.capture_sizes(states.max_sequences)
+        self._graphs = self._make_graphs(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._lora_batches: OrderedDict[tuple[tuple[int | None, ...], tuple[int, ...]], LoRABatch | None] = (
@@ -193,6 +190,13 @@ class LocalSampler:
         self._prepared = True
         self._spans: list[TokenSpan] = []
         self._paused: frozenset[str] = frozenset()  # ids of requests
+
+    def _make_graphs(self, max_rows: int) -> DecodeGraphs | None:
+        if self._deterministic or not self._base.can_capture:
+            return None
+        graphs = DecodeGraphs(self._base, self._cache, self._states)
+        graphs.capture_sizes(max_rows)
+        return graphs
 
     def _make_pool(self, states: StateBudget, snapshots: StateSnapshots, probe: AttentionProbe) -> StatePool:
         pool = StatePool(self._base.device, states.max_slots, snapshots.drop_oldest)
