@@ -216,7 +216,8 @@ def test_half_precision_is_near(kind: str) -> None:
     assert (actual.float() - expected).norm() < 0.03 * expected.norm()
 
 
-@examples(10)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
+@examples(6)
 @given(
     kind=st.sampled_from(KINDS),
     parts=st.lists(st.tuples(st.integers(1, 12), st.integers(-1, 2)), min_size=1, max_size=4),

@@ -19,7 +19,7 @@ R low-rank values of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -182,15 +182,13 @@ class LoopedPairs(ExpertPairs):
 
     def expand_(self, out_NC: Tensor, u_TR: Tensor, projections: Sequence[Factors]) -> None:
         u_NR = self.repeat_rows(u_TR)
-        for adapter, part, expert, pairs in self._groups(projections):
-            factors_Cr = part.factors.select(adapter.compute[part.factors.name])[expert]
-            add_matmul_(out_NC[pairs, part.factors.columns], u_NR[pairs, part.ranks], factors_Cr.t())
+        for factors_Cr, columns, ranks, pairs in self._groups(projections, _matrices_of):
+            add_matmul_(out_NC[pairs, columns], u_NR[pairs, ranks], factors_Cr.t())
 
     def shrink(self, x_NC: Tensor, projections: Sequence[Factors]) -> Tensor:
         out_NR = x_NC.new_empty(len(x_NC), count_ranks(self.adapters, projections))
-        for adapter, part, expert, pairs in self._groups(projections):
-            factors_Cr = part.factors.select(adapter.compute[part.factors.name])[expert]
-            out_NR[pairs, part.ranks] = matmul(x_NC[pairs, part.factors.columns], factors_Cr, x_NC.dtype)
+        for factors_Cr, columns, ranks, pairs in self._groups(projections, _matrices_of):
+            out_NR[pairs, ranks] = matmul(x_NC[pairs, columns], factors_Cr, x_NC.dtype)
         return out_NR
 
     def add_outer_(
@@ -199,15 +197,28 @@ class LoopedPairs(ExpertPairs):
         u_NR = self.repeat_rows(u_TR)
         if weights_Tk is not None:
             u_NR = (u_NR * self.sort_weights(weights_Tk)).to(u_NR.dtype)
-        for adapter, part, expert, pairs in self._groups(projections):
-            if adapter.gradients is not None:
-                gradient_Cr = part.factors.select(adapter.gradients[part.factors.name])[expert]
-                add_matmul_(gradient_Cr, x_NC[pairs, part.factors.columns].t(), u_NR[pairs, part.ranks])
+        for gradient_Cr, columns, ranks, pairs in self._groups(projections, _gradients_of):
+            add_matmul_(gradient_Cr, x_NC[pairs, columns].t(), u_NR[pairs, ranks])
 
-    def _groups(self, projections: Sequence[Factors]) -> Iterator[tuple[Adapter, RankSlice, int, slice]]:
-        """The groups with pairs and an adapter, for each projection that it has."""
+    def _groups(
+        self, projections: Sequence[Factors], select: Callable[[Adapter, str], Pair | None]
+    ) -> Iterator[tuple[Tensor, slice, slice, slice]]:
+        """Of each group that has pairs, and projection that its adapter has: the factors [C, r] from the selected
+        matrices, the columns and low-rank values that they join, and the pairs.
+        """
         for slot, adapter in enumerate(self.adapters):
-            for part in rank_slices(adapter, projections):
-                for expert, (start, stop) in enumerate(self._bounds[slot :: len(self.adapters)]):
-                    if stop > start and adapter is not None:
-                        yield adapter, part, expert, slice(start, stop)
+            for _, factors, ranks in rank_slices(adapter, projections):
+                if adapter is None or (matrices := select(adapter, factors.name)) is None:
+                    continue
+                bounds = self._bounds[slot :: len(self.adapters)]
+                for factors_Cr, (start, stop) in zip(factors.select(matrices).unbind(), bounds, strict=True):
+                    if stop > start:
+                        yield factors_Cr, factors.columns, ranks, slice(start, stop)
+
+
+def _matrices_of(adapter: Adapter, name: str) -> Pair:
+    return adapter.compute[name]
+
+
+def _gradients_of(adapter: Adapter, name: str) -> Pair | None:
+    return None if adapter.gradients is None else adapter.gradients[name]
