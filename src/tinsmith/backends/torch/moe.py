@@ -310,7 +310,8 @@ def _sort_pairs(index_Tk: Tensor, lora_batch: LoRABatch, num_experts: int, *, gr
 
 class _SharedRows(NamedTuple):
     """A matrix [O, C] that all experts share, or several that are adjacent in their adapter, for rows of a segment, and
-    where its outputs are among a row's low-rank values."""
+    where its outputs are among a row's low-rank values.
+    """
 
     adapter: Adapter
     names: list[str]
