@@ -21,7 +21,6 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-import torch
 from tinker import types
 
 from recipes.runner import run as run_recipe
@@ -33,12 +32,10 @@ from tinsmith.backends import Backend, run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.with_remote_sampler import memory_directory, with_remote_sampler
 from tinsmith.base_models import eos_token_ids, nano, read_shape
-from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.samplers import Sampler
 from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
 from tinsmith.samplers.remote.dialect import EngineRequest, PromptScoring
 from tinsmith.samplers.remote.vllm import VllmDialect
-from tinsmith.settings import Settings
 from tinsmith.types import (
     AdamParams,
     Adjustments,
@@ -94,15 +91,6 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         vllm.close()
         # Adapters lie in memory wherever a file system there can be written to.
         assert memory is None or not list((directory / "adapters").iterdir())
-
-
-def test_the_vllm_that_is_installed_is_chosen_on_one_gpu(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    settings = Settings(sampler_python=python)
-    name, reason = choose_sampler(settings, read_shape(nano.MODEL_NAME, nano.path()).arch, images=False)
-    assert name == "vllm" and f"of {python} takes turns" in reason
-    name, reason = choose_sampler(settings, "NobodysForCausalLM", images=False)
-    assert name == "local" and "does not support NobodysForCausalLM" in reason
 
 
 def train(backend: Backend, name: str, spec: LoraSpec) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from tinsmith import base_models
 from tinsmith.cli.rank import rank_key
-from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.errors import SettingsError
 from tinsmith.plan.degrees import Plan
 from tinsmith.plan.speed import Rates
@@ -27,7 +26,6 @@ from tinsmith.plan.versions import (
     TESTED,
     VersionRange,
     list_installed_versions,
-    list_missing_packages,
     list_untested_versions,
 )
 from tinsmith.settings import Settings
@@ -152,10 +150,6 @@ def _models(settings: Settings) -> Iterator[Finding]:
             f"{shape.name}: {shape.arch}, {size / 1e6:.1f} MB of weights, vocabulary {shape.vocab_size}, "
             f"context {shape.max_context_length}",
         )
-        if "torch" in list_missing_packages():
-            continue
-        name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
-        yield Finding(True, "sampler", f"{name} for {shape.name}: {reason}")
 
 
 def measure_rates(settings: Settings, plan: Plan) -> Rates:

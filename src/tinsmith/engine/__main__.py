@@ -58,7 +58,6 @@ from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import journal_path, read_journal
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.profiles import Profiles
-from tinsmith.cluster.sampler_choice import choose_sampler
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.factory import open_database, open_mailbox
 from tinsmith.db.postgres import ENGINE_CONNECTIONS, LEASE_CONNECTIONS, PostgresTimeouts
@@ -156,16 +155,6 @@ def check_device(settings: ModelSettings) -> None:
                 f"device is {settings.device!r}, and torch {torch.__version__} finds {count} CUDA devices here; name "
                 "one of them, counted from 0, or 'auto' or 'cpu'"
             )
-
-
-def _resolve_sampler(settings: Settings, shape: ModelShape, kind: str) -> Settings:
-    """Choose what samples if the settings leave it open, and log the choice with its reason."""
-    if settings.sampler != "auto" or kind == SAMPLER:
-        return settings
-    name, reason = choose_sampler(settings, shape.arch, images=shape.vision is not None)
-    log.info("sampler chosen", sampler=name, reason=reason)
-    shares = settings.sampler_shares_device or name == "vllm"
-    return settings.model_copy(update={"sampler": name, "sampler_shares_device": shares})
 
 
 def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings:
@@ -456,7 +445,6 @@ def _serve(context: _EngineContext, settings: Settings, stopping: threading.Even
     try:
         loss_registry()
         check_device(settings)
-        settings = _resolve_sampler(settings, shape, seat.kind)
         settings = choose_degrees(settings, shape, seat.kind)
         check_machines(settings, seat.kind)
         check_fit(settings, shape)

@@ -258,8 +258,7 @@ class RemoteSamplerSettings(SettingsGroup):
     """vLLM and SGLang."""
 
     sampler: Literal["auto", "local", "vllm", "sglang"] = "auto"
-    """`local` (the engine), `vllm`, `sglang`, or `auto`: an installed `vllm` for an engine alone on one GPU, else
-    `local` (docs/howto/vllm.md)."""
+    """`vllm` or `sglang` (docs/howto/vllm.md); `auto` and `local` are the engine."""
 
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Address of a running vLLM or SGLang; empty means that each engine starts one."""
@@ -298,7 +297,7 @@ class RemoteSamplerSettings(SettingsGroup):
 
     @property
     def samples_elsewhere(self) -> bool:
-        """Whether vLLM or SGLang samples, once `auto` is resolved (`choose_sampler`)."""
+        """Whether vLLM or SGLang samples."""
         return self.sampler in ("vllm", "sglang")
 
 
