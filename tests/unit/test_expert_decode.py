@@ -75,7 +75,7 @@ def test_pairs_are_sorted_by_expert_and_stay_in_order(num: int, experts: int, ch
     pairs = sort_pairs(index_nk, experts)
     expected_N = index_nk.flatten().argsort(stable=True)
     assert torch.equal(pairs.pair_N, expected_N)
-    assert torch.equal(pairs.place_N[pairs.pair_N], torch.arange(num * choices, device=WHERE))
+    assert torch.equal(pairs.sorted_N[pairs.pair_N], torch.arange(num * choices, device=WHERE))
     assert torch.equal(pairs.ends_E.long(), torch.bincount(index_nk.flatten(), minlength=experts).cumsum(0))
 
 

@@ -36,17 +36,17 @@ class SortedPairs(NamedTuple):
     """Pairs sorted by expert, those of one expert in ascending order."""
 
     index_nk: Tensor  # the experts that each row chose
-    pair_N: Tensor  # the pair (row * k + choice) at each place
-    place_N: Tensor  # the place of each pair
+    pair_N: Tensor  # the pair (row * k + choice) at each position
+    sorted_N: Tensor  # the position of each pair
     ends_E: Tensor  # where each expert's pairs end; int32
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
-    expert_ptr, pair_ptr, place_ptr, ends_ptr, num_pairs,
+    expert_ptr, pair_ptr, sorted_ptr, ends_ptr, num_pairs,
     EXPERTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs first place pairs, then count the pairs up to each expert."""
+    """Programs first sort pairs, then count the pairs up to each expert."""
     program, num_placing = tl.program_id(0), tl.cdiv(num_pairs, SORTED)
     before = tl.zeros((SORTED,), tl.int32)
     if program < num_placing:
@@ -57,7 +57,7 @@ def _sort_kernel(
             other_expert = tl.load(expert_ptr + other, other < num_pairs, EXPERTS)
             is_equal = (other_expert[None] == expert[:, None]) & (other[None] < pair[:, None])
             before += tl.sum(((other_expert[None] < expert[:, None]) | is_equal).to(tl.int32), 1)
-        tl.store(place_ptr + pair, before.to(tl.int64), pair < num_pairs)
+        tl.store(sorted_ptr + pair, before.to(tl.int64), pair < num_pairs)
         tl.store(pair_ptr + before, pair.to(tl.int64), pair < num_pairs)
     else:
         expert = (program - num_placing) * SORTED + tl.arange(0, SORTED)
@@ -73,13 +73,13 @@ def sort_pairs(index_nk: Tensor, num_experts: int) -> SortedPairs:
     index_nk = index_nk.contiguous()
     expert_N = index_nk.view(-1)
     num, device = len(expert_N), index_nk.device
-    pair_N, place_N = torch.empty_like(expert_N, dtype=torch.int64), torch.empty_like(expert_N, dtype=torch.int64)
+    pair_N, sorted_N = torch.empty_like(expert_N, dtype=torch.int64), torch.empty_like(expert_N, dtype=torch.int64)
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=device)
     programs = triton.cdiv(num, SORTED) + triton.cdiv(num_experts, SORTED)
     _sort_kernel[(programs,)](
-        expert_N, pair_N, place_N, ends_E, num, EXPERTS=num_experts, SORTED=SORTED, BLOCK=64, num_warps=4
+        expert_N, pair_N, sorted_N, ends_E, num, EXPERTS=num_experts, SORTED=SORTED, BLOCK=64, num_warps=4
     )
-    return SortedPairs(index_nk, pair_N, place_N, ends_E)
+    return SortedPairs(index_nk, pair_N, sorted_N, ends_E)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -87,9 +87,9 @@ def _expand_kernel(  # noqa: PLR0913 - one launch
     y_ptr, u_ptr, rows_ptr, expert_ptr, pair_ptr, parts_ptr, y_stride, num_rows, dtype_ptr,
     RANK: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """y[place, columns of the part] += scale * (sum of u[row] over splits) B[expert]^T."""
-    place, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    pair = tl.load(pair_ptr + place)
+    """y[position, columns of the part] += scale * (sum of u[row] over splits) B[expert]^T."""
+    position, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    pair = tl.load(pair_ptr + position)
     row = pair // CHOICES
     address = tl.load(rows_ptr + row * 2)
     if address == 0:
@@ -109,7 +109,7 @@ def _expand_kernel(  # noqa: PLR0913 - one launch
     b = tl.load(b_ptr + out[:, None] * RANK + rank[None], is_out[:, None] & (rank < RANK)[None], 0.0)
     delta = tl.sum(b.to(tl.float32) * (u * scale)[None], 1)
     column = tl.load(parts_ptr + part * 5 + 2) + out * tl.load(parts_ptr + part * 5 + 4)
-    y = y_ptr + place * y_stride + column
+    y = y_ptr + position * y_stride + column
     tl.store(y, (tl.load(y, is_out, 0.0).to(tl.float32) + delta).to(y_ptr.dtype.element_ty), is_out)
 
 
@@ -136,9 +136,9 @@ def _shrink_kernel(  # noqa: PLR0913 - one launch
     x_ptr, u_ptr, rows_ptr, expert_ptr, pair_ptr, weight_ptr, parts_ptr, x_stride, num_rows, num_inputs,
     RANK: tl.constexpr, PADDED: tl.constexpr, INPUTS: tl.constexpr, CHOICES: tl.constexpr,
 ):  # fmt: skip
-    """u[choice, row] = weight * x[place] A[expert]^T, float32."""
-    place = tl.program_id(0).to(tl.int64)
-    pair = tl.load(pair_ptr + place)
+    """u[choice, row] = weight * x[position] A[expert]^T, float32."""
+    position = tl.program_id(0).to(tl.int64)
+    pair = tl.load(pair_ptr + position)
     row, choice = pair // CHOICES, pair % CHOICES
     address = tl.load(rows_ptr + row * 2)
     if address == 0:
@@ -151,7 +151,7 @@ def _shrink_kernel(  # noqa: PLR0913 - one launch
     for start in range(0, num_inputs, INPUTS):
         column = start + tl.arange(0, INPUTS)
         is_input = column < num_inputs
-        x = tl.load(x_ptr + place * x_stride + column, is_input, 0.0).to(tl.float32)
+        x = tl.load(x_ptr + position * x_stride + column, is_input, 0.0).to(tl.float32)
         a = tl.load(a_ptr + rank[:, None] * num_inputs + column[None], (rank < RANK)[:, None] & is_input[None], 0.0)
         sums += tl.sum(a.to(tl.float32) * x[None], 1)
     sums *= tl.load(weight_ptr + pair).to(tl.float32)
@@ -162,7 +162,7 @@ def shrink_pairs(
     x_NI: Tensor, rows_n2: Tensor, pairs: SortedPairs, weights_nk: Tensor, parts_15: Tensor, rank: int
 ) -> Tensor:
     """u [1, k, n, r padded], float32: the router's weight times x A^T of each pair, where the sum over choices takes
-    the place of that over splits. Rows without an adapter are not written. `parts_15`: as
+    the place of the sum over splits. Rows without an adapter are not written. `parts_15`: as
     above, of one part with A [E, r, I].
     """
     num_rows, num_choices = pairs.index_nk.shape

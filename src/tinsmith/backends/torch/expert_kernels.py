@@ -326,6 +326,30 @@ def _launch(kernel: JITFunction, grid: tuple[int, ...], *args: object, **constan
     kernel[grid](*args, **constants)
 
 
+def _launch_rows(kernel: JITFunction, num_rows: int, num_choices: int, size: int, *args: object) -> None:
+    block = min(triton.next_power_of_2(size), ROW_ELEMENTS)
+    _launch(
+        kernel, (num_rows, triton.cdiv(size, block)), *args,
+        CHOICES=num_choices, C=size, BLOCK=block, num_warps=max(block // WARP_ELEMENTS, 1),
+    )  # fmt: skip
+
+
+def repeat_rows(x_TC: Tensor, sorted_N: Tensor, num_choices: int) -> Tensor:
+    """[N, C]: the row of each pair, at the pair's sorted index."""
+    x_TC = x_TC.contiguous()
+    y_NC = x_TC.new_empty(len(sorted_N), x_TC.shape[1])
+    _launch_rows(_repeat_kernel, len(x_TC), num_choices, x_TC.shape[1], x_TC, sorted_N, y_NC)
+    return y_NC
+
+
+def combine_pairs(x_NC: Tensor, sorted_N: Tensor, num_choices: int, weights_Tk: Tensor | None) -> Tensor:
+    """[T, C]: the sum, weighted if there are weights, over each row's pairs in the order of its choices."""
+    out_TC = x_NC.new_empty(len(sorted_N) // num_choices, x_NC.shape[1])
+    weights_Tk = None if weights_Tk is None else weights_Tk.contiguous()
+    _launch_rows(_combine_kernel, len(out_TC), num_choices, x_NC.shape[1], x_NC, sorted_N, weights_Tk, out_TC)
+    return out_TC
+
+
 class _RowBlocks(NamedTuple):
     """The tiles of all groups: the group of each, or a number beyond the groups, and how many end with each group."""
 
@@ -355,16 +379,10 @@ class GroupedPairs(ExpertPairs):
         return len(self.order.pair_N)
 
     def repeat_rows(self, x_TC: Tensor) -> Tensor:
-        x_TC = x_TC.contiguous()
-        y_NC = x_TC.new_empty(self._num_pairs, x_TC.shape[1])
-        self._launch_rows(_repeat_kernel, x_TC.shape[1], x_TC, self.order.sorted_N, y_NC)
-        return y_NC
+        return repeat_rows(x_TC, self.order.sorted_N, self.num_choices)
 
     def combine(self, x_NC: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
-        out_TC = x_NC.new_empty(self._num_pairs // self.num_choices, x_NC.shape[1])
-        weights_Tk = None if weights_Tk is None else weights_Tk.contiguous()
-        self._launch_rows(_combine_kernel, x_NC.shape[1], x_NC, self.order.sorted_N, weights_Tk, out_TC)
-        return out_TC
+        return combine_pairs(x_NC, self.order.sorted_N, self.num_choices, weights_Tk)
 
     def matmul(self, x_NC: Tensor, weight_ECO: Tensor) -> Tensor:
         return grouped_mm(x_NC, weight_ECO, offs=self._expert_ends_E)
@@ -444,13 +462,6 @@ class GroupedPairs(ExpertPairs):
             **self._tile(ranks, u_TR.dtype, COLUMNS=GATE_COLUMNS, num_warps=8),
         )  # fmt: skip
         return GateGradients(grad_gate_up_NG, grad_u_NR, grad_weights_Tk)
-
-    def _launch_rows(self, kernel: JITFunction, size: int, *args: object) -> None:
-        block = min(triton.next_power_of_2(size), ROW_ELEMENTS)
-        _launch(
-            kernel, (self._num_pairs // self.num_choices, triton.cdiv(size, block)), *args,
-            CHOICES=self.num_choices, C=size, BLOCK=block, num_warps=max(block // WARP_ELEMENTS, 1),
-        )  # fmt: skip
 
     @property
     def _block_tables(self) -> tuple[Tensor, Tensor, Tensor]:

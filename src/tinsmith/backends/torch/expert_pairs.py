@@ -60,7 +60,7 @@ class Factors(NamedTuple):
 class RankSlice(NamedTuple):
     """Where the low-rank values of one projection are among those of a row."""
 
-    number: int  # of the projection
+    projection: int  # its index
     factors: Factors
     ranks: slice
 

@@ -138,7 +138,7 @@ def _activate(gates, IS_SILU: tl.constexpr):
 
 
 @triton.jit
-def _gated_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = tl.cdiv(F, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -149,7 +149,7 @@ def _gated_kernel(gate, up, y, gate_row, up_row, F: tl.constexpr, IS_SILU: tl.co
 
 
 @triton.jit
-def _gated_gradient_kernel(  # noqa: PLR0913
+def _gate_gradient_kernel(  # noqa: PLR0913
     grad, gate, up, grad_gate, grad_up, grad_row, gate_row, up_row, out_row,
     F: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -262,10 +262,10 @@ def _rotate_kernel(  # noqa: PLR0913
     tl.store(out_key + column, rotated_a, inside & is_key)
     tl.store(out_key + column + half, rotated_b, inside & is_key)
     if R < E:
-        rest = R + tl.broadcast_to(tl.arange(0, REST)[None, :], BLOCK, REST)
-        of_query, of_key = is_query & (rest < E), is_key & (rest < E)
-        tl.store(out_query + rest, tl.load(query + rest, of_query), of_query)
-        tl.store(out_key + rest, tl.load(key + rest, of_key), of_key)
+        unrotated = R + tl.broadcast_to(tl.arange(0, REST)[None, :], BLOCK, REST)
+        of_query, of_key = is_query & (unrotated < E), is_key & (unrotated < E)
+        tl.store(out_query + unrotated, tl.load(query + unrotated, of_query), of_query)
+        tl.store(out_key + unrotated, tl.load(key + unrotated, of_key), of_key)
 
 
 def _launch(kernel: JITFunction, num_programs: int, *args: object, **constants: object) -> None:
@@ -442,7 +442,7 @@ def _launch_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     tensors, block = [_as_rows(x, size) for x in (gate, up)], _choose_gated_block(size)
     num_programs, strides = len(tensors[0]) * _count_blocks(size, block), [x.stride(0) for x in tensors]
     tile = {"F": size, "IS_SILU": activation == "silu", "BLOCK": block, "num_warps": 4}
-    _launch(_gated_kernel, num_programs, *tensors, y, *strides, **tile)
+    _launch(_gate_kernel, num_programs, *tensors, y, *strides, **tile)
     return y
 
 
@@ -454,7 +454,7 @@ def _launch_gated_gradient(
     tensors, block = [_as_rows(x, size) for x in (grad, gate, up, grad_gate, grad_up)], _choose_gated_block(size)
     num_programs, strides = len(tensors[0]) * _count_blocks(size, block), [x.stride(0) for x in tensors[:4]]
     tile = {"F": size, "IS_SILU": activation == "silu", "BLOCK": block, "num_warps": 4}
-    _launch(_gated_gradient_kernel, num_programs, *tensors, *strides, **tile)
+    _launch(_gate_gradient_kernel, num_programs, *tensors, *strides, **tile)
 
 
 def _choose_gated_block(size: int) -> int:
@@ -570,11 +570,11 @@ def _launch_rotate(
     num_heads, num_keys, size = q.shape[head], k.shape[head], q.shape[-1]
     rotated = cos_1TR.shape[-1] * (2 if layout.shares_halves else 1)
     out_q, out_k = (_empty_rows(x, layout) for x in (q, k))
-    half, rest = _next_power_of_two(rotated // 2), _next_power_of_two(max(size - rotated, 1))
+    half, unrotated = _next_power_of_two(rotated // 2), _next_power_of_two(max(size - rotated, 1))
     block = min(max(HEAD_ELEMENTS // (2 * half), 1), _next_power_of_two(num_heads + num_keys))
     tile = {
         "H": num_heads, "G": num_keys, "E": size, "R": rotated, "SECOND": 0 if layout.shares_halves else rotated // 2,
-        "INVERSE": inverse, "BLOCK": block, "HALF": half, "REST": rest, "num_warps": 2,
+        "INVERSE": inverse, "BLOCK": block, "HALF": half, "REST": unrotated, "num_warps": 2,
     }  # fmt: skip
     strides = [*(x.stride(i) for x in (q, k) for i in (row, head)), cos_1TR.stride(1), sine_1TR.stride(1)]
     num_programs = q.shape[row] * _count_blocks(num_heads + num_keys, block)

@@ -282,7 +282,7 @@ def find_rotation_kinds(function: Callable[..., tuple[Tensor, Tensor]]) -> Rotat
     if list(inspect.signature(function).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         return None
     q, k = (_random(1, heads, 5, 8, seed=heads) for heads in (4, 2))
-    part, whole = (tuple(_random(1, 5, width, seed=width + i) for i in range(2)) for width in (4, 8))
+    part, full = (tuple(_random(1, 5, width, seed=width + i) for i in range(2)) for width in (4, 8))
 
     def equals(cos_sin: tuple[Tensor, ...], expected_cos_sin: tuple[Tensor, ...]) -> bool:
         try:
@@ -292,20 +292,20 @@ def find_rotation_kinds(function: Callable[..., tuple[Tensor, Tensor]]) -> Rotat
         pairs = zip(actual, (rotate_reference(x, *expected_cos_sin) for x in (q, k)), strict=True)
         return all(_is_near(*pair) for pair in pairs)
 
-    rotates_all, rotates_part = equals(whole, whole), equals(part, part)
+    rotates_all, rotates_part = equals(full, full), equals(part, part)
     shares_halves = not rotates_part and equals(part, tuple(torch.cat([x, x], -1) for x in part))
     if not (rotates_all or shares_halves):
         return None
-    keeps_dtype = rotates_all and function(q.bfloat16(), k.bfloat16(), *whole)[0].dtype == torch.bfloat16
+    keeps_dtype = rotates_all and function(q.bfloat16(), k.bfloat16(), *full)[0].dtype == torch.bfloat16
     return RotationKinds(rotates_all, rotates_part, shares_halves, keeps_dtype)
 
 
 def rotate_reference(x_1HTE: Tensor, cos_1TR: Tensor, sin_1TR: Tensor) -> Tensor:
     """x cos + (-x2, x1) sin of the halves of the first R columns; the others as they are."""
-    rotated, rest = x_1HTE[..., : cos_1TR.shape[-1]], x_1HTE[..., cos_1TR.shape[-1] :]
+    rotated, unrotated = x_1HTE[..., : cos_1TR.shape[-1]], x_1HTE[..., cos_1TR.shape[-1] :]
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos_1TR[:, None] + torch.cat([-second, first], -1) * sin_1TR[:, None]
-    return torch.cat([rotated, rest], -1)
+    return torch.cat([rotated, unrotated], -1)
 
 
 def norm_reference(x: Tensor, weight: Tensor | None, eps: float, form: NormForm, gate: Tensor | None) -> Tensor:

@@ -185,11 +185,12 @@ class MultiLoRAExperts(nn.Module):
         the experts (`can_capture`).
         """
         from tinsmith.backends.torch import expert_decode_kernels as kernels
+        from tinsmith.backends.torch.expert_kernels import combine_pairs, repeat_rows
 
         pairs = kernels.sort_pairs(index_Tk, self.num_experts)
         expert_N = pairs.index_nk.view(-1)
-        transposed = self.transposed
-        x_ND = hidden_TD.index_select(0, pairs.pair_N // index_Tk.shape[1])
+        transposed, num_choices = self.transposed, index_Tk.shape[1]
+        x_ND = repeat_rows(hidden_TD, pairs.sorted_N, num_choices)
         y_NG = grouped_mm(x_ND, self.outer_proj if transposed else self.outer_proj.mT, offs=pairs.ends_E)
         if self.has_bias:
             y_NG += self.outer_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
@@ -207,8 +208,7 @@ class MultiLoRAExperts(nn.Module):
         y_ND = grouped_mm(inner_NI, self.down_proj if transposed else self.down_proj.mT, offs=pairs.ends_E)
         if self.has_bias:
             y_ND += self.down_proj_bias.index_select(0, expert_N.index_select(0, pairs.pair_N))
-        weighted_TkD = y_ND.index_select(0, pairs.place_N).view(*index_Tk.shape, -1) * weights_Tk[..., None]
-        out_TD = weighted_TkD.sum(1).to(hidden_TD.dtype)
+        out_TD = combine_pairs(y_ND, pairs.sorted_N, num_choices, weights_Tk)
         for layout, blocks_B4, rows_T2 in tables:
             _, parts_15, tiles = self._device_parts(layout, hidden_TD.device)
             if parts_15 is not None and tiles is not None:

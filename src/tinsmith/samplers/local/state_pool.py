@@ -97,8 +97,8 @@ class StatePool:
         size = max(num_slots, len(states) + 1) if states else num_slots
         if size >= self.num_slots:
             return
-        sources, taken = list(range(size)), {slot for slot, _ in states}
-        targets = [slot for slot in range(size - 1, 0, -1) if slot not in taken]
+        sources, used_slots = list(range(size)), {slot for slot, _ in states}
+        targets = [slot for slot in range(size - 1, 0, -1) if slot not in used_slots]
         for slot, state in states:
             if slot >= size:
                 state.slot = targets.pop()
@@ -128,7 +128,7 @@ class StatePool:
         sources = sources[:size]
         for layer, stores in self._stores.items():
             # One layer after the other, so that only one exists twice.
-            self._stores[layer] = MixerState(*(_resized(store, size, sources) for store in stores))
+            self._stores[layer] = MixerState(*(_resize_store(store, size, sources) for store in stores))
         self._free += range(size - 1, max(self.num_slots, 1) - 1, -1)
         self.num_slots = size
 
@@ -144,10 +144,10 @@ def step_kernels(device: torch.device) -> ModuleType | None:
 
 
 def _empty_stores(state: MixerState, size: int) -> MixerState:
-    return MixerState(*(None if part is None else _resized(part[:0], size, []) for part in state))
+    return MixerState(*(None if part is None else _resize_store(part[:0], size, []) for part in state))
 
 
-def _resized(store: Tensor | None, size: int, sources: list[int]) -> Tensor | None:
+def _resize_store(store: Tensor | None, size: int, sources: list[int]) -> Tensor | None:
     if store is None:
         return None
     with torch.inference_mode(False):  # so that steps with and without gradients may write to it
