@@ -335,7 +335,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (layer_kernels, "_launch", None),
             (moe, "has_grouped_mm", grouped),
             (loss, "head_kernels", SimpleNamespace(Softmax=_Softmax)),
-            (engine, "DecodeGraphs", None),
+            (engine.LocalSampler, "_make_graphs", None),
             (kv_cache, "page_kernels", kernels),
             (paged_attention, "page_kernels", kernels),
             (state_pool, "step_kernels", steps),
