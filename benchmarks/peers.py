@@ -78,13 +78,20 @@ def plain(directory: Path, spec: dict[str, Any]) -> Run:
 
         def __init__(self, *names: str) -> None:
             weights = [stored[f"{name}.weight"] for name in names]
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
+            self.weight, self.is_packed = torch.cat(weights), True
+            try:
+                self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+            except RuntimeError:  # oneDNN has no 16-bit products on this processor
+                self.is_packed = False
             self.a = torch.randn(rank * len(names), weights[0].shape[1], dtype=dtype) * 0.01
             self.b = [torch.randn(rank, len(weight), dtype=dtype) * 0.01 for weight in weights]
             self.spans = torch.tensor([0, *(len(weight) for weight in weights)]).cumsum(0).tolist()
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+            if self.is_packed:
+                y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+            else:
+                y = torch.nn.functional.linear(x, self.weight)
             inner = x @ self.a.t()
             for i, b in enumerate(self.b):
                 y[:, self.spans[i] : self.spans[i + 1]].addmm_(inner[:, i * rank : (i + 1) * rank], b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -171,5 +172,7 @@ def test_the_name_of_an_unloaded_run_falls_back_to_its_checkpoint(
         unloaded = httpx.post(f"{server.url}/api/v1/unload_model", json=body, headers={"X-API-Key": API_KEY})
         assert unloaded.status_code == 200
         deadline = time.monotonic() + 30
-        while (version := ask()) != path:
+        while version != path:
             assert time.monotonic() < deadline, version
+            with contextlib.suppress(openai.BadRequestError):  # a request that the unloading overtakes
+                version = ask()
