@@ -1,4 +1,4 @@
-"""Linears of 8-bit floats, against plain products in float64 of the numbers that their codes stand for."""
+"""Linears with 8-bit floats, compared with float64 products of the dequantised values."""
 
 from __future__ import annotations
 

@@ -137,8 +137,8 @@ class Sessions:
         self._update(session_id, last_heartbeat_at=now())
 
     def keep(self, tenant_id: str, session_id: str) -> None:
-        """Record a heartbeat for somebody who waits for a sample, but not for a paused session: it waits for its own
-        client to continue, and ends when that is gone. Raises GoneError."""
+        """Record a heartbeat when a client polls for a sample of this session, unless sampling is paused: then only
+        the heartbeats of the client that paused it count. Raises GoneError."""
         if self.require_active(tenant_id, session_id).sampling_paused_at is None:
             self._update(session_id, last_heartbeat_at=now())
 

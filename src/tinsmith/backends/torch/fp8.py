@@ -3,8 +3,8 @@
 A weight has a scale for each output, fixed at load. The rows that meet it are rounded to e4m3, too, each with a scale
 of its own, so that a product has two 8-bit operands: twice the speed of 16-bit ones on a GPU of compute capability 9.0.
 Sums are in float32, and both scales are applied to them. The gradient of the input is such a product of the output's
-gradient, times the weights' scales, with the same codes. Training and sampling round alike, so their logprobs agree as
-they do without; adapters read the rows as they are.
+gradient, times the weights' scales, with the same codes. Training and sampling round alike, but a last bit of bfloat16
+may become another code, so their logprobs differ more than unquantised ones. Adapters read the rows as they are.
 
 Elsewhere, and for sizes that the kernel does not take (multiples of 16), the same numbers are multiplied in float32.
 That is the reference, and slow. A row's scale depends on that row alone.

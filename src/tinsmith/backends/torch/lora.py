@@ -137,10 +137,6 @@ class DeviceLoRABatch(LoRABatch):
 
                 add_deltas_(y_TO, x_TI, blocks_B4, *tables, layout.rank, BLOCK_ROWS)
 
-    def for_sequences(self, starts: tuple[int, ...], length: int) -> LoRABatch:
-        """In a graph each sequence is one row, in order."""
-        return self if self.is_captured else super().for_sequences(starts, length)
-
     def _upload_row_blocks(self, device: torch.device) -> list[tuple[Layout, Tensor]]:
         layouts = {id(adapter.layout): adapter.layout for _, _, adapter in self.segments if adapter is not None}
         blocks_by_layout = [

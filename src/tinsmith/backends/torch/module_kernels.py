@@ -39,7 +39,7 @@ from torch.nn.functional import gelu, silu
 
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
-from tinsmith.backends.torch.transformer import FusedLinear
+from tinsmith.backends.torch.transformer import FusedLinear, load_layer_kernels
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.layer_kernels import NormForm, RotaryLayout
@@ -131,7 +131,7 @@ class FusedNorm:
             gate = args[1] if len(args) > 1 else kwargs.get("gate")
             weight = cast("Tensor | None", getattr(self._module, "weight", None))
             if self._suits(x, gate, weight):
-                return _layer_kernels().apply_norm(x, weight, self._eps, self._form, gate)
+                return load_layer_kernels().apply_norm(x, weight, self._eps, self._form, gate)
         return self._forward(*args, **kwargs)
 
     def _suits(self, x: Tensor, gate: Tensor | None, weight: Tensor | None) -> bool:
@@ -161,10 +161,10 @@ class FusedMLP:
         elif len(outer) == 1:
             gate_up = outer[0](x)
         else:
-            return down(_layer_kernels().apply_gate(*(linear(x) for linear in outer), self._activation))
+            return down(load_layer_kernels().apply_gate(*(linear(x) for linear in outer), self._activation))
         if torch.is_grad_enabled() and type(down) is MultiLoRALinear and not _is_trained(down.weight):
             return down.forward_with_gradient(gate_up, down.groups(lora_batch), before=RECOMPUTED[self._activation])
-        return down(_layer_kernels().apply_joined_gate(gate_up, self._activation)).view(*x.shape[:-1], -1)
+        return down(load_layer_kernels().apply_joined_gate(gate_up, self._activation)).view(*x.shape[:-1], -1)
 
     def join(self) -> None:
         """Store both weights as one; see `join_gated_products`."""
@@ -184,7 +184,7 @@ class FusedGate:
     def __call__(self, gate_up_NG: Tensor) -> Tensor:
         if self._context.plan is None or not runs_kernels(gate_up_NG):
             return self._apply_gate(gate_up_NG)
-        return _layer_kernels().apply_joined_gate(gate_up_NG, self._activation)
+        return load_layer_kernels().apply_joined_gate(gate_up_NG, self._activation)
 
 
 class _JoinedGate:
@@ -194,10 +194,10 @@ class _JoinedGate:
         self._activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return _layer_kernels().swiglu(x, self._activation)
+        return load_layer_kernels().swiglu(x, self._activation)
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return _layer_kernels().swiglu_gradient(grad, x, self._activation)
+        return load_layer_kernels().swiglu_gradient(grad, x, self._activation)
 
 
 GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -221,7 +221,7 @@ class FusedRotation:
         if runs_kernels(q) and any(context.plan is not None for context in self.contexts):
             layout = self._choose_layout(q, k, cos, sin, unsqueeze_dim)
             if layout is not None:
-                return _layer_kernels().rotate_halves(q, k, cos, sin, layout)
+                return load_layer_kernels().rotate_halves(q, k, cos, sin, layout)
         return self.function(q, k, cos, sin, unsqueeze_dim)
 
     def _choose_layout(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> RotaryLayout | None:
@@ -236,9 +236,9 @@ class FusedRotation:
             return None
         width, size = cos.shape[-1], q.shape[-1]
         if self.kinds.rotates_all if width == size else width < size and width % 2 == 0 and self.kinds.rotates_part:
-            return _layer_kernels().RotaryLayout(unsqueeze_dim == 1, False)
+            return load_layer_kernels().RotaryLayout(unsqueeze_dim == 1, False)
         if 2 * width == size and self.kinds.shares_halves:
-            return _layer_kernels().RotaryLayout(unsqueeze_dim == 1, True)
+            return load_layer_kernels().RotaryLayout(unsqueeze_dim == 1, True)
         return None
 
 
@@ -251,13 +251,6 @@ class RotationKinds:
     shares_halves: bool
     keeps_dtype: bool
     """Results of float32 cosines have the dtype of queries and keys."""
-
-
-def _layer_kernels() -> ModuleType:
-    """Only where a CUDA tensor was met: other builds of torch have no triton."""
-    from tinsmith.backends.torch import layer_kernels
-
-    return layer_kernels
 
 
 def _modeling_files(modules: Iterable[nn.Module]) -> list[ModuleType]:
@@ -357,7 +350,7 @@ def find_norm_form(module: nn.Module) -> NormForm | None:
 
 
 def _list_forms(module: nn.Module, size: int, *, has_gate: bool, has_weight: bool) -> list[NormForm]:
-    form_of = _layer_kernels().NormForm
+    form_of = load_layer_kernels().NormForm
     if not has_weight:
         return [form_of()]
     if not has_gate:

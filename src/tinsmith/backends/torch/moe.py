@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -48,13 +47,6 @@ GATE, UP, DOWN = "w1", "w3", "w2"
 
 MAX_RANKS = 128
 """The highest rank of an adapter that the kernels multiply."""
-
-
-def lora_kernels() -> ModuleType:
-    """Only where a CUDA tensor was met: other builds of torch have no triton."""
-    from tinsmith.backends.torch import lora_kernels as kernels
-
-    return kernels
 
 
 @cache
@@ -185,6 +177,7 @@ class MultiLoRAExperts(nn.Module):
         the experts (`can_capture`).
         """
         from tinsmith.backends.torch import expert_decode_kernels as kernels
+        from tinsmith.backends.torch import lora_kernels
         from tinsmith.backends.torch.expert_kernels import combine_pairs, repeat_rows
 
         pairs = kernels.sort_pairs(index_Tk, self.num_experts)
@@ -200,7 +193,7 @@ class MultiLoRAExperts(nn.Module):
         ]
         for layout, blocks_B4, rows_T2 in tables:
             if (parts_P5 := self._device_parts(layout, hidden_TD.device)[0]) is not None:
-                u_PSTr = lora_kernels().shrink(hidden_TD, blocks_B4, parts_P5, layout.rank, BLOCK_ROWS)
+                u_PSTr = lora_kernels.shrink(hidden_TD, blocks_B4, parts_P5, layout.rank, BLOCK_ROWS)
                 kernels.expand_pairs_(
                     y_NG, u_PSTr, rows_T2, pairs, parts_P5, self.inner_features, layout.rank, hidden_TD
                 )
@@ -213,7 +206,7 @@ class MultiLoRAExperts(nn.Module):
             _, parts_15, tiles = self._device_parts(layout, hidden_TD.device)
             if parts_15 is not None and tiles is not None:
                 u_1kTr = kernels.shrink_pairs(inner_NI, rows_T2, pairs, weights_Tk, parts_15, layout.rank)
-                lora_kernels().expand_(out_TD, u_1kTr, blocks_B4, *tiles, layout.rank, BLOCK_ROWS, hidden_TD)
+                lora_kernels.expand_(out_TD, u_1kTr, blocks_B4, *tiles, layout.rank, BLOCK_ROWS, hidden_TD)
         return out_TD
 
     def _device_parts(
@@ -231,9 +224,11 @@ class MultiLoRAExperts(nn.Module):
             ]
             inner = tiles = None
             if self.down_name in spans:
+                from tinsmith.backends.torch import lora_kernels
+
                 a, b = spans[self.down_name]
                 inner = upload(np.array([(a.start, b.start, 0, self.hidden_features, 1)], np.int64), device)
-                tile_list = lora_kernels().list_tiles([self.hidden_features], rank)
+                tile_list = lora_kernels.list_tiles([self.hidden_features], rank)
                 tiles = inner[:, :4].contiguous(), upload(np.array(tile_list, np.int64), device)
             parts = upload(np.array(outer, np.int64), device) if outer else None
             entry = self._parts_by_layout[id(layout)] = layout, parts, inner, tiles

@@ -2,9 +2,9 @@
 
 `fp8` multiplies 8-bit floats (`fp8.Fp8Linear`). `int8` stores one byte per weight and a scale per output (weights
 only, symmetric); `nf4` half a byte, and a scale per 64 weights. bitsandbytes makes their codes, on CPUs and GPUs; such
-a weight is dequantised to the model's dtype only while its linear is multiplied. Training and sampling compute alike,
-so their logprobs agree as they do without quantisation. Adapters stay in float32. Embeddings, the unembedding, norms
-and routers are not quantised; models with routed experts, most of whose weights are not linears, are refused.
+a weight is dequantised to the model's dtype only while its linear is multiplied, in training and in sampling, so their
+logprobs agree as they do without quantisation. Adapters stay in float32. Embeddings, the unembedding, norms and routers
+are not quantised; models with routed experts, most of whose weights are not linears, are refused.
 
 Shapes: I inputs and O outputs of a linear.
 """

@@ -101,7 +101,7 @@ class FusedLinear(LoRALinear):
         return y_TO
 
 
-def _layer_kernels() -> ModuleType:
+def load_layer_kernels() -> ModuleType:
     """Only where a CUDA tensor was met: other builds of torch have no triton."""
     from tinsmith.backends.torch import layer_kernels
 
@@ -138,7 +138,7 @@ class _Norm:
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return _layer_kernels().rms_norm(x, self.weight, self.eps)
+            return load_layer_kernels().rms_norm(x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         # In place and in one dtype, which is faster than multiplying bfloat16 rows by float32 values.
         normalised = x * rstd if wide is x else wide.mul_(rstd)
@@ -146,7 +146,7 @@ class _Norm:
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
-            return _layer_kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
+            return load_layer_kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         scaled = (grad * self._wide).mul_(rstd)
         projection = (scaled * wide).sum(-1, keepdim=True).mul_(rstd).mul_(rstd)
@@ -164,13 +164,13 @@ class _SwiGLU:
 
     def forward(self, gate_up: Tensor) -> Tensor:
         if gate_up.is_cuda:
-            return _layer_kernels().swiglu(gate_up)
+            return load_layer_kernels().swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         if gate_up.is_cuda:
-            return _layer_kernels().swiglu_gradient(grad, gate_up)
+            return load_layer_kernels().swiglu_gradient(grad, gate_up)
         (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)
         torch.mul(grad, silu(gate), out=grad_up)
@@ -238,7 +238,7 @@ class _Layer:
         """Queries and keys, rotated after their norms, and values."""
         heads, keys, norm = self.num_heads, self.num_keys, self.head_norm
         if qkv.is_cuda:
-            kernels, (weight, eps) = _layer_kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            kernels, (weight, eps) = load_layer_kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.apply_qk_norm_rope(
                 qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps)
             )

@@ -508,13 +508,11 @@ class LocalSampler:
 
     def _lora_batch(self, adapters: Seq[Adapter | None], sizes: Seq[int], *, on_device: bool = True) -> LoRABatch:
         """Decode steps repeat their rows: the second LoRA batch of these rows is cached, with its stacked matrices. A
-        GPU needs neither; `on_device` is False for rows of modules, which take no DeviceLoRABatch.
+        GPU needs neither; `on_device` is False for rows with images, which take no DeviceLoRABatch.
         """
         if self._graphs is not None and on_device:
             return self._decoding_batch(adapters) if set(sizes) == {1} else DeviceLoRABatch.of(adapters, sizes)
-        if self._graphs is not None:
-            return LoRABatch.of(adapters, sizes)
-        if self._deterministic:
+        if self._graphs is not None or self._deterministic:
             return LoRABatch.of(adapters, sizes)
         key = tuple(None if adapter is None else adapter.version for adapter in adapters), tuple(sizes)
         is_repeated = key in self._lora_batches
