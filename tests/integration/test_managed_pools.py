@@ -20,7 +20,8 @@ from support.coordinating import submit
 from support.databases import POSTGRES, fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.pools import managed
 from tinsmith.batch.pools.specs import parse_pool
 from tinsmith.db.factory import open_database

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinsmith.batch.coordinator.state import BatchJobs, Claim, JobRecord, SettledAttempt, Transition
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs, Claim, SettledAttempt, Transition
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, FailureCause, JobSpec, PartInfo, RowFailure
 
 APP = AttemptFailure("ValueError", "the row is bad")

@@ -11,7 +11,8 @@ import sqlalchemy as sa
 
 from support.job_rows import APP, APP_AGAIN, INFRA, LEASE_S, claim, create_owned_job, end_job, outcome, settle, spec
 from tinsmith.batch.coordinator import state
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import OutputInfo, staging_of
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS as JOBS

@@ -9,7 +9,8 @@ from collections import deque
 import pytest
 
 from tinsmith.batch.coordinator.job_run import BURST_S, RateLimits
-from tinsmith.batch.coordinator.state import Claim, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import Claim
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.types import JobSpec, RowRange
 from tinsmith.errors import UserError

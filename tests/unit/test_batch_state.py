@@ -14,13 +14,8 @@ import sqlalchemy as sa
 from support.job_rows import APP, APP_AGAIN, INFRA, LEASE_S, claim, create_owned_job, outcome, settle, spec
 from tinsmith.batch.coordinator import state
 from tinsmith.batch.coordinator.failures import MAX_INFRA_RETRIES
-from tinsmith.batch.coordinator.state import (
-    INSERT_CHUNK,
-    BatchJobs,
-    IdempotentRequest,
-    JobRecord,
-    SupersededError,
-)
+from tinsmith.batch.coordinator.rows import JobRecord, SupersededError, is_transient
+from tinsmith.batch.coordinator.state import INSERT_CHUNK, BatchJobs, IdempotentRequest
 from tinsmith.batch.types import (
     AttemptFailure,
     FailureCause,
@@ -595,4 +590,4 @@ def test_errors_are_stored_up_to_a_length(jobs: BatchJobs) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_only_the_databases_own_errors_are_transient(error: Exception, expected: bool) -> None:
-    assert state.is_transient(error) is expected
+    assert is_transient(error) is expected

@@ -10,9 +10,9 @@ import pytest
 from support.job_rows import create_owned_job
 from tinsmith.api.routes import batch as routes
 from tinsmith.api.services import Services
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
-from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH_JOBS
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.db.database import Database
 
 BEGIN = "no worker of the pool 'local' has started for"
 
@@ -29,15 +29,10 @@ def explain(jobs: BatchJobs, job: JobRecord, **sizes: int) -> str | None:
     return routes._explain_wait(cast("Services", services), current, jobs.workers(job.job_id))
 
 
-def age(jobs: BatchJobs, job: JobRecord, seconds: float) -> None:
-    is_it = BATCH_JOBS.c.job_id == job.job_id
-    jobs._db.execute(BATCH_JOBS.update().where(is_it).values(created_at=now() - seconds))
-
-
-def test_a_job_that_has_waited_a_minute_says_why(jobs: BatchJobs) -> None:
+def test_a_job_that_has_waited_a_minute_says_why(jobs: BatchJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = create_owned_job(jobs, rows=4)
     assert explain(jobs, job, local=2) is None, "it has just come"
-    age(jobs, job, 90)
+    monkeypatch.setattr(routes, "now", lambda: job.created_at + 90)
     assert explain(jobs, job, gpu=2) == f"{BEGIN} 90 s: this server has no such pool now"
     assert explain(jobs, job, local=0) == f"{BEGIN} 90 s: it has no workers; the operator changes its size"
     no_room = f"{BEGIN} 90 s: its machines have no room, or none has what the job or the pool asks for"
@@ -56,8 +51,8 @@ def test_a_job_that_has_waited_a_minute_says_why(jobs: BatchJobs) -> None:
     assert explain(jobs, job, local=2) is None
 
 
-def test_a_job_that_has_ended_or_worked_waits_for_nothing(jobs: BatchJobs) -> None:
+def test_a_job_that_has_ended_or_worked_waits_for_nothing(jobs: BatchJobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Any = create_owned_job(jobs, rows=4)
-    age(jobs, job, 90)
+    monkeypatch.setattr(routes, "now", lambda: job.created_at + 90)
     jobs.set_status(job.job_id, "one", "FAILED", "for a test")
     assert explain(jobs, job, local=2) is None

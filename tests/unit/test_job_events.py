@@ -15,7 +15,8 @@ import tinsmith.server.process as serving
 from support.databases import database_url
 from support.payloads import serialize_function
 from tinsmith.api.services import Services
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.wakeups import job_line
 from tinsmith.settings import Settings

@@ -493,6 +493,7 @@ BATCH_JOBS = sa.Table(
     sa.Column("worker_seconds", sa.Float, nullable=False, server_default="0"),  # of its workers that have ended
     sa.Column("paid_until", sa.JSON),  # the state of its rate limits: see RateLimits in batch/coordinator/job_run.py
     sa.Column("machines_set_aside", sa.JSON),  # where its function could not be set up: batch/coordinator/hosts.py
+    sa.Column("schemas", sa.JSON),  # the types of the committed rows of each output: batch/formats/schemas.py
     sa.Column("resume_from", sa.BigInteger),
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs
     sa.Column("error", sa.Text),
@@ -564,6 +565,16 @@ BATCH_WORKERS = sa.Table(
     sa.Column("last_seen_at", sa.Float, nullable=False),
     sa.Column("launch_intent", sa.String(64), nullable=False),  # stored before the process is started
     sa.Index("ix_batch_worker_job", "job_id"),
+)
+
+# Processes that run batches of a job which another one owns: batch/coordinator/members.py.
+BATCH_MEMBERS = sa.Table(
+    "batch_member",
+    METADATA,
+    sa.Column("job_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("token", sa.String(64), primary_key=True),  # fencing token of the process
+    sa.Column("holder", sa.Text, nullable=False),  # its host and directory
+    sa.Column("lease_at", sa.Float, nullable=False),  # it is gone afterwards
 )
 
 BATCH_ROW_ERRORS = sa.Table(

@@ -27,7 +27,8 @@ from tinsmith.api.request import Call, Draft, JsonObject, idempotency_key, run
 from tinsmith.api.services import Services
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
-from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRequest, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRequest
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec

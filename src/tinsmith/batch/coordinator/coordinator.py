@@ -1,6 +1,7 @@
 """The coordinator of bulk jobs: takes jobs without an owner and lends them the slots of the pools.
 
-It runs on the server's event loop, with one `JobRun` for each job that it owns and one task for each slot of each pool.
+It runs on the server's event loop, with one `JobRun` for each job that it owns, one `JobMember` for each job of another
+coordinator in whose work it shares, and one task for each slot of each pool.
 It runs no user code and loads no format library: workers do. A server that dies leaves rows. The next server on its
 data directory takes its jobs at once; another server takes them when their leases have expired.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import time
@@ -32,9 +34,11 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import permissions
+from tinsmith.batch.coordinator.job_member import JobMember, is_shareable
 from tinsmith.batch.coordinator.job_run import JobRun, JobServices, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord, is_transient
+from tinsmith.batch.coordinator.rows import JobRecord, is_transient
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.devices import devices_of, engine_positions
 from tinsmith.batch.pools.local import LocalPool
@@ -53,9 +57,8 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 """Interval of looking for jobs that other processes stored or cancelled."""
-YIELD_S = 1.5
-"""For each of its jobs, how long a process that only runs bulk jobs leaves a new one to other processes."""
-MAX_YIELDS = 10
+REJOIN_S = 60.0
+"""How long a machine that has left a running job to others stays away from it."""
 SWEEP_S = 60.0
 QUANTUM_S = 0.2
 EXCLUSIVE_QUANTUM_S = 30.0
@@ -251,7 +254,7 @@ class Coordinator:
         self._next_sweep = 0.0
         self._failures: dict[int, _Failures] = {}
         self._clean_at: dict[int, float] = {}  # jobs whose parts could not be deleted, and when to try again
-        self._unowned_since: dict[int, float] = {}  # jobs without an owner, and since when
+        self._joinable_at: dict[int, float] = {}  # jobs of others that this machine does not join before
         self._machines = self._build_managed_machines()
 
     def _build_managed_machines(self) -> ManagedMachines | None:
@@ -359,7 +362,7 @@ class Coordinator:
 
     async def _poll(self) -> None:
         """Run all steps, also after an error of one. Raises an error that is not the database's."""
-        steps = [self._take_jobs, self._end_cancelled]
+        steps = [self._take_jobs, self._join_jobs, self._observe_jobs]
         if self._settings.batch_job:
             steps.append(self._end_with_job)
         if time.monotonic() >= self._next_sweep:
@@ -381,26 +384,60 @@ class Coordinator:
         if not self._tasks and await asyncio.to_thread(self._jobs.has_ended, self._settings.batch_job):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    async def _end_cancelled(self) -> None:
-        for job_id in await asyncio.to_thread(self._jobs.cancelling_jobs, list(self._runs)):
-            self._wake(job_id)
+    async def _observe_jobs(self) -> None:
+        """Show the jobs that run here what other processes have done."""
+        for observation in await asyncio.to_thread(self._jobs.members.observe, list(self._runs)):
+            if (run := self._runs.get(observation.job.job_id)) is not None:
+                run.observe(observation)
 
     async def _take_jobs(self) -> None:
         job_ids = await asyncio.to_thread(self._jobs.acquirable_jobs, self._holder, self._leaves_pool)
         if only := self._settings.batch_job:
             job_ids = [job_id for job_id in job_ids if job_id == only]
-        at = time.monotonic()
-        self._unowned_since = {job_id: self._unowned_since.get(job_id, at) for job_id in job_ids}
         for job_id in job_ids:
-            paused = job_id in self._failures and at < self._failures[job_id].until
-            if job_id in self._tasks or paused or self._leaves_to_others(job_id):
+            paused = job_id in self._failures and time.monotonic() < self._failures[job_id].until
+            is_member = isinstance(self._runs.get(job_id), JobMember)
+            if paused or (job_id in self._tasks and not is_member):
                 continue
             try:
-                await self._take(job_id)
+                await (self._take_over(job_id) if is_member else self._take(job_id))
             except Exception as error:
                 if is_transient(error):
                     raise  # the other jobs need the database, too
                 await self._note_failure(job_id, error)
+
+    async def _take_over(self, job_id: int) -> None:
+        """Reserve a job whose owner is gone and of which this process is a member. Once the member has left, the next
+        poll takes it: a job of the same holder is free."""
+        if await self._acquire(job_id) is not None:
+            self._runs[job_id].end()
+
+    async def _join_jobs(self) -> None:
+        """Take part in the jobs of other machines' coordinators, with the slots of this machine."""
+        pools = [slots.pool.spec for slots in self._pools.values() if slots.pool.spec.infra == LOCAL]
+        names = [pool.name for pool in pools if pool.slots and not self._leaves_pool(pool.name)]
+        job_ids = await asyncio.to_thread(self._jobs.members.joinable_jobs, self._token, names) if names else []
+        if only := self._settings.batch_job:
+            job_ids = [job_id for job_id in job_ids if job_id == only]
+        at = time.monotonic()
+        self._joinable_at = {
+            job_id: until for job_id, until in self._joinable_at.items() if job_id in job_ids or at < until < math.inf
+        }
+        for job_id in job_ids:
+            paused_until = self._failures[job_id].until if job_id in self._failures else 0.0
+            if job_id not in self._tasks and at >= max(paused_until, self._joinable_at.get(job_id, 0.0)):
+                await self._join(job_id)
+
+    async def _join(self, job_id: int) -> None:
+        spec = await asyncio.to_thread(self._jobs.spec, job_id)
+        if not is_shareable(spec) or self._refusal(spec):
+            self._joinable_at[job_id] = math.inf
+            return
+        join = self._jobs.members.join
+        job = await asyncio.to_thread(join, job_id, self._token, self._holder, FIRST_LEASE_S)
+        if job is not None:
+            log.info("this machine takes part in a bulk job", job_id=job_id)
+            self._start_run(JobMember, job, spec)
 
     def _leaves_pool(self, pool: str) -> bool:
         """Whether other processes run the jobs of a pool. One that only runs bulk jobs serves the pools in which it has
@@ -410,13 +447,6 @@ class Coordinator:
         if self._settings.role == "batch-worker":
             return spec is None or spec.rented or not spec.workers
         return spec is not None and spec.rented
-
-    def _leaves_to_others(self, job_id: int) -> bool:
-        """Whether to leave a job to other processes: of those that only run bulk jobs, the one with the fewest takes
-        it."""
-        if self._settings.role != "batch-worker":
-            return False
-        return time.monotonic() - self._unowned_since[job_id] < YIELD_S * min(len(self._runs), MAX_YIELDS)
 
     async def _acquire(self, job_id: int) -> JobRecord | None:
         acquire = self._jobs.acquire_batch_coordinator
@@ -440,11 +470,14 @@ class Coordinator:
         if refusal := self._refusal(spec):
             await self._fail(job_id, refusal)
             return
+        self._start_run(JobRun, job, spec)
+
+    def _start_run(self, kind: type[JobRun], job: JobRecord, spec: JobSpec) -> None:
         pool = self._pools[job.pool]
-        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._services)
+        run = kind(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._services)
         pool.join(run)
-        self._runs[job_id] = run
-        self._tasks[job_id] = asyncio.create_task(self._run_job(run, pool))
+        self._runs[job.job_id] = run
+        self._tasks[job.job_id] = asyncio.create_task(self._run_job(run, pool))
 
     def _refusal(self, spec: JobSpec) -> str:
         """Why a stored job may not run under today's settings; empty if it may."""
@@ -481,6 +514,8 @@ class Coordinator:
         try:
             await run.run()
             self._failures.pop(job_id, None)
+            if isinstance(run, JobMember) and run.gave_up:
+                self._joinable_at[job_id] = time.monotonic() + REJOIN_S
             await run.notify_gateway()
             with contextlib.suppress(OSError):  # only the next job would have gained
                 await pool.pool.warm_up()

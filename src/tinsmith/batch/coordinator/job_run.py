@@ -25,7 +25,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -35,18 +35,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
 from tinsmith.batch.coordinator.hosts import MAX_ERROR, HostHealth
+from tinsmith.batch.coordinator.members import Observation
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter
-from tinsmith.batch.coordinator.state import (
-    TERMINAL,
-    BatchJobs,
-    Claim,
-    JobRecord,
-    SettledAttempt,
-    SupersededError,
-    is_transient,
-)
+from tinsmith.batch.coordinator.rows import JobRecord, SupersededError, is_transient
+from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs, Claim, SettledAttempt
 from tinsmith.batch.coordinator.workers import (
     FatalJobError,
+    JobFullError,
     MachineSetAsideError,
     OperationError,
     RemoteWorker,
@@ -56,7 +51,7 @@ from tinsmith.batch.coordinator.workers import (
     run_until,
 )
 from tinsmith.batch.formats.registry import has_snapshot
-from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
+from tinsmith.batch.formats.schemas import Schema, merge_schemas
 from tinsmith.batch.pools.specs import MAX_SLOTS, Pool, WorkerStartError, max_job_workers
 from tinsmith.batch.secrets import SecretFiles
 from tinsmith.batch.types import (
@@ -84,6 +79,8 @@ FAILED_ROWS_PAGE = 1000
 """Failed rows that are read at a time."""
 PAUSE_S = 0.2
 """How long a slot that waits for a rate limit sleeps until it looks whether another job is due."""
+FULL_PAUSE_S = 1.0
+"""How long a slot waits if other machines have all the workers that the job may have."""
 PUBLISH_PAUSE_S = 1.0
 """The pause before an output is published again; it doubles with each try."""
 PUBLISH_TRIES = 6
@@ -189,22 +186,18 @@ class RateLimits:
 class Dispatcher:
     """Sends groups of attempts to workers. `report` gets each attempt with its result, and whether its group has ended.
 
-    Every attempt is sent the schemas of the outputs so far. Two workers that begin at the same time may be sent none,
-    and write parts that conflict: then the later attempt is lost, and the next one is sent the schemas."""
+    Every attempt is sent the schemas of the committed rows. Two workers that begin at the same time may be sent none,
+    and write parts that conflict: then the later one is not committed, and its next attempt is sent the schemas."""
 
     job_id: int
     spec: JobSpec
+    schemas: Callable[[], Sequence[Schema | None]]
     report: Callable[[Sequence[SettledAttempt], bool], None]
     on_setup_failure: Callable[[RemoteWorker, MapperStartError], None]
 
     def __post_init__(self) -> None:
         self.in_flight: set[int] = set()
         self._windows: WeakKeyDictionary[RemoteWorker, DispatchWindow] = WeakKeyDictionary()
-        self._schemas: list[Schema | None] = [None] * len(self.spec.batch_output_formats)
-
-    def add_schema(self, output: int, schema: Schema) -> None:
-        """Merge the schema of committed rows into that of an output. Raises SchemaConflictError."""
-        self._schemas[output] = merge_schemas(self._schemas[output] or {}, schema)
 
     def window(self, worker: RemoteWorker) -> DispatchWindow:
         return self._windows.setdefault(worker, DispatchWindow())
@@ -247,21 +240,8 @@ class Dispatcher:
         self._settle(unsettled, [(key, failure) for key in unsettled])
 
     def _settle(self, unsettled: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
-        settled = [(unsettled.pop(key), self._check_schemas(result)) for key, result in results if key in unsettled]
+        settled = [(unsettled.pop(key), result) for key, result in results if key in unsettled]
         self.report(settled, not unsettled)
-
-    def _check_schemas(self, result: AttemptOutcome | AttemptFailure) -> AttemptOutcome | AttemptFailure:
-        if isinstance(result, AttemptFailure):
-            return result
-        try:
-            schemas = [
-                schema if part.schema is None else merge_schemas(schema or {}, part.schema)
-                for schema, part in zip(self._schemas, result.parts, strict=True)
-            ]
-        except SchemaConflictError as error:
-            return AttemptFailure(type(error).__name__, str(error))
-        self._schemas = schemas
-        return result
 
     def _gives_up(self, claim: Claim) -> bool:
         """Whether this attempt only records its row as failed."""
@@ -272,13 +252,13 @@ class Dispatcher:
         return AttemptOutcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **error))
 
     def _assignment(self, claim: Claim) -> dict[str, Any]:
-        outputs = enumerate(self.spec.batch_output_path)
+        outputs, schemas = enumerate(self.spec.batch_output_path), self.schemas()
         return {
             "batch_idx": claim.batch_idx,
             "start_idx": claim.start_idx,
             "end_idx": claim.end_idx,
             "attempt_id": claim.attempt_id,
-            "schemas": self._schemas if any(self._schemas) else [],
+            "schemas": schemas if any(schemas) else [],
             "part_bases": [part_base(path, self.job_id, index, claim.attempt_id) for index, path in outputs],
         }
 
@@ -311,7 +291,9 @@ class JobRun:
         self._router: RequestRouter | None = None
         if services.gateway is not None and operations.asks_service(spec.batch_serialized_fn):
             self._router = RequestRouter(services.gateway, job.job_id, job.tenant_id, job.name)
-        self._dispatcher = Dispatcher(job.job_id, spec, self._collect_results, self._note_failed_mapper)
+        self._dispatcher = Dispatcher(
+            job.job_id, spec, lambda: self.job.schemas or [], self._collect_results, self._note_failed_mapper
+        )
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._max_workers = min(spec.concurrency or MAX_SLOTS, max_job_workers(pool.spec, spec))
@@ -333,6 +315,22 @@ class JobRun:
         self._due_at = 0.0  # when a batch may be pending
         self._slot_free_at: dict[int, float] = {}
         self._num_serving = 0
+        self._num_members = 0  # other processes that run batches of the job
+
+    def observe(self, observation: Observation) -> None:
+        """Take in the row as another process may have changed it, unless it was read before this one's last change."""
+        job = observation.job
+        self._num_members = observation.num_members
+        if job.completed_batches < self.job.completed_batches:
+            return
+        if job.status == "CANCELLING":
+            self.end()
+        elif self._dispatching and not self._dispatch_ended.is_set():
+            self.job = job
+            self._check_row()
+            if observation.has_due_batch:
+                self._due_at = 0.0
+            self._on_change()
 
     def end(self, reason: Exception | None = None) -> None:
         """Dispatch no more. The first reason counts; without one, the row says whether the job is done, cancelled, or
@@ -360,7 +358,9 @@ class JobRun:
         worker: RemoteWorker | None = None
         try:
             self._worker_requested.set()
-            worker = await self._workers.take(slot, self._dispatch_ended)
+            most = self._spec.concurrency
+            max_others = None if most is None else most - self._num_serving
+            worker = await self._workers.take(slot, self._dispatch_ended, max_others)
             if worker is not None:
                 self._worker_acquired.set()
                 await self._dispatch(worker, should_yield)
@@ -368,6 +368,8 @@ class JobRun:
             self._note_failed_setup(error.host, str(error))
         except MachineSetAsideError:
             self._slot_free_at[slot] = min(self._hosts.set_aside().values(), default=0.0)
+        except JobFullError:
+            self._slot_free_at[slot] = time.monotonic() + FULL_PAUSE_S
         except Exception as error:
             if is_transient(error):
                 raise
@@ -432,7 +434,8 @@ class JobRun:
         """Count a failed set-up on a machine, and end the job if no other machine can set it up."""
         self._hosts.record_failure(host, error, is_final=is_final)
         log.warning("a set-up has failed", job_id=self.job.job_id, machine=host, error=error[:MAX_ERROR])
-        if problem := self._hosts.problem(self._pool.hosts(self._spec)):
+        problem = self._hosts.problem(self._pool.hosts(self._spec))
+        if problem and not self._num_members:  # a member's machine may have what this one lacks
             self.end(FatalJobError(problem))
         self._settle_due.set()
 
@@ -518,7 +521,9 @@ class JobRun:
 
     def _check_row(self) -> None:
         """End if the job's row says so."""
-        if self.job.failed_too_many:
+        if self.job.error is not None:
+            self.end(FatalJobError(self.job.error))
+        elif self.job.failed_too_many:
             failed = self.job.rows_failed
             rows = "row" if failed == 1 else "rows"
             self.end(FatalJobError(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}"))
@@ -538,7 +543,7 @@ class JobRun:
         try:
             await self._run()
         except SupersededError:
-            log.warning("another coordinator has the job", job_id=self.job.job_id)
+            log.warning("other coordinators have the job", job_id=self.job.job_id)
         finally:
             self._dispatch_ended.set()
             closing = asyncio.create_task(self._close(helpers))
@@ -558,7 +563,7 @@ class JobRun:
         finally:
             await self._workers.end_all()
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(self._jobs.release, self.job.job_id, self._token)
+            await asyncio.to_thread(self._release)
 
     async def _supervise(self, coroutine: Awaitable[None]) -> None:
         """Await a helper of the job. The job cannot go on without it, so an error of the helper ends the job."""
@@ -597,12 +602,18 @@ class JobRun:
                 await self._plan()
             else:
                 self.job = copied
-        if self.job.completed_batches:
-            for output in range(len(self._spec.batch_output_formats)):
-                for schema in await asyncio.to_thread(self._jobs.schemas, job_id, output):
-                    self._dispatcher.add_schema(output, schema)
+        if self.job.completed_batches and self.job.schemas is None:
+            await self._read_schemas()
         await self._check_failed()
         self._check_row()
+
+    async def _read_schemas(self) -> None:
+        """Store the types of batches that were copied, or that an earlier version committed."""
+        schemas: list[Schema | None] = []
+        for output in range(len(self._spec.batch_output_formats)):
+            of_parts = await asyncio.to_thread(self._jobs.schemas, self.job.job_id, output)
+            schemas.append(reduce(merge_schemas, of_parts, {}) if of_parts else None)
+        self.job = await asyncio.to_thread(self._jobs.save_schemas, self.job.job_id, self._token, schemas)
 
     async def _stop_serving(self) -> None:
         """Wait until no slot runs the job, and store the results of its attempts."""
@@ -624,12 +635,18 @@ class JobRun:
         while True:
             await asyncio.sleep(self._limits.lease_s / 3)
             try:
-                in_flight = list(self._dispatcher.in_flight)
-                lease_s = self._limits.lease_s
-                self.job = await asyncio.to_thread(self._jobs.renew, self.job.job_id, self._token, lease_s, in_flight)
+                self.job = await asyncio.to_thread(self._renew_leases, list(self._dispatcher.in_flight))
                 self._check_row()
             except SQLAlchemyError as error:
                 log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
+
+    def _renew_leases(self, batches: Sequence[int]) -> JobRecord:
+        """Extend the leases of the job and of these batches. Raises SupersededError."""
+        return self._jobs.renew(self.job.job_id, self._token, self._limits.lease_s, batches)
+
+    def _release(self) -> None:
+        """Leave the job to other processes at once."""
+        self._jobs.release(self.job.job_id, self._token)
 
     async def _watch_first_start(self) -> None:
         """End the job if its first worker does not start in time: it may want more than any machine has, which a

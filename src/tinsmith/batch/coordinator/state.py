@@ -28,12 +28,25 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
+from sqlalchemy.exc import IntegrityError
 
 from tinsmith.batch.coordinator.failures import BatchAction, choose_action
+from tinsmith.batch.coordinator.members import JobMembers, are_living, delete_lost_members, extend_leases
 from tinsmith.batch.coordinator.resumption import RESULTS, copy_chunk, find_source, is_of_root, lock_resumed_job
+from tinsmith.batch.coordinator.rows import (
+    DISPATCHED,
+    FIND,
+    IS_JOB,
+    JOB_COLUMNS,
+    JobRecord,
+    delete_workers,
+    fence,
+    fence_attempts,
+    read_job,
+    update_dispatched,
+)
 from tinsmith.batch.formats.input_versions import InputChangedError
-from tinsmith.batch.formats.schemas import Schema
+from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
 from tinsmith.batch.types import (
     MAX_RETRIES,
     PROCESS_DEATHS,
@@ -47,6 +60,7 @@ from tinsmith.batch.types import (
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ACTIVE_JOB as ACTIVE
 from tinsmith.db.schema import BATCH_JOBS as JOBS
+from tinsmith.db.schema import BATCH_MEMBERS as MEMBERS
 from tinsmith.db.schema import BATCH_OUTPUTS as OUTPUTS
 from tinsmith.db.schema import BATCH_ROW_ERRORS as ROW_ERRORS
 from tinsmith.db.schema import BATCH_STATES as STATES
@@ -67,57 +81,6 @@ PAUSE_S = 0.0002
 """The pause between two chunks, so that other writers get SQLite's lock."""
 COMPLETE_MESSAGES = (ProgramError.__name__, InputChangedError.__name__)
 """Errors whose message needs no class before it."""
-
-
-class SupersededError(Exception):
-    """Another coordinator has taken over the job, or its rows are gone."""
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether an error is the database's own, and not one of the data that was read or written."""
-    is_of_data = isinstance(error, DataError | IntegrityError | ProgrammingError) or type(error) is StatementError
-    return isinstance(error, SQLAlchemyError) and not is_of_data
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    job_id: int
-    tenant_id: str
-    name: str
-    pool: str
-    priority: int
-    weight: float
-    status: str
-    owner_token: str | None
-    sealed: bool
-    """Whether all batches of the job are planned and stored."""
-    total_rows: int
-    total_batches: int
-    completed_batches: int
-    rows_ok: int
-    rows_failed: int
-    tokens_in: int
-    tokens_out: int
-    max_failed_rows: float
-    worker_seconds: float
-    paid_until: dict[str, float] | None
-    machines_set_aside: list[dict[str, Any]] | None
-    resume_from: int | None
-    root_job_id: int | None
-    error: str | None
-    created_at: float
-    started_at: float | None
-    ended_at: float | None
-    updated_at: float
-
-    @property
-    def done(self) -> bool:
-        return self.sealed and self.completed_batches >= self.total_batches
-
-    @property
-    def failed_too_many(self) -> bool:
-        allowed = self.max_failed_rows
-        return self.rows_failed > (allowed * self.total_rows if allowed < 1 else allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,25 +127,18 @@ class Transition:
     """Whether a batch has failed, which fails the job."""
 
 
-_JOB_COLUMNS = [JOBS.c[name] for name in JobRecord.__dataclass_fields__]
 WORK_FIELDS = ("batches", "rows", "first_row", "retried")
 _COUNTERS = ("total_batches", "completed_batches", *RESULTS)
-_DISPATCHED = sa.literal_column("'DISPATCHED'")
 _PENDING = sa.literal_column("'PENDING'")
-_IS_JOB = JOBS.c.job_id == sa.bindparam("job")
-_FIND = Statement(sa.select(*_JOB_COLUMNS).where(_IS_JOB))
-_FENCE = Statement(
-    JOBS.update().where(_IS_JOB, JOBS.c.owner_token == sa.bindparam("token")).values(updated_at=sa.bindparam("at"))
-)
 _COUNT = Statement(
-    JOBS.update().where(_IS_JOB).values({name: JOBS.c[name] + sa.bindparam(f"more_{name}") for name in _COUNTERS})
+    JOBS.update().where(IS_JOB).values({name: JOBS.c[name] + sa.bindparam(f"more_{name}") for name in _COUNTERS})
 )
 _IS_CURRENT_ATTEMPT = sa.and_(
     STATES.c.job_id == sa.bindparam("job"),
     STATES.c.batch_idx == sa.bindparam("batch"),
     STATES.c.attempt_id == sa.bindparam("attempt"),
     STATES.c.attempt_owner_token == sa.bindparam("token"),
-    STATES.c.status == _DISPATCHED,
+    STATES.c.status == DISPATCHED,
 )
 _COMPLETE = Statement(
     STATES.update()
@@ -227,6 +183,7 @@ _INSERT = Statement(
 
 class BatchJobs:
     def __init__(self, db: Database) -> None:
+        self.members = JobMembers(db)
         self._db = db
         self._changed: Callable[[int], None] | None = None
 
@@ -308,7 +265,7 @@ class BatchJobs:
     def find(self, tenant_id: str, job_id: int) -> JobRecord:
         """A tenant's job. Raises NotFoundError."""
         with self._db.read() as connection:
-            row = _FIND.first(connection, {"job": job_id})
+            row = FIND.first(connection, {"job": job_id})
         if row is None or (job := JobRecord(*row)).tenant_id != tenant_id:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return job
@@ -316,7 +273,7 @@ class BatchJobs:
     def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[JobRecord], int]:
         """A page of the tenant's jobs, newest first, and the number of all."""
         of_tenant = JOBS.c.tenant_id == tenant_id
-        query = sa.select(*_JOB_COLUMNS).where(of_tenant).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
+        query = sa.select(*JOB_COLUMNS).where(of_tenant).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
         count = self._db.scalar(sa.select(sa.func.count()).select_from(JOBS).where(of_tenant))
         return [JobRecord(*row) for row in self._db.rows(query)], int(count or 0)
 
@@ -399,7 +356,7 @@ class BatchJobs:
             sa.func.min(STATES.c.start_idx).label("first_row"),
             sa.func.sum(retried).label("retried"),
         )
-        query = query.where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
+        query = query.where(STATES.c.status == DISPATCHED, STATES.c.job_id + 0 == job_id)
         worker_rows = self._db.rows(query.group_by(STATES.c.worker_cluster))
         return {
             worker: {name: int(row._mapping[name]) for name in WORK_FIELDS} for row in worker_rows if (worker := row[0])
@@ -444,13 +401,9 @@ class BatchJobs:
         rows = self._db.rows(query.order_by(JOBS.c.job_id))
         return [row.job_id for row in rows if row.status == "CANCELLING" or not leaves_pool(row.pool)]
 
-    def cancelling_jobs(self, job_ids: Sequence[int]) -> list[int]:
-        query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
-        return self._db.scalars(query) if job_ids else []
-
     def active_in(self, pools: Sequence[str]) -> list[JobRecord]:
         """The jobs of these pools that have not ended, oldest first."""
-        query = sa.select(*_JOB_COLUMNS).where(JOBS.c.pool.in_(pools), JOBS.c.status.in_(ACTIVE))
+        query = sa.select(*JOB_COLUMNS).where(JOBS.c.pool.in_(pools), JOBS.c.status.in_(ACTIVE))
         return [JobRecord(*row) for row in self._db.rows(query.order_by(JOBS.c.job_id))]
 
     def has_ended(self, job_id: int) -> bool:
@@ -463,7 +416,8 @@ class BatchJobs:
         return self._db.try_lock("managed machines")
 
     def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> JobRecord | None:
-        """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again."""
+        """Become the owner of a job; None if another coordinator owns it. Dispatched batches become pending again, but
+        for those of living members."""
         acquire = JOBS.update().where(JOBS.c.job_id == job_id, self._is_free(holder))
         lease = {"owner_token": token, "owner_holder": holder, "owner_lease_at": self._db.clock() + lease_s}
         last_seen = sa.select(JOBS.c.updated_at).where(JOBS.c.job_id == job_id)
@@ -471,36 +425,35 @@ class BatchJobs:
             seen_at = connection.scalar(last_seen)
             if connection.execute(acquire.values(**lease, updated_at=now())).rowcount == 0:
                 return None
+            delete_lost_members(connection, job_id, self._db.clock())
+            members = sa.select(MEMBERS.c.token).where(MEMBERS.c.job_id == job_id)
+            is_of_member = STATES.c.attempt_owner_token.in_(members)
             released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
-            connection.execute(_update_dispatched(job_id).values(**released))
-            _delete_workers(connection, seen_at or 0.0, WORKERS.c.job_id == job_id)
-            return _read_job(connection, job_id)
+            connection.execute(update_dispatched(job_id).where(~is_of_member).values(**released))
+            is_left_over = sa.and_(WORKERS.c.job_id == job_id, WORKERS.c.owner_token.not_in(members))
+            delete_workers(connection, seen_at or 0.0, is_left_over)
+            return read_job(connection, job_id)
 
     def renew(self, job_id: int, token: str, lease_s: float, batches: Sequence[int] = ()) -> JobRecord:
         """Extend the lease of the job and of these batches; other dispatched batches whose lease has expired become
         pending again. Raises SupersededError."""
         until = self._db.clock() + lease_s
         with self._db.write() as connection:
-            _fence(connection, job_id, token)
+            fence(connection, job_id, token)
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(owner_lease_at=until))
-            for first in range(0, len(batches), 500):
-                is_in_chunk = STATES.c.batch_idx.in_(batches[first : first + 500])
-                dispatched = STATES.update().where(
-                    STATES.c.job_id == job_id, is_in_chunk, STATES.c.status == "DISPATCHED"
-                )
-                owned = dispatched.where(STATES.c.attempt_owner_token == token)
-                connection.execute(owned.values(lease_expires_at=until))
-            expired = _update_dispatched(job_id).where(STATES.c.lease_expires_at <= self._db.clock())
+            extend_leases(connection, job_id, token, until, batches)
+            delete_lost_members(connection, job_id, self._db.clock())
+            expired = update_dispatched(job_id).where(STATES.c.lease_expires_at <= self._db.clock())
             retries = STATES.c.infra_retries + 1
             connection.execute(expired.values(status="PENDING", lease_expires_at=None, infra_retries=retries))
-            return _read_job(connection, job_id)
+            return read_job(connection, job_id)
 
     def release(self, job_id: int, token: str) -> None:
         """Let any coordinator take the job at once. The rows of this coordinator's workers are deleted."""
         of_owner = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
         with self._db.write() as connection:
             connection.execute(of_owner.values(owner_token=None, owner_lease_at=0))
-            _delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
+            delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
 
     def save_batch_states(
         self, job_id: int, token: str, starts: Sequence[int], total_rows: int, source: Mapping[str, Any] | None = None
@@ -521,13 +474,13 @@ class BatchJobs:
             with self._chunk(job_id, token, first) as connection:
                 _INSERT.count(connection, parameters)
         with self._write_and_notify(job_id) as connection:
-            _fence(connection, job_id, token)
+            fence(connection, job_id, token)
             values: dict[str, Any] = {"sealed": True, "total_rows": total_rows, "total_batches": len(starts)}
             if source:
                 stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
                 values["spec"] = {**(stored or {}), **source}
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
-            return _read_job(connection, job_id)
+            return read_job(connection, job_id)
 
     def copy_resumed_batches(
         self, job_id: int, token: str, should_stop: Callable[[], bool] = lambda: False
@@ -542,18 +495,18 @@ class BatchJobs:
         for chunk_idx in count():
             with self._chunk(job_id, token, chunk_idx * INSERT_CHUNK) as connection:
                 if should_stop():
-                    return _read_job(connection, job_id)
+                    return read_job(connection, job_id)
                 if copy_chunk(connection, source_id, job_id, INSERT_CHUNK) < INSERT_CHUNK:
                     break
         with self._write_and_notify(job_id) as connection:
-            _fence(connection, job_id, token)
+            fence(connection, job_id, token)
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(sealed=True))
-            return _read_job(connection, job_id)
+            return read_job(connection, job_id)
 
     @contextmanager
     def _chunk(self, job_id: int, token: str, first: int) -> Iterator[Connection]:
         with self._db.write() as connection:
-            _fence(connection, job_id, token)
+            fence(connection, job_id, token)
             yield connection
         if (first // INSERT_CHUNK + 1) % CHECKPOINT_CHUNKS == 0:
             self._db.checkpoint()
@@ -588,24 +541,25 @@ class BatchJobs:
         backoff_s: float = 1.0,
         paid_until: Mapping[str, float] | None = None,
     ) -> Transition:
-        """One transaction: the results of attempts, then claims, as many as each worker wants, and the state of the
-        job's rate limits. Raises SupersededError."""
+        """One transaction of the owner or of a member: the results of attempts, then claims, as many as each worker
+        wants, and the state of the job's rate limits. A result whose rows' types conflict with those of committed rows
+        is a failed attempt. Raises SupersededError."""
         with self._write_and_notify(job_id) if settled else self._db.write() as connection:
-            _fence(connection, job_id, token)
+            fence_attempts(connection, job_id, token)
             attempts = _Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
             rejected = [claim for claim, outcome in settled if not attempts.settle(claim, outcome)]
             if attempts.counts:
                 increments = {f"more_{name}": attempts.counts[name] for name in _COUNTERS}
                 _COUNT.count(connection, {"job": job_id, **increments})
             claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in claim_counts.items()}
-            if paid_until:
-                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(paid_until=paid_until))
-            return Transition(_read_job(connection, job_id), claims, rejected, attempts.failed)
+            if changes := attempts.job_changes() | ({"paid_until": paid_until} if paid_until else {}):
+                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**changes))
+            return Transition(read_job(connection, job_id), claims, rejected, attempts.failed)
 
     def set_machines_aside(self, job_id: int, token: str, machines: Sequence[Mapping[str, Any]]) -> None:
         """Store the machines on which the job's function could not be set up. Raises SupersededError."""
         with self._write_and_notify(job_id) as connection:
-            _fence(connection, job_id, token)
+            fence(connection, job_id, token)
             values = {"machines_set_aside": [dict(machine) for machine in machines] or None}
             connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**values))
 
@@ -614,6 +568,13 @@ class BatchJobs:
         wait_s = sa.select(sa.func.min(STATES.c.next_retry_at) - self._db.clock())
         return self._db.scalar(wait_s.where(STATES.c.job_id == job_id, STATES.c.status == _PENDING))
 
+    def save_schemas(self, job_id: int, token: str, schemas: Sequence[Schema | None]) -> JobRecord:
+        """Store the types of the committed rows of each output. Raises SupersededError."""
+        with self._db.write() as connection:
+            fence(connection, job_id, token)
+            connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(schemas=list(schemas)))
+            return read_job(connection, job_id)
+
     def failure(self, job_id: int) -> str | None:
         """The error of the first failed batch, with its rows; None if no batch has failed."""
         query = sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.error_class, STATES.c.error)
@@ -621,20 +582,27 @@ class BatchJobs:
         row = self._db.first(failed.limit(1))
         if row is None:
             return None
-        location = f"row {row.start_idx}" if row.start_idx == row.end_idx else f"rows {row.start_idx} to {row.end_idx}"
-        error_class = "" if row.error_class in COMPLETE_MESSAGES else f"{row.error_class}: "
-        return f"{location}: {error_class}{row.error}"
+        return _describe_failure(RowRange(row.start_idx, row.end_idx), row.error_class, row.error)
 
     # Workers.
 
-    def record_launch(self, pool: str, worker_id: str, job_id: int, token: str, kind: str) -> None:
-        """Record a worker before its process is started, so that an abandoned one can be found."""
+    def record_launch(
+        self, pool: str, worker_id: str, job_id: int, token: str, kind: str, max_others: int | None = None
+    ) -> bool:
+        """Record a worker before its process is started, so that an abandoned one can be found. False, without a
+        record, if other processes have more than `max_others` workers of the job. Raises SupersededError."""
         at = now()
         row = {"pool": pool, "worker_id": worker_id, "job_id": job_id, "owner_token": token, "kind": kind}
         times = {"started_at": at, "last_seen_at": at, "state": "starting", "launch_intent": worker_id}
+        is_other = sa.and_(WORKERS.c.job_id == job_id, WORKERS.c.owner_token != token)
         with self._db.write() as connection:
-            _fence(connection, job_id, token)
+            fence_attempts(connection, job_id, token)
+            if max_others is not None:
+                num_others = connection.scalar(sa.select(sa.func.count()).select_from(WORKERS).where(is_other)) or 0
+                if num_others > max_others:
+                    return False
             connection.execute(WORKERS.insert(), {**row, **times})
+            return True
 
     def record_worker(self, worker_id: str, process: str) -> None:
         """Record that a worker is ready. `process` names it for users."""
@@ -644,7 +612,7 @@ class BatchJobs:
 
     def delete_worker(self, worker_id: str) -> None:
         with self._db.write() as connection:
-            _delete_workers(connection, now(), WORKERS.c.worker_id == worker_id)
+            delete_workers(connection, now(), WORKERS.c.worker_id == worker_id)
 
     def delete_ended_workers(self) -> None:
         """Delete the workers of ended jobs whose coordinator was killed before it could."""
@@ -685,29 +653,13 @@ class BatchJobs:
         resuming = JOBS.alias()
         root = sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)
         in_use = sa.exists().where(resuming.c.root_job_id == root, resuming.c.status.in_(ACTIVE))
-        return self._db.scalars(query.where(~in_use, JOBS.c.job_id.not_in(excluded)).limit(100))
+        has_member = sa.exists().where(are_living(JOBS.c.job_id, self._db.clock()))  # which may still write a part
+        return self._db.scalars(query.where(~in_use, ~has_member, JOBS.c.job_id.not_in(excluded)).limit(100))
 
 
-def _fence(connection: Connection, job_id: int, token: str) -> None:
-    """Lock the job's row. Raises SupersededError unless the token's coordinator owns the job."""
-    if _FENCE.count(connection, {"job": job_id, "token": token, "at": now()}) == 0:
-        raise SupersededError(f"another coordinator has taken over bulk job {job_id}")
-
-
-def _read_job(connection: Connection, job_id: int) -> JobRecord:
-    row = _FIND.first(connection, {"job": job_id})
-    assert row is not None
-    return JobRecord(*row)
-
-
-def _delete_workers(connection: Connection, until: float, *conditions: sa.ColumnElement[bool]) -> None:
-    """Delete workers, and count their time until `until` for their job."""
-    deleted = connection.execute(
-        WORKERS.delete().where(*conditions).returning(WORKERS.c.job_id, WORKERS.c.started_at)
-    ).all()
-    for job_id, started_at in deleted:
-        worker_seconds = JOBS.c.worker_seconds + max(0.0, until - started_at)
-        connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(worker_seconds=worker_seconds))
+def _describe_failure(span: RowRange, error_class: str, error: str) -> str:
+    location = f"row {span.start_idx}" if span.rows == 1 else f"rows {span.start_idx} to {span.end_idx}"
+    return f"{location}: {'' if error_class in COMPLETE_MESSAGES else f'{error_class}: '}{error}"
 
 
 def _set_status(connection: Connection, job_id: int, token: str, status: str, error: str | None = None) -> bool:
@@ -716,18 +668,11 @@ def _set_status(connection: Connection, job_id: int, token: str, status: str, er
         values["started_at"] = sa.func.coalesce(JOBS.c.started_at, now())
     if status in TERMINAL:
         values |= {"ended_at": now(), "error": error, "owner_lease_at": 0}
-    _fence(connection, job_id, token)
+    fence(connection, job_id, token)
     update = JOBS.update().where(JOBS.c.job_id == job_id)
     if status != "CANCELLED":
         update = update.where(JOBS.c.status != "CANCELLING")
     return connection.execute(update.values(**values)).rowcount == 1
-
-
-def _update_dispatched(job_id: int) -> sa.Update:
-    """An UPDATE of the dispatched batches of a job, which are few, by their index: `+ 0` hides `job_id` from the
-    planner, which would read all batches of the job otherwise, and a parameter for the status would hide that the
-    partial index fits."""
-    return STATES.update().where(STATES.c.status == _DISPATCHED, STATES.c.job_id + 0 == job_id)
 
 
 def _row_dicts(rows: Sequence[sa.Row[Any]]) -> list[dict[str, Any]]:
@@ -747,12 +692,41 @@ class _Attempts:
     backoff_s: float
     counts: Counter[str] = field(default_factory=Counter)
     failed: bool = False
+    _schemas: list[Schema | None] | None = None
+    """The types of the rows of each output, merged; None if nothing has changed them."""
+    _first_error: str = ""
 
     def settle(self, claim: Claim, outcome: AttemptOutcome | AttemptFailure) -> bool:
         """Store the result of an attempt. False if the batch is no longer this attempt's."""
         if isinstance(outcome, AttemptFailure):
             return self._record_failure(claim, outcome)
-        return self._complete(claim, outcome)
+        try:
+            schemas = self._merge_schemas(outcome)
+        except SchemaConflictError as error:
+            return self._record_failure(claim, AttemptFailure(type(error).__name__, str(error)))
+        if not self._complete(claim, outcome):
+            return False
+        self._schemas = schemas
+        return True
+
+    def job_changes(self) -> dict[str, object]:
+        """The changed columns of the job, apart from its counters."""
+        changes: dict[str, object] = {} if self._schemas is None else {"schemas": self._schemas}
+        error = sa.func.coalesce(JOBS.c.error, self._first_error)  # by which the owner sees a member's failure
+        return changes | ({"error": error} if self.failed else {})
+
+    def _merge_schemas(self, outcome: AttemptOutcome) -> list[Schema | None] | None:
+        """The types of each output's rows with those of an outcome; None if it has none. Raises SchemaConflictError."""
+        if not any(part.schema for part in outcome.parts):
+            return self._schemas
+        schemas = self._schemas
+        if schemas is None:
+            stored = self.connection.scalar(sa.select(JOBS.c.schemas).where(JOBS.c.job_id == self.job_id))
+            schemas = stored or [None] * len(outcome.parts)
+        return [
+            schema if part.schema is None else merge_schemas(schema or {}, part.schema)
+            for schema, part in zip(schemas, outcome.parts, strict=True)
+        ]
 
     def _attempt_parameters(self, claim: Claim) -> dict[str, object]:
         batch = {"batch": claim.batch_idx, "attempt": claim.attempt_id}
@@ -826,7 +800,10 @@ class _Attempts:
         changes = {"status": status, "next_retry_at": None, "lease_expires_at": None, "updated_at": now(), **values}
         update = STATES.update().where(_IS_CURRENT_ATTEMPT).values(**changes)
         accepted = self.connection.execute(update, self._attempt_parameters(claim)).rowcount == 1
-        self.failed |= accepted and status == "FAILED"
+        if accepted and status == "FAILED":
+            self.failed = True
+            error_class, error = str(values["error_class"]), str(values["error"])
+            self._first_error = self._first_error or _describe_failure(claim.span, error_class, error)
         return accepted
 
     def _split(self, claim: Claim, row: int | None, error: Mapping[str, object]) -> bool:

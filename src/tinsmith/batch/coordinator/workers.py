@@ -22,7 +22,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.coordinator.hosts import UNKNOWN, HostHealth
 from tinsmith.batch.coordinator.model_gateway import MAX_CONCURRENT_REQUESTS, RequestRouter
-from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
+from tinsmith.batch.coordinator.rows import SupersededError
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.pools.specs import Pool, WorkerHandle, WorkerLostError, WorkerStartError
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, FailureCause, JobSpec, Limits, MapperStartError
 from tinsmith.batch.worker.frames import Message
@@ -44,6 +45,10 @@ T = TypeVar("T")
 
 class MachineSetAsideError(Exception):
     """The pool has started a worker on a machine that is set aside; it was ended."""
+
+
+class JobFullError(Exception):
+    """Other machines have all the workers that the job may have."""
 
 
 class OperationError(Exception):
@@ -229,16 +234,16 @@ class WorkerSet:
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
 
-    async def take(self, slot: int, end_event: asyncio.Event) -> RemoteWorker | None:
-        """An idle worker or a new one; in an exclusive pool, the slot's own. None if the job ends first, since on a
-        full cluster a start may take longer than the job. Raises WorkerStartError, WorkerLostError, SetAsideError,
-        SupersededError."""
+    async def take(self, slot: int, end_event: asyncio.Event, max_others: int | None = None) -> RemoteWorker | None:
+        """An idle worker or a new one; in an exclusive pool, the slot's own. A new one only if other processes have at
+        most `max_others`. None if the job ends first, since on a full cluster a start may take longer than the job.
+        Raises WorkerStartError, WorkerLostError, MachineSetAsideError, JobFullError, SupersededError."""
         bound_slot = slot if self.pool.spec.exclusive else None
         for worker in self._idle:
             if worker.slot == bound_slot and not worker.unusable:
                 self._idle.remove(worker)
                 return worker
-        starting = self._start(bound_slot, with_mapper=True)
+        starting = self._start(bound_slot, with_mapper=True, max_others=max_others)
         if self._hosts_to_avoid():  # where the other machines are full, this one may be free again before they are
             starting = within(AVOIDANCE_S, starting)
         return await run_until(end_event, starting)
@@ -315,7 +320,7 @@ class WorkerSet:
                 raise FatalJobError(error.trace) from error
         raise FatalJobError(f"no worker is usable: {last_error}") from last_error
 
-    async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
+    async def _start(self, slot: int | None, *, with_mapper: bool, max_others: int | None = None) -> RemoteWorker:
         worker_id, name = _new_id(self.job_id), self.pool.spec.name
         worker: RemoteWorker | None = None
         try:
@@ -323,7 +328,9 @@ class WorkerSet:
         except UserError as error:
             raise FatalJobError(f"setup_failed: {error}") from None
         try:
-            await asyncio.to_thread(self.jobs.record_launch, name, worker_id, self.job_id, self.token, self.pool.kind)
+            launch = name, worker_id, self.job_id, self.token, self.pool.kind, max_others
+            if not await asyncio.to_thread(self.jobs.record_launch, *launch):
+                raise JobFullError
             handle = await self.pool.start(worker_id, slot, self.spec, self._hosts_to_avoid())
             worker = RemoteWorker(worker_id, handle, self.job_id, self.spec.limits, slot, self.router)
             self._workers.add(worker)
@@ -334,7 +341,8 @@ class WorkerSet:
             await asyncio.to_thread(self.jobs.record_worker, worker_id, handle.process_name)
         except BaseException as error:
             await asyncio.shield(self.end(worker) if worker is not None else self._delete_row(worker_id))
-            expected = WorkerStartError | WorkerLostError | MachineSetAsideError | SupersededError | SQLAlchemyError
+            refusals = MachineSetAsideError | JobFullError | SupersededError
+            expected = WorkerStartError | WorkerLostError | refusals | SQLAlchemyError
             if isinstance(error, Exception) and not isinstance(error, expected):
                 host = self.pool.host_of(slot) if slot is not None else None
                 raise WorkerStartError(f"a worker cannot be started: {error!r}", host or UNKNOWN) from error

@@ -20,7 +20,8 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs
 from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
 from tinsmith.batch.openai import MAX_REQUESTS
 from tinsmith.batch.openai.results import Tally, error_lines, results_of, success_lines, tally_lines

@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.openai import line_id
 from tinsmith.batch.formats.publishing import source_of

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import structlog
 
-from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
+from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.pools.specs import skypilot_task
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings

@@ -4,7 +4,7 @@ A pool has slots. A slot runs the batches of one job at a time. The workers of a
 reservation on a cluster, so a slot has a worker only for the job that it runs.
 
 A pool whose `infra` has one of SkyPilot's forms (`aws/us-east-1`, `kubernetes/CONTEXT`, `ssh/POOL`) is rented: its jobs
-are left to the machines that `skypilot_task` describes. Each of them runs whole jobs, with all workers of the pool.
+are left to the machines that `skypilot_task` describes, which run a job together, each with all workers of the pool.
 With `managed: true` the server starts a machine for each job (`managed.py`).
 """
 
