@@ -31,7 +31,7 @@ from tinsmith.cli import plan as report
 from tinsmith.cli.doctor import measure_rates
 from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
-from tinsmith.plan import memory
+from tinsmith.plan import measurement, memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Workload, candidates, check, choose, estimate_needs, evaluate, find_problem
 from tinsmith.plan.speed import DEVICES, LinkRate, Rates, StepShare, calls, step_time, token_s, traffic
@@ -593,7 +593,10 @@ def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
     small = Workload(1, 32 * 10**9, rank=8, context=512, dtype="float32", cuda=False)
     plan = choose(find_known("Qwen3-0.6B"), small)
     assert plan.mode == "kept"
-    (line,) = report.speeds(plan, measure)
+    (line,) = report.speeds(plan, measure, lambda: 0.02)
+    *_, warning = report.speeds(plan, measure, lambda: 0.63)
+    assert warning.startswith("Other processes used 63% of the CPUs during this measurement")
+    assert dtypes.pop() == "float32"
     active = plan.model.num_active
     speeds = [float(match) for match in re.findall(r"([\d.]+) (?:trained|sampled)", line)]
     assert speeds == [pytest.approx(100e9 / (4 * active), abs=1), pytest.approx(20e9 / (4 * active), abs=0.1)]
@@ -603,6 +606,19 @@ def test_the_speed_of_a_cpu_follows_from_measured_products() -> None:
         "No estimate of the speed: a CPU dequantizes the weights for each product."
     ]
     assert not list(report.speeds(choose(find_known("Qwen3-32B"), small), measure)) and dtypes == ["float32"]
+
+
+def test_the_work_of_other_processes_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 400 hundredths of a second, 100 were idle and 50 waited for a disk."""
+    counters = tmp_path / "stat"
+    counters.write_text("cpu  100 0 50 1000 10 0 0 0 7 0\ncpu0 1 1 1 1\n")
+    monkeypatch.setattr(measurement, "CPU_TIMES", counters)
+    monkeypatch.setattr(
+        measurement.time, "sleep", lambda _: counters.write_text("cpu  300 0 100 1100 60 0 0 0 99 0\ncpu0 1 1 1 1\n")
+    )
+    assert measurement.measure_busy_share() == pytest.approx(250 / 400)
+    monkeypatch.setattr(measurement, "CPU_TIMES", tmp_path / "missing")
+    assert 0 <= measurement.measure_busy_share() <= 1
 
 
 @pytest.mark.parametrize("isa", ["", "AVX2"])

@@ -26,7 +26,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit, gib
-from tinsmith.plan.measurement import TRAINING_ROWS, measure_matmul
+from tinsmith.plan.measurement import TRAINING_ROWS, measure_busy_share, measure_matmul
 from tinsmith.plan.memory import DTYPE_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
     DEVICES,
@@ -330,6 +330,8 @@ def launches(request: PlanRequest, plan: Plan) -> dict[str, str]:
     return commands
 
 
+BUSY_SHARE = 0.1
+"""The share of the CPUs from which on the work of other processes is named beside a measurement."""
 MEMORY_TOLERANCE = 0.12
 """Largest relative difference between a listed device's memory and the workload's."""
 
@@ -341,9 +343,13 @@ def _find_similar_devices(workload: Workload) -> Iterator[Device]:
             yield device
 
 
-def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] | None = None) -> Iterator[str]:
+def speeds(
+    plan: Plan,
+    measure: Callable[[str, int, int], tuple[float, float]] = measure_matmul,
+    measure_others: Callable[[], float] = measure_busy_share,
+) -> Iterator[str]:
     """Yield speed estimates of a plan that fits, one line each: for devices with about the workload's memory, or for
-    this CPU with the result of `measure` (`measure_matmul`).
+    this CPU with the result of `measure`, and a line if other processes kept it busy.
 
     Training costs 4 operations per token and active weight: the forward pass, and the backward pass through the frozen
     base without the gradients of its weights. With activation checkpointing, and in the estimates for GPUs, it costs 6.
@@ -356,7 +362,8 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
         if workload.quantize != "off":
             yield "No estimate of the speed: a CPU dequantizes the weights for each product."
             return
-        operations_s, bytes_s = (measure or measure_matmul)(workload.dtype, plan.model.hidden, active)
+        busy_share = measure_others()
+        operations_s, bytes_s = measure(workload.dtype, plan.model.hidden, active)
         trained = operations_s / ((4 if plan.mode == "kept" else OPERATIONS) * active)
         sampled = bytes_s / (active * DTYPE_BYTES[workload.dtype])
         yield (
@@ -365,6 +372,11 @@ def speeds(plan: Plan, measure: Callable[[str, int, int], tuple[float, float]] |
             f"{operations_s / 1e9:,.0f} GFLOP/s with {TRAINING_ROWS} rows, {bytes_s / 1e9:,.1f} GB/s of weights "
             "with one; attention and adapters are not counted)"
         )
+        if busy_share > BUSY_SHARE:
+            yield (
+                f"Other processes used {busy_share:.0%} of the CPUs during this measurement, which made its figures "
+                "smaller: measure again when they have ended"
+            )
         return
     for device in _find_similar_devices(workload):
         share = StepShare(max(memory.MICRO_BATCH[True], workload.context_of(plan.model)) // plan.degrees.context)

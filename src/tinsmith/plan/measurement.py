@@ -1,9 +1,14 @@
-"""Measures how fast a device multiplies matrices and reads weights. Imports torch only when it is called."""
+"""Measures how fast a device multiplies matrices and reads weights, and how busy this machine is with other work.
+
+Imports torch only when it is called.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.plan.memory import DTYPE_BYTES
@@ -15,6 +20,9 @@ LARGEST_SIDE, TRAINING_ROWS, MAX_WEIGHTS = 2048, 256, 16
 """Width of the square weights, rows of the training product, and number of weights, which exceed the caches."""
 LARGEST_SIDE_CUDA, TRAINING_ROWS_CUDA = 8192, 4096
 MEASURE_S = 0.3
+OBSERVATION_S = 0.25
+CPU_TIMES = Path("/proc/stat")
+"""Linux's counters of the time that all CPUs spent in each state: user, nice, system, idle, waiting for a disk, ..."""
 
 
 def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu") -> tuple[float, float]:
@@ -50,6 +58,22 @@ def measure_matmul(dtype: str, hidden: int, num_weights: int, device: str = "cpu
 
     with torch.inference_mode():
         return 2 * rows * side**2 / product_s(rows), DTYPE_BYTES[dtype] * side**2 / product_s(1)
+
+
+def measure_busy_share() -> float:
+    """The share of this machine's CPUs that processes use while this one sleeps; elsewhere than on Linux, the share
+    that they used during the last minute."""
+    if not CPU_TIMES.exists():
+        return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    before = _read_cpu_times()
+    time.sleep(OBSERVATION_S)
+    elapsed = [after - before for after, before in zip(_read_cpu_times(), before, strict=True)]
+    return 1 - (elapsed[3] + elapsed[4]) / max(1, sum(elapsed))
+
+
+def _read_cpu_times() -> list[int]:
+    """The first eight counters; those after them are parts of the first two."""
+    return [int(count) for count in CPU_TIMES.read_text().split("\n", 1)[0].split()[1:9]]
 
 
 def _has_onednn(dtype: str) -> bool:
