@@ -10,19 +10,22 @@ import socket
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker
 import typer.main
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from support.live import environment
 from tinsmith import base_models
+from tinsmith.cli import lines
 from tinsmith.cli import main as cli
 from tinsmith.cli.doctor import Finding
-from tinsmith.cli.main import work_line
+from tinsmith.cli.lines import report_loading, work_line
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings
 
@@ -164,7 +167,7 @@ def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
 
 
 def test_a_server_prints_its_work_and_what_it_waits_for(tmp_path: Path) -> None:
-    script = "import tinsmith.cli.main as cli; cli.WORK_LINE_S = 0.5; cli.main()"
+    script = "import tinsmith.cli.main as cli; from tinsmith.cli import lines; lines.WORK_LINE_S = 0.5; cli.main()"
     words = ["serve", "--port", "0", "--backend", "fake", "--data-dir", str(tmp_path / "data")]
     for quiet in (False, True):
         command = [sys.executable, "-c", script, *words, *(["--quiet"] if quiet else [])]
@@ -179,10 +182,24 @@ def test_a_server_prints_its_work_and_what_it_waits_for(tmp_path: Path) -> None:
         finally:
             process.send_signal(signal.SIGINT)
             later_output, _ = process.communicate(timeout=60)
+        assert bool(re.search(r"The base models have loaded after [\d.]+ s\.", later_output)) is not quiet, later_output
         assert "Stopping: " in later_output and "1 engine process(es) to save their runs" in later_output
         assert bool(re.search(r" requests, [\d.,]+ trained and [\d.,]+ sampled tokens/s", later_output)) is not quiet, (
             later_output
         )
+
+
+def test_loading_is_counted_on_a_terminal_and_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LOADING_POLL_S", 0.0)
+    for is_terminal in (False, True):
+        states = iter(["engine a is starting", "engine a is loading", ""])
+        text = StringIO()
+        console = Console(file=text, force_terminal=is_terminal, width=120)
+        report_loading(states.__next__, lambda: "no memory", console)
+        printed = text.getvalue()
+        assert printed.count("does not load: no memory") == 1
+        assert ("The base models load: 0 s\r" in printed) is is_terminal
+        assert printed.endswith(" s.\n") and printed.count("have loaded after") == 1
 
 
 def test_a_line_of_work_has_rates_and_an_idle_minute_has_none() -> None:

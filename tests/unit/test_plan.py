@@ -175,9 +175,9 @@ def test_measured_peaks_are_within_the_factor() -> None:
     assert process.returncode == 0, process.stderr
     measurements = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]  # others are logs
     assert len(measurements) == 4 + 2 + 2  # steps, images in vision towers, and steps of one of two context ranks
-    for measurement in measurements:
-        ratio = measurement["measured"] / measurement["expected"]
-        assert 1 / memory.FACTOR < ratio < memory.FACTOR, measurement
+    for step in measurements:
+        ratio = step["measured"] / step["expected"]
+        assert 1 / memory.FACTOR < ratio < memory.FACTOR, step
 
 
 # Choices.

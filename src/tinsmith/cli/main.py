@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +34,7 @@ from tinsmith.cli import profile as profile_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
+from tinsmith.cli.lines import report_server
 from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.plan.versions import INSTALL_ENGINE, find_cuda_obstacle, list_missing_packages
@@ -45,7 +45,6 @@ from tinsmith.settings.environment import client_address
 if TYPE_CHECKING:
     from tinsmith.cli.plan import PlanRequest
     from tinsmith.cluster.engine_process import EngineProcess
-    from tinsmith.server.process import Server
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -72,7 +71,6 @@ SERVE_OPTIONS = {
     "Output": ("log_level",),
 }
 """The settings that are flags of `serve`, by group in its help."""
-WORK_LINE_S = 60.0
 
 
 def settings_options(*names: str, **groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -399,29 +397,8 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
     if not as_json:
         server.on_stop = announce_stop
     if not quiet:
-        threading.Thread(target=_report_work, args=(server,), daemon=True).start()
+        threading.Thread(target=report_server, args=(server, output), daemon=True).start()
     server.run(announce)
-
-
-def _report_work(server: Server) -> None:
-    """Print a line for each minute with work."""
-    before = server.work_counts()
-    while True:
-        time.sleep(WORK_LINE_S)
-        counts = server.work_counts()
-        if line := work_line({name: counts[name] - before[name] for name in counts}, WORK_LINE_S):
-            output.print(f"{time.strftime('%H:%M:%S')}  {line}", highlight=False)
-        before = counts
-
-
-def work_line(counts: Mapping[str, float], seconds: float) -> str:
-    """Summarize the work of some seconds; empty if there was none."""
-    if not any(value > 0 for value in counts.values()):
-        return ""
-    return (
-        f"{counts['requests']:,.0f} requests, {counts['trained'] / seconds:,.1f} trained and "
-        f"{counts['sampled'] / seconds:,.1f} sampled tokens/s"
-    )
 
 
 def _engine_extra(packages: list[str]) -> str:
