@@ -105,6 +105,28 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
     assert all("401" in complaint for complaint in browser.complaints())
 
 
+def test_tabs_share_a_key_while_one_of_them_is_open(alice: Site, browser: Browser) -> None:
+    driver, first = browser.driver, browser.driver.current_window_handle
+    browser.open("runs", "Runs")
+    driver.switch_to.new_window("tab")
+    second = driver.current_window_handle
+    try:
+        browser.open(f"runs/{alice.run}", "Run ")
+        assert not browser.all("#key"), "a link in another tab asks for nothing"
+        browser.click("#sign-out")
+        browser.until(lambda: browser.text("h1") == "Sign in", "the question")
+        driver.switch_to.window(first)
+        browser.until(lambda: browser.text("h1") == "Sign in", "the end of both")
+        driver.switch_to.window(second)
+        driver.refresh()
+        browser.until(lambda: browser.text("h1") == "Sign in", "no tab has the key")
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+    driver.execute_script("sessionStorage.setItem('tinsmith.key', arguments[0])", alice.key)
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
 # Every page.
 
 
@@ -537,7 +559,10 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
         "const smooth = document.getElementById('smooth'); smooth.value = 0.9; smooth.dispatchEvent(new Event('input'))"
     )
     body = """
-    const even = metrics.csvOf([{ step: 1, source: "client", time: 0, metrics: { "a,b": 1, c: null } }]);
+    const even = metrics.csvOf([
+      { step: 1, source: "client", time: 0, metrics: { "a,b": 1, c: null } },
+      { step: 1, source: "server", time: 2, metrics: { c: 3 } },
+    ]);
     const hints = [["ppo_kl:mean"], ["ppo_kl:mean", "reward"], ["loss_per_token"]].map((names) =>
       metrics.rewardless(names.map((name) => ({ name }))));
     done([charts.smoothed([1, 1, null, 1], 0.9), charts.smoothed([0, 1], 0.5), even, hints])"""
@@ -545,7 +570,7 @@ def test_a_band_smoothing_a_log_scale_and_files_of_the_curves(alice: Site, brows
     assert flat[2] is None and [share for share in flat if share] == pytest.approx([1, 1, 1])
     assert half == pytest.approx([0, 2 / 3])
     assert hints == [True, False, False], "only a run that learns from advantages is asked for its reward"
-    assert text == 'step,source,time,"a,b",c\n1,client,1970-01-01T00:00:00.000Z,1,\n'
+    assert text == 'step,time,"a,b",c (client),c (server)\n1,1970-01-01T00:00:02.000Z,1,,3\n', "a row for each step"
 
 
 def test_runs_are_named_and_stand_side_by_side(alice: Site, browser: Browser) -> None:
@@ -907,3 +932,28 @@ def test_missing_objects_are_reported(browser: Browser) -> None:
     assert "unknown" in browser.text("main")
     browser.open("nothing", "Overview")
     assert all("404" in complaint for complaint in browser.complaints())
+
+
+def test_many_metrics_stand_in_groups_that_open_and_a_search_finds_one(alice: Site, browser: Browser) -> None:
+    """As many as a cookbook's run logs: the page stays short until a group is opened."""
+    for prefix in ("time/part", "env/all/score"):
+        metrics = {"reward": 1.0} | {f"{prefix}{index}": float(index) for index in range(40)}
+        points = [{"step": step, "metrics": metrics} for step in (1, 2)]
+        alice.http.post("log_metrics", json={"model_id": alice.strange_run, "points": points}).raise_for_status()
+    browser.open(f"runs/{alice.strange_run}", "Run ")
+
+    def titles() -> list[str]:
+        return [title.text for title in browser.all("figure.curve .name") if title.is_displayed()]
+
+    browser.until(lambda: "reward" in titles(), "the key metrics")
+    key_titles = titles()
+    assert not [title for title in key_titles if "part" in title or "score" in title]
+    assert browser.driver.execute_script("return document.documentElement.scrollHeight") < 2500
+    browser.click(".metric-group > summary", "Speed (")
+    browser.until(lambda: len(titles()) == len(key_titles) + 40, "the group")
+    assert len(browser.all("figure.curve canvas")) == len(titles()), "only these are drawn"
+    browser.one("#search").send_keys("score7")
+    browser.until(lambda: titles() == ["env/all/score7"], "the match")
+    browser.one("#search").send_keys(Keys.CONTROL, "a")
+    browser.one("#search").send_keys(Keys.DELETE)
+    browser.until(lambda: len(titles()) == len(key_titles) + 40, "the groups as they were")

@@ -1,6 +1,8 @@
-// The client of the API. The entered key is stored for this tab only, never in a cookie.
+// The client of the API. The entered key is stored for this tab only, never in a cookie. Open tabs of this origin give it
+// to a new one and forget it together.
 
 const NAME = "tinsmith.key";
+const ANSWER_MS = 200; // how long a new tab waits for the key of another
 const ANY = "tml-local"; // a server without keys accepts any key
 
 let memory = null;
@@ -23,6 +25,40 @@ export const key = {
     }
   },
 };
+
+const tabs = "BroadcastChannel" in window ? new BroadcastChannel(NAME) : null;
+tabs?.addEventListener("message", ({ data }) => {
+  if (data === "ask" && key.get()) tabs.postMessage({ key: key.get() });
+  if (data === "forget" && key.get()) {
+    key.set(null);
+    dispatchEvent(new CustomEvent("signedout"));
+  }
+});
+
+// Takes over the key of another open tab, if this tab has none.
+export function shareKey() {
+  if (key.get() || !tabs) return Promise.resolve();
+  return new Promise((resolve) => {
+    const end = () => {
+      tabs.removeEventListener("message", hear);
+      resolve();
+    };
+    const hear = ({ data }) => {
+      if (!data.key) return;
+      key.set(data.key);
+      end();
+    };
+    tabs.addEventListener("message", hear);
+    tabs.postMessage("ask");
+    setTimeout(end, ANSWER_MS);
+  });
+}
+
+// Signs this tab and all others out.
+export function forgetKey() {
+  key.set(null);
+  tabs?.postMessage("forget");
+}
 
 export class ApiError extends Error {
   constructor(status, text) {

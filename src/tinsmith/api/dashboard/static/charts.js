@@ -1,6 +1,6 @@
 // Curves drawn by uPlot, and stacked bars. Each chart has a table of its numbers for accessibility.
 
-import { h, put, section, svg } from "./dom.js";
+import { h, put, svg } from "./dom.js";
 import { count, counted, number, seconds } from "./format.js";
 import { GROUPS } from "./metrics.js";
 import { exponentOf, isNumber, labelsOf, scaled, stepRange, ticksOf, valueRange } from "./scale.js";
@@ -11,6 +11,7 @@ const MOST_ROWS = 200; // in a table of numbers
 const MOST_TICKS = 5; // on the axis of values
 const TICK_PX = 30; // between labels on the axis of steps
 const LETTER_PX = 7;
+const MOST_OPEN = 24; // metrics of a run whose groups all begin open
 
 const probe = h("span", { hidden: true });
 document.body.append(probe);
@@ -47,22 +48,57 @@ export function curve(title, note, signal, view = {}) {
   return { ...made, update: (steps, values, band = {}) => made.update([{ name: "", xs: steps, values, ...band }]) };
 }
 
-// The figures of metrics in groups with headings. `make(title, note)` makes a figure when its metric first appears.
+// The figures of metrics in groups that open and close. `make(title, note)` makes a figure, which is drawn while its group
+// is open. `draw(lines)` takes {metric, args}, the arguments of each figure's `update`; beyond `MOST_OPEN` metrics only
+// the first group begins open. `search` is a field: groups that have a match are open while it has text.
 export function figuresIn(groups, make) {
-  const drawn = new Map();
+  const figures = new Map();
   const places = new Map();
-  return (metric) => {
-    if (drawn.has(metric.key)) return drawn.get(metric.key);
-    if (!places.has(metric.group)) {
-      const place = h("div", { class: "curves" });
-      places.set(metric.group, { place, part: section(metric.group, place) });
-      put(groups, GROUPS.filter((name) => places.has(name)).map((name) => places.get(name).part));
-    }
-    const made = make(metric.title, metric.source === "client" ? "logged by the client" : metric.name);
-    drawn.set(metric.key, made);
-    places.get(metric.group).place.append(made.figure);
-    return made;
+  const opened = new Map(); // by name of the group, as the user chose
+  let many = false;
+  const update = (one) => {
+    one.made.update(...one.args);
+    one.due = false;
   };
+  const show = () => {
+    const words = search.value.trim().toLowerCase();
+    for (const [name, group] of places) {
+      const matching = group.members.filter((one) => one.text.includes(words));
+      for (const one of group.members) one.made.figure.hidden = !matching.includes(one);
+      group.part.hidden = !matching.length;
+      group.part.open = words ? true : (opened.get(name) ?? (!many || name === GROUPS[0]));
+      group.size.textContent = ` (${count(matching.length)})`;
+      if (group.part.open) matching.filter(({ due }) => due).forEach(update);
+    }
+  };
+  const search = h("input", { id: "search", type: "search", placeholder: "name of a metric", maxlength: 100, on: { input: show } });
+  const placeOf = (name) => {
+    if (!places.has(name)) {
+      const place = h("div", { class: "curves" });
+      const size = h("span", { class: "quiet" });
+      const title = h("summary", { on: { click: () => !search.value.trim() && opened.set(name, !part.open) } }, h("h2", {}, name, size));
+      const part = h("details", { class: "metric-group", on: { toggle: show } }, title, place);
+      places.set(name, { place, part, size, members: [] });
+      put(groups, GROUPS.filter((other) => places.has(other)).map((other) => places.get(other).part));
+    }
+    return places.get(name);
+  };
+  const draw = (lines) => {
+    many = lines.length > MOST_OPEN;
+    for (const { metric, args } of lines) {
+      if (!figures.has(metric.key)) {
+        const made = make(metric.title, metric.source === "client" ? "logged by the client" : metric.name);
+        const one = { made, text: `${metric.title} ${metric.name}`.toLowerCase() };
+        figures.set(metric.key, one);
+        const group = placeOf(metric.group);
+        group.members.push(one);
+        group.place.append(made.figure);
+      }
+      Object.assign(figures.get(metric.key), { args, due: true });
+    }
+    show();
+  };
+  return { draw, search };
 }
 
 // Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to

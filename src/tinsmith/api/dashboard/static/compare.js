@@ -42,16 +42,17 @@ export async function showComparison(main, ids, signal) {
   const groups = h("div");
   const settings = h("div");
   put(groups, section("Curves", empty("None of these runs has metrics yet.")));
-  const figureOf = figuresIn(groups, (title, note) => curves(title, note, signal, view));
+  const figures = figuresIn(groups, (title, note) => curves(title, note, signal, view));
   const names = runs.map((run, index) => (runs.filter((other) => nameOf(other) === nameOf(run)).length > 1 ? `${nameOf(run)} (${index + 1})` : nameOf(run)));
   const drawCurves = () => {
     const each = points.map((one) => one.all());
-    for (const metric of metricsOf(each.flat())) {
+    figures.draw(metricsOf(each.flat()).map((metric) => {
       const lines = each.map((all, index) => lineOf(all, metric, view.time && all.length ? Math.min(...all.map((point) => point.time)) : null, names[index]));
-      figureOf(metric).update(lines);
-    }
+      return { metric, args: [lines] };
+    }));
   };
   const { view, controls } = viewOf(h, drawCurves);
+  controls.prepend(h("label", { for: "search" }, "Metrics", figures.search));
   const links = h("ul", { class: "run-links" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
   page(main, `Comparison of ${count(runs.length)} runs`, links, section("Differences", settings), controls, groups);
   keep(settings)(runs, () => differences(runs));

@@ -22,6 +22,9 @@ function progress(job) {
   return h("span", { class: "progress" }, h("progress", { max: total, value: done, "aria-label": `Progress of job ${job.job_id}` }), ` ${text}`);
 }
 
+// The seconds that a job has run.
+const took = (job) => (isNumber(job.started_at) ? (job.ended_at ?? Date.now() / 1000) - job.started_at : null);
+
 const COLUMNS = [
   { label: "Job", number: true, cell: (row) => h("a", { href: `#/jobs/${row.job_id}` }, String(row.job_id)) },
   { label: "Name", cell: (row) => row.name || "-" },
@@ -29,6 +32,8 @@ const COLUMNS = [
   { label: "Progress", cell: progress },
   { label: "Rows", number: true, cell: (row) => count(row.rows_ok) },
   { label: "Failed rows", number: true, cell: (row) => some(row.rows_failed) },
+  { label: "Duration", number: true, cell: (row) => (isNumber(took(row)) ? seconds(took(row)) : "-") },
+  { label: "Output", kind: "mono", cell: (row) => row.outputs?.map(({ path: where }) => where).join(", ") || "-" },
   { label: "Pool", cell: (row) => row.pool },
   { label: "Submitted", number: true, cell: (row) => moment(row.created_at) },
 ];
@@ -52,17 +57,18 @@ async function showList(main, signal) {
   await poll(signal, 2, look);
 }
 
-function speed(job, took) {
+function speed(job) {
   const done = job.batch_completed_batches;
-  if (!took || !done) return null;
-  const left = ended(job) ? "" : `, about ${seconds((took / done) * (job.batch_total_batches - done))} left`;
-  return `${count(Math.round((job.rows_ok + job.rows_failed) / took))} rows/s${left}`;
+  const elapsed = took(job);
+  if (!elapsed || !done) return null;
+  const left = ended(job) ? "" : `, about ${seconds((elapsed / done) * (job.batch_total_batches - done))} left`;
+  return `${count(Math.round((job.rows_ok + job.rows_failed) / elapsed))} rows/s${left}`;
 }
 
-function describe(job) {
-  const took = isNumber(job.started_at) ? (job.ended_at ?? Date.now() / 1000) - job.started_at : null;
+function describe(job, writers) {
   const failed = job.rows_failed ? `, ${count(job.rows_failed)} failed` : "";
   return facts([
+    ["Name", job.name || null],
     ["Status", state(job.status)],
     ["Progress", progress(job)],
     ["Rows", job.batch_total_batches ? `${count(job.rows_ok)} of ${count(job.total_rows)} done${failed}` : null],
@@ -71,8 +77,9 @@ function describe(job) {
     ["Waiting", job.waiting || null],
     ["Weight", job.weight === 1 ? null : count(job.weight)],
     ["Submitted", moment(job.created_at)],
-    ["Duration", took === null ? null : seconds(took)],
-    ["Speed", speed(job, took)],
+    ["Duration", isNumber(took(job)) ? seconds(took(job)) : null],
+    ["Speed", speed(job)],
+    ["Writes to", h("code", {}, writers.map((writer) => writer.path).join(", ") || "-")],
     ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
     ["Error", job.error ? h("pre", { class: "trace" }, job.error.trim()) : null],
   ]);
@@ -155,16 +162,17 @@ async function showJob(main, id, signal) {
   places[1].className = "actions";
   const look = async () => {
     const job = await get(path`/batch/jobs/${id}`, signal);
-    drawAbout(job, () => describe(job));
     drawActions(job.status, () => actions(job, look));
     drawOutputs([job.outputs, job.status], () => outputs(job));
     drawWorkers([job.workers, job.status], () => workers(job));
     const { errors } = await get(path`/batch/jobs/${id}/errors` + `?limit=${MOST_ERRORS}`, signal);
     drawErrors([errors, job.rows_failed, job.first_error], () => failedRows(job, errors));
-    const { batches } = await get(path`/batch/jobs/${id}/partial` + `?limit=${MOST_PARTS}`, signal);
+    const { batches, outputs: writers } = await get(path`/batch/jobs/${id}/partial` + `?limit=${MOST_PARTS}`, signal);
+    heading.textContent = job.name ? `Job ${id}: ${job.name}` : `Job ${id}`;
+    drawAbout([job, writers], () => describe(job, writers || []));
     drawParts([batches, job.status], () => partialResults(job, batches));
   };
-  page(main, `Job ${id}`, places);
+  const heading = page(main, `Job ${id}`, places);
   await poll(signal, 2, look);
 }
 

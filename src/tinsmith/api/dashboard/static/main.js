@@ -1,6 +1,6 @@
 // Routing, the key and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
 
-import { ApiError, get, key } from "./api.js";
+import { ApiError, forgetKey, get, key, shareKey } from "./api.js";
 import { button, h, page, put, tell } from "./dom.js";
 import account from "./account.js";
 import checkpoints from "./checkpoints.js";
@@ -127,7 +127,7 @@ function askForKey(reason) {
     },
     h("label", { for: "key" }, "API key"),
     input,
-    h("p", { id: "keyhelp", class: "quiet" }, "The key is stored in this tab until the tab is closed. The server's operator creates keys: tinsmith keys create TENANT."),
+    h("p", { id: "keyhelp", class: "quiet" }, "Only the open tabs of this browser keep the key. The server's operator creates keys: tinsmith keys create TENANT."),
     h("button", { class: "primary" }, "Sign in"),
   );
   const refused = ended ? "The server accepted this key before and rejects it now. It may have expired or been revoked" : "The server rejected the key";
@@ -153,13 +153,14 @@ addEventListener("unhandledrejection", (event) => {
   tell(event.reason?.message || "Something went wrong", "error");
 });
 document.getElementById("sign-out").addEventListener("click", () => {
-  key.set(null);
+  forgetKey();
   askForKey("");
 });
+addEventListener("signedout", () => askForKey(""));
 document.querySelector("a.skip").addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
 listen(Object.fromEntries(Object.entries(PAGES).map(([name, { title }]) => [name, title])));
 drawTheme();
-begin();
+shareKey().then(begin);

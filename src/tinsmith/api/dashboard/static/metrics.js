@@ -89,12 +89,24 @@ export function rewardless(metrics) {
   return has(/^advantage$|^ppo_kl:mean$/) && !has(/reward|score|correct|accuracy/);
 }
 
-// Writes all points as CSV: step, source, time, and a column per name.
+// Writes all points as CSV: a row for each step, with its last time and a column for each name. A name that both sources
+// use has two columns, each with its source.
 export function csvOf(points) {
-  const names = [...new Set(points.flatMap((point) => Object.keys(point.metrics)))].sort();
+  const sources = new Map();
+  const rows = new Map();
+  for (const point of points) {
+    const row = rows.get(point.step) || { time: 0, values: new Map() };
+    row.time = Math.max(row.time, point.time);
+    for (const [name, value] of Object.entries(point.metrics)) {
+      row.values.set(keyOf(point.source, name), value);
+      sources.set(name, (sources.get(name) || new Set()).add(point.source));
+    }
+    rows.set(point.step, row);
+  }
+  const columns = [...sources].sort().flatMap(([name, all]) => [...all].sort().map((source) => ({ key: keyOf(source, name), label: all.size > 1 ? `${name} (${source})` : name })));
   const quoted = (text) => (/[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-  const lines = points.map((point) => [point.step, point.source, new Date(point.time * 1000).toISOString(), ...names.map((name) => point.metrics[name] ?? "")]);
-  return [["step", "source", "time", ...names.map(quoted)], ...lines].map((line) => line.join(",")).join("\n") + "\n";
+  const lines = [...rows].sort(([a], [b]) => a - b).map(([step, row]) => [step, new Date(row.time * 1000).toISOString(), ...columns.map(({ key }) => row.values.get(key) ?? "")]);
+  return [["step", "time", ...columns.map(({ label }) => quoted(label))], ...lines].map((line) => line.join(",")).join("\n") + "\n";
 }
 
 export function download(name, type, text) {

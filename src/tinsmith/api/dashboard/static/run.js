@@ -47,16 +47,17 @@ export async function showRun(main, id, signal) {
     const metrics = metricsOf(all);
     if (!metrics.length) return;
     const start = view.time ? Math.min(...all.map((point) => point.time)) : null;
-    for (const metric of metrics) {
+    figures.draw(metrics.map((metric) => {
       const line = lineOf(all, metric, start);
-      figureOf(metric).update(line.xs, line.values, line);
-    }
+      return { metric, args: [line.xs, line.values, line] };
+    }));
     if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
     else put(hint);
   };
   const keepHint = keep(hint);
-  const figureOf = figuresIn(groups, (title, note) => curve(title, note, signal, view));
+  const figures = figuresIn(groups, (title, note) => curve(title, note, signal, view));
   const { view, controls } = viewOf(h, drawCurves);
+  controls.prepend(h("label", { for: "search" }, "Metrics", figures.search));
   const lookAtCurves = async () => {
     if (await points.look()) drawCurves();
   };

@@ -8,7 +8,7 @@ import { facts, pager, table } from "./table.js";
 import { colouring, endedBy, signed } from "./tokens.js";
 import { shownAnswer, shownTurns } from "./turns.js";
 
-const LIMIT = 25;
+const LIMIT = matchMedia("(max-width: 40rem)").matches ? 8 : 25;
 
 const weightsOf = (row) => row.weights || row.base_model || "-";
 

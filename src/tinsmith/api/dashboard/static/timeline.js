@@ -20,7 +20,7 @@ const SNAPSHOTS = 5;
 const OTHER = 6;
 const OTHERS = 7;
 const ROW = 22;
-const LEFT = 130;
+const LEFT = 130; // for the names of rows, where there is room
 const MOST_ROWS = 24;
 const SHORTEST_S = 1;
 
@@ -52,10 +52,10 @@ export function barsOf({ requests = [], waiting = [], steps = [], snapshots = []
   return found;
 }
 
-function drawn(bars, view, lanes) {
-  const width = 1000;
-  const scale = (width - LEFT) / (view.to - view.from);
-  const x = (moment) => LEFT + Math.max(0, Math.min(view.to, moment) - view.from) * scale;
+function drawn(bars, view, lanes, width) {
+  const left = Math.min(LEFT, 0.3 * width);
+  const scale = (width - left) / (view.to - view.from);
+  const x = (moment) => left + Math.max(0, Math.min(view.to, moment) - view.from) * scale;
   const rects = bars
     .filter((bar) => bar.to >= view.from && bar.from <= view.to && lanes.includes(bar.lane))
     .map((bar) => {
@@ -80,6 +80,7 @@ export function timeline(signal) {
   let view = null; // null follows the present
   let bars = [];
   const shown = () => view || whole;
+  const widthOf = () => Math.max(200, place.clientWidth || 1000);
   const set = (from, to) => {
     const size = Math.max(SHORTEST_S, Math.min(to - from, whole.to - whole.from));
     const start = Math.max(whole.from, Math.min(from, whole.to - size));
@@ -99,7 +100,7 @@ export function timeline(signal) {
     const range = shown();
     const lanes = [...new Set(bars.filter((bar) => bar.to >= range.from && bar.from <= range.to).map((bar) => bar.lane))].slice(0, MOST_ROWS);
     words.textContent = `${seconds(whole.to - range.from)} ago to ${whole.to - range.to < 0.5 ? "now" : `${seconds(whole.to - range.to)} ago`}`;
-    put(place, lanes.length ? drawn(bars, range, lanes) : empty("You had no requests in these minutes."));
+    put(place, lanes.length ? drawn(bars, range, lanes, widthOf()) : empty("You had no requests in these minutes."));
     if (details.open) list();
   };
   const list = () => {
@@ -116,7 +117,7 @@ export function timeline(signal) {
     if (!event.ctrlKey && !event.shiftKey) return;
     event.preventDefault();
     const box = place.getBoundingClientRect();
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, Math.max(0, Math.min(1, ((event.clientX - box.left) / box.width - LEFT / 1000) / (1 - LEFT / 1000))));
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, Math.max(0, Math.min(1, (event.clientX - box.left - Math.min(LEFT, 0.3 * box.width)) / (box.width - Math.min(LEFT, 0.3 * box.width)))));
   });
   const keys = { "+": () => zoom(0.5), "-": () => zoom(2), ArrowLeft: () => move(-0.25), ArrowRight: () => move(0.25), 0: () => set(whole.from, whole.to) };
   const tools = h(
