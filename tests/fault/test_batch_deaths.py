@@ -21,14 +21,8 @@ from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, AttemptFailure, FailureCause, JobSpec, Limits
-from tinsmith.batch.worker.children import (
-    MAP,
-    READ,
-    Attempt,
-    MapperProcess,
-    Marker,
-    marker_file,
-)
+from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
+from tinsmith.batch.worker.marker import MAP, READ, Marker, marker_file
 from tinsmith.db.factory import open_database
 
 ROWS = 5000

@@ -29,10 +29,10 @@ from tinsmith.batch.operations import runtime as operations_runtime
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpack_payload
-from tinsmith.batch.worker.children import NO_ROW
 from tinsmith.batch.worker.concurrency import AsyncStep, CallingThread, map_concurrently
 from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import BatchRows, Feed, row_count_error
+from tinsmith.batch.worker.marker import NO_ROW
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Waits for a coroutine, outside of the event loop."""

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError
 from tinsmith.batch.worker import logs
-from tinsmith.batch.worker.children import Marker, assignment_of
 from tinsmith.batch.worker.frames import Message, pack, read_frames
+from tinsmith.batch.worker.marker import Marker
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
@@ -123,7 +123,7 @@ def _read(source: Iterator[Message], assignments: BoundedQueue[Assignment], chan
             removed = [*assignments.take_back(keys), *runtime.take_back(keys)]
             send({"taken_back": [assignment.key for assignment in removed]})
         else:
-            for assignment in map(assignment_of, message["assignments"]):
+            for assignment in map(Assignment.from_dict, message["assignments"]):
                 assignments.put(assignment)
     channel.close()
     assignments.close()

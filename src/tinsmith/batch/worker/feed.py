@@ -44,7 +44,7 @@ from tinsmith.batch.types import (
     RowFailure,
     is_retried,
 )
-from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
+from tinsmith.batch.worker.marker import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
 task_assignment: ContextVar[Assignment | None] = ContextVar("task_assignment", default=None)

@@ -22,9 +22,9 @@ from tinsmith.batch.types import (
     ProgramError,
 )
 from tinsmith.batch.worker import adapters
-from tinsmith.batch.worker.children import Marker
 from tinsmith.batch.worker.event_loop import EventLoop
 from tinsmith.batch.worker.feed import Feed, Report, format_traceback
+from tinsmith.batch.worker.marker import Marker
 
 _feed: Feed | None = None
 
