@@ -113,6 +113,8 @@ class Events(RuleBasedStateMachine):
         self.attempts: dict[tuple[int, int], Attempt] = {}
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(mapper_process, "start_child", self.start_child)
+        self.thread_errors: list[object] = []
+        self.patch.setattr(threading, "excepthook", lambda hook: self.thread_errors.append(hook.exc_value))
         self.now = 0.0
         self.patch.setattr(mapper_process.time, "monotonic", lambda: self.now)
         self.mapper = MapperProcess(spec_of(Path()), Path("log"))
@@ -265,7 +267,7 @@ class Events(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_settled_twice(self) -> None:
-        assert all(count == 1 for count in self.settled.values())
+        assert all(count == 1 for count in self.settled.values()) and not self.thread_errors
 
     @invariant()
     def unsettled_attempts_are_known(self) -> None:
@@ -332,4 +334,26 @@ def test_a_set_up_that_fails_ends_its_process_although_a_thread_goes_on(tmp_path
     attempt = settled.get(timeout=PATIENCE_S)
     assert isinstance(attempt, Attempt) and attempt.result["lost"]["cause"] == FailureCause.SETUP
     assert "no weights" in attempt.result["lost"]["error"]
+    mapper.close(0.0)
+
+
+def test_the_set_up_is_no_part_of_the_time_of_batches_that_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, child = [0.0], FakeChild()
+    monkeypatch.setattr(mapper_process, "start_child", lambda *_: child)
+    monkeypatch.setattr(mapper_process.time, "monotonic", lambda: now[0])
+    mapper = MapperProcess(spec_of(Path()), Path("log"))
+    mapper._max_concurrent = 3
+    answered: queue.SimpleQueue[object] = queue.SimpleQueue()
+    mapper.feed([Attempt({"batch_idx": idx, "attempt_id": 1, "part_bases": []}, answered.put) for idx in range(3)])
+    now[0] = 50.0
+    child.marker.set_starting(False)
+    mapper.watch()
+    child.say({"outcomes": [{"batch_idx": 0, "attempt_id": 1, "error": "", "error_type": ""}]})
+    answered.get(timeout=PATIENCE_S)
+    now[0] = 59.0
+    mapper.watch()
+    assert child.status is None and mapper.state == {"state": "ready"}
+    now[0] = 61.0
+    mapper.watch()
+    assert child.status == -signal.SIGKILL
     mapper.close(0.0)

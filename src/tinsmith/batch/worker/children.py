@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tinsmith import __version__
 from tinsmith.batch.worker.frames import FrameError, Message, pack, read_frames
@@ -44,19 +45,30 @@ class Child:
     """One process. `begin` gives it its role. Its output and that of its own children goes to the log."""
 
     def __init__(
-        self, python: str, log_path: Path, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        python: str,
+        log_path: Path,
+        modules: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        parent_marker: int | None = None,
+        devices: str | None = None,
     ) -> None:
         """Starts the process, which imports `modules` before it waits for `begin`. Without an environment, it has that
-        of this process."""
+        of this process. With the descriptor of this process's marker it shares that, and belongs to this process's
+        group. `devices` are the GPUs that it sees, in place of those of this process."""
+        mask = () if devices is None else ("env", f"CUDA_VISIBLE_DEVICES={devices}")
+        self._leads_group = parent_marker is None
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
         try:
-            with log_path.open("ab") as log, marker_file() as shared:
-                inherited = (child_reads, child_writes, shared.fileno())
-                self.marker = Marker(shared.fileno())
+            with log_path.open("ab") as log, marker_file() as file:
+                descriptor = file.fileno() if parent_marker is None else parent_marker
+                inherited = (child_reads, child_writes, descriptor)
+                self.marker = Marker(descriptor)
                 self.process = subprocess.Popen(
-                    [python, "-m", "tinsmith.batch.worker.child", *map(str, inherited), *modules],
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, start_new_session=True,
+                    [*mask, python, "-m", "tinsmith.batch.worker.child", *map(str, inherited), *modules],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited,
+                    start_new_session=self._leads_group,
                     env=environment,
                 )  # fmt: skip
         except BaseException:
@@ -97,7 +109,10 @@ class Child:
             self._input.close()
 
     def kill(self) -> None:
-        """Kill the child and all processes that it started."""
+        """Kill the child and, if it leads a group, all processes that it started."""
+        if not self._leads_group:
+            self.process.kill()
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -132,7 +147,8 @@ def start_child(
     return Child(python, log_path, environment=environment)
 
 
-def interpreter(spec: Message) -> str:
+def interpreter(spec: Mapping[str, Any]) -> str:
+    """The interpreter of a job, or of a stage by its options."""
     if spec.get("python"):
         return str(spec["python"])
     if spec.get("batch_activate_env"):

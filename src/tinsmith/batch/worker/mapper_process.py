@@ -28,9 +28,11 @@ from itertools import islice
 from pathlib import Path
 
 from tinsmith.batch import operations
+from tinsmith.batch.stages import stages_of
 from tinsmith.batch.types import AttemptFailure, FailureCause, JobSpec
 from tinsmith.batch.worker.children import Child, interpreter, interpreter_problem, start_child
 from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.marker import Work
 
 READ_AND_STORED = 2
 """The attempts that a child may have beside those that it maps: it reads one and stores one."""
@@ -76,6 +78,8 @@ class Attempt:
     put: Callable[[Attempt | list[Message]], None]
     began_at: float | None = None
     """When its turn came, as far as is known without the child: among the first ones, as many as are mapped at once."""
+    waited_s: float = 0.0
+    """How long since then it has waited for processes of its stages."""
     is_sent: bool = False
     """Whether the child has it."""
     result: Message = field(default_factory=dict)
@@ -85,6 +89,11 @@ class Attempt:
     @property
     def key(self) -> tuple[int, int]:
         return self.assignment["batch_idx"], self.assignment["attempt_id"]
+
+    @property
+    def work_s(self) -> float:
+        """How long it has been in work, without waiting."""
+        return time.monotonic() - (self.began_at or 0.0) - self.waited_s
 
     def to_send(self) -> Message:
         """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
@@ -108,12 +117,13 @@ class MapperProcess:
         spare: Child | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._first = {"role": "mapper", "spec": spec}
+        self._first = {"role": "mapper", "spec": spec, "devices": (environment or {}).get("CUDA_VISIBLE_DEVICES")}
         self._environment = environment
         self._python = interpreter(spec)
         self._spare = spare
         self._problem = "" if self._python == sys.executable else None  # None: not probed yet
         self._limits: Message = spec["limits"]
+        self._stages = stages_of(spec["batch_serialized_fn"])
         self._max_concurrent = operations.max_concurrent_batches(JobSpec.from_dict(spec))
         self._min_prefetch = self._max_concurrent + READ_AND_STORED
         """The fewest attempts that the child may have. It may have as many as the last group had."""
@@ -124,6 +134,8 @@ class MapperProcess:
         self._state = State.ABSENT
         self._state_lock = threading.Lock()  # held for a transition only
         self._child: Child | None = None
+        self._has_asked = False
+        """Whether the child's mapper was seen to have asked for a batch."""
         self._timed_out: tuple[Attempt, AttemptFailure] | None = None
         """In the state `LATE`: the attempt that took too long, and its result."""
         self._quarantined: set[tuple[int, int]] = set()
@@ -208,13 +220,13 @@ class MapperProcess:
             self._start_failed("OSError", f"{self._python} cannot be started: {error}")
             return
         self._spare = None
-        self._child, self._timed_out = child, None
+        self._child, self._timed_out, self._has_asked = child, None, False
         self._move(State.STARTING)
         if self._state is State.CLOSED:  # meanwhile, by `kill`
             child.kill()
         child.begin(self._first | {"careful": bool(self._quarantined)}, self._log_path)
         for attempt in self._waiting.values():
-            attempt.began_at, attempt.is_sent = None, False
+            attempt.began_at, attempt.waited_s, attempt.is_sent = None, 0.0, False
         self._start_clocks()
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
@@ -278,10 +290,10 @@ class MapperProcess:
         self._start_clocks()
         self._send()
 
-    def _start_clocks(self) -> None:
+    def _start_clocks(self, *, restart: bool = False) -> None:
         now = time.monotonic()
         for attempt in islice(self._waiting.values(), self._max_concurrent):
-            if attempt.began_at is None:
+            if restart or attempt.began_at is None:
                 attempt.began_at = now
 
     def _on_end(self, ended_in: State, status: int, start_error: Message | None, child: Child) -> None:
@@ -309,9 +321,10 @@ class MapperProcess:
             self._quarantined = {attempt.key for attempt in suspects}
             self._waiting = {attempt.key: attempt for attempt in suspects} | self._waiting
         elif suspects:
-            attempt, row = suspects[0], busy[suspects[0].key]
-            row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
-            location = "this batch" if row is None else f"row {row}"
+            attempt, work = suspects[0], busy[suspects[0].key]
+            indices = range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1)
+            row = work.row if work.row in indices else None
+            location = ("this batch" if row is None else f"row {row}") + self._name_step(work)
             text = _describe_death(status, f"while it worked on {location}", child)
             self._settle(attempt, AttemptFailure(kind, text, FailureCause.DEATH, row))
         else:
@@ -343,17 +356,30 @@ class MapperProcess:
         with self._lock:
             if self._child is None or self._state not in (State.STARTING, State.RUNNING):
                 return
-            timed_attempts = [attempt for attempt in self._waiting.values() if attempt.began_at is not None]
-            oldest = min(timed_attempts, key=lambda attempt: attempt.began_at or 0.0, default=None)
-            startup_s = self._limits["startup_timeout_s"] if self._state is State.STARTING else 0
-            limit_s = self._limits["batch_timeout_s"] + startup_s
-            if oldest is not None and time.monotonic() - (oldest.began_at or 0.0) > limit_s:
-                starting = self._child.marker.starting
-                late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                cause = FailureCause.SETUP if starting else FailureCause.ERROR
-                self._timed_out = oldest, AttemptFailure("TimeoutError", f"{late} {limit_s:g} s", cause)
-                self._move(State.LATE)
-                self._child.kill()
+            if not self._has_asked and not self._child.marker.starting:
+                self._has_asked = True
+                self._start_clocks(restart=True)  # the set-up is no part of a batch
+            work = self._child.marker.busy()
+            for key in work.keys() & self._waiting.keys():
+                self._waiting[key].waited_s = work[key].waited_s
+            ages = {attempt: attempt.work_s for attempt in self._waiting.values() if attempt.began_at is not None}
+            oldest = max(ages, key=lambda attempt: ages[attempt], default=None)
+            limit_s = self._limits["batch_timeout_s"] + (0 if self._has_asked else self._limits["startup_timeout_s"])
+            if oldest is None or ages[oldest] <= limit_s:
+                return
+            if self._child.marker.starting:
+                text, cause = f"the mapper did not ask for a batch within {limit_s:g} s", FailureCause.SETUP
+            else:
+                step = self._name_step(work.get(oldest.key))
+                text, cause = f"the batch took longer than {limit_s:g} s{step}", FailureCause.ERROR
+            self._timed_out = oldest, AttemptFailure("TimeoutError", text, cause)
+            self._move(State.LATE)
+            self._child.kill()
+
+    def _name_step(self, work: Work | None) -> str:
+        """Where the work on a batch of a job with stages is: `` in step 2 (embed)``, or nothing."""
+        names = {stage.first: f" in {stage.name}" for stage in self._stages}
+        return names.get(work.step, "") if work is not None else ""
 
     def kill(self) -> None:
         """Kill the child at once. Takes no lock that is held for long."""
