@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,10 +17,13 @@ from typing import Any
 
 import pytest
 
+from support.coordinating import LIMITS, CoordinatorSetup, coordinate
+from support.databases import fresh_url
 from support.raw_client import wait_until_gone
 from tinsmith import batch
 from tinsmith.batch import operations, stages
 from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.coordinator.state import BatchJobs, JobRecord
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.pools.devices import Devices
 from tinsmith.batch.pools.ray import reservation
@@ -27,6 +31,7 @@ from tinsmith.batch.pools.specs import PoolSpec, max_job_workers
 from tinsmith.batch.types import Assignment, FailureCause, JobSpec, identity_of, unpack_payload
 from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
 from tinsmith.batch.worker.marker import MAP, Marker
+from tinsmith.db.factory import open_database
 from tinsmith.errors import UserError
 
 PATIENCE_S = 60.0
@@ -171,7 +176,7 @@ def test_other_resources_make_no_other_function(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_a_gpu_share_one(amounts: list[float], places: list[range]) -> None:
-    parts = [stages.Stage(index, (), {"num_gpus": amount}, 1) for index, amount in enumerate(amounts)]
+    parts = [stages.JobStage(index, (), {"num_gpus": amount}, 1) for index, amount in enumerate(amounts)]
     assert stages.place_gpus(parts) == places
 
 
@@ -268,6 +273,31 @@ def test_a_stage_that_dies_costs_its_batch_an_attempt_and_the_others_none(tmp_pa
         assert all("outcome" in results[index] for index in (0, 1, 3, 4, 5))
         (retried,) = feed(mapper, tmp_path, range(2, 3), attempt_id=2)
         assert retried.result["outcome"]["rows_ok"] == 2
+
+
+async def die_among_others(row: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Die at a row once another batch has begun, so that the process has several."""
+    import asyncio
+    import os
+    from pathlib import Path
+
+    Path(directory, f"begun-{row['n']}").touch()
+    async with asyncio.timeout(60):
+        while row["n"] == 1 and not Path(directory, "begun-2").exists():
+            await asyncio.sleep(0.01)
+    if row["n"] == 1:
+        os._exit(4)
+    if row["n"] == 2 and not Path(directory, "alone").exists():
+        Path(directory, "alone").touch()
+        await asyncio.sleep(600)
+    return {"m": row["n"]}
+
+
+def test_of_several_batches_of_a_stage_the_one_that_kills_it_is_found(tmp_path: Path) -> None:
+    data = data_set(8).map(a, num_cpus=1).map(die_among_others, fn_kwargs={"directory": str(tmp_path)}, num_cpus=2)
+    results = run(tmp_path, spec_of(tmp_path, data))
+    assert {index for index, result in results.items() if "lost" in result} == {0}
+    assert results[0]["lost"]["cause"] == FailureCause.DEATH
 
 
 class Unready:
@@ -413,6 +443,39 @@ def test_a_marker_counts_waits_and_keeps_the_batches_of_one_process() -> None:
         marker.begin(MAP + slot, Assignment(slot, 0, 1, 1, ()))
     marker.end_others({MAP + 1})
     assert list(marker.busy()) == [(1, 1)]
+
+
+def die_until_told(row: dict[str, Any], directory: str) -> dict[str, Any]:
+    import os
+    from pathlib import Path
+
+    if row["n"] == 5 and not Path(directory, "well").exists():
+        os._exit(3)
+    return {"m": row["n"]}
+
+
+def test_a_job_with_stages_isolates_a_row_that_kills_one_and_is_resumed(tmp_path: Path) -> None:
+    with contextlib.closing(open_database(fresh_url(tmp_path))) as database:
+        jobs = BatchJobs(database)
+
+        def complete(**options: Any) -> tuple[int, JobRecord]:  # noqa: ANN401
+            data = data_set().map(a, num_cpus=1).map(die_until_told, fn_kwargs={"directory": str(tmp_path)}, memory=1)
+            spec = JobSpec.from_dict({**spec_of(tmp_path, data).to_dict(), "limits": vars(LIMITS), **options})
+            job_id = jobs.create("local", spec)
+            asyncio.run(coordinate(CoordinatorSetup("", str(tmp_path), job_id), jobs))
+            return job_id, jobs.find("local", job_id)
+
+        job_id, job = complete()
+        assert (job.status, job.rows_failed) == ("FAILED", 1)
+        (error,) = jobs.row_errors(job_id)
+        assert (error["row_idx"], error["error_class"]) == (5, "MapperDied")
+        assert "ended with status 3 while it worked on row 5 in step 2 (die_until_told)" in error["message"]
+        (tmp_path / "well").touch()
+        _, resumed = complete(resume_from=job_id)
+        assert (resumed.status, resumed.rows_ok) == ("SUCCEEDED", 12)
+        assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+            {"n": index, "m": index} for index in range(12)
+        ]
 
 
 def test_steps_in_this_process_need_no_stages() -> None:

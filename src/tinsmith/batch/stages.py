@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from tinsmith.batch.types import CHAIN, MAX_CONCURRENT_BATCHES, unpack_payload
@@ -27,11 +26,13 @@ AMOUNTS = ("num_cpus", "num_gpus", "memory")
 INTERPRETER = ("python", "batch_activate_env")
 STAGE_OPTIONS = (*AMOUNTS, "resources", "concurrency", *INTERPRETER)
 """The fields of a `JobSpec` that a step may have for itself, as its `stage_options`."""
+MAX_PROCESSES = MAX_CONCURRENT_BATCHES
+"""The most processes of a stage in one worker."""
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Stage:
+class JobStage:
     """Consecutive steps of a payload, the index of the first, and the number of their processes in each worker."""
 
     first: int
@@ -47,14 +48,14 @@ class Stage:
 
     @property
     def has_processes(self) -> bool:
-        return not _is_operations(self.steps[0])
+        return self.steps[0].get("type") != OPERATIONS
 
     @property
     def is_async(self) -> bool:
-        return any(_is_operations(step) or step.get("is_async") for step in self.steps)
+        return any(step.get("is_async") for step in self.steps)
 
 
-def stages_of(payload: str) -> list[Stage]:
+def stages_of(payload: str) -> list[JobStage]:
     """The stages of a payload; none for an invalid one."""
     try:
         data = unpack_payload(payload)
@@ -64,24 +65,29 @@ def stages_of(payload: str) -> list[Stage]:
     return split([step for step in steps if isinstance(step, dict)]) if isinstance(steps, list) else []
 
 
-def split(steps: Sequence[Mapping[str, Any]]) -> list[Stage]:
+def split(steps: Sequence[Mapping[str, Any]]) -> list[JobStage]:
+    if not steps:
+        return []
     named = [_options_of(step) for step in steps]
     shared: Options = next(filter(None, named), {})
-    resolved = [shared := options or shared for options in named]
-    if not steps or all(options == resolved[0] for options in resolved):
-        return [Stage(0, tuple(steps), shared, 1)] if steps else []
-    groups = groupby(range(len(steps)), lambda index: (resolved[index], _is_operations(steps[index])))
-    ranges = [list(indices) for _, indices in groups]
-    # Operations do not inherit: they are counted where they name something themselves.
-    options = [(named if _is_operations(steps[indices[0]]) else resolved)[indices[0]] for indices in ranges]
-    num_workers = _num_workers(options)
+    inherited = [shared := options or shared for options in named]
+    if all(options == shared for options in inherited):
+        return [JobStage(0, tuple(steps), shared, 1)]
+    are_operations = [step.get("type") == OPERATIONS for step in steps]
+    keys = list(zip(are_operations, inherited, strict=True))
+    firsts = [index for index, key in enumerate(keys) if not index or key != keys[index - 1]]
+    # Operations count where they name something themselves: they need no process of the stage before them.
+    options = [named[first] if are_operations[first] else inherited[first] for first in firsts]
+    num_workers = min(filter(None, map(_concurrency, options)), default=1)
     return [
-        Stage(indices[0], tuple(steps[index] for index in indices), stage_options, _share(stage_options, num_workers))
-        for indices, stage_options in zip(ranges, options, strict=True)
+        JobStage(
+            first, tuple(steps[first:end]), own, min(MAX_PROCESSES, (_concurrency(own) or num_workers) // num_workers)
+        )
+        for first, end, own in zip(firsts, [*firsts[1:], len(steps)], options, strict=True)
     ]
 
 
-def worker_options(stages: Sequence[Stage]) -> dict[str, Any]:
+def worker_options(stages: Sequence[JobStage]) -> dict[str, Any]:
     """The options of the whole job: what a worker needs for all its processes, the most workers, and the interpreter,
     if all stages have the same."""
     if len(stages) == 1:
@@ -103,7 +109,7 @@ def worker_options(stages: Sequence[Stage]) -> dict[str, Any]:
     return total
 
 
-def place_gpus(stages: Sequence[Stage]) -> list[range]:
+def place_gpus(stages: Sequence[JobStage]) -> list[range]:
     """The positions of the GPUs of each process among those of its worker, in the order of stages. Parts of a GPU share
     the first one that has room; a process without GPUs has an empty range."""
     places: list[range] = []
@@ -121,13 +127,9 @@ def place_gpus(stages: Sequence[Stage]) -> list[range]:
     return places
 
 
-def max_batches(stages: Sequence[Stage]) -> int:
+def max_batches(stages: Sequence[JobStage]) -> int:
     """The most batches that are in work at a time: one for each process, and one that waits for each stage."""
     return min(MAX_CONCURRENT_BATCHES, sum(stage.num_processes for stage in stages) + len(stages))
-
-
-def _is_operations(step: Mapping[str, Any]) -> bool:
-    return step.get("type") == OPERATIONS
 
 
 def _options_of(step: Mapping[str, Any]) -> Options:
@@ -138,14 +140,6 @@ def _options_of(step: Mapping[str, Any]) -> Options:
 def _concurrency(options: Options) -> int | None:
     concurrency = options.get("concurrency")
     return concurrency if isinstance(concurrency, int) and concurrency > 0 else None
-
-
-def _num_workers(options: Sequence[Options]) -> int:
-    return min(filter(None, map(_concurrency, options)), default=1)
-
-
-def _share(options: Options, num_workers: int) -> int:
-    return min(MAX_CONCURRENT_BATCHES, (_concurrency(options) or num_workers) // num_workers)
 
 
 def _values(options: Sequence[Options], name: str) -> list[Any]:

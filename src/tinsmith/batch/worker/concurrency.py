@@ -48,10 +48,10 @@ class CallingThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def map_concurrently(
-    steps: Sequence[AsyncStep], feed: BatchSource, max_batches: int, max_rows: float = MAX_ROWS
-) -> None:
-    """Run all batches of a feed through the steps. An error fails its batch alone."""
+async def map_concurrently(steps: Sequence[AsyncStep], feed: BatchSource, max_batches: int, min_rows: int = 0) -> None:
+    """Run all batches of a feed through the steps. An error fails its batch alone. Batches of together `min_rows` may
+    be in work in any case."""
+    max_rows = max(MAX_ROWS, min_rows)
     sizes: dict[asyncio.Task[None], tuple[int, int]] = {}
 
     def has_room() -> bool:

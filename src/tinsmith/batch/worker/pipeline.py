@@ -29,7 +29,7 @@ from typing import Any, NoReturn, overload
 
 from tinsmith.batch import operations
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.stages import Stage, place_gpus
+from tinsmith.batch.stages import JobStage, max_batches, place_gpus
 from tinsmith.batch.types import FailureCause, JobSpec, MapperStartError, Row
 from tinsmith.batch.worker import adapters
 from tinsmith.batch.worker.children import Child, interpreter, interpreter_problem
@@ -71,7 +71,7 @@ class StageLauncher:
     marker_descriptor: int
     devices: str | None
 
-    def masks(self, stages: Sequence[Stage]) -> list[str | None]:
+    def masks(self, stages: Sequence[JobStage]) -> list[str | None]:
         """The mask of each process; None for that of the worker. Raises MapperStartError."""
         places = place_gpus(stages)
         if not any(places):
@@ -83,7 +83,7 @@ class StageLauncher:
             raise MapperStartError(text, FailureCause.SETUP_OF_MACHINE)
         return [",".join(names[place.start : place.stop]) for place in places]
 
-    def launch(self, stage: Stage, devices: str | None) -> Child:
+    def launch(self, stage: JobStage, devices: str | None) -> Child:
         """Start a process of a stage. Raises MapperStartError."""
         python = interpreter(stage.options)
         problem = "" if python == sys.executable else interpreter_problem(python)
@@ -97,7 +97,7 @@ class StageLauncher:
 class StageProcess:
     """One process of a stage, and the batches that it has."""
 
-    def __init__(self, stage: Stage, child: Child, feed: Feed) -> None:
+    def __init__(self, stage: JobStage, child: Child, feed: Feed) -> None:
         self.stage = stage
         self.child = child
         self.work_s = 0.0
@@ -106,7 +106,8 @@ class StageProcess:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._answers: dict[tuple[int, int], asyncio.Future[Message]] = {}
-        self._slots: set[int] = set()
+        self._slots: dict[tuple[int, int], int] = {}
+        """The slots of its batches in the marker."""
         self._is_ending = False
         threading.Thread(target=self._follow, daemon=True).start()
 
@@ -117,14 +118,14 @@ class StageProcess:
     async def map(self, batch: BatchRows) -> None:
         """Run its steps over a batch. Raises ReportedError for an error of the batch as a whole."""
         answer = self._answers[batch.key] = self._loop.create_future()
-        self._slots.add(batch.slot)
+        self._slots[batch.key] = batch.slot
         began_at = time.monotonic()
         try:
             await asyncio.to_thread(self._send, batch)
             message = await answer
         finally:
             del self._answers[batch.key]
-            self._slots.discard(batch.slot)
+            self._slots.pop(batch.key, None)
             self.work_s += time.monotonic() - began_at
             self.num_batches += 1
         if "error" in message:
@@ -147,6 +148,7 @@ class StageProcess:
                 self.child.kill()
                 break
             is_ready = is_ready or "ready" in message
+            self._slots.pop(tuple(message.get("key", ())), None)  # what it has answered is not to blame
             self._loop.call_soon_threadsafe(self._handle, message)
             if "start_error" in message:
                 return
@@ -167,7 +169,7 @@ class StageProcess:
         """End the mapper's process as this one has ended, with this one's batches alone in work."""
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         print(f"{self.stage.name}: its process {how}", file=sys.stderr, flush=True)  # noqa: T201  the job's log
-        self._feed.marker.end_others(self._slots)
+        self._feed.marker.end_others(list(self._slots.values()))
         if status < 0:
             os.kill(os.getpid(), -status)
             time.sleep(1.0)  # a signal that Python handles, such as SIGINT, does not end it
@@ -180,14 +182,14 @@ class StageProcess:
 
 
 def loop_of(
-    stages: Sequence[Stage], spec: JobSpec, feed: Feed, channel: Channel | None, launcher: StageLauncher
+    stages: Sequence[JobStage], spec: JobSpec, feed: Feed, channel: Channel | None, launcher: StageLauncher
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """A function like that of `adapters.loop_of`, for a job with stages."""
     return partial(_run, stages, spec, feed, channel, launcher)
 
 
 async def _run(
-    stages: Sequence[Stage], spec: JobSpec, feed: Feed, channel: Channel | None, launcher: StageLauncher
+    stages: Sequence[JobStage], spec: JobSpec, feed: Feed, channel: Channel | None, launcher: StageLauncher
 ) -> None:
     crews: dict[int, list[StageProcess]] = {}
     try:
@@ -202,7 +204,8 @@ async def _run(
             for step in map(operations.operations_of, stage.steps):
                 steps.append(partial(adapters.operate, step, channel, num_operations))
                 num_operations += len(step)
-        await map_concurrently([*steps, _unpack], feed, operations.max_concurrent_batches(spec), float("inf"))
+        min_rows = max_batches(stages) * spec.batch_size  # or else large batches would not overlap
+        await map_concurrently([*steps, _unpack], feed, operations.max_concurrent_batches(spec), min_rows)
     except BaseException:
         for process in chain.from_iterable(crews.values()):
             process.end()
@@ -212,7 +215,7 @@ async def _run(
 
 
 async def _start(
-    stages: Sequence[Stage], feed: Feed, launcher: StageLauncher, crews: dict[int, list[StageProcess]]
+    stages: Sequence[JobStage], feed: Feed, launcher: StageLauncher, crews: dict[int, list[StageProcess]]
 ) -> None:
     """Start all processes together. Raises MapperStartError."""
     masks = iter(launcher.masks(stages))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tinsmith.batch.client.functions import mapper_of
 from tinsmith.batch.operations.runtime import Channel
-from tinsmith.batch.stages import Stage, stages_of
+from tinsmith.batch.stages import JobStage, stages_of
 from tinsmith.batch.types import (
     FINAL_ERRORS,
     MACHINE_ERRORS,
@@ -103,7 +103,7 @@ def run(
             _feed = None
 
 
-def run_stage(spec: JobSpec, stage: Stage, batches: Iterator[Message], send: Send, marker: Marker) -> None:
+def run_stage(spec: JobSpec, stage: JobStage, batches: Iterator[Message], send: Send, marker: Marker) -> None:
     """Run the steps of a stage over batches to their end, in one of its processes. Raises as `run` does."""
     global _feed
     try:
