@@ -114,6 +114,7 @@ def test_the_code_of_the_guide_runs_in_its_order(fake_server: LiveServer, tmp_pa
     rows = written.download_batch(0, len(written) - 1, "")
     assert [row["word"] for row in rows] == ["one", "two", "three", "one", "four", "five", "six"]
     assert rows[2] == {"word": "three", "length": 5}
+    assert [row["weight"] for row in lines(tmp_path / "weights.jsonl")] == [2, 1, 3, 3]
     assert len(lines(tmp_path / "most.jsonl")) == 3 and len(lines(tmp_path / "rest.jsonl")) == 1
 
 

@@ -21,14 +21,8 @@ from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, AttemptFailure, FailureCause, JobSpec, Limits
-from tinsmith.batch.worker.children import (
-    MAP,
-    READ,
-    Attempt,
-    MapperProcess,
-    Marker,
-    marker_file,
-)
+from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
+from tinsmith.batch.worker.marker import MAP, NO_STEP, READ, Marker, marker_file
 from tinsmith.db.factory import open_database
 
 ROWS = 5000
@@ -251,17 +245,26 @@ def test_the_next_child_stores_parts_under_other_names() -> None:
     ]
 
 
+def rows_of(marker: Marker) -> dict[tuple[int, int], int]:
+    return {key: work.row for key, work in marker.busy().items()}
+
+
 @pytest.mark.smoke
 def test_a_marker_is_shared_by_mappings_of_one_file() -> None:
     with marker_file() as file:
         written, reader = Marker(file.fileno()), Marker(file.fileno())
     assert reader.starting and reader.busy() == {}
     written.begin(READ, Assignment(7, 0, 9, 2, ()))
-    assert reader.starting and reader.busy() == {(7, 2): -1}
+    assert reader.starting and rows_of(reader) == {(7, 2): -1}
     written.begin(MAP, Assignment(6, 0, 9, 3, ()))
     written.begin(MAP + 1, Assignment(5, 0, 9, 1, ()))
     written.set_row(MAP, 5)
-    assert reader.starting and reader.busy() == {(7, 2): -1, (6, 3): 5, (5, 1): -1}
+    written.begin_wait(MAP + 1)
+    time.sleep(0.01)
+    written.end_wait(MAP + 1, 2)
+    works = reader.busy()
+    assert works[5, 1].step == 2 and works[5, 1].waited_s >= 0.01 and works[6, 3][1:] == (NO_STEP, 0)
+    assert reader.starting and rows_of(reader) == {(7, 2): -1, (6, 3): 5, (5, 1): -1}
     written.set_starting(False)
     written.end(READ)
     written.end(MAP)

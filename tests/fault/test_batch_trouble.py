@@ -32,7 +32,7 @@ from tinsmith.batch.pools import local
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import PoolSpec
 from tinsmith.batch.types import AttemptOutcome, JobSpec, Limits, OutputInfo, PartInfo, pack_payload
-from tinsmith.batch.worker import children
+from tinsmith.batch.worker import mapper_process
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.db.factory import open_database
 from tinsmith.db.schema import BATCH_JOBS
@@ -344,7 +344,7 @@ STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
     "making the directory of logs": lambda _: (Path, "mkdir"),
     "opening its log": lambda _: (JobLogs, "path"),
     "configuring it": lambda _: (RemoteWorker, "call"),
-    "starting its process": lambda _: (children, "start_child"),
+    "starting its process": lambda _: (mapper_process, "start_child"),
     "noting its process": lambda jobs: (jobs, "record_worker"),
 }
 """The steps of a worker's start, and the function of each."""

@@ -59,7 +59,8 @@ THREADS_OF_THEIR_OWNERS = {
     "batch/worker/worker.py": "watches a child; of one operation, whose error is its message",
     "batch/worker/feed.py": "of one batch, whose error is its result",
     "batch/worker/child.py": "reads what is asked, and ends the process with its parent",
-    "batch/worker/children.py": "follows a child until its end",
+    "batch/worker/mapper_process.py": "follows a child until its end",
+    "batch/worker/pipeline.py": "follows a stage's process until its end, and ends with it",
 }
 """The files that start threads, and their work; every other thread is a `start_supervised_thread`."""
 

@@ -23,8 +23,8 @@ from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.types import AttemptFailure, FailureCause, JobSpec, Limits
 from tinsmith.batch.worker import concurrency, runtime
-from tinsmith.batch.worker.children import Attempt, MapperProcess
 from tinsmith.batch.worker.concurrency import estimate_bytes
+from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
 
 PATIENCE_S = 60.0
 

@@ -129,6 +129,11 @@ class Assignment:
     schemas: tuple[Schema | None, ...] = ()
     """The types of the committed rows of each output; empty if no output has types yet."""
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Assignment:
+        lists = {name: tuple(data.get(name, ())) for name in ("part_bases", "schemas")}
+        return cls(**{**data, **lists})
+
     @property
     def key(self) -> tuple[int, int]:
         return self.batch_idx, self.attempt_id

@@ -39,6 +39,7 @@ from tinsmith.batch.formats.registry import (
 from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
+from tinsmith.batch.stages import INTERPRETER, STAGE_OPTIONS, split, worker_options
 from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.storage.locations import locations
@@ -313,6 +314,8 @@ class Dataset:
         steps = (*self._steps, step)
         _check_chain(steps)
         job_options = {name: value for name, value in options.items() if name not in StepOptions.__annotations__}
+        if stage_options := _take_stage_options(job_options):
+            steps = (*self._steps, {**step, "stage_options": stage_options})
         for name, value in self._options.items():
             if job_options.setdefault(name, value) != value:
                 raise ValueError(f"{name} is {value!r} at one step and {job_options[name]!r} at another; give it once")
@@ -425,9 +428,12 @@ class Dataset:
         return self.write(_writer("images", path=path, column=column))
 
     def _payload(self) -> str:
-        if len(self._steps) == 1:
-            return pack_payload(self._steps[0])
-        return pack_payload({"type": CHAIN, "version": functions.VERSION, "steps": self._steps})
+        steps: Sequence[Mapping[str, Any]] = self._steps
+        if len(split(steps)) == 1:
+            steps = [{name: value for name, value in step.items() if name != "stage_options"} for step in steps]
+        if len(steps) == 1:
+            return pack_payload(steps[0])
+        return pack_payload({"type": CHAIN, "version": functions.VERSION, "steps": steps})
 
     def _spec(
         self, outputs: list[OutputWriter], options: Mapping[str, Any] | None = None, *, is_resumed: bool = False
@@ -455,18 +461,30 @@ class Dataset:
             "limit": options.get("limit"),
             "batch_pool_name": options.get("pool", DEFAULT_POOL),
             "batch_error_format": request_dict(errors) if errors is not None else None,
-            "batch_activate_env": _expand_home(options.get("activate_env")),
-            "python": _expand_home(options.get("python")),
             "directory": os.getcwd(),
         }
         if (classes := options.get("retry_on")) is not None:
             values["retry_on"] = [data if isinstance(data, str) else data.__qualname__ for data in classes]
         if (resumed := options.get("resume_from")) is not None:
             values["resume_from"] = int(resumed)
+        stages = split(self._steps)
         try:
-            return read_job(values)
+            for stage in stages if len(stages) > 1 else ():
+                read_job({**values, **stage.options})
+            return read_job({**values, **worker_options(stages)})
         except UserError as error:
             raise ValueError(str(error)) from None
+
+
+def _take_stage_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of a stage from those of a job, and return them by their names in a specification."""
+    names = {"batch_activate_env": "activate_env"}
+    taken = {name: options.pop(names.get(name, name), None) for name in STAGE_OPTIONS}
+    return {
+        name: os.path.expanduser(value) if name in INTERPRETER and isinstance(value, str) else _copy_option(value)
+        for name, value in taken.items()
+        if value is not None
+    }
 
 
 def _copy_option(value: object) -> object:
@@ -483,10 +501,6 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
         if client.partial(job["job_id"], limit=1)["outputs"] == formats:
             return Job(job["job_id"], client)
     return None
-
-
-def _expand_home(path: str | None) -> str | None:
-    return path and os.path.expanduser(path)
 
 
 NO_OUTPUT = "this data set was mapped but has no output: pass output=batch.JsonWriter(PATH), or call .write_json(PATH)"

@@ -32,10 +32,11 @@ from typing import Any, TypeGuard
 
 from tinsmith.batch.formats.registry import Registry, build_dataclass
 from tinsmith.batch.operations.base import RowOperation
+from tinsmith.batch.stages import OPERATIONS, max_batches, split
 from tinsmith.batch.types import CHAIN, JobSpec, pack_payload, unpack_payload
 from tinsmith.errors import UserError
 
-TYPE = "operations"
+TYPE = OPERATIONS
 VERSION = "1.0"
 MAX_STEPS = 16
 ROW_KINDS = ("row", "filter", "flat")
@@ -81,11 +82,12 @@ def asks_service(payload: str) -> bool:
 
 
 def max_concurrent_batches(spec: JobSpec) -> int:
-    """How many batches a worker runs at a time: more than one if a step is asynchronous, and so waits for something.
-    A function that loops over batches has one."""
+    """How many batches a worker runs at a time: more than one if a step is asynchronous, and so waits for something,
+    or if there are stages. A function that loops over batches has one."""
     parts = [part for part in _parts_of(spec.batch_serialized_fn) if isinstance(part, dict)]
     is_async = any(_is_operations(part) or (part.get("is_async") and part.get("kind") != "loop") for part in parts)
-    return spec.max_concurrent_batches if is_async else 1
+    stages = split(parts)
+    return max(spec.max_concurrent_batches if is_async else 1, max_batches(stages) if len(stages) > 1 else 1)
 
 
 def is_by_row(payload: str) -> bool:

@@ -29,10 +29,10 @@ from tinsmith.batch.operations import runtime as operations_runtime
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.types import CHAIN, JobSpec, ProgramError, Row, is_retried, unpack_payload
-from tinsmith.batch.worker.children import NO_ROW
 from tinsmith.batch.worker.concurrency import AsyncStep, CallingThread, map_concurrently
 from tinsmith.batch.worker.event_loop import EventLoop
-from tinsmith.batch.worker.feed import BatchRows, Feed, row_count_error
+from tinsmith.batch.worker.feed import BatchRows, BatchSource, row_count_error
+from tinsmith.batch.worker.marker import NO_ROW
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Waits for a coroutine, outside of the event loop."""
@@ -50,7 +50,7 @@ def steps_of(payload: str) -> list[Mapper | list[RowOperation]]:
 def loop_of(
     steps: Sequence[Mapper | list[RowOperation]],
     spec: JobSpec,
-    feed: Feed,
+    feed: BatchSource,
     channel: Channel | None,
     event_loop: EventLoop,
 ) -> Callable[[], object]:
@@ -76,7 +76,7 @@ def loop_of(
 
 
 async def _run_concurrently(
-    steps: Sequence[Mapper | list[RowOperation]], spec: JobSpec, feed: Feed, channel: Channel | None
+    steps: Sequence[Mapper | list[RowOperation]], spec: JobSpec, feed: BatchSource, channel: Channel | None
 ) -> None:
     async_steps: list[AsyncStep] = []
     with closing(CallingThread()) as thread:
@@ -84,7 +84,7 @@ async def _run_concurrently(
             if not isinstance(step, Mapper):
                 assert channel is not None, "a worker gives operations a channel"
                 operations_before = sum(len(earlier) for earlier in steps[:index] if isinstance(earlier, list))
-                async_steps.append(partial(_operate, step, channel, operations_before))
+                async_steps.append(partial(operate, step, channel, operations_before))
             elif step.is_async:  # made on the event loop, since a constructor may need the running one
                 async_steps.append(_build_step(step, spec, feed, thread.run).call_async)
             else:
@@ -93,7 +93,7 @@ async def _run_concurrently(
         await map_concurrently(async_steps, feed, operations.max_concurrent_batches(spec))
 
 
-async def _operate(step: list[RowOperation], channel: Channel, operations_before: int, batch: BatchRows) -> None:
+async def operate(step: list[RowOperation], channel: Channel, operations_before: int, batch: BatchRows) -> None:
     results, tokens = await operations_runtime.answer_rows(
         step, batch.results, batch.result_indices, batch.assignment, channel, operations_before
     )
@@ -101,7 +101,7 @@ async def _operate(step: list[RowOperation], channel: Channel, operations_before
     batch.set_results(results, any_number=False)
 
 
-def _build_step(step: Mapper, spec: JobSpec, feed: Feed, run: Run) -> _RowStep | _BatchStep:
+def _build_step(step: Mapper, spec: JobSpec, feed: BatchSource, run: Run) -> _RowStep | _BatchStep:
     is_batch = step.kind == "batch" or step.options.get("batched", False)
     return (_BatchStep if is_batch else _RowStep)(step, spec, feed, run)
 
@@ -109,7 +109,7 @@ def _build_step(step: Mapper, spec: JobSpec, feed: Feed, run: Run) -> _RowStep |
 class _FunctionStep:
     """A step that calls a user's function, of rows or batches."""
 
-    def __init__(self, mapper: Mapper, spec: JobSpec, feed: Feed, run: Run) -> None:
+    def __init__(self, mapper: Mapper, spec: JobSpec, feed: BatchSource, run: Run) -> None:
         options = mapper.options
         self._kind = mapper.kind
         self._run = run

@@ -3,13 +3,15 @@
 `python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD [MODULE...]` starts it and imports the modules.
 Messages (`frames.py`) use two separate descriptors, so that a mapper may print. The first message holds the
 specification of the job and the path of the log. A child in the role `mapper` then reads assignments and replies with
-an outcome for each, or gives it back when it is asked to. One in the role `io` runs the operations of
+an outcome for each, or gives it back when it is asked to; those in the role `stage` are its own children
+(`pipeline.py`). One in the role `io` runs the operations of
 `io_operations.py`, replying to each with messages and an end. The process ends with its input, or with its worker's
 process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -18,12 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError
 from tinsmith.batch.worker import logs
-from tinsmith.batch.worker.children import Marker, assignment_of
 from tinsmith.batch.worker.frames import Message, pack, read_frames
+from tinsmith.batch.worker.marker import Marker
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
@@ -62,7 +65,9 @@ def main() -> None:
 
         locations.confine([*spec.roots, str(cache_directory())])
     if first["role"] == "mapper":
-        _map(spec, source, send, careful=bool(first.get("careful")))
+        _map(spec, source, send, first)
+    elif first["role"] == "stage":
+        _map_stage(spec, source, send, first["stage"])
     else:
         from tinsmith.batch.worker import io_operations
 
@@ -85,26 +90,47 @@ def _die() -> NoReturn:
     os._exit(1)
 
 
-def _map(spec: JobSpec, source: Iterator[Message], send: Send, *, careful: bool) -> None:
+def _map(spec: JobSpec, source: Iterator[Message], send: Send, first: Message) -> None:
     """Run the mapper over the assignments. A careful child reads the rows of a batch only when the mapper asks for
     it."""
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import runtime
     from tinsmith.batch.worker.feed import BoundedQueue
+    from tinsmith.batch.worker.pipeline import StageLauncher
 
     logs.tag_output(runtime.current_batch)
     channel = Channel(send)
     assignments = BoundedQueue[Assignment](lambda _: 0)  # the worker bounds them
     threading.Thread(target=_read, args=(source, assignments, channel, send), daemon=True).start()
-    try:
+    descriptor = int(sys.argv[3])
+    launcher = StageLauncher(first["spec"], Path(first["log_path"]), descriptor, first.get("devices"))
+    with _report_start_error(send):
         runtime.run(
             spec,
             assignments,
             lambda outcomes: send({"outcomes": [outcome.to_dict() for outcome in outcomes]}),
             channel,
-            Marker(int(sys.argv[3])),
-            eager=not careful,
+            Marker(descriptor),
+            eager=not first.get("careful"),
+            launcher=launcher,
         )
+
+
+def _map_stage(spec: JobSpec, source: Iterator[Message], send: Send, first_step: int) -> None:
+    """Run one stage over the batches that the mapper's process sends."""
+    from tinsmith.batch.stages import stages_of
+    from tinsmith.batch.worker import runtime
+
+    logs.tag_output(runtime.current_batch)
+    (stage,) = [stage for stage in stages_of(spec.batch_serialized_fn) if stage.first == first_step]
+    with _report_start_error(send):
+        runtime.run_stage(spec, stage, source, send, Marker(int(sys.argv[3])))
+
+
+@contextlib.contextmanager
+def _report_start_error(send: Send) -> Iterator[None]:
+    try:
+        yield
     except MapperStartError as error:
         send({"start_error": str(error), "cause": error.cause})
     except Exception as error:  # noqa: BLE001  the worker reports it
@@ -123,7 +149,7 @@ def _read(source: Iterator[Message], assignments: BoundedQueue[Assignment], chan
             removed = [*assignments.take_back(keys), *runtime.take_back(keys)]
             send({"taken_back": [assignment.key for assignment in removed]})
         else:
-            for assignment in map(assignment_of, message["assignments"]):
+            for assignment in map(Assignment.from_dict, message["assignments"]):
                 assignments.put(assignment)
     channel.close()
     assignments.close()

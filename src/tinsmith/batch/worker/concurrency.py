@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from tinsmith.batch.worker.feed import BatchRows, Feed, task_assignment
+from tinsmith.batch.worker.feed import BatchRows, BatchSource, task_assignment
 
 MAX_ROWS = 512
 MAX_BYTES = 256 << 20
@@ -48,13 +48,15 @@ class CallingThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def map_concurrently(steps: Sequence[AsyncStep], feed: Feed, max_batches: int) -> None:
-    """Run all batches of a feed through the steps. An error fails its batch alone."""
+async def map_concurrently(steps: Sequence[AsyncStep], feed: BatchSource, max_batches: int, min_rows: int = 0) -> None:
+    """Run all batches of a feed through the steps. An error fails its batch alone. Batches of together `min_rows` may
+    be in work in any case."""
+    max_rows = max(MAX_ROWS, min_rows)
     sizes: dict[asyncio.Task[None], tuple[int, int]] = {}
 
     def has_room() -> bool:
         num_rows, num_bytes = (sum(amounts) for amounts in zip(*sizes.values(), strict=True)) if sizes else (0, 0)
-        return len(sizes) < max_batches and num_rows < MAX_ROWS and num_bytes < MAX_BYTES
+        return len(sizes) < max_batches and num_rows < max_rows and num_bytes < MAX_BYTES
 
     async def end_tasks() -> None:
         for task in (await asyncio.wait(sizes, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -64,7 +66,7 @@ async def map_concurrently(steps: Sequence[AsyncStep], feed: Feed, max_batches: 
     try:
         while (batch := await asyncio.to_thread(feed.take_batch)) is not None:
             size = len(batch.rows), estimate_bytes(batch.rows)
-            while sizes and (size[0] > MAX_ROWS or size[1] > MAX_BYTES):
+            while sizes and (size[0] > max_rows or size[1] > MAX_BYTES):
                 await end_tasks()
             sizes[asyncio.create_task(_map_batch(steps, batch, feed))] = size
             while not has_room():
@@ -76,7 +78,7 @@ async def map_concurrently(steps: Sequence[AsyncStep], feed: Feed, max_batches: 
         raise
 
 
-async def _map_batch(steps: Sequence[AsyncStep], batch: BatchRows, feed: Feed) -> None:
+async def _map_batch(steps: Sequence[AsyncStep], batch: BatchRows, feed: BatchSource) -> None:
     task_assignment.set(batch.assignment)
     failure: Exception | None = None
     try:

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from tinsmith.batch.formats import input_versions, publishing, schemas
 from tinsmith.batch.formats.encoding import plain
@@ -44,7 +44,7 @@ from tinsmith.batch.types import (
     RowFailure,
     is_retried,
 )
-from tinsmith.batch.worker.children import MAP, NO_ROW, READ, STORE, Marker
+from tinsmith.batch.worker.marker import MAP, NO_ROW, READ, STORE, Marker
 
 Report = Callable[[Sequence[AttemptOutcome]], None]
 task_assignment: ContextVar[Assignment | None] = ContextVar("task_assignment", default=None)
@@ -54,6 +54,55 @@ MAX_QUEUED_ROWS = 256
 UNKNOWN_POSITION = -1
 """The position of the input row of a result whose input row is unknown, since a function of batches changed the number
 of rows."""
+
+
+class BatchSource(Protocol):
+    """The batches of a loop over them: those of a job on its worker, or of one stage of it in one of its processes."""
+
+    marker: Marker
+    num_taken: int
+    is_at_end: bool
+
+    @property
+    def current_assignment(self) -> Assignment | None: ...
+
+    def next_batch(self) -> BatchRows | None: ...
+
+    def take_batch(self) -> BatchRows | None: ...
+
+    def finish_batch(self, batch: BatchRows, error: BaseException | None = None) -> None: ...
+
+    def fail_current(self, error: BaseException) -> bool: ...
+
+    def stop_taking(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What is reported of an error, in types of JSON."""
+
+    error_type: str
+    message: str
+    traceback: str
+    final: bool
+    """Whether no other attempt can succeed."""
+    retry: bool
+    """Whether another attempt at the same rows may succeed."""
+
+
+class ReportedError(Exception):
+    """An error of another process."""
+
+    def __init__(self, report: ErrorReport) -> None:
+        super().__init__(report.message)
+        self.report = report
+
+
+def report_error(error: BaseException, retry_on: Sequence[str] | None) -> ErrorReport:
+    if isinstance(error, ReportedError):
+        return error.report
+    is_final, retry = isinstance(error, FINAL_ERRORS), is_retried(error, retry_on)
+    return ErrorReport(type(error).__name__, str(error), format_traceback(error), is_final, retry)
 
 
 class RowError(Exception):
@@ -470,13 +519,14 @@ class Feed:
         return tuple(writer.write_part(rows, batch.assignment.span, base) for writer, base in destinations)
 
     def _failure_outcome(self, assignment: Assignment, error: BaseException) -> AttemptOutcome:
+        report = report_error(error, self._spec.retry_on)
         return AttemptOutcome(
             batch_idx=assignment.batch_idx,
             attempt_id=assignment.attempt_id,
-            error_type=type(error).__name__,
-            error=format_traceback(error),
-            final=isinstance(error, FINAL_ERRORS),
-            retry=is_retried(error, self._spec.retry_on),
+            error_type=report.error_type,
+            error=report.traceback,
+            final=report.final,
+            retry=report.retry,
         )
 
     def _fail_unwritable(self, batch: BatchRows) -> bool:
@@ -501,11 +551,12 @@ def row_count_error(results: int, rows: int) -> ProgramError:
 
 def _build_row_failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
     json_row = plain(row) if row is not None else None
+    report = report_error(error, None)
     return RowFailure(
         idx=index,
-        error_type=type(error).__name__,
-        message=str(error),
-        traceback=format_traceback(error),
+        error_type=report.error_type,
+        message=report.message,
+        traceback=report.traceback,
         row=json_row if isinstance(json_row, dict) else None,
     )
 

@@ -26,6 +26,7 @@ from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of
 from tinsmith.batch.formats.snapshots import open_input, write_snapshot
 from tinsmith.batch.types import (
     PROCESS_DEATHS,
+    Assignment,
     AttemptOutcome,
     JobSpec,
     OutputInfo,
@@ -36,7 +37,6 @@ from tinsmith.batch.types import (
     part_base,
     staging_of,
 )
-from tinsmith.batch.worker.children import assignment_of
 from tinsmith.batch.worker.frames import Message, pack
 from tinsmith.errors import UserError
 from tinsmith.storage.fencing import FencingToken
@@ -271,7 +271,7 @@ def _read(spec: JobSpec, request: Message) -> Iterator[Message]:
 
 def _give_up(spec: JobSpec, request: Message) -> AttemptOutcome:
     """Records a row that failed for the last time: it has no result in any output, and an entry among the errors."""
-    assignment = assignment_of(request["assignment"])
+    assignment = Assignment.from_dict(request["assignment"])
     try:
         reader = open_input(spec)
         (row,) = reader.download_batch(assignment.start_idx, assignment.end_idx, str(cache_directory()))

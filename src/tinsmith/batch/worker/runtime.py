@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from tinsmith.batch.client.functions import mapper_of
 from tinsmith.batch.operations.runtime import Channel
+from tinsmith.batch.stages import JobStage, stages_of
 from tinsmith.batch.types import (
     FINAL_ERRORS,
     MACHINE_ERRORS,
@@ -21,12 +23,17 @@ from tinsmith.batch.types import (
     MapperStartError,
     ProgramError,
 )
-from tinsmith.batch.worker import adapters
-from tinsmith.batch.worker.children import Marker
+from tinsmith.batch.worker import adapters, pipeline
 from tinsmith.batch.worker.event_loop import EventLoop
-from tinsmith.batch.worker.feed import Feed, Report, format_traceback
+from tinsmith.batch.worker.feed import BatchSource, Feed, Report, format_traceback
+from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.marker import Marker
+from tinsmith.batch.worker.pipeline import StageLauncher
+from tinsmith.batch.worker.stage_feed import StageFeed
 
-_feed: Feed | None = None
+Send = Callable[[Message], None]
+
+_feed: Feed | StageFeed | None = None
 
 
 def current_batch() -> Assignment | None:
@@ -36,12 +43,12 @@ def current_batch() -> Assignment | None:
 
 def take_back(keys: set[tuple[int, int]]) -> list[Assignment]:
     """Remove the attempts that wait for the mapper, on any thread."""
-    return _feed.take_back(keys) if _feed is not None else []
+    return _feed.take_back(keys) if isinstance(_feed, Feed) else []
 
 
 def current_feed() -> Feed:
     """The batches of rows of this job. Raises RuntimeError outside a worker."""
-    if _feed is None:
+    if not isinstance(_feed, Feed):
         raise RuntimeError(
             "load() gives batches on a worker only; here, load(PATH) makes a Dataset and Dataset.map runs the mapper"
         )
@@ -51,7 +58,7 @@ def current_feed() -> Feed:
 def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: int = 0) -> None:
     """On a worker: store the results of the current batch, one dict or RowError for each row, in order. With
     `rows="any"` there may be any number of results; otherwise another number fails the job."""
-    if _feed is None:
+    if not isinstance(_feed, Feed):
         raise RuntimeError("save_results stores results on a worker only; there was no load() before it")
     _feed.save(results, tokens_in, tokens_out)
 
@@ -63,24 +70,30 @@ def run(
     channel: Channel | None = None,
     marker: Marker | None = None,
     eager: bool = True,
+    launcher: StageLauncher | None = None,
 ) -> None:
     """Run a job's mapper over assignments to their end; calls `report` with some outcomes at a time, on any thread.
 
-    Operations use the channel for requests to the service. `eager` reads rows before the mapper asks for them. Raises
-    MapperStartError with the mapper's traceback as text if the mapper cannot be loaded or does not take a batch, and
-    what `assignments` raises, once the earlier batches are stored and reported.
+    Operations use the channel for requests to the service. `eager` reads rows before the mapper asks for them. Without
+    a launcher, this process runs all stages. Raises MapperStartError with the mapper's traceback as text if the mapper
+    cannot be loaded or does not take a batch, and what `assignments` raises, once the earlier batches are stored and
+    reported.
     """
     global _feed
     try:
-        steps = adapters.steps_of(spec.batch_serialized_fn)
+        stages = stages_of(spec.batch_serialized_fn) if launcher is not None else []
+        steps = adapters.steps_of(spec.batch_serialized_fn) if len(stages) < 2 else []
         feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
         raise MapperStartError(format_traceback(error), _permanent_cause(error)) from error
     _feed = feed
     with contextlib.closing(EventLoop()) as event_loop:  # closed when everything is stored: it may take long
         try:
-            loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
-            name = getattr(steps[0], "name", "operations")
+            if launcher is not None and len(stages) > 1:
+                loop = pipeline.loop_of(stages, spec, feed, channel, launcher)
+            else:
+                loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
+            name = getattr(steps[0], "name", "operations") if steps else "pipeline"
             while not feed.is_at_end:
                 _run_once(loop, name, feed, event_loop)
             feed.finish()
@@ -90,7 +103,21 @@ def run(
             _feed = None
 
 
-def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: EventLoop) -> None:
+def run_stage(spec: JobSpec, stage: JobStage, batches: Iterator[Message], send: Send, marker: Marker) -> None:
+    """Run the steps of a stage over batches to their end, in one of its processes. Raises as `run` does."""
+    global _feed
+    try:
+        steps = [mapper_of(step) for step in stage.steps]
+    except Exception as error:
+        raise MapperStartError(format_traceback(error), _permanent_cause(error)) from error
+    _feed = feed = StageFeed(stage.name, spec, batches, send, marker)
+    with contextlib.closing(EventLoop()) as event_loop:
+        loop = adapters.loop_of(steps, spec, feed, None, event_loop)
+        while not feed.is_at_end:
+            _run_once(loop, stage.name, feed, event_loop)
+
+
+def _run_once(loop: Callable[[], object], name: str, feed: BatchSource, event_loop: EventLoop) -> None:
     num_taken = feed.num_taken
     feed.marker.set_starting(True)
     try:
@@ -104,6 +131,8 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed, event_loop: Eve
             raise ProgramError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
         if not feed.is_at_end:
             feed.fail_current(ProgramError(f"the mapper {name!r} returned while there were batches left"))
+    except MapperStartError:
+        raise
     except Exception as error:
         # An error after the last batch does not affect the results that were saved.
         if not feed.fail_current(error) and feed.num_taken == num_taken and not feed.is_at_end:

@@ -31,8 +31,9 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, AttemptFailure, FailureCause
-from tinsmith.batch.worker.children import Attempt, Child, ChildError, IoProcess, MapperProcess
+from tinsmith.batch.worker.children import Child, ChildError, IoProcess
 from tinsmith.batch.worker.frames import Message
+from tinsmith.batch.worker.mapper_process import Attempt, MapperProcess
 
 T = TypeVar("T")
 
