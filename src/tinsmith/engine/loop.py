@@ -555,6 +555,7 @@ class Engine:
         if request.kind == "create_model":
             self._snapshots.add_model(model.model_id)
         elif request.kind in ("load_model", "load_weights"):
+            self._recorder.drop_passes(model.model_id)
             loaded = self._snapshots.save_loaded(model.model_id, request.seq_id)
 
             def build_settlement(directory: str, _size_bytes: int) -> Settlement:
