@@ -34,7 +34,7 @@ from tinsmith.api.routes.futures import long_poll, note_poll, read_outcome
 from tinsmith.base_models import tokenizer_info
 from tinsmith.errors import UserError
 from tinsmith.store import usage
-from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.checkpoints import parse_sampler_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE
@@ -362,7 +362,7 @@ def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> 
     """Create a sampling session inside a new session. Samples and heartbeats keep the session alive."""
     model_path, base_model = request.model_path, request.base_model
     if model_path is not None:
-        call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
+        call.services.checkpoints.get(call.tenant_id, parse_sampler_path(model_path))
     elif base_model is not None:
         call.services.bases.get(base_model)
     else:

@@ -354,7 +354,7 @@ class Engine:
             hit("model.unloaded")
             if model is not None:
                 self._snapshots.forget(model)
-            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
+            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model", "status": "unloaded"})
             settlements = [Settlement(waiter.request_id, error=unloaded_error) for waiter in waiting]
             details = {"model_id": request.model_id, "reason": reason}
             effects = [

@@ -150,9 +150,7 @@ class Operations:
             effects.append(_creation_entry(model))
         return _answer(request, answer, effects=effects)
 
-    def load_into(
-        self, model: Model, load: LoadWeights, *, as_of: float | None = None, is_late: bool = False
-    ) -> float:
+    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None, is_late: bool = False) -> float:
         """Replace a model's weights, alpha, optimizer state and gradient by those of a checkpoint, and return the alpha.
         Raises UserError, and changes nothing, if the checkpoint does not fit, or is newer than `as_of`: a replay must
         not load a checkpoint that overwrote the loaded one. A late load keeps the alpha, with which a replay repeats
