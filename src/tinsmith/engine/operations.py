@@ -151,7 +151,8 @@ class Operations:
         return _answer(request, answer, effects=effects)
 
     def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None, is_late: bool = False) -> float:
-        """Replace a model's weights, alpha, optimizer state and gradient by those of a checkpoint, and return the alpha.
+        """Replace a model's weights, alpha, optimizer state and gradient by those of a checkpoint; return the alpha.
+
         Raises UserError, and changes nothing, if the checkpoint does not fit, or is newer than `as_of`: a replay must
         not load a checkpoint that overwrote the loaded one. A late load keeps the alpha, with which a replay repeats
         the requests before it.
@@ -172,8 +173,8 @@ class Operations:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         if is_late and checkpoint.lora_alpha != model.lora_alpha:
             raise UserError(
-                f"path {load.path!r} has alpha {checkpoint.lora_alpha:g}, the model has {model.lora_alpha:g}, which only "
-                "its first request can change; create a model from the checkpoint instead"
+                f"path {load.path!r} has alpha {checkpoint.lora_alpha:g}, the model has {model.lora_alpha:g}, which "
+                "only its first request can change; create a model from the checkpoint instead"
             )
         with self._checkpoints.reading(checkpoint) as directory:
             hit("model.loading")

@@ -122,9 +122,9 @@ def _check_first(call: Call, model: Model, request: LoadWeights) -> None:
     seq_id = request.seq_id or call.services.futures.next_seq_id(model.model_id)
     if seq_id > 1:
         raise LateLoadError(
-            f"LoadWeights is not permitted with seq_id {seq_id}: on this server (refuse_late_loads) it must be a model's "
-            "first request, and this one has others. Nothing was loaded. Create a new model from the checkpoint "
-            "(ServiceClient.create_training_client_from_state)"
+            f"LoadWeights is not permitted with seq_id {seq_id}: on this server (refuse_late_loads) it must be a "
+            "model's first request, and this one has others. Nothing was loaded. Create a new model from the "
+            "checkpoint (ServiceClient.create_training_client_from_state)"
         )
 
 
