@@ -30,6 +30,7 @@ from typing import IO
 from tinsmith import __version__
 from tinsmith.batch import operations
 from tinsmith.batch.types import MAX_CONCURRENT_BATCHES, Assignment, AttemptFailure, FailureCause, JobSpec
+from tinsmith.batch.worker.activation import ActivationError, activate, is_command
 from tinsmith.batch.worker.frames import FrameError, Message, pack, read_frames
 from tinsmith.batch.worker.logs import strip_tags
 
@@ -207,7 +208,7 @@ def start_child(
 def interpreter(spec: Message) -> str:
     if spec.get("python"):
         return str(spec["python"])
-    if spec.get("batch_activate_env"):
+    if spec.get("batch_activate_env") and not is_command(spec["batch_activate_env"]):
         return str(Path(spec["batch_activate_env"]).expanduser() / "bin" / "python")
     return sys.executable
 
@@ -294,7 +295,10 @@ class MapperProcess:
         self._environment = environment
         self._python = interpreter(spec)
         self._spare = spare
-        self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
+        activate_env = spec.get("batch_activate_env") or ""
+        self._activation = activate_env if not spec.get("python") and is_command(activate_env) else ""
+        is_ready = self._python == sys.executable and not self._activation
+        self._problem: str | None = "" if is_ready else None  # None: not probed yet
         self._limits: Message = spec["limits"]
         self._max_concurrent = operations.max_concurrent_batches(JobSpec.from_dict(spec))
         self._min_prefetch = self._max_concurrent + READ_AND_STORED
@@ -368,7 +372,7 @@ class MapperProcess:
             self._settle_all(SHUTDOWN)
             return
         if self._problem is None:
-            self._problem = interpreter_problem(self._python, self._environment)
+            self._problem = self._prepare_interpreter()
         if self._problem:
             self._start_failed("InterpreterError", self._problem, FailureCause.SETUP_OF_MACHINE)
             return
@@ -389,6 +393,18 @@ class MapperProcess:
         self._start_clocks()
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
+
+    def _prepare_interpreter(self) -> str:
+        """Activate the job's environment; returns why its interpreter cannot run a mapper, or an empty text."""
+        if self._activation:
+            try:
+                self._python, self._environment = activate(self._activation, self._environment)
+            except ActivationError as error:
+                return str(error)
+            if self._spare is not None:  # it lacks the environment
+                self._spare.reap()
+                self._spare = None
+        return interpreter_problem(self._python, self._environment)
 
     def _follow(self, child: Child) -> None:
         """Read the child's messages to its end."""
