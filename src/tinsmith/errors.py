@@ -118,7 +118,7 @@ class CheckpointExistsError(UserError):
 
 
 class LateLoadError(UserError):
-    """A checkpoint can only be loaded into a model before its first operation."""
+    """This server loads a checkpoint into a model only before its first operation (`refuse_late_loads`)."""
 
 
 class NonFiniteGradientError(UserError):

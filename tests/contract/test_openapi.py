@@ -73,7 +73,6 @@ PARTS: Mapping[str, type[pydantic.BaseModel]] = {
 }
 # Fields of the SDK's types that this server refuses, or that the SDK sends in another place.
 ABSENT = {
-    "/asample": {"base_model", "model_path"},  # part of the sampling session
     "/optim_step": {"optim_params"},  # the SDK replaces it by two fields
     "/copy_weights": {"weights_access_token"},  # sent as a header
 }

@@ -149,11 +149,23 @@ def test_loading_into_an_existing_model(alice: Tenant) -> None:
     with pytest.warns(FutureWarning), raises_refusal("create the model from the checkpoint instead"):
         wrong.load_state(path).result()
     assert train(wrong, 1) == 1  # the refused number counts as used
-    for late, before in ((wrong, loss(wrong)), (client, loss(client))):
-        with pytest.warns(FutureWarning), pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
-            late.load_state_with_optimizer(path).result()
-        assert loss(late) == before
-    assert train(client, 1) == 4, "its optimizer is where it was"
+    before = loss(wrong)
+    with pytest.warns(FutureWarning), raises_refusal("create the model from the checkpoint instead"):
+        wrong.load_state(path).result()
+    assert loss(wrong) == before and train(wrong, 1) == 2, "its optimizer is where it was"
+
+
+def test_loading_in_the_middle_of_a_run(alice: Tenant) -> None:
+    client = train_new(alice, steps=3)
+    path, saved = client.save_state("a").result().path, loss(client)
+    for method, steps in (("load_state_with_optimizer", 4), ("load_state", 1)):
+        train(client, 2)
+        with pytest.warns(FutureWarning, match="deprecated|not be supported"):
+            loading = getattr(client, method)(path)
+        after = client.forward([DATUM], "cross_entropy")
+        assert loading.result().path == path
+        assert after.result().metrics["loss:sum"] == saved
+        assert train(client, 1) == steps
 
 
 def test_a_base_model_that_is_not_the_checkpoints_is_refused(alice: Tenant) -> None:

@@ -82,6 +82,33 @@ def of_alpha(server: LiveServer, service: tinker.ServiceClient, alpha: float) ->
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_a_run_that_is_set_back_continues_as_a_run_from_its_checkpoint(
+    nano_service: tinker.ServiceClient, optimizer: bool
+) -> None:
+    """To the bit, with samples from before that keep their weights."""
+    client, data = nano_service.create_lora_training_client(NANO, rank=8).result(), [datum() for _ in range(3)]
+    train(client, data, 2)
+    path = client.save_state("state").result().path
+    train(client, data, 2)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    tokens = data[0].model_input
+    scored = sampler.compute_logprobs(tokens).result()
+    client.forward_backward(data[:1], "cross_entropy")  # its gradient is never stepped
+    if optimizer:
+        client.load_state_with_optimizer(path)
+        fresh = nano_service.create_training_client_from_state_with_optimizer(path).result()
+    else:
+        client.load_state(path)
+        fresh = nano_service.create_training_client_from_state(path).result()
+    assert train(client, data, 3) == train(fresh, data, 3)
+    assert sampler.compute_logprobs(tokens).result() == scored
+    drawn = (run.save_weights_and_get_sampling_client().result() for run in (client, fresh))
+    first, second = (sampler.compute_logprobs(tokens).result() for sampler in drawn)
+    assert first == second != scored
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_alpha_of_ones_own_holds_from_creation_to_resumption_and_export(
     nano_server: LiveServer, nano_service: tinker.ServiceClient
 ) -> None:

@@ -368,8 +368,9 @@ def test_unloading_fails_what_waits_with_the_reason_and_forgets_everything(bench
     bench.restart()
     waiting = bench.forward(model, SNAPSHOT_OPTIM_STEPS + 2)
     bench.run_until_idle()
-    bench.submit(model, None, "unload_model", {"reason": "no heartbeat for 1 s"})
+    unloading = bench.submit(model, None, "unload_model", {"reason": "no heartbeat for 1 s"})
     bench.run_until_idle()
+    assert bench.result(unloading) == {"model_id": model, "type": "unload_model", "status": "unloaded"}
     assert "no heartbeat for 1 s" in bench.error(waiting)
     assert not bench.backend.has_model(model)
     assert list((bench.directory / "snapshots").iterdir()) == []

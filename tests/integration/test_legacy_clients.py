@@ -16,6 +16,7 @@ from support.raw_client import pass_body
 from tinsmith.api.legacy import pass_message
 from tinsmith.errors import UserError
 from tinsmith.store.futures import Settlement
+from tinsmith.types import Datum
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.json_results import dump, pass_result, sample_result
 from tinsmith.wire.training import read_pass
@@ -84,7 +85,10 @@ def test_a_client_of_the_dialect_trains_samples_saves_and_resumes(nano_server: L
     creation = {"session_id": session_id, "model_seq_id": 0, "base_model": base, "lora_config": lora, **HINTS}
     created = client.ok("create_model", creation)
     model_id = created["model_id"]
-    assert client.result(created["request_id"])["model_id"] == model_id
+    creation_result = client.result(created["request_id"])
+    assert (creation_result["model_id"], creation_result["status"]) == (model_id, "ready")
+    router = client.http.get("get_router_address", params={"model_id": model_id}).json()
+    assert creation_result["router_address"] == router["router_address"] == nano_server.url
     assert client.ok("get_info", {"model_id": model_id})["lora_alpha"] == 8
     tokenizer = client.http.get("get_tokenizer", params={"model_id": model_id}).json()
     assert tokenizer["vocab_size"] == 512 and tokenizer["special_tokens"]["eos_token"] == "<|im_end|>"
@@ -102,6 +106,21 @@ def test_a_client_of_the_dialect_trains_samples_saves_and_resumes(nano_server: L
     (output,) = forward["loss_fn_outputs"]
     assert output["logprobs"]["shape"] == [3]
     assert -sum(output["logprobs"]["data"]) == pytest.approx(forward["metrics"]["loss:sum"], rel=1e-5)
+
+    response_only = {"logprobs": [-6.0, -6.0], "advantages": [1.0, -0.5], "mask": [1, 1]}
+    whole = {
+        "target_tokens": [2, 3, 4],
+        "logprobs": [0.0, -6.0, -6.0],
+        "advantages": {"data": [0.0, 1.0, -0.5], "dtype": "float32", "shape": [3]},
+    }
+    answers = []
+    for tokens, inputs in (([1, 2, 3, 4], response_only), ([1, 2, 3], whole)):
+        data = [{"model_input": {"tokens": tokens}, "loss_fn_inputs": inputs}]
+        answers.append(client.run("forward", {"model_id": model_id, "data": data, "loss_fn": "ppo"}))
+    assert answers[0] == answers[1]
+    metrics = answers[0]["metrics"]
+    assert metrics["ppo_kl"] == metrics["ppo_kl:mean"] and metrics["pg_clipfrac"] == metrics["pg_clipfrac:mean"]
+    assert set(metrics) >= {"loss:sum", "ppo_kl", "pg_clipfrac"}
 
     saved = client.run("save_weights", {"model_id": model_id, "path": "dialect-state"})["path"]
     sampler = client.run("save_weights_for_sampler", {"model_id": model_id, "path": "dialect-sampler"})["path"]
@@ -123,6 +142,10 @@ def test_a_client_of_the_dialect_trains_samples_saves_and_resumes(nano_server: L
         assert sequence["stop_reason"] in ("stop", "length")
     base_answer = client.run("sample", {"prompts": [TOKENS], "base_model": base, "sampling_params": {"max_tokens": 2}})
     assert len(base_answer["sequences"]) == 1
+
+    chat = {"model": router["model"], "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    direct = client.http.post(f"{router['openai_base_url']}/chat/completions", json=chat)
+    assert direct.status_code == 200 and direct.json()["weight_version"] == sampler
 
     deleted = client.ok("delete_model", {"model_id": model_id})
     assert (deleted["model_id"], deleted["status"]) == (model_id, "deleted")
@@ -368,6 +391,67 @@ def test_sparse_and_nested_arrays_keep_their_shape() -> None:
     assert pass_inputs["target_tokens"].shape == (3, 4)
     np.testing.assert_array_equal(pass_inputs["target_tokens"].col_indices, [3, 0])  # type: ignore[union-attr]
     np.testing.assert_array_equal(np.asarray(pass_inputs["weights"]), np.array([[1, 0.5], [0, 0], [1, 1]], np.float32))
+
+
+def read_datum(inputs: dict[str, object], tokens: list[int]) -> Datum:
+    body = training("m", data=[{"model_input": {"tokens": tokens}, "loss_fn_inputs": inputs}])
+    return read_pass(pass_message(body, forward_only=False).SerializeToString(), "r").data[0]
+
+
+def test_inputs_of_the_response_alone_belong_to_the_end() -> None:
+    """Every list is extended to the whole input; what comes before the response has no weight."""
+    short = {
+        "target_tokens": [7, 8],
+        "logprobs": [-1.0, -2.0],
+        "advantages": [0.5, 1.5],
+        "clip_low_threshold": [0.9] * 2,
+    }
+    aligned = read_datum(short, [1, 2, 3, 4])
+    assert aligned.tokens_N.tolist() == [1, 2, 3, 4]
+    expected = {
+        "target_tokens": [2, 3, 7, 8],
+        "logprobs": [0, 0, -1, -2],
+        "advantages": [0, 0, 0.5, 1.5],
+        "clip_low_threshold": [0.9] * 4,
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(np.asarray(aligned.inputs[name]), values, rtol=1e-6, err_msg=name)
+    # Lists of different lengths: the shortest one says where the response begins.
+    mixed = read_datum({"target_tokens": [2, 3, 4, 5], "weights": [1, 2, 3, 4], "logprobs": [-1]}, [1, 2, 3, 4])
+    assert np.asarray(mixed.inputs["weights"]).tolist() == [0, 0, 0, 4]
+    # Without weights or advantages the response has weight 1.
+    assert np.asarray(read_datum({"target_tokens": [9]}, [1, 2, 3]).inputs["weights"]).tolist() == [0, 0, 1]
+
+
+def test_a_response_without_targets_is_its_own_target() -> None:
+    aligned = read_datum({"logprobs": [-1.0, -2.0], "advantages": [1.0, 2.0], "mask": [1, 0]}, [1, 2, 3, 4])
+    assert aligned.tokens_N.tolist() == [1, 2, 3]
+    assert np.asarray(aligned.inputs["target_tokens"]).tolist() == [2, 3, 4]
+    assert np.asarray(aligned.inputs["advantages"]).tolist() == [0, 1, 0]
+    assert "mask" not in aligned.inputs
+
+
+def test_a_mask_multiplies_the_weights() -> None:
+    whole = read_datum({"target_tokens": [2, 3, 4], "mask": [0, 1, 1]}, [1, 2, 3])
+    assert np.asarray(whole.inputs["weights"]).tolist() == [0, 1, 1]
+    both = read_datum({"target_tokens": [2, 3, 4], "weights": [3.0, 3.0, 0.5], "mask": [0, 1, 1]}, [1, 2, 3])
+    assert np.asarray(both.inputs["weights"]).tolist() == [0, 3, 0.5]
+
+
+@pytest.mark.parametrize("weights", [[], [1, 1, 1, 1]])
+def test_inputs_that_fit_nowhere_are_refused(harness: Harness, weights: list[int]) -> None:
+    inputs = {"target_tokens": TOKENS, "weights": weights}
+    future = harness.ok("forward_backward", training(harness.model(), data=[datum(loss_fn_inputs=inputs)]))
+    assert "weights" in harness.result(future["request_id"])["error"]
+
+
+def test_a_model_has_an_address_for_direct_inference(harness: Harness) -> None:
+    model_id = harness.model()
+    address = harness.get(f"get_router_address?model_id={model_id}").json()
+    assert address["model"] == f"tinker://{model_id}"
+    assert address["openai_base_url"] == f"{address['router_address']}/v1"
+    assert address["router_address"].startswith("http://")
+    assert harness.get(f"get_router_address?model_id={model_id}", BOB).status_code == 404
 
 
 def test_a_number_too_large_for_float32_is_refused_by_the_loss(harness: Harness) -> None:

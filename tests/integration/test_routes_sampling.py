@@ -130,6 +130,9 @@ def test_an_invalid_sample_is_a_refused_future(harness: Harness, changes: dict[s
     [
         ({"sampling_session_id": None}, 400, "sampling_session_id is missing"),
         ({"sampling_session_id": "no:sample:0"}, 404, "no:sample:0"),
+        ({"sampling_session_id": None, "base_model": "no/such"}, 404, "'no/such' is not served here"),
+        ({"sampling_session_id": None, "model_path": "tinker://a/b/c/d"}, 400, "not a checkpoint path"),
+        ({"sampling_session_id": None, "model_path": "tinker://a/b"}, 404, "tinker://a/sampler_weights/b"),
         ({"seq_id": None}, 400, "seq_id is missing"),
         ({"seq_id": -1}, 400, "seq_id is -1"),
     ],
@@ -141,6 +144,51 @@ def test_a_sample_that_belongs_nowhere_is_an_http_error(
     assert answer.status_code == status
     assert words in answer.json()["detail"]
     assert harness.pending() == []
+
+
+def sessionless(**weights: object) -> dict[str, object]:
+    body = sample_request("", **weights)
+    return {name: value for name, value in body.items() if name not in ("sampling_session_id", "seq_id")}
+
+
+def test_a_sample_without_a_session_names_its_weights(harness: Harness) -> None:
+    """All samples of a tenant's weights share one sampling session, which other tenants do not see."""
+    path = harness.checkpoint(harness.model(), "sampler_weights")
+    run_id, name = path.removeprefix("tinker://").split("/")[::2]
+    bodies = [
+        sessionless(base_model=BASE),
+        sessionless(base_model=BASE, seq_id=7),  # the number means nothing without a session
+        sessionless(model_path=path),
+        sessionless(model_path=f"tinker://{run_id}/{name}", base_model=BASE),  # as SkyRL names it
+    ]
+    futures = [harness.ok("asample", body) for body in bodies]
+    theirs = harness.ok("asample", sessionless(base_model=BASE), BOB)
+    for future in futures:
+        UntypedAPIFuture.model_validate(future)
+        assert future["sample_sequence_ids"] == [f"{future['request_id']}:{index}" for index in range(2)]
+    sampler_ids = [future["request_id"].rpartition(":")[0] for future in (*futures, theirs)]
+    assert sampler_ids[0] == sampler_ids[1] != sampler_ids[2] == sampler_ids[3]
+    assert sampler_ids[4] not in sampler_ids[:4] and harness.get(f"samplers/{sampler_ids[4]}").status_code == 404
+    assert harness.get(f"samplers/{sampler_ids[3]}").json()["model_path"] == path
+    assert [row.seq_id for row in harness.pending()] == [0, 1, 0, 1, 0]
+    stored = harness.read_request_body(futures[3]["request_id"])
+    assert read_sample(stored, "r", path).prompt_T.tolist() == [1, 2]
+
+
+def test_a_sample_has_weights_or_a_session(harness: Harness) -> None:
+    future = harness.ok("asample", sample_request(harness.sampler(), base_model=BASE))
+    assert "sampling_session_id has weights of its own" in harness.result(future["request_id"])["error"]
+    theirs = harness.checkpoint(harness.model(key=BOB), "sampler_weights")
+    assert harness.post("asample", sessionless(model_path=theirs)).status_code == 404
+
+
+def test_a_sampling_session_takes_a_short_path(harness: Harness) -> None:
+    model_id = harness.model()
+    path = harness.checkpoint(model_id, "sampler_weights", name="short")
+    sampler_id = harness.ok(
+        "create_sampling_session", opening(harness.session(), model_path=f"tinker://{model_id}/short")
+    )["sampling_session_id"]
+    assert harness.get(f"samplers/{sampler_id}").json()["model_path"] == path
 
 
 def test_a_sample_in_a_closed_session_is_410(harness: Harness) -> None:

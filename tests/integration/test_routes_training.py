@@ -465,8 +465,25 @@ def test_a_load_into_a_model_needs_the_same_adapter(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool) -> None:
+def test_a_model_is_loaded_into_in_the_middle_of_a_run(harness: Harness, numbered: bool) -> None:
+    model_id = harness.model()
+    path = harness.checkpoint(model_id)
+    numbers = iter(range(1, 4)) if numbered else None
+
+    def number() -> dict[str, object]:
+        return {} if numbers is None else {"seq_id": next(numbers)}
+
+    harness.ok("optim_step", {"model_id": model_id, "adam_params": {}, **number()})
+    for _ in range(2):
+        harness.ok("load_weights", {"model_id": model_id, "path": path, "optimizer": False, **number()})
+    assert sorted(harness.kinds().values()) == ["load_weights", "load_weights", "optim_step"]
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_setting_refuses_a_load_that_is_not_a_models_first_request(harness: Harness, numbered: bool) -> None:
     """As in the hosted service, a forward and an earlier load count."""
+    settings = harness.services.settings.model_copy(update={"refuse_late_loads": True})
+    harness.app.state.services = dataclasses.replace(harness.services, settings=settings)
     model_id = harness.model()
     path = harness.checkpoint(model_id)
     load_ = {"model_id": model_id, "path": path, "optimizer": False}

@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.batch.coordinator import coordinator as coordinators
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.pools.specs import PoolSpec, parse_pool, read_pool
+from tinsmith.batch.pools.specs import PoolSpec, parse_pool, read_pool, skypilot_task
 from tinsmith.cli import main as cli
 from tinsmith.db.factory import open_database
 from tinsmith.errors import SettingsError, UserError
@@ -35,6 +35,37 @@ from tinsmith.settings import Settings
 def test_a_pool_of_skypilots_infra_is_rented(infra: str) -> None:
     pool = parse_pool("p", {"pool": {"workers": 2}, "resources": {"infra": infra, "cpus": 4}})
     assert pool.rented and pool.infra == infra
+
+
+PUBLISHED_POOLS = {
+    "simple": (
+        "pool: {workers: 2}\nresources: {cpus: 1}\nsetup: echo done\n",
+        PoolSpec("p", 2, setup="echo done", cpus=1.0),
+    ),
+    "diffusion": (
+        "pool: {workers: 2}\nresources: {cloud: aws, accelerators: 'L4:1'}\nsetup: |\n  uv venv .venv\n",
+        PoolSpec("p", 2, 1, "uv venv .venv\n", "aws"),
+    ),
+    "custom formats": (
+        "pool: {workers: 2}\nresources: {cpus: 1+}\nsetup: echo a\nrun: echo b\n",
+        PoolSpec("p", 2, setup="echo a", cpus=1.0),
+    ),
+    "autoscaling": (
+        "pool: {min_workers: 1, max_workers: 4, queue_length_threshold: 8, upscale_delay_seconds: 9, "
+        "downscale_delay_seconds: 9}\nresources: {cloud: gcp, region: us-central1, zone: us-central1-a, memory: 8+}\n",
+        PoolSpec("p", 4, infra="gcp/us-central1/us-central1-a"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_POOLS)
+def test_files_of_sky_batchs_pools_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    text, expected = PUBLISHED_POOLS[name]
+    (tmp_path / "pool.yaml").write_text(text)
+    assert read_pool("p", tmp_path / "pool.yaml") == expected
+    if expected.rented:
+        task = skypilot_task("p", tmp_path / "pool.yaml", 1, {})
+        assert task["resources"]["infra"] == expected.infra and "cloud" not in task["resources"]  # type: ignore[index, operator]
 
 
 def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_path: Path) -> None:

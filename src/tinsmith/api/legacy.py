@@ -24,8 +24,10 @@ import orjson
 from pydantic import AfterValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 from starlette.responses import Response
 
+from tinsmith.api import response_inputs
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import SUBMITTED, operation
+from tinsmith.api.links import base_url
 from tinsmith.api.openapi import ANYTHING, COUNT, NUMBER, TEXT, TEXTS, fields, integer, one_of
 from tinsmith.api.queries import RunsQuery
 from tinsmith.api.request import Call, Draft, JsonObject, json_response, read_json, run
@@ -34,7 +36,7 @@ from tinsmith.api.routes.futures import long_poll, note_poll, read_outcome
 from tinsmith.base_models import tokenizer_info
 from tinsmith.errors import UserError
 from tinsmith.store import usage
-from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.checkpoints import parse_sampler_path
 from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE
@@ -64,6 +66,7 @@ LIST_DTYPES = {
     "clip_low_threshold": "float32",
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
+    "mask": "float32",
 }
 
 
@@ -134,6 +137,7 @@ def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.Forw
         for name, tensor in datum.loss_fn_inputs.items():
             tensor_path = f"{datum_path}.loss_fn_inputs.{name[:MAX_SHOWN_CHARS]}"
             _write_tensor(datum_message.loss_fn_inputs[name], name, tensor, tensor_path)
+        response_inputs.complete(datum_message)
     return message
 
 
@@ -247,6 +251,9 @@ def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
     return values
 
 
+BARE_METRICS = {"ppo_kl": "ppo_kl:mean", "pg_clipfrac": "pg_clipfrac:mean"}
+"""Metrics that tinkercloud publishes without a suffix. The SDK's combination of chunks needs the suffixes."""
+
 HOLD_S = 2.0
 """Seconds for which a fetch by path is held. These clients poll again, and some time out after five seconds."""
 
@@ -320,7 +327,7 @@ async def delete_model(call: Call) -> Response:
     return json_response(content)
 
 
-class TokenizerQuery(Query):
+class ModelQuery(Query):
     model_id: Text
 
 
@@ -329,14 +336,35 @@ class TokenizerQuery(Query):
     "/get_tokenizer",
     "Describe a tokenizer",
     answer=fields({"vocab_size": COUNT}),
-    query=TokenizerQuery,
+    query=ModelQuery,
     example="?model_id={model_id}",
 )
-def get_tokenizer(call: Call, query: TokenizerQuery) -> JsonObject:
+def get_tokenizer(call: Call, query: ModelQuery) -> JsonObject:
     model = call.services.models.get(call.tenant_id, query.model_id)
     shape = call.services.bases.get(model.base_model)
     model_fields: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
     return model_fields | tokenizer_info(shape)
+
+
+@operation(
+    "GET",
+    "/get_router_address",
+    "Tell where a model is sampled directly",
+    answer=fields({"router_address": TEXT, "openai_base_url": TEXT, "model": TEXT}),
+    query=ModelQuery,
+    example="?model_id={model_id}",
+)
+def get_router_address(call: Call, query: ModelQuery) -> JsonObject:
+    """Return the address for clients of OpenAI's protocol, and the name there of the weights that a model has published
+    last.
+    """
+    model = call.services.models.get(call.tenant_id, query.model_id)
+    return {"model_id": model.model_id, "model": f"tinker://{model.model_id}", **_router_addresses(call)}
+
+
+def _router_addresses(call: Call) -> JsonObject:
+    address = base_url(call.services.settings, call.scheme, call.headers)
+    return {"router_address": address, "openai_base_url": f"{address}/v1"}
 
 
 # Sampling.
@@ -362,7 +390,7 @@ def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> 
     """Create a sampling session inside a new session. Samples and heartbeats keep the session alive."""
     model_path, base_model = request.model_path, request.base_model
     if model_path is not None:
-        call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
+        call.services.checkpoints.get(call.tenant_id, parse_sampler_path(model_path))
     elif base_model is not None:
         call.services.bases.get(base_model)
     else:
@@ -465,8 +493,14 @@ def _split_request_id(request_id: str) -> list[str]:
 def _convert_result(call: Call, request_id: str, outcome: FutureOutcome) -> JsonObject:
     assert outcome.body is not None
     if outcome.result_type == "json":
-        return orjson.loads(outcome.body)
-    return CONVERSIONS[call.services.futures.kind_of(call.tenant_id, request_id) or ""](outcome.body)
+        result = orjson.loads(outcome.body)
+        if result.get("type") == "create_model":
+            result |= {"status": "ready", "router_address": _router_addresses(call)["router_address"]}
+        return result
+    result = CONVERSIONS[call.services.futures.kind_of(call.tenant_id, request_id) or ""](outcome.body)
+    if isinstance(metrics := result.get("metrics"), dict):
+        result["metrics"] = metrics | {name: metrics[key] for name, key in BARE_METRICS.items() if key in metrics}
+    return result
 
 
 def _join_samples(results: Sequence[JsonObject]) -> JsonObject:

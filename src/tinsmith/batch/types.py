@@ -301,7 +301,8 @@ class JobSpec:
 
     `batch_error_format` is the writer that takes the failed rows. `max_failed_rows` is a count, or below 1 a share
     of all rows. `rows="any"` lets a mapper drop rows and make several of one. `python` is the interpreter of the
-    mapper's process, `batch_activate_env` a virtual environment's directory to take it from.
+    mapper's process, `batch_activate_env` a virtual environment's directory to take it from, or a shell
+    command that activates one.
     """
 
     batch_serialized_fn: str

@@ -88,12 +88,15 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
     with exit_on_errors(), server() as client:
         run = _find_run(client, run_id)
         series = _series(_points(client, run["model_id"], 0.0)[0])
+        loads = _loads_into(client, run["model_id"])
     if as_json:
-        print_json({**run, "series": series})
+        print_json({**run, "loads": loads, "series": series})
         return
     properties = Table.grid(padding=(0, 2))
     for name, value in _describe_run(run).items():
         properties.add_row(name, escape(value))
+    for load in loads:
+        properties.add_row("loaded", escape(f"{load['path']} ({format_time(load['time'])})"))
     output.print(properties)
     table = plain_table("metric", "first", "last", "least", "most", "")
     for name, points in sorted(series.items()):
@@ -267,6 +270,13 @@ def _find_run(client: TinkerServer, text: str) -> Run:
             ids = ", ".join(run["model_id"] for run in matches[:MAX_LISTED]) + ", ..." * (len(matches) > MAX_LISTED)
             raise UserError(f"run {text!r} is one of {len(matches)}: {ids}; give more of its id")
     raise UserError(f"run {text!r} is unknown; `tinsmith runs list` shows ids and names")
+
+
+def _loads_into(client: TinkerServer, run_id: str) -> list[dict[str, str]]:
+    """The checkpoints that were loaded into a run, each with the time of its last load, in order of these times."""
+    links = client.get(f"dashboard/runs/{quote(run_id, safe='')}/lineage")["links"]
+    loads = [{"path": link["path"], "time": link["time"]} for link in links if link["child"] == run_id]
+    return sorted(loads, key=lambda load: load["time"])
 
 
 def _name(run: Run) -> str:

@@ -354,7 +354,7 @@ class Engine:
             hit("model.unloaded")
             if model is not None:
                 self._snapshots.forget(model)
-            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
+            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model", "status": "unloaded"})
             settlements = [Settlement(waiter.request_id, error=unloaded_error) for waiter in waiting]
             details = {"model_id": request.model_id, "reason": reason}
             effects = [
@@ -555,6 +555,7 @@ class Engine:
         if request.kind == "create_model":
             self._snapshots.add_model(model.model_id)
         elif request.kind in ("load_model", "load_weights"):
+            self._recorder.drop_passes(model.model_id)
             loaded = self._snapshots.save_loaded(model.model_id, request.seq_id)
 
             def build_settlement(directory: str, _size_bytes: int) -> Settlement:

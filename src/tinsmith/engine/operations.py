@@ -140,7 +140,7 @@ class Operations:
 
     def _load_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         load = read_load(body)
-        alpha = self.load_into(model, load)
+        alpha = self.load_into(model, load, is_late=(request.seq_id or 0) > 1)
         answer = {"path": load.path, "model_id": model.model_id, "type": "load_weights"}
         details = {"model_id": model.model_id, "tinker_path": load.path, "optimizer": load.optimizer}
         effects = [set_state(model.model_id, "ready"), entry(model.tenant_id, "checkpoint_loaded", details)]
@@ -150,9 +150,12 @@ class Operations:
             effects.append(_creation_entry(model))
         return _answer(request, answer, effects=effects)
 
-    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None) -> float:
-        """Load a checkpoint's weights and alpha into a model, and return the alpha. Raises UserError if the checkpoint
-        does not fit, or is newer than `as_of`: a replay must not load a checkpoint that overwrote the loaded one.
+    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None, is_late: bool = False) -> float:
+        """Replace a model's weights, alpha, optimizer state and gradient by those of a checkpoint; return the alpha.
+
+        Raises UserError, and changes nothing, if the checkpoint does not fit, or is newer than `as_of`: a replay must
+        not load a checkpoint that overwrote the loaded one. A late load keeps the alpha, with which a replay repeats
+        the requests before it.
         """
         checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path), granted_by=load.granted_by)
         if as_of is not None and checkpoint.created_at > as_of:
@@ -168,6 +171,11 @@ class Operations:
         # The checkpoint determines the adapter's shape, but a model's own rank was promised at creation.
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
+        if is_late and checkpoint.lora_alpha != model.lora_alpha:
+            raise UserError(
+                f"path {load.path!r} has alpha {checkpoint.lora_alpha:g}, the model has {model.lora_alpha:g}, which "
+                "only its first request can change; create a model from the checkpoint instead"
+            )
         with self._checkpoints.reading(checkpoint) as directory:
             hit("model.loading")
             spec = replace(model.lora, alpha=checkpoint.lora_alpha)

@@ -355,6 +355,11 @@ class Recorder:
             run.points = KEPT_POINTS
         return statements
 
+    def drop_passes(self, model_id: str) -> None:
+        """Forget the passes since the last optimizer step, whose gradient a load has dropped. Steps are counted on."""
+        if (run := self._runs.get(model_id)) is not None:
+            run.passes, run.forwards = _PassMetrics(), _PassMetrics()
+
     def forget(self, model_id: str) -> None:
         self._runs.pop(model_id, None)
 

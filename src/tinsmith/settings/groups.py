@@ -361,6 +361,9 @@ class SessionSettings(SettingsGroup):
     """Refuse the fields of OpenAI's and Anthropic's clients that would otherwise be ignored and named in the response
     header `tinsmith-ignored-fields`."""
 
+    refuse_late_loads: bool = False
+    """Refuse a load into a model that has had other requests, as the hosted service does."""
+
     session_polls: bool = False
     """Whether clients poll once for a whole sampling session: fewer connections for thousands of samples, but slower
     single samples."""

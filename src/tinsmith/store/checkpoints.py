@@ -115,6 +115,15 @@ def parse_path(text: str, field: str = "path") -> CheckpointRef:
     return CheckpointRef(parts[0], parts[1], check_name(parts[2]))
 
 
+def parse_sampler_path(text: str, field: str = "model_path") -> CheckpointRef:
+    """Parse a path to sample from: as `parse_path`, or SkyRL's `tinker://RUN/NAME` of a sampler checkpoint."""
+    prefix, _, address = text.partition("://")
+    run_id, _, name = address.partition("/")
+    if prefix == "tinker" and run_id and name and "/" not in name:
+        return CheckpointRef(run_id, "sampler_weights", check_name(name))
+    return parse_path(text, field)
+
+
 def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise UserError(

@@ -211,13 +211,17 @@ def _contains(word: str) -> sa.ColumnElement[bool]:
 
 
 def _trace_lineage(loads: Sequence[CheckpointLoad], model_id: str) -> list[CheckpointLoad]:
-    """The loads among a run's ancestors, then among its descendants, each nearest first."""
-    distinct_loads = list({(load.path, load.model_id): load for load in loads}.values())
+    """The loads among a run's ancestors, then among its descendants, each nearest first; `loads` are newest first. Of
+    the loads of a checkpoint into the same run only the newest counts; a run that was set back loads from itself.
+    """
+    newest_loads: dict[tuple[str, str], CheckpointLoad] = {}
+    for load in loads:
+        newest_loads.setdefault((load.path, load.model_id), load)
     links: dict[tuple[str, str], CheckpointLoad] = {}
     for near, far in (("model_id", "parent"), ("parent", "model_id")):
         level, visited = {model_id}, {model_id}
         while level:
-            step = [load for load in distinct_loads if getattr(load, near) in level]
+            step = [load for load in newest_loads.values() if getattr(load, near) in level]
             links |= {(load.path, load.model_id): load for load in step}
             level = {getattr(load, far) for load in step} - visited
             visited |= level

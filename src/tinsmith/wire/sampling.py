@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -49,6 +50,7 @@ from tinsmith.wire.fields import (
     Text,
     json_schemas,
     read_object,
+    refuse,
     show,
     validate,
     validation_error,
@@ -187,9 +189,13 @@ SampleNumber = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class AsampleRequest(ClosedBody):
+    """A sample has a sampling session and a number there, or names its weights."""
+
     prompt: ModelInputBody
-    sampling_session_id: Text
-    seq_id: SampleNumber
+    sampling_session_id: Text | None = None
+    seq_id: SampleNumber | None = None
+    base_model: Text | None = None
+    model_path: Text | None = None
     sampling_params: SamplingParamsBody = SamplingParamsBody()
     num_samples: Annotated[int, Field(ge=1, le=MAX_NUM_SAMPLES)] = 1
     prompt_logprobs: bool = False
@@ -201,12 +207,22 @@ class AsampleRequest(ClosedBody):
     record_stability_info: bool = False
     type: Ignored = None
 
+    @model_validator(mode="after")
+    def _check_weights(self) -> AsampleRequest:
+        if self.sampling_session_id is not None and (self.base_model or self.model_path):
+            raise UserError(
+                "sampling_session_id has weights of its own; send no base_model and no model_path beside it"
+            )
+        return self
+
 
 class SampleRequest(AsampleRequest):
-    """An `AsampleRequest` in which the sampling session and the number are ignored."""
+    """An `AsampleRequest` whose weights are known; the sampling session and the number are ignored."""
 
     sampling_session_id: Ignored = None
     seq_id: Ignored = None
+    base_model: SkipJsonSchema[Annotated[Any, refuse("the weights are named elsewhere")]] = None
+    model_path: SkipJsonSchema[Annotated[Any, refuse("the weights are named elsewhere")]] = None
 
 
 class GrammarBody(Body):

@@ -68,6 +68,9 @@ def _run(server: RestartedServer, plan: Plan) -> Record:
         _train(client, plan, record)
         middle = client.save_state("middle").result(plan.patience_s)
         _train(client, plan, record)
+        client.forward_backward(_data(plan)[:1], plan.loss_fn)  # its gradient is dropped
+        client.load_state_with_optimizer(middle.path)
+        _train(client, plan, record)
         loaded = service.create_lora_training_client(NANO, rank=plan.rank, seed=plan.seed).result(plan.patience_s)
         loaded.load_state_with_optimizer(middle.path).result(plan.patience_s)
         _train(loaded, plan, record)

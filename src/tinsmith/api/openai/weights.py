@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinsmith.api.services import Services
 from tinsmith.chat.generation_request import ModelTarget
 from tinsmith.errors import NotFoundError, RequestError
-from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.checkpoints import parse_sampler_path
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.store.server_sessions import SampleId
 from tinsmith.types import ModelShape
@@ -59,8 +59,8 @@ def find_weights(services: Services, tenant_id: str, target: ModelTarget) -> Ser
         if target.training_run_id is not None:
             return _find_newest(services, tenant_id, target, target.training_run_id)
         if target.model_path is not None:
-            checkpoint = services.checkpoints.get(tenant_id, parse_path(target.model_path, "model"))
-            return ServedWeights(_find_base(services, target, checkpoint.base_model), target.model_path)
+            checkpoint = services.checkpoints.get(tenant_id, parse_sampler_path(target.model_path, "model"))
+            return ServedWeights(_find_base(services, target, checkpoint.base_model), checkpoint.ref.path)
         return ServedWeights(services.bases.get(target.base_model or ""))
     except NotFoundError as error:
         raise ModelNotFoundError("model", str(error), "model_not_found") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import orjson
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.declaration import operation
@@ -12,17 +14,19 @@ from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.submission import accept
 from tinsmith.cluster.sample_admission import make_request
 from tinsmith.errors import TooManyRequestsError, UserError
-from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.store.checkpoints import parse_sampler_path
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession
 from tinsmith.wire.fields import Body, Position, Text
 from tinsmith.wire.sampling import AsampleRequest, SampleNumber, sample_of
 
 
-class NewSample(Body):
-    """The required fields of asample."""
+class SamplePlace(Body):
+    """Where a sample belongs: a number in a sampling session, or weights."""
 
-    sampling_session_id: Text
-    seq_id: SampleNumber
+    sampling_session_id: Text | None = None
+    seq_id: SampleNumber | None = None
+    base_model: Text | None = None
+    model_path: Text | None = None
 
 
 @operation(
@@ -40,10 +44,16 @@ class NewSample(Body):
     late=True,
 )
 def asample(call: Call, draft: Draft[AsampleRequest]) -> JsonObject:
-    services, ids = call.services, draft.read_required(NewSample)
-    sampling_session = services.sampling_sessions.get(call.tenant_id, ids.sampling_session_id)
-    services.sessions.require_active(call.tenant_id, sampling_session.session_id)
-    seq_id = ids.seq_id
+    """Sample in a sampling session. Without one, the sample is in the tenant's implicit session of the named weights,
+    where it gets the next number, so that a repeated request is another sample.
+    """
+    services, place = call.services, draft.read_required(SamplePlace)
+    if place.sampling_session_id is None:
+        call, draft, sampling_session, seq_id = _in_implicit_session(call, draft, place)
+    else:
+        if place.seq_id is None:
+            raise UserError("seq_id is missing; send the sample's number in its sampling session")
+        sampling_session, seq_id = _active_session(call, place.sampling_session_id), place.seq_id
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
     bind_contextvars(request_id=request_id)
     new, sequence_ids, refusal = make_request(sampling_session, request_id, seq_id, call.body), [], None
@@ -57,6 +67,29 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> JsonObject:
     except UserError as error:
         refusal = error
     return {"request_id": accept(services, new, refusal), "sample_sequence_ids": sequence_ids}
+
+
+def _active_session(call: Call, sampling_session_id: str) -> SamplingSession:
+    """Raises NotFoundError, or GoneError if its session has ended."""
+    sampling_session = call.services.sampling_sessions.get(call.tenant_id, sampling_session_id)
+    call.services.sessions.require_active(call.tenant_id, sampling_session.session_id)
+    return sampling_session
+
+
+def _in_implicit_session(
+    call: Call, draft: Draft[AsampleRequest], place: SamplePlace
+) -> tuple[Call, Draft[AsampleRequest], SamplingSession, int]:
+    """The request as one of the tenant's implicit session, with its sampling session and its number there."""
+    if place.base_model is None and place.model_path is None:
+        raise UserError(
+            "sampling_session_id is missing; send it with seq_id, or name weights: base_model or model_path"
+        )
+    base_model, model_path = _find_weights(call, place.base_model, place.model_path)
+    sample_id = call.services.implicit_sessions.next_sample(call.tenant_id, base_model, model_path)
+    values = {name: value for name, value in draft.values.items() if name not in SamplePlace.model_fields}
+    values |= {"sampling_session_id": sample_id.sampling_session.sampling_session_id, "seq_id": sample_id.seq_id}
+    call = replace(call, body=orjson.dumps(values))
+    return call, replace(draft, values=values), sample_id.sampling_session, sample_id.seq_id
 
 
 class CreateSamplingSessionRequest(Body):
@@ -76,14 +109,10 @@ class CreateSamplingSessionRequest(Body):
     example={"session_id": "{session_id}", "sampling_session_seq_id": 5, "base_model": "{base_model}"},
 )
 def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -> JsonObject:
-    services, model_path, base_model = call.services, request.model_path, request.base_model
+    services = call.services
     session = services.sessions.require_active(call.tenant_id, request.session_id)
     sampler_seq_id = request.sampling_session_seq_id
-    if model_path is not None:
-        base_model = _base_of_checkpoint(call, model_path, base_model)
-    elif base_model is None:
-        raise UserError("base_model and model_path are both missing; send one of them")
-    services.bases.get(base_model)
+    base_model, model_path = _find_weights(call, request.base_model, request.model_path)
     new = NewSamplingSession(
         sampling_session_id=f"{session.session_id}:sample:{sampler_seq_id}",
         session_id=session.session_id,
@@ -95,12 +124,21 @@ def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -
     return {"type": "create_sampling_session", "sampling_session_id": services.sampling_sessions.create(new)}
 
 
-def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> str:
-    """Return the base model of a checkpoint of any kind; all kinds hold the same adapter."""
-    checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
-    if base_model is not None and base_model != checkpoint.base_model:
-        raise UserError(f"base_model is {base_model!r}, but {model_path!r} was trained on {checkpoint.base_model!r}")
-    return checkpoint.base_model
+def _find_weights(call: Call, base_model: str | None, model_path: str | None) -> tuple[str, str | None]:
+    """The base model and the full path of the weights to sample from; checkpoints of all kinds hold the same adapter.
+    Raises UserError.
+    """
+    if model_path is not None:
+        checkpoint = call.services.checkpoints.get(call.tenant_id, parse_sampler_path(model_path))
+        if base_model is not None and base_model != checkpoint.base_model:
+            raise UserError(
+                f"base_model is {base_model!r}, but {model_path!r} was trained on {checkpoint.base_model!r}"
+            )
+        base_model, model_path = checkpoint.base_model, checkpoint.ref.path
+    elif base_model is None:
+        raise UserError("base_model and model_path are both missing; send one of them")
+    call.services.bases.get(base_model)
+    return base_model, model_path
 
 
 @operation("GET", "/samplers/{sampling_session_id}", "Describe a sampling session", answer=fields({"base_model": TEXT}))

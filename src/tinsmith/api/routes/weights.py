@@ -77,18 +77,19 @@ def _check_sampler_save(_model: Model, request: SaveRequest) -> None:
 
 
 def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> JsonObject:
-    """Load into a new model, whose adapter must have the checkpoint's shape. Raises LateLoadError, which is stored as
-    well, since a refused load also uses up its seq_id.
+    """Load into a model, whose adapter must have the checkpoint's shape. Raises LateLoadError if the server refuses
+    late loads; it is stored as well, since a refused load also uses up its seq_id.
     """
     late_errors: list[LateLoadError] = []
 
     def check(model: Model, request: LoadWeights) -> None:
         checkpoint = find_loadable_checkpoint(call, request)
-        try:
-            _check_first(call, model, request)
-        except LateLoadError as error:
-            late_errors.append(error)
-            raise
+        if call.services.settings.refuse_late_loads:
+            try:
+                _check_first(call, model, request)
+            except LateLoadError as error:
+                late_errors.append(error)
+                raise
         if request.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
                 f"optimizer_config.type is {request.optimizer_type!r}, but the model was created with "
@@ -121,9 +122,9 @@ def _check_first(call: Call, model: Model, request: LoadWeights) -> None:
     seq_id = request.seq_id or call.services.futures.next_seq_id(model.model_id)
     if seq_id > 1:
         raise LateLoadError(
-            f"LoadWeights is not permitted with seq_id {seq_id}: it must be a model's first request, and this one has "
-            "others. Nothing was loaded. Create a new model from the checkpoint "
-            "(ServiceClient.create_training_client_from_state)"
+            f"LoadWeights is not permitted with seq_id {seq_id}: on this server (refuse_late_loads) it must be a "
+            "model's first request, and this one has others. Nothing was loaded. Create a new model from the "
+            "checkpoint (ServiceClient.create_training_client_from_state)"
         )
 
 

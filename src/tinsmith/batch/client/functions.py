@@ -210,6 +210,8 @@ BATCH_FORMATS = ("rows", "columns", "numpy", "pandas", "pyarrow")
 SERIALIZERS = ("source", "cloudpickle")
 PACKAGE = "tinsmith.batch"
 SKY_MODULE = "tinsmith.batch.sky"
+SKY_STORAGE = "tinsmith.batch.client.sky_storage"
+"""`sky.batch.utils`."""
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -421,7 +423,7 @@ def _reference(value: object) -> str | None:
     """`module` or `module:name` for a value that workers have: tinsmith.batch, or a name in its `__all__`."""
     ours = sys.modules.get(PACKAGE)
     if isinstance(value, ModuleType):
-        return value.__name__ if value.__name__ in ("tinsmith", PACKAGE, SKY_MODULE) else None
+        return value.__name__ if value.__name__ in ("tinsmith", PACKAGE, SKY_MODULE, SKY_STORAGE) else None
     name = getattr(value, "__name__", "")
     if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
         return f"{PACKAGE}:{name}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -119,7 +120,10 @@ class LocalPool:
             if self._setup_done or not self.spec.setup:
                 return
             process = await asyncio.create_subprocess_shell(
-                self.spec.setup, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+                self.spec.setup,
+                executable=shutil.which("bash"),  # as SkyPilot's setup
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
             )
             try:
                 output, _ = await process.communicate()

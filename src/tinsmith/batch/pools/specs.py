@@ -11,6 +11,7 @@ With `managed: true` the server starts a machine for each job (`managed.py`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,7 @@ CLOUDS = re.compile(
     "primeintellect|runpod|scp|seeweb|shadeform|slurm|ssh|vast|verda|vsphere|yotta|[*]"
 )
 """SkyPilot 0.14.1's values before the first slash."""
+PLACE_KEYS = ("cloud", "region", "zone")
 MAX_SLOTS = 1024
 POOL_KEYS = {
     "workers",
@@ -206,7 +208,7 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
         raise SettingsError(
             f"resources.infra is {spec.infra!r}; it must be SkyPilot's, such as aws/us-east-1 or kubernetes/CONTEXT"
         )
-    resources = {key: value for key, value in data["resources"].items() if key != "infra"}
+    resources = {key: value for key, value in data["resources"].items() if key not in ("infra", *PLACE_KEYS)}
     machine_pool = {
         "pool": {"workers": spec.workers},
         "resources": {k: v for k, v in resources.items() if k == "accelerators"},
@@ -232,31 +234,29 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
 
 def parse_pool(name: str, data: object) -> PoolSpec:
     """Build a pool from SkyPilot's keys. Raises UserError that names the key. The keys for scaling by queue length are
-    accepted without effect, since a pool starts a worker for the first batch and ends it after the last one."""
+    accepted without effect, since a pool starts a worker for the first batch and ends it after the last one, and so is
+    `run`, as in SkyPilot's pools."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
         raise UserError("pool is missing; give pool.workers")
-    if unknown := sorted(set(data) - {"name", "pool", "resources", "setup", "workdir"}):
-        raise UserError(f"{unknown} is not supported; the keys are name, pool, resources, setup and workdir")
+    if unknown := sorted(set(data) - {"name", "pool", "resources", "run", "setup", "workdir"}):
+        raise UserError(f"{unknown} is not supported; the keys are name, pool, resources, run, setup and workdir")
     pool: Mapping[str, Any] = data["pool"]
     if unknown := sorted(set(pool) - POOL_KEYS):
         raise UserError(f"pool has {unknown}, which is not supported; its keys are {sorted(POOL_KEYS)}")
     resources = data.get("resources") or {}
-    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus", "use_spot"}:
-        raise UserError(f"resources is {resources!r}; its keys are accelerators, infra, cpus and use_spot")
-    infra = resources.get("infra", LOCAL)
-    cloud = infra.lower().split("/")[0] if isinstance(infra, str) else ""
-    if infra not in INFRA and not CLOUDS.fullmatch(cloud):
+    if not isinstance(resources, Mapping):
+        raise UserError(f"resources is {resources!r}; it must be an object")
+    infra = _infra(resources)
+    if infra in INFRA and (unknown := sorted(set(resources) - {"accelerators", "infra", "cpus", "use_spot"})):
         raise UserError(
-            f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
-            "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"
+            f"resources has {unknown}, which only machines of SkyPilot's have; the keys for workers on this machine or "
+            "Ray are accelerators, infra, cpus and use_spot"
         )
     if "use_spot" in resources and (infra in INFRA or not isinstance(resources["use_spot"], bool)):
         raise UserError(f"resources.use_spot is {resources['use_spot']!r}; it is true or false, with SkyPilot's infra")
-    cpus = resources.get("cpus", 1.0)
-    if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
-        raise UserError(f"resources.cpus is {cpus!r}; it must be a number, 0 or more")
-    if "cpus" in resources and infra == LOCAL:
-        raise UserError("resources.cpus is for pools on Ray or SkyPilot; workers on this machine share all of its CPUs")
+    cpus = _cpus(resources.get("cpus", 1.0))
+    if infra == LOCAL and cpus > (os.cpu_count() or 1):
+        raise UserError(f"resources.cpus is {resources['cpus']!r}, and this machine has {os.cpu_count()} CPUs")
     setup = data.get("setup") or ""
     if not isinstance(setup, str):
         raise UserError(f"setup is {setup!r}; it must be a shell command")
@@ -267,7 +267,37 @@ def parse_pool(name: str, data: object) -> PoolSpec:
         raise UserError("a managed pool needs workdir: a directory with Tinsmith's source, for its machines")
     workers = pool.get("max_workers", pool.get("workers"))
     devices = _devices(resources.get("accelerators"))
-    return PoolSpec(name, _count("workers", workers), devices, setup, infra, float(cpus), managed)
+    return PoolSpec(name, _count("workers", workers), devices, setup, infra, cpus, managed)
+
+
+def _infra(resources: Mapping[str, Any]) -> str:
+    """Where workers run: `infra`, or its older form of `cloud`, `region` and `zone`."""
+    parts = [resources.get(key) for key in PLACE_KEYS]
+    if not any(parts):
+        infra = resources.get("infra", LOCAL)
+    elif "infra" in resources or not parts[0]:
+        raise UserError(f"resources has {sorted({*resources} & {'infra', *PLACE_KEYS})}; give infra alone, or cloud")
+    else:
+        infra = "/".join(str(part or "*") for part in parts[: 3 if parts[2] else 2 if parts[1] else 1])
+    cloud = infra.lower().split("/")[0] if isinstance(infra, str) else ""
+    if infra not in INFRA and not CLOUDS.fullmatch(cloud):
+        raise UserError(
+            f"resources.infra is {infra!r}; it must be one of {list(INFRA)}, or one of SkyPilot's, such as "
+            "aws/us-east-1, kubernetes/CONTEXT or ssh/POOL"
+        )
+    return infra
+
+
+def _cpus(value: object) -> float:
+    """A number of CPUs, or SkyPilot's `4+`: at least 4."""
+    text = value.removesuffix("+") if isinstance(value, str) else value
+    try:
+        cpus = -1.0 if isinstance(value, bool) else float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        cpus = -1.0
+    if not 0 <= cpus < math.inf:
+        raise UserError(f"resources.cpus is {value!r}; it must be a number, 0 or more, or such a number with a plus")
+    return cpus
 
 
 def _count(name: str, value: object) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import __version__
+from tinsmith.batch.worker.activation import ActivationError, activate, is_command
 from tinsmith.batch.worker.frames import FrameError, Message, pack, read_frames
 from tinsmith.batch.worker.logs import strip_tags
 from tinsmith.batch.worker.marker import Marker, marker_file
@@ -151,9 +152,30 @@ def interpreter(spec: Mapping[str, Any]) -> str:
     """The interpreter of a job, or of a stage by its options."""
     if spec.get("python"):
         return str(spec["python"])
-    if spec.get("batch_activate_env"):
+    if spec.get("batch_activate_env") and not is_command(spec["batch_activate_env"]):
         return str(Path(spec["batch_activate_env"]).expanduser() / "bin" / "python")
     return sys.executable
+
+
+class InterpreterError(Exception):
+    """The interpreter of a job or of a stage cannot run a function."""
+
+
+def prepare_interpreter(
+    options: Mapping[str, Any], environment: Mapping[str, str] | None
+) -> tuple[str, Mapping[str, str] | None]:
+    """The interpreter of a job, or of a stage by its options, and its environment: those that a shell command in
+    `batch_activate_env` leaves, if there is one. Raises InterpreterError."""
+    command = options.get("batch_activate_env") or ""
+    python = interpreter(options)
+    if not options.get("python") and is_command(command):
+        try:
+            python, environment = activate(command, environment)
+        except ActivationError as error:
+            raise InterpreterError(str(error)) from error
+    if python != sys.executable and (problem := interpreter_problem(python, environment)):
+        raise InterpreterError(problem)
+    return python, environment
 
 
 def interpreter_problem(python: str, environment: Mapping[str, str] | None = None) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 from tinsmith.batch import operations
 from tinsmith.batch.stages import stages_of
 from tinsmith.batch.types import AttemptFailure, FailureCause, JobSpec
-from tinsmith.batch.worker.children import Child, interpreter, interpreter_problem, start_child
+from tinsmith.batch.worker.children import Child, InterpreterError, prepare_interpreter, start_child
 from tinsmith.batch.worker.frames import Message
 from tinsmith.batch.worker.marker import Work
 
@@ -118,10 +118,9 @@ class MapperProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._first = {"role": "mapper", "spec": spec, "devices": (environment or {}).get("CUDA_VISIBLE_DEVICES")}
-        self._environment = environment
-        self._python = interpreter(spec)
+        self._options, self._environment = spec, environment
+        self._python = ""  # not prepared yet
         self._spare = spare
-        self._problem = "" if self._python == sys.executable else None  # None: not probed yet
         self._limits: Message = spec["limits"]
         self._stages = stages_of(spec["batch_serialized_fn"])
         self._max_concurrent = operations.max_concurrent_batches(JobSpec.from_dict(spec))
@@ -209,11 +208,12 @@ class MapperProcess:
                 self._child.send({"take_back": keys_in_child})
 
     def _start_child(self) -> None:
-        if self._problem is None:
-            self._problem = interpreter_problem(self._python, self._environment)
-        if self._problem:
-            self._start_failed("InterpreterError", self._problem, FailureCause.SETUP_OF_MACHINE)
-            return
+        if not self._python:
+            try:
+                self._prepare_interpreter()
+            except InterpreterError as error:
+                self._start_failed("InterpreterError", str(error), FailureCause.SETUP_OF_MACHINE)
+                return
         try:
             child = start_child(self._python, self._spare, self._log_path, self._environment)
         except OSError as error:
@@ -230,6 +230,14 @@ class MapperProcess:
         self._start_clocks()
         self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
+
+    def _prepare_interpreter(self) -> None:
+        """Raises InterpreterError."""
+        python, environment = prepare_interpreter(self._options, self._environment)
+        if self._spare is not None and (python != sys.executable or environment is not self._environment):
+            self._spare.reap()
+            self._spare = None
+        self._python, self._environment = python, environment
 
     def _follow(self, child: Child) -> None:
         """Read the child's messages to its end."""

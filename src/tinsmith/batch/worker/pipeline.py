@@ -32,7 +32,7 @@ from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.stages import JobStage, max_batches, place_gpus
 from tinsmith.batch.types import FailureCause, JobSpec, MapperStartError, Row
 from tinsmith.batch.worker import adapters
-from tinsmith.batch.worker.children import Child, interpreter, interpreter_problem
+from tinsmith.batch.worker.children import Child, InterpreterError, prepare_interpreter
 from tinsmith.batch.worker.concurrency import AsyncStep, map_concurrently
 from tinsmith.batch.worker.feed import BatchRows, ErrorReport, Feed, ReportedError
 from tinsmith.batch.worker.frames import Message
@@ -85,11 +85,12 @@ class StageLauncher:
 
     def launch(self, stage: JobStage, devices: str | None) -> Child:
         """Start a process of a stage. Raises MapperStartError."""
-        python = interpreter(stage.options)
-        problem = "" if python == sys.executable else interpreter_problem(python)
-        if problem:
-            raise MapperStartError(f"{stage.name}: {problem}", FailureCause.SETUP_OF_MACHINE)
-        child = Child(python, self.log_path, parent_marker=self.marker_descriptor, devices=devices)
+        try:
+            python, environment = prepare_interpreter(stage.options, None)
+        except InterpreterError as error:
+            raise MapperStartError(f"{stage.name}: {error}", FailureCause.SETUP_OF_MACHINE) from error
+        marker = self.marker_descriptor
+        child = Child(python, self.log_path, environment=environment, parent_marker=marker, devices=devices)
         child.begin({"role": "stage", "spec": self.spec, "stage": stage.first}, self.log_path)
         return child
 

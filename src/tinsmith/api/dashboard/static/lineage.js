@@ -2,7 +2,7 @@
 
 import { path } from "./api.js";
 import { empty, h, svg } from "./dom.js";
-import { shortId } from "./format.js";
+import { shortId, when } from "./format.js";
 import { table } from "./table.js";
 
 const WIDTH = 190;
@@ -36,7 +36,8 @@ export function lineage(id, links) {
   }
   const width = rows.size * WIDTH;
   const height = Math.max(...rows.values()) * HEIGHT + 10;
-  const lines = links.filter((link) => at.has(link.parent) && at.has(link.child)).map((link) => {
+  const drawn = links.filter((link) => link.parent !== link.child && at.has(link.parent) && at.has(link.child));
+  const lines = drawn.map((link) => {
     const [from, to] = [at.get(link.parent), at.get(link.child)];
     const [x1, y1, x2, y2] = [from.x + BOX.width, from.y + BOX.height / 2, to.x, to.y + BOX.height / 2];
     return svg("path", { class: "link", d: `M${x1},${y1} C${x1 + 30},${y1} ${x2 - 30},${y2} ${x2},${y2}` }, svg("title", {}, link.path));
@@ -54,6 +55,7 @@ export function lineage(id, links) {
     { label: "From", kind: "mono", cell: (row) => shortId(row.parent) },
     { label: "Checkpoint", kind: "mono", cell: (row) => row.path.split("/").slice(3).join("/") },
     { label: "Into", kind: "mono", cell: (row) => shortId(row.child) },
+    { label: "Last loaded", cell: (row) => when(row.time) },
   ];
   return h(
     "figure",
