@@ -15,6 +15,7 @@ import httpx
 
 from attack.sending import Request
 from support import http_harness, raw_client
+from support.batch_files import REQUEST_LINE
 from support.every_route import BODIES, QUERIES, RouteObjects, openai_batch
 from tinsmith.api.request import ANTHROPIC, HUB, OPENAI, PREFIX
 
@@ -123,7 +124,7 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         weights, export = (raw.result(save["request_id"]).json()["path"] for save in saves)
         raw.result(sampled["request_id"])
         job_id, other_job_id = (raw.ok("batch/jobs", failing_job(f"{session_id}-{n}"))["job_id"] for n in range(2))
-        form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
+        form = {"files": {"file": ("in.jsonl", REQUEST_LINE)}, "data": {"purpose": "batch"}}
         file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
         new_response = partial(create, f"{url}/v1/responses", key, {**ASKED, "background": True})
@@ -262,7 +263,7 @@ def form_of(path: str, world: World) -> tuple[bytes, bytes]:
     if path == "/upload_weights":
         parts = {"base_model": MODEL.encode(), "name": b"uploaded", **world.files}
     else:
-        parts = {"purpose": b"batch", "in.jsonl": b"{}\n"}
+        parts = {"purpose": b"batch", "in.jsonl": REQUEST_LINE}
     form_parts = []
     for name, content in parts.items():
         head = f'name="{name}"' if name != "in.jsonl" else 'name="file"'

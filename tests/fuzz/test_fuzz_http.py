@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from support.batch_files import REQUEST_LINE
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from support.properties import examples
 from tinsmith.api.app import OPERATIONS as DECLARED
@@ -99,7 +100,7 @@ def existing_ids(harness: Harness) -> dict[str, str]:
 
 
 def upload_batch_file(harness: Harness) -> dict[str, str]:
-    headers, file = {"X-API-Key": ALICE}, {"file": ("in.jsonl", b"x")}
+    headers, file = {"X-API-Key": ALICE}, {"file": ("in.jsonl", REQUEST_LINE)}
     file_id = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()["id"]
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     batch_id = harness.client.post("/v1/batches", headers=headers, json=body).json()["id"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.batch_files import lines_of_size
 from support.http_harness import (
     ALICE,
     BASE,
@@ -210,7 +211,7 @@ def tour(harness: Harness) -> None:
     link = next(value for value in link_answer.values() if isinstance(value, str) and value.startswith("http"))
     assert harness.client.get(link).status_code == 200
     key = {"X-API-Key": ALICE, "Authorization": f"Bearer {ALICE}"}
-    large = b'{"custom_id": "a"}\n' * (3 << 16)  # more than is kept in memory
+    large = lines_of_size(3 << 20)  # more than is kept in memory
     form = {"file": ("rows.jsonl", large)}
     stored = harness.client.post("/v1/files", files=form, data={"purpose": "batch"}, headers=key)
     assert stored.status_code == 200, stored.text

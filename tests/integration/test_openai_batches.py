@@ -12,13 +12,15 @@ from pathlib import Path
 import openai
 import pytest
 
+from support.batch_files import REQUEST_LINE
 from support.databases import database_url
 from support.http_harness import ALICE, BOB, Harness
 from support.live import LiveServer, free_port, serving
 from tinsmith.auth.keys import Keys
-from tinsmith.batch.openai import rows
+from tinsmith.batch.openai import requests, rows
 from tinsmith.batch.openai.reconciler import Reconciler, round_robin
-from tinsmith.batch.openai.rows import Batch, check
+from tinsmith.batch.openai.requests import RequestsCheck, check_file
+from tinsmith.batch.openai.rows import Batch
 from tinsmith.db.factory import open_database
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -141,17 +143,14 @@ def test_the_input_may_be_deleted_once_the_batch_is_under_way(client: openai.Ope
     assert final.request_counts and final.request_counts.completed == 40
 
 
-def test_a_file_that_is_wrong_fails_its_batch_with_the_numbers_of_its_lines(client: openai.OpenAI) -> None:
-    requests = [chat("a"), chat("a"), {**chat("c"), "method": "GET"}, {**chat("d"), "url": COMPLETIONS}, 5]
-    batch = submit(client, requests)
+def test_a_file_for_another_endpoint_fails_its_batch_with_the_numbers_of_its_lines(client: openai.OpenAI) -> None:
+    batch = submit(client, [chat("a"), chat("b")], COMPLETIONS)
     failed = wait(client, batch.id)
     assert failed.status == "failed" and failed.failed_at and failed.output_file_id is None
     assert failed.errors and failed.errors.data
     assert [(problem.line, problem.code, problem.param) for problem in failed.errors.data] == [
-        (2, "duplicate_custom_id", "custom_id"),
-        (3, "invalid_method", "method"),
-        (4, "url_mismatch", "url"),
-        (5, "invalid_json_line", None),
+        (1, "url_mismatch", "url"),
+        (2, "url_mismatch", "url"),
     ]
     assert all(problem.message for problem in failed.errors.data)
 
@@ -303,7 +302,7 @@ def upload(harness: Harness, content: bytes, key: str = ALICE) -> str:
 def test_invalid_batches_are_refused_by_name(
     harness: Harness, changes: dict[str, object], param: str | None, status: int
 ) -> None:
-    body = {"input_file_id": upload(harness, b"x"), "endpoint": CHAT, "completion_window": "24h"}
+    body = {"input_file_id": upload(harness, REQUEST_LINE), "endpoint": CHAT, "completion_window": "24h"}
     assert ask(harness, body)[0] == 200
     answered, error = ask(harness, body | changes)
     assert (answered, error["error"]["param"]) == (status, param), error
@@ -341,25 +340,30 @@ def test_invalid_input_files_are_refused(
     tmp_path: Path, content: bytes, problems: list[tuple[str, int | None, str | None]]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
-    checked = check(str(tmp_path / "in.jsonl"), CHAT, LINE_BYTES)
-    assert [(problem["code"], problem["line"], problem["param"]) for problem in checked.problems] == problems
+    checked = check(tmp_path / "in.jsonl")
+    assert [(problem.code, problem.line, problem.param) for problem in checked.problems] == problems
     assert problems or (checked.total, checked.model) == (2, MODEL)
+
+
+def check(path: Path) -> RequestsCheck:
+    with path.open("rb") as file:
+        return check_file(file, path.stat().st_size, LINE_BYTES, (CHAT,))
 
 
 def test_a_file_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(as_lines([chat(str(index)) for index in range(5)]))
-    monkeypatch.setattr(rows, "MAX_REQUESTS", 4)
-    assert [problem["code"] for problem in check(str(path), CHAT, LINE_BYTES).problems] == ["too_many_tasks"]
-    monkeypatch.setattr(rows, "MAX_INPUT_BYTES", 100)
-    assert [problem["code"] for problem in check(str(path), CHAT, LINE_BYTES).problems] == ["file_too_large"]
+    monkeypatch.setattr(requests, "MAX_REQUESTS", 4)
+    assert [problem.code for problem in check(path).problems] == ["too_many_tasks"]
+    monkeypatch.setattr(requests, "MAX_INPUT_BYTES", 100)
+    assert [problem.code for problem in check(path).problems] == ["file_too_large"]
     path.write_bytes(b"5\n" * 1000)
     monkeypatch.undo()
-    assert len(check(str(path), CHAT, LINE_BYTES).problems) == rows.MAX_SHOWN
+    assert len(check(path).problems) == requests.MAX_SHOWN
 
 
 def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harness) -> None:
-    file_id = upload(harness, b"x")
+    file_id = upload(harness, REQUEST_LINE)
     _, created = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
     harness.client.delete(f"/v1/files/{file_id}", headers={"X-API-Key": ALICE})
     harness.services.batch_reconciler.reconcile()
@@ -384,7 +388,9 @@ def test_a_bulk_job_that_fails_makes_its_batch_failed_and_names_what_was_not_don
 
 
 def test_a_status_moves_only_from_where_it_was_seen(harness: Harness) -> None:
-    _, created = ask(harness, {"input_file_id": upload(harness, b"x"), "endpoint": CHAT, "completion_window": "24h"})
+    _, created = ask(
+        harness, {"input_file_id": upload(harness, REQUEST_LINE), "endpoint": CHAT, "completion_window": "24h"}
+    )
     batches = harness.services.openai_batches
     batch = batches.find("alice", created["id"])
     assert batches.cancel("alice", batch.batch_id).status == "cancelling"
@@ -397,7 +403,7 @@ def test_a_status_moves_only_from_where_it_was_seen(harness: Harness) -> None:
 
 def test_tenants_take_turns(harness: Harness) -> None:
     def create_batch(key: str) -> Batch:
-        body = {"input_file_id": upload(harness, b"x", key), "endpoint": CHAT, "completion_window": "24h"}
+        body = {"input_file_id": upload(harness, REQUEST_LINE, key), "endpoint": CHAT, "completion_window": "24h"}
         _, created = ask(harness, body, key)
         return harness.services.openai_batches.find(key.removeprefix("tml-"), created["id"])
 

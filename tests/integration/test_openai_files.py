@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from support.batch_files import REQUEST, REQUEST_LINE, lines_of_size
 from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness
 from support.live import LiveServer
@@ -21,7 +22,7 @@ from tinsmith.db.factory import open_database
 from tinsmith.db.schema import UPLOADS
 from tinsmith.store.files import BATCH, Files, new_id
 
-LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}\n'
+LINES = REQUEST_LINE + REQUEST_LINE.replace(b'"custom_id": "a"', b'"custom_id": "b"')
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def upload(client: openai.OpenAI, content: bytes = LINES, name: str = "in.jsonl"
 
 
 def test_a_file_comes_back_as_it_went(client: openai.OpenAI) -> None:
-    content = os.urandom(3_000_000)
+    content = lines_of_size(3_000_000)
     before = int(time.time())
     file = upload(client, content, "tea & cake.jsonl")
     assert file.bytes == len(content)
@@ -66,27 +67,26 @@ def test_the_hosted_service_s_address_works_too(fake_server: LiveServer) -> None
 
 
 def test_a_part_of_a_file_can_be_read(client: openai.OpenAI) -> None:
-    file = upload(client, bytes(range(100)))
+    file = upload(client)
     part = client.files.with_raw_response.content(file.id, extra_headers={"Range": "bytes=10-19"})
-    assert (part.status_code, part.content) == (206, bytes(range(10, 20)))
-    assert part.headers["content-range"] == "bytes 10-19/100"
-    assert part.headers["etag"] == f'"{hashlib.sha256(bytes(range(100))).hexdigest()}"'
+    assert (part.status_code, part.content) == (206, LINES[10:20])
+    assert part.headers["content-range"] == f"bytes 10-19/{len(LINES)}"
+    assert part.headers["etag"] == f'"{hashlib.sha256(LINES).hexdigest()}"'
     with pytest.raises(openai.APIStatusError) as refused:
-        client.files.content(file.id, extra_headers={"Range": "bytes=200-"})
+        client.files.content(file.id, extra_headers={"Range": "bytes=1000-"})
     assert refused.value.status_code == 416
 
 
 @pytest.mark.parametrize("before", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_a_file_of_embeddings_is_refused_when_it_is_uploaded(client: openai.OpenAI, before: bytes) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": "text"}}
+def test_a_file_that_no_batch_takes_is_refused_when_it_is_uploaded(client: openai.OpenAI, before: bytes) -> None:
     before_ids = [file.id for file in client.files.list()]
-    with pytest.raises(openai.BadRequestError, match=r"are to /v1/embeddings, which is not supported") as refusal:
+    line = {**REQUEST, "url": "/v1/embeddings"}
+    words = rf"the file is no batch's: line {1 + before.count(10)}: url is '/v1/embeddings'; it must be one of"
+    with pytest.raises(openai.BadRequestError, match=words) as refusal:
         upload(client, before + json.dumps(line).encode() + b"\n")
-    assert refusal.value.param == "file" and "/v1/completions" in str(refusal.value)
+    assert (refusal.value.param, refusal.value.code) == ("file", "url_mismatch")
     assert [file.id for file in client.files.list()] == before_ids
-    named = {**line, "url": "/v1/completions", "body": {"model": "m", "prompt": "what does /v1/embeddings do?"}}
-    for content in (json.dumps(named).encode(), b'{"url": "/v1/embeddings"', b""):
-        assert upload(client, before + content).bytes == len(before + content)
+    assert upload(client, before + LINES).bytes == len(before + LINES)
 
 
 def test_a_deleted_file_is_not_there(client: openai.OpenAI, fake_server: LiveServer) -> None:
@@ -164,8 +164,8 @@ def form(harness: Harness, content: bytes, *, key: str = ALICE, **changes: objec
 
 
 def test_foreign_files_are_not_listed(harness: Harness) -> None:
-    file_id = form(harness, b"x").json()["id"]
-    form(harness, b"y", key=BOB)
+    file_id = form(harness, REQUEST_LINE).json()["id"]
+    form(harness, REQUEST_LINE, key=BOB)
     listed = harness.client.get("/v1/files", headers={"X-API-Key": ALICE}).json()["data"]
     assert [file["id"] for file in listed] == [file_id]
     refused = harness.client.get(f"/v1/files?after={file_id}", headers={"X-API-Key": BOB})
@@ -173,7 +173,7 @@ def test_foreign_files_are_not_listed(harness: Harness) -> None:
 
 
 def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(harness: Harness) -> None:
-    assert form(harness, b"x" * 1000).status_code == 200
+    assert form(harness, lines_of_size(1000)).status_code == 200
     file_names = set(os.listdir(harness.services.settings.data_dir / "files"))
     for size in (1001, 100_000, 1_000_000):
         answer = form(harness, b"x" * size)
@@ -232,15 +232,18 @@ def test_a_page_that_cannot_be_is_refused(harness: Harness, query: str) -> None:
 
 
 def test_a_tenants_stored_bytes_are_bounded(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=QuotaLimits(file_bytes=10))
+    harness = make_harness(tmp_path, limits=QuotaLimits(file_bytes=1000))
     try:
-        first = form(harness, b"x" * 6).json()["id"]
-        refused = form(harness, b"x" * 5)
+        first = form(harness, lines_of_size(600)).json()["id"]
+        refused = form(harness, lines_of_size(500))
         assert refused.status_code == 429
-        assert "quota file_bytes: the files take 6 bytes, and uploads under way 5" in refused.json()["error"]["message"]
-        assert form(harness, b"x" * 5, key=BOB).status_code == 200
+        assert (
+            "quota file_bytes: the files take 600 bytes, and uploads under way 500"
+            in refused.json()["error"]["message"]
+        )
+        assert form(harness, lines_of_size(500), key=BOB).status_code == 200
         harness.client.delete(f"/v1/files/{first}", headers={"X-API-Key": ALICE})
-        assert form(harness, b"x" * 10).status_code == 200
+        assert form(harness, lines_of_size(1000)).status_code == 200
     finally:
         close(harness)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from httpx import Response
 
+from support.batch_files import REQUEST_LINE
 from support.http_harness import ALICE, BASE, Harness, pass_bytes
 from tinsmith.api.app import OPERATIONS
 from tinsmith.api.declaration import Operation
@@ -160,7 +161,7 @@ def store_trajectory(harness: Harness, tenant_id: str) -> tuple[str, str]:
 
 def store_file_and_batch(harness: Harness, key: str) -> tuple[str, str]:
     """Store a file and a batch of it."""
-    headers, file = {"X-API-Key": key}, {"file": ("in.jsonl", b"x")}
+    headers, file = {"X-API-Key": key}, {"file": ("in.jsonl", REQUEST_LINE)}
     file_object = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()
     batch = harness.client.post("/v1/batches", headers=headers, json=openai_batch(file_object["id"])).json()
     return file_object["id"], batch["id"]

@@ -20,7 +20,8 @@ import pytest
 
 from support.payloads import spans_of
 from tinsmith import batch
-from tinsmith.batch.client.dataset import Dataset, JobOptions, StepOptions
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.options import JobOptions, StepOptions
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.operations.base import Answer, RowOperation, SampleResponse

@@ -14,6 +14,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
+from tinsmith.batch.markers import DECIDES_ROWS, names_with
 from tinsmith.batch.types import JobSpec, identity_of
 
 SECRETS = ("password",)
@@ -21,6 +22,8 @@ SECRETS = ("password",)
 SHOWN_CHARACTERS = 200
 """Of a value; a longer one is shown as its digest."""
 Description = dict[str, Any]
+DECIDING_FIELDS = names_with(JobSpec, DECIDES_ROWS)
+"""The fields of `JobSpec`, beside its function, input and failed rows, that decide the rows."""
 
 
 def describe_job(spec: JobSpec) -> Description:
@@ -29,17 +32,16 @@ def describe_job(spec: JobSpec) -> Description:
         "function": identity_of(spec.batch_serialized_fn),
         "input": _describe_endpoint(spec.batch_input_format),
         "errors": None if errors is None else _describe_endpoint(errors),
-        "rows": spec.rows,
-        "env": {name: _shorten(value) for name, value in spec.env.items()},
-        "batch_size": spec.batch_size,
-        "limit": spec.limit,
-        "batch_tokens": spec.batch_tokens,
-        "max_failed_rows": spec.max_failed_rows,
+        **{name: _shorten_inside(getattr(spec, name)) for name in DECIDING_FIELDS},
     }
 
 
 def _describe_endpoint(data: Mapping[str, Any]) -> Description:
     return {name: _shorten(value) for name, value in data.items() if name not in SECRETS}
+
+
+def _shorten_inside(value: object) -> object:
+    return {name: _shorten(inner) for name, inner in value.items()} if isinstance(value, dict) else _shorten(value)
 
 
 def _shorten(value: object) -> object:

@@ -1,43 +1,32 @@
 """The body that submits a bulk job, validated by the client before it is sent and by the server that takes it.
 
-Workers read stored specifications (`JobSpec.from_dict`) and never load this module, so that a user's own interpreter
-needs no pydantic.
+Its fields, types, defaults and bounds are those of `JobSpec`; those that the server sets, or that `to_dict` derives,
+are accepted and ignored, since `to_dict` writes them. Workers read stored specifications (`JobSpec.from_dict`) and
+never load this module, so that a user's own interpreter needs no pydantic.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from dataclasses import MISSING, is_dataclass
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, create_model
 
+from tinsmith.batch import markers
+from tinsmith.batch.markers import Bounds, Choices, MarkedField
 from tinsmith.batch.secrets import VARIABLE_NAME
-from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, MAX_CONCURRENT_BATCHES, ROWS, JobSpec, Limits
+from tinsmith.batch.types import DERIVED_FIELDS, JobSpec
 from tinsmith.errors import UserError
 from tinsmith.wire.fields import Body, ClosedBody, Ignored, OneOf, show, validate, validation_error
 
-MAX_NUMBER = 2**53 - 1
 MAX_VARIABLE = 64 * 1024
 """The most characters of an environment variable."""
-Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
-Number = Annotated[float, Field(ge=0, le=MAX_NUMBER, allow_inf_nan=False)]
-
 MAX_NAME = 256
-
-
-def _check_variable_name(name: str) -> str:
-    if not re.fullmatch(VARIABLE_NAME, name) or len(name) > MAX_NAME:
-        raise validation_error(
-            f"is {show(name)}; the name of a variable has letters, digits and underscores, does not begin with a "
-            f"digit, and has at most {MAX_NAME} characters"
-        )
-    return name
-
-
-VariableName = Annotated[str, AfterValidator(_check_variable_name)]
-VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=MAX_VARIABLE)]
-Rate = Annotated[float, Field(gt=0, le=MAX_NUMBER, allow_inf_nan=False)]
 
 
 class FormatBody(Body):
@@ -49,84 +38,96 @@ class FormatBody(Body):
     path: str
 
 
-class LimitsBody(ClosedBody):
-    """`types.Limits`, each field optional."""
-
-    max_retries: Annotated[int, Field(ge=0, le=MAX_NUMBER)] = Limits.max_retries
-    batch_timeout_s: Number = Limits.batch_timeout_s
-    startup_timeout_s: Number = Limits.startup_timeout_s
-    discovery_timeout_s: Number = Limits.discovery_timeout_s
-    lease_s: Number = Limits.lease_s
-    backoff_s: Number = Limits.backoff_s
-    grace_s: Number = Limits.grace_s
-    heartbeat_timeout_s: Number = Limits.heartbeat_timeout_s
-
-
-class JobRequest(ClosedBody):
-    """The fields of `JobSpec` that a client sets. The others are accepted and ignored, since `to_dict` writes them."""
-
-    batch_serialized_fn: str
-    batch_input_format: FormatBody
-    batch_output_formats: list[FormatBody]
-    batch_size: Count
-    name: str = ""
-    batch_pool_name: str = DEFAULT_POOL
-    batch_error_format: FormatBody | None = None
-    batch_tokens: Count | None = None
-    batch_activate_env: str | None = None
-    python: str | None = None
-    max_failed_rows: Number = 0
-    rows: Annotated[str, OneOf(ROWS)] = "one"
-    if_exists: Annotated[str, OneOf(IF_EXISTS)] = "error"
-    weight: Number = 1.0
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
-    retry_on: list[str] | None = None
-    concurrency: Count | None = None
-    max_concurrent_batches: Annotated[int, Field(ge=1, le=MAX_CONCURRENT_BATCHES)] = JobSpec.max_concurrent_batches
-    num_cpus: Number | None = None
-    num_gpus: Number | None = None
-    memory: Count | None = None
-    resources: dict[str, Rate] | None = None
-    requests_per_minute: Rate | None = None
-    tokens_per_minute: Rate | None = None
-    limit: Count | None = None
-    env: dict[VariableName, VariableValue] = Field(default_factory=dict)
-    secrets: list[VariableName] = Field(default_factory=list)
-    resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
-    directory: str = ""
-    limits: LimitsBody | None = None
-    roots: Ignored = None
-    batch_coordinator: Ignored = None
-    batch_dataset_path: Ignored = None
-    batch_output_path: Ignored = None
-    input_version: Ignored = None
-    input_snapshot: Ignored = None
-    storage: Ignored = None
-    part_formats: Ignored = None
-    purge: Ignored = None
+class JobBody(ClosedBody):
+    """The fields of `JobSpec` that a client sets. `JOB_BODY` has them."""
 
     def spec(self) -> JobSpec:
         """The specification. Raises UserError for fields that contradict each other."""
-        if self.weight == 0:
-            raise UserError("weight is 0; it must be more than 0, since it is the job's share of its pool")
-        if self.num_gpus is not None and self.num_gpus > 1 and not self.num_gpus.is_integer():
-            raise UserError(f"num_gpus is {self.num_gpus:g}; above 1 it must be a whole number")
-        if self.requests_per_minute is not None and self.batch_size > self.requests_per_minute:
+        spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=IGNORED_FIELDS))
+        if spec.num_gpus is not None and spec.num_gpus > 1 and not float(spec.num_gpus).is_integer():
+            raise UserError(f"num_gpus is {spec.num_gpus:g}; above 1 it must be a whole number")
+        if spec.requests_per_minute is not None and spec.batch_size > spec.requests_per_minute:
             raise UserError(
-                f"batch_size is {self.batch_size} and requests_per_minute is {self.requests_per_minute:g}; a batch "
+                f"batch_size is {spec.batch_size} and requests_per_minute is {spec.requests_per_minute:g}; a batch "
                 "begins as a whole and counts as its rows, so batch_size must not be larger"
             )
-        if repeated_names := sorted(self.env.keys() & {*self.secrets}):
+        if repeated_names := sorted(spec.env.keys() & {*spec.secrets}):
             raise UserError(f"env and secrets both have {repeated_names}; give each name once")
-        ignored = {"input_version", "input_snapshot", "storage", "part_formats", "purge"}
-        spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)
         return spec
 
 
+SERVER_FIELDS = markers.names_with(JobSpec, markers.SET_BY_SERVER)
+IGNORED_FIELDS = {*SERVER_FIELDS} - {"roots"}
+"""Fields of a stored specification that a new job does not take over. `permissions` refuses `roots`."""
+
+
+def _check_variable_name(name: str) -> str:
+    if not re.fullmatch(VARIABLE_NAME, name) or len(name) > MAX_NAME:
+        raise validation_error(
+            f"is {show(name)}; the name of a variable has letters, digits and underscores, does not begin with a "
+            f"digit, and has at most {MAX_NAME} characters"
+        )
+    return name
+
+
+def _constrain(marker: object, kind: object) -> list[object]:
+    """What pydantic checks for a marker of a type."""
+    if isinstance(marker, Bounds):
+        low = {"gt" if marker.is_open else "ge": marker.low}
+        finite = {"allow_inf_nan": False} if kind is float else {}
+        return [Field(**low, le=marker.high, **finite)]  # type: ignore[arg-type]
+    if isinstance(marker, Choices):
+        return [OneOf(marker.values)]
+    if marker is markers.IS_VARIABLE_NAME:
+        return [AfterValidator(_check_variable_name)]
+    if marker is markers.IS_VARIABLE_VALUE:
+        return [Field(pattern=r"^[^\x00]*$", max_length=MAX_VARIABLE)]
+    return []
+
+
+def _body_type(kind: Any) -> Any:  # noqa: ANN401  an annotation
+    """The type of a field of a body for that of a dataclass."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Annotated:
+        if markers.IS_ENDPOINT in arguments:
+            return FormatBody
+        constraints = [check for marker in arguments[1:] for check in _constrain(marker, arguments[0])]
+        inner = _body_type(arguments[0])
+        return Annotated[inner, *constraints] if constraints else inner
+    if get_origin(kind) in (Union, UnionType):
+        return reduce(or_, map(_body_type, arguments))
+    if arguments:
+        return get_origin(kind)[tuple(map(_body_type, arguments))]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return create_model(f"{kind.__name__}Body", __base__=ClosedBody, **_body_fields(kind))
+    return kind
+
+
+def _body_fields(cls: type) -> dict[str, Any]:
+    return {field.name: (_body_type(field.kind), _body_default(field)) for field in markers.fields_of(cls)}
+
+
+def _body_default(field: MarkedField) -> object:
+    if field.default is MISSING:
+        return ...
+    return None if is_dataclass(field.default) else field.default
+
+
+JOB_BODY = create_model(
+    "JobRequest",
+    __base__=JobBody,
+    __doc__=JobBody.__doc__,
+    **{
+        **_body_fields(JobSpec),
+        **dict.fromkeys((*SERVER_FIELDS, *DERIVED_FIELDS), (Ignored, None)),
+    },
+)
+
+
 def read_job(values: Mapping[str, object]) -> JobSpec:
     """The specification in a JSON object. Raises UserError that names the field, its value and what it must be."""
-    return validate(JobRequest, values).spec()
+    return validate(JOB_BODY, values).spec()
 
 
 def check_paths(

@@ -33,10 +33,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum, auto
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
+from tinsmith.batch.markers import (
+    DECIDES_ROWS,
+    SET_BY_SERVER,
+    Amount,
+    Bounds,
+    Choices,
+    Count,
+    Endpoint,
+    Option,
+    Rate,
+    VariableName,
+    VariableValue,
+)
 
 Row = dict[str, Any]
 
@@ -44,8 +57,11 @@ TEMPORARY_DIRECTORY = ".tinsmith_batch_tmp"
 IF_EXISTS = ("error", "overwrite")
 ROWS = ("one", "any")
 DEFAULT_POOL = "local"
+MAX_CONCURRENT_BATCHES = 64
 SOURCE_FIELDS = ("input_version", "input_snapshot")
 """The fields of a `JobSpec` that say which state of the input its rows were counted in. Resuming takes them over."""
+DERIVED_FIELDS = ("batch_coordinator", "batch_dataset_path", "batch_output_path")
+"""What `JobSpec.to_dict` adds to the fields."""
 MAX_RETRIES = 3
 
 
@@ -273,25 +289,22 @@ class MapperStartError(Exception):
         self.cause = cause
 
 
-MAX_CONCURRENT_BATCHES = 64
-
-
 @dataclass(frozen=True)
 class Limits:
     """Timeouts in seconds, and the number of retries."""
 
-    max_retries: int = MAX_RETRIES
-    batch_timeout_s: float = 3600.0
-    startup_timeout_s: float = 600.0
-    discovery_timeout_s: float = 1800.0
+    max_retries: Annotated[int, Bounds()] = MAX_RETRIES
+    batch_timeout_s: Amount = 3600.0
+    startup_timeout_s: Amount = 600.0
+    discovery_timeout_s: Amount = 1800.0
     """The time in which a pool with a free slot must start a new job's first worker. It may have to rent a machine; a
     job that asks for more than any machine has would wait forever."""
-    lease_s: float = 60.0
-    backoff_s: float = 1.0
+    lease_s: Amount = 60.0
+    backoff_s: Amount = 1.0
     """Retry n waits for 2**n times this."""
-    grace_s: float = 5.0
+    grace_s: Amount = 5.0
     """The time in which the mapper of a cancelled job may end by itself."""
-    heartbeat_timeout_s: float = 30.0
+    heartbeat_timeout_s: Amount = 30.0
     """A worker without a heartbeat for this long is considered lost."""
 
 
@@ -299,69 +312,76 @@ class Limits:
 class JobSpec:
     """A bulk job as it is submitted, stored and handed to workers; `to_dict` is its JSON.
 
-    `batch_error_format` is the writer that takes the failed rows. `max_failed_rows` is a count, or below 1 a share
-    of all rows. `rows="any"` lets a mapper drop rows and make several of one. `python` is the interpreter of the
-    mapper's process, `batch_activate_env` a virtual environment's directory to take it from, or a shell
-    command that activates one.
+    Each field stands here once: its annotation has its bounds, whether a user sets it by an option of `Dataset.map`,
+    and whether it decides the rows (`markers.py`). The body of a request and the client's options follow from it.
     """
 
     batch_serialized_fn: str
-    batch_input_format: dict[str, Any]
-    batch_output_formats: list[dict[str, Any]]
-    batch_size: int
-    name: str = ""
-    batch_pool_name: str = DEFAULT_POOL
-    batch_error_format: dict[str, Any] | None = None
-    batch_tokens: int | None = None
-    batch_activate_env: str | None = None
-    python: str | None = None
-    max_failed_rows: float = 0
-    rows: str = "one"
-    if_exists: str = "error"
-    weight: float = 1.0
-    priority: int = 0
-    retry_on: list[str] | None = None
+    batch_input_format: Endpoint
+    batch_output_formats: list[Endpoint]
+    batch_size: Annotated[Count, Option(), DECIDES_ROWS] = 32
+    """The rows that are claimed, run and committed together."""
+    name: Annotated[str, Option()] = ""
+    batch_pool_name: Annotated[str, Option("pool")] = DEFAULT_POOL
+    batch_error_format: Annotated[Endpoint | None, Option("errors")] = None
+    """The writer that takes the failed rows."""
+    batch_tokens: Annotated[Count | None, Option(), DECIDES_ROWS] = None
+    """The most tokens of a batch, as `InputReader.row_sizes` estimates them; None for no limit."""
+    batch_activate_env: Annotated[str | None, Option("activate_env")] = None
+    """A virtual environment's directory, to take the interpreter from, or a shell command that activates one."""
+    python: Annotated[str | None, Option()] = None
+    """The interpreter of the mapper's process."""
+    max_failed_rows: Annotated[Amount, Option(), DECIDES_ROWS] = 0
+    """A count, or below 1 a share of all rows."""
+    rows: Annotated[str, Choices(ROWS), DECIDES_ROWS] = "one"
+    """With "any", a mapper may drop rows and make several of one."""
+    if_exists: Annotated[str, Choices(IF_EXISTS), Option()] = "error"
+    weight: Annotated[Rate, Option()] = 1.0
+    """The job's share of its pool."""
+    priority: Annotated[int, Bounds(-(2**31), 2**31 - 1), Option()] = 0
+    """Higher ones go first."""
+    retry_on: Annotated[list[str] | None, Option()] = None
     """Names of the classes of errors after which rows are tried again (`is_retried`). A function of rows is tried again
     only for these; without them, any of its errors fails its row."""
-    concurrency: int | None = None
+    concurrency: Annotated[Count | None, Option()] = None
     """The most workers of the pool that run the job at a time; None for all."""
-    max_concurrent_batches: int = 8
+    max_concurrent_batches: Annotated[int, Bounds(1, MAX_CONCURRENT_BATCHES), Option()] = 8
     """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-    memory: int | None = None
-    resources: dict[str, float] | None = None
+    num_cpus: Annotated[Amount | None, Option()] = None
+    num_gpus: Annotated[Amount | None, Option()] = None
+    memory: Annotated[Count | None, Option()] = None
+    resources: Annotated[dict[str, Rate] | None, Option()] = None
     """The resources of each worker, by Ray's names and units (`memory` in bytes); None for the pool's. On a cluster,
     Ray reserves it. On one machine, fewer workers run the job at a time (`pools/specs.py`)."""
-    requests_per_minute: float | None = None
+    requests_per_minute: Annotated[Rate | None, Option()] = None
     """The rate at which rows are given to the function, on all workers together; None for no limit."""
-    tokens_per_minute: float | None = None
+    tokens_per_minute: Annotated[Rate | None, Option()] = None
     """The most tokens per minute, on all workers together, as operations count them and `save_results` receives them;
     None for no limit."""
-    limit: int | None = None
+    limit: Annotated[Count | None, DECIDES_ROWS] = None
     """The most input rows, from the first one on; None for all."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: Annotated[dict[VariableName, VariableValue], Option(), DECIDES_ROWS] = field(default_factory=dict)
     """Environment variables of the job's processes."""
-    secrets: list[str] = field(default_factory=list)
+    secrets: Annotated[list[VariableName], Option()] = field(default_factory=list)
     """Names of secrets, which are environment variables of the job's processes, too. Their values are not stored
     (`secrets.py`)."""
-    resume_from: int | None = None
+    resume_from: Annotated[int | None, Bounds(), Option()] = None
     directory: str = ""
     """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""
-    roots: list[str] | None = None
-    """The locations that workers may read and write, or None for all. Set by the server."""
-    input_version: Version | None = None
-    """The version of the input when its rows were counted. Set by the server."""
-    input_snapshot: str | None = None
-    """The copy of an input that has no version (`formats/snapshots.py`). Set by the server."""
-    storage: str = ""
-    """Where the files of a job lie that has no output in a store. Set by the server."""
-    part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """For a job that resumes another into other outputs: the writers of the older parts, by the prefix of their paths.
-    Set by the server."""
-    purge: bool = False
-    """Whether the parts may be deleted before the retention ends. Set by the server, at its user's request."""
-    limits: Limits = field(default_factory=Limits)
+    roots: Annotated[list[str] | None, SET_BY_SERVER] = None
+    """The locations that workers may read and write, or None for all."""
+    input_version: Annotated[Version | None, SET_BY_SERVER] = None
+    """The version of the input when its rows were counted."""
+    input_snapshot: Annotated[str | None, SET_BY_SERVER] = None
+    """The copy of an input that has no version (`formats/snapshots.py`)."""
+    storage: Annotated[str, SET_BY_SERVER] = ""
+    """Where the files of a job lie that has no output in a store."""
+    part_formats: Annotated[dict[str, dict[str, Any]], SET_BY_SERVER] = field(default_factory=dict)
+    """For a job that resumes another into other outputs: the writers of the older parts, by the prefix of their
+    paths."""
+    purge: Annotated[bool, SET_BY_SERVER] = False
+    """Whether the parts may be deleted before the retention ends, at the user's request."""
+    limits: Annotated[Limits, Option()] = field(default_factory=Limits)
 
     @property
     def batch_dataset_path(self) -> str:
@@ -387,8 +407,7 @@ class JobSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> JobSpec:
         """The specification that `to_dict` gave, or that `job_request` has validated."""
-        derived = ("batch_coordinator", "batch_dataset_path", "batch_output_path")
-        values = {name: value for name, value in data.items() if name not in derived}
+        values = {name: value for name, value in data.items() if name not in DERIVED_FIELDS}
         return cls(**{**values, "limits": Limits(**(values.get("limits") or {}))})
 
 

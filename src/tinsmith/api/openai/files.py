@@ -7,7 +7,6 @@ stores it once it is complete and valid.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Annotated, cast
 
 import orjson
@@ -24,13 +23,12 @@ from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
 from tinsmith.api.services import Services
 from tinsmith.auth.quotas import Reservation
-from tinsmith.batch.openai import ENDPOINTS
-from tinsmith.batch.openai.rows import BYTE_ORDER_MARK
-from tinsmith.errors import NotFoundError, RequestError, TooLargeError, UserError
+from tinsmith.batch.openai.requests import check_file
+from tinsmith.errors import NotFoundError, RequestError, TooLargeError
 from tinsmith.storage.stores import read_chunks
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, read_object, show, validate
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Query, Schema, Text, show, validate
 
 JSONL_TYPE = "application/jsonl"
 MAX_NAME = 512
@@ -39,7 +37,8 @@ DAY_S = 86400
 RETENTION_S = 30 * DAY_S
 MIN_RETENTION_S, MAX_RETENTION_S = 3600, 30 * DAY_S
 EXTENSIONS = (".jsonl",)
-EMBEDDINGS = "/v1/embeddings"
+MAX_SHOWN = 5
+"""The most lines of a refused upload that are named."""
 UPLOAD = fields(
     {"file": {"type": "string", "format": "binary"}, "purpose": one_of(BATCH)},
     {
@@ -95,7 +94,7 @@ def _store(services: Services, tenant_id: str, form: FormData, reservation: Rese
     size_bytes = file.size or 0
     if size_bytes > services.settings.max_file_bytes:
         raise _too_large(services.settings.max_file_bytes)
-    _check_endpoint(file, services.settings.max_body_bytes)
+    _check_requests(file, services.settings.max_body_bytes)
     reservation.cover(size_bytes)
     stored = services.files.store(new_id(), read_chunks(file.file))
     return orjson.dumps(file_body(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
@@ -121,21 +120,13 @@ def _read_upload(form: FormData) -> tuple[UploadFile, int]:
     return file, upload_form.expires_after.seconds if upload_form.expires_after else RETENTION_S
 
 
-def _check_endpoint(file: UploadFile, max_line_bytes: int) -> None:
-    """Raises RequestError for requests to an endpoint that no batch has. All requests of a batch are to one, so the
-    first decides; any other fault is found when a batch is created."""
-    line = next(filter(None, (line.strip() for line in iter(lambda: file.file.readline(max_line_bytes), b""))), b"")
+def _check_requests(file: UploadFile, max_line_bytes: int) -> None:
+    """Raises RequestError for a file that no batch would take."""
+    checked = check_file(file.file, file.size or 0, max_line_bytes)
     file.file.seek(0)
-    url = None
-    if EMBEDDINGS.encode() in line:
-        with suppress(UserError):
-            url = read_object(line.removeprefix(BYTE_ORDER_MARK)).get("url")
-    if url == EMBEDDINGS:
-        raise RequestError(
-            "file",
-            f"the requests of the file are to {EMBEDDINGS}, which is not supported, since this server's models "
-            f"generate text; a batch's endpoint is one of {list(ENDPOINTS)}",
-        )
+    if checked.problems:
+        message = f"the file is no batch's: {'; '.join(map(str, checked.problems[:MAX_SHOWN]))}"
+        raise RequestError("file", message, checked.problems[0].code)
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.api.access import Access
@@ -24,12 +24,13 @@ from tinsmith.api.queries import AnthropicPageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.services import Services
 from tinsmith.batch.openai import MAX_REQUESTS, MESSAGES, WINDOW
+from tinsmith.batch.openai.requests import check_requests
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.chat.messages import anthropic_error
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError, RequestError, UserError
 from tinsmith.store.files import BATCH, new_id
 from tinsmith.wire.bodies import write_json_line
-from tinsmith.wire.fields import ClosedBody, iso, validation_error
+from tinsmith.wire.fields import ClosedBody, iso
 
 MAX_LIMIT, DEFAULT_LIMIT = 1000, 20
 JSONL_TYPE = "application/x-jsonl"
@@ -68,17 +69,6 @@ class CreateMessageBatchRequest(ClosedBody):
 
     requests: Annotated[list[BatchedRequest], Field(min_length=1, max_length=MAX_REQUESTS)]
 
-    @model_validator(mode="after")
-    def _check_names(self) -> CreateMessageBatchRequest:
-        custom_ids: set[str] = set()
-        for index, request in enumerate(self.requests):
-            if request.custom_id in custom_ids:
-                raise validation_error(
-                    f"repeats the custom_id {request.custom_id!r} in requests[{index}]; use each one once"
-                )
-            custom_ids.add(request.custom_id)
-        return self
-
     def lines(self) -> Iterator[bytes]:
         for request in self.requests:
             line = {"custom_id": request.custom_id, "method": "POST", "url": MESSAGES, "body": request.params}
@@ -98,10 +88,14 @@ def create(call: Call, request: CreateMessageBatchRequest) -> JsonObject:
     services = call.services
     with services.quotas.reserve_file(call.tenant_id) as reservation:
         lines = list(request.lines())
+        checked = check_requests(enumerate(lines), (MESSAGES,), services.settings.max_body_bytes)
+        if checked.problems:
+            problem = checked.problems[0]
+            raise RequestError("requests", f"requests[{problem.line}]: {problem.message}", problem.code)
         reservation.cover(sum(map(len, lines)))
         stored = services.files.store(new_id(), lines)
         file = services.files.add(call.tenant_id, stored, "message_batch.jsonl", BATCH, RETENTION_S)
-    new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, len(request.requests))
+    new = NewBatch(MESSAGES, file.file_id, WINDOW, None, None, checked.total)
     batch = services.openai_batches.create(call.tenant_id, new, services.settings.openai_batch_window_s)
     services.batch_reconciler.wake()
     return _batch_body(call, batch)

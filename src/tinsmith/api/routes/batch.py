@@ -30,7 +30,7 @@ from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.rows import JobRecord
 from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRequest
 from tinsmith.batch.job_identity import describe_job
-from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
+from tinsmith.batch.job_request import JOB_BODY, FormatBody, JobBody, check_paths
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.database import now
 from tinsmith.errors import ForbiddenError, NotFoundError
@@ -53,7 +53,7 @@ RowIndex = Annotated[int, Field(ge=-1, le=INT64_MAX)]
     "POST",
     "/batch/jobs",
     "Submit a bulk job",
-    body=JobRequest,
+    body=JOB_BODY,
     answer=fields({"job_id": COUNT}),
     errors=(403, 404),
     example={
@@ -65,7 +65,7 @@ RowIndex = Annotated[int, Field(ge=-1, le=INT64_MAX)]
         "resume_from": "{job_id}",
     },
 )
-def submit(call: Call, request: JobRequest) -> JsonObject:
+def submit(call: Call, request: JobBody) -> JsonObject:
     """Create a job. A request with the `Idempotency-Key` of an earlier one returns the job of that one, and is refused
     if its body differs.
     """

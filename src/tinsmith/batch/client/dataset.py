@@ -18,13 +18,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NoReturn, TypedDict, Unpack, overload
+from typing import Any, NoReturn, Unpack, overload
 
 from tinsmith.batch import operations
 from tinsmith.batch.client import functions, local_run
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.client.local_run import DryRun
+from tinsmith.batch.client.options import (
+    OUTPUT_OPTIONS,
+    JobOptions,
+    MapOptions,
+    RunOptions,
+    StepOptions,
+    Writers,
+    check_options,
+    check_step_options,
+    spec_fields,
+)
 from tinsmith.batch.formats import input_versions, registry
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.publishing import check_output
@@ -40,82 +51,15 @@ from tinsmith.batch.job_identity import describe_job, differences
 from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.stages import INTERPRETER, STAGE_OPTIONS, split, worker_options
-from tinsmith.batch.types import CHAIN, DEFAULT_POOL, JobSpec, Row, pack_payload
+from tinsmith.batch.types import CHAIN, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.storage.locations import locations
 
-Writers = OutputWriter | Sequence[OutputWriter]
 Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
-
-DEFAULT_BATCH_SIZE = 32
-
-
-OUTPUT_OPTIONS = ("errors", "if_exists", "resume_from")
-"""The options that concern what a job writes."""
 
 
 class JobRefusedError(UserError, RuntimeError):
     """The server refused the job: it has no such pool, say, or the tenant may not run it."""
-
-
-class StepOptions(TypedDict, total=False):
-    """How one function is called; each step of a chain has its own."""
-
-    batched: bool
-    batch_format: str
-    with_indices: bool
-    remove_columns: str | list[str]
-    rows: str
-    fn_kwargs: dict[str, Any]
-    fn_constructor_kwargs: dict[str, Any]
-    serializer: str
-
-
-class SpecOptions(TypedDict, total=False):
-    """Options that are fields of `types.JobSpec`, which says what they mean."""
-
-    batch_tokens: int
-    concurrency: int
-    env: dict[str, str]
-    if_exists: str
-    limits: dict[str, Any]
-    max_concurrent_batches: int
-    max_failed_rows: float
-    memory: int
-    name: str
-    num_cpus: float
-    num_gpus: float
-    priority: int
-    python: str
-    requests_per_minute: float
-    resources: dict[str, float]
-    secrets: list[str]
-    tokens_per_minute: float
-    weight: float
-
-
-class MapOptions(StepOptions, SpecOptions, total=False):
-    """Keyword-only options of `map`. Options of the job may be given at any step of a chain."""
-
-    pool: str
-    errors: OutputWriter
-    retry_on: Sequence[str | type[BaseException]]
-    resume_from: int | Job
-    client: Client
-
-
-class RunOptions(MapOptions, total=False):
-    """Keyword-only options of the other methods."""
-
-    batch_size: int
-    activate_env: str
-    stream: bool
-
-
-class JobOptions(RunOptions):
-    """The options of a call with an output, which submits a job."""
-
-    output: Writers
 
 
 @dataclass(eq=False)
@@ -441,7 +385,7 @@ class Dataset:
         """The specification with these options, by default the data set's. The outputs must not exist, unless
         `is_resumed`: they may be those of this very job."""
         options = self._options if options is None else options
-        if_exists = options.get("if_exists", "error")
+        if_exists = options.get("if_exists") or JobSpec.if_exists
         errors = options.get("errors")
         for writer in [*outputs, *([errors] if errors is not None else [])]:
             if not isinstance(writer, OutputWriter):
@@ -450,23 +394,15 @@ class Dataset:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store and not is_resumed:
                 check_output(writer.path, if_exists)
-        formats = [request_dict(writer) for writer in outputs]
-        values: dict[str, Any] = {name: value for name, value in options.items() if name in SpecOptions.__annotations__}
-        values |= {
+        values = {
+            **spec_fields(options),
             "batch_serialized_fn": self._payload(),
             "batch_input_format": request_dict(self.reader),
-            "batch_output_formats": formats,
-            "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
+            "batch_output_formats": [request_dict(writer) for writer in outputs],
             "rows": _rows_of(self._steps),
             "limit": options.get("limit"),
-            "batch_pool_name": options.get("pool", DEFAULT_POOL),
-            "batch_error_format": request_dict(errors) if errors is not None else None,
             "directory": os.getcwd(),
         }
-        if (classes := options.get("retry_on")) is not None:
-            values["retry_on"] = [data if isinstance(data, str) else data.__qualname__ for data in classes]
-        if (resumed := options.get("resume_from")) is not None:
-            values["resume_from"] = int(resumed)
         stages = split(self._steps)
         try:
             for stage in stages if len(stages) > 1 else ():
@@ -510,40 +446,16 @@ def _operations(steps: list[RowOperation], options: Mapping[str, Any]) -> dict[s
     for step in steps:
         if not isinstance(step, RowOperation):
             raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
-    _check_options(options)
+    check_options(options)
     if refused := sorted(set(options) & {*StepOptions.__annotations__, "activate_env", "python", "env", "secrets"}):
         raise NotSupportedError(f"{refused} are options of functions; leave them out for operations")
     operations.payload_of(steps)
     return operations.describe_operations(steps)
 
 
-STEP_OPTIONS: dict[str, tuple[str, ...]] = {
-    "map": tuple(StepOptions.__annotations__),
-    "map of a @remote_function that loops over load()": ("rows", "fn_kwargs", "serializer"),
-    "map_batches": (
-        "batched",
-        "batch_format",
-        "with_indices",
-        "rows",
-        "fn_kwargs",
-        "fn_constructor_kwargs",
-        "serializer",
-    ),
-    "filter": ("batched", "batch_format", "with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
-    "flat_map": ("with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
-}
-"""The options of a function that have an effect, by method. The others are refused."""
-OPTION_ADVICE = {
-    "map of a @remote_function that loops over load()": "such a function gets whole batches as lists of rows",
-    "map_batches": "its results are the new rows whole; leave the columns out of them, or use map(batched=True)",
-    "filter": "it keeps rows as they are; use map to change them",
-    "flat_map": "its results are the new rows whole; map_batches(rows='any') takes a function of batches",
-}
-
-
 def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The payload of one function; a `@remote_function` without required parameters is a loop."""
-    _check_options(options)
+    check_options(options)
     method = {"row": "map", "batch": "map_batches", "flat": "flat_map"}.get(kind, kind)
     kwargs = options.get("fn_kwargs")
     is_class, merge = inspect.isclass(mapper), kind == "row"
@@ -557,7 +469,7 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
             "Mapper function must be decorated with @batch.remote_function if it takes no argument and loops over "
             "load(); otherwise give it a parameter for a row, or with batched=True for a batch"
         )
-    _check_step_options(options, method, is_class)
+    check_step_options(options, method, is_class)
     shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
     if shape not in functions.BATCH_FORMATS:
         raise ValueError(f"batch_format is {shape!r}; it must be one of {list(functions.BATCH_FORMATS)}")
@@ -575,24 +487,6 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
     return functions.describe_function(
         mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
     )
-
-
-def _check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:
-    """Raises NotSupportedError for an option that would have no effect, and ValueError for two that contradict."""
-    effective = {name for name in StepOptions.__annotations__ if options.get(name) not in (None, False, [], {}, ())}
-    if refused := sorted(effective - {*STEP_OPTIONS[method]}):
-        raise NotSupportedError(f"{method} has no option {refused}: {OPTION_ADVICE[method]}")
-    if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
-        raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
-    if "fn_constructor_kwargs" in effective and not is_class:
-        raise ValueError("fn_constructor_kwargs are for a class, and this is a function; use fn_kwargs")
-    if {"fn_kwargs", "fn_constructor_kwargs"} <= effective:
-        raise ValueError("a class is constructed with either fn_kwargs or fn_constructor_kwargs; pass one of them")
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    if unknown := sorted(set(options) - set(JobOptions.__annotations__)):
-        raise NotSupportedError(f"map has no option {unknown}; it has {sorted(JobOptions.__annotations__)}")
 
 
 def _check_chain(steps: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,83 +10,34 @@ from functools import cached_property
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.lines import JsonReader, JsonWriter
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.openai.requests import check_requests, read_lines
 from tinsmith.batch.types import PartInfo, Row, RowRange
 from tinsmith.errors import UserError
-
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
-MAX_SHOWN = 100
-PAGE = 256
+from tinsmith.storage.locations import open_object
 
 
 @INPUT_READER_REGISTRY.type_register(name="openai_batch")
 @dataclass
 class OpenAIBatchReader(JsonReader):
-    """The requests. All are checked before the first is run, since each `custom_id` must be unique."""
+    """The requests. All are checked before the first is run (`batch/openai/requests.py`)."""
 
     @cached_property
     def _rows(self) -> int:
-        if problems := self.problems():
-            raise UserError(
-                f"{self.path} is not a batch file: " + "; ".join(str(problem["message"]) for problem in problems)
-            )
+        checked = check_requests(self._lines())
+        if checked.problems:
+            raise UserError(f"{self.path} is not a batch file: {checked}")
         return super().__len__()
 
     def __len__(self) -> int:
         return self._rows
 
-    def problems(self) -> list[Row]:
-        """The errors of the file, at most `MAX_SHOWN`: {code, line, message, param}."""
-        errors: list[Row] = []
-        custom_ids: set[str] = set()
-        for row, request in self._requests(super().__len__()):
-            if len(errors) == MAX_SHOWN:
-                break
-            if isinstance(request, ValueError):
-                errors.append({"code": "invalid_json_line", "line": row + 1, "message": str(request), "param": None})
-            elif problem := problem_of(request, custom_ids):
-                code, param, message = problem
-                text = f"request {row + 1}: {message}"
-                errors.append({"code": code, "line": row + 1, "message": text, "param": param})
-        return errors
+    def unroll(self, location: str) -> None:
+        """A batch file is lines; a document that is an array is refused as any other line that is none."""
 
-    def _requests(self, rows: int) -> Iterator[tuple[int, Row | ValueError]]:
-        """Each row with its request or error. Rows are read by pages, and alone where a page has an error."""
-        for start in range(0, rows, PAGE):
-            end = min(start + PAGE, rows) - 1
-            try:
-                yield from enumerate(self.download_batch(start, end, ""), start)
-            except ValueError:
-                for row in range(start, end + 1):
-                    try:
-                        [request] = self.download_batch(row, row, "")
-                        yield row, request
-                    except ValueError as error:
-                        yield row, error
-
-
-def problem_of(request: Row, custom_ids: set[str], urls: Sequence[str] = URLS) -> tuple[str, str, str] | None:
-    """(code, param, message) of a request's error, or None; `custom_ids` holds those of earlier requests."""
-    for param in ("custom_id", "method", "url", "body"):
-        if request.get(param) is None:
-            return "missing_required_parameter", param, f"{param} is missing"
-    name, url = request["custom_id"], request["url"]
-    if not isinstance(name, str) or not name:
-        return "invalid_custom_id", "custom_id", f"custom_id is {_quote(name)}; it must be a text that is not empty"
-    if name in custom_ids:
-        return "duplicate_custom_id", "custom_id", f"custom_id {_quote(name)} is used by an earlier request"
-    custom_ids.add(name)
-    if request["method"] != "POST":
-        return "invalid_method", "method", f"method is {_quote(request['method'])}; it must be 'POST'"
-    if url not in urls:
-        allowed = repr(urls[0]) if len(urls) == 1 else f"one of {list(urls)}"
-        return "url_mismatch", "url", f"url is {_quote(url)}; it must be {allowed}"
-    if not isinstance(request["body"], dict):
-        return "invalid_body", "body", f"body is {_quote(request['body'])}; it must be an object"
-    return None
-
-
-def _quote(value: object) -> str:
-    return repr(value[:200]) if isinstance(value, str) else reprlib.repr(value)
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        for file in self.files:
+            with open_object(file.data) as source:
+                yield from read_lines(source)
 
 
 KEEP_CHOICES = ("all", "succeeded", "failed")

@@ -24,8 +24,9 @@ from tinsmith.batch.coordinator.rows import JobRecord
 from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs
 from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
 from tinsmith.batch.openai import MAX_REQUESTS
+from tinsmith.batch.openai.requests import Problem, check_file
 from tinsmith.batch.openai.results import Tally, error_lines, results_of, success_lines, tally_lines
-from tinsmith.batch.openai.rows import Batch, OpenAIBatches, ResultsFile, check
+from tinsmith.batch.openai.rows import Batch, OpenAIBatches, ResultsFile
 from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.sample import OpenAIRequest
 from tinsmith.batch.types import JobSpec, Limits
@@ -151,10 +152,11 @@ class Reconciler:
         try:
             path = self._input(batch)
         except NotFoundError as error:
-            problem = {"code": "file_not_found", "line": None, "message": str(error), "param": "input_file_id"}
-            self._refuse(batch, [problem])
+            self._refuse(batch, [Problem("file_not_found", "input_file_id", str(error))])
             return
-        checked = check(path, batch.endpoint, self._settings.max_body_bytes)
+        store, key = open_store(path)
+        with store.open(key) as file:
+            checked = check_file(file, store.head(key).size, self._settings.max_body_bytes, (batch.endpoint,))
         if checked.problems:
             self._refuse(batch, checked.problems)
             return
@@ -184,8 +186,9 @@ class Reconciler:
                 raise NotFoundError(f"file {file.file_id!a} was deleted") from None
         return location
 
-    def _refuse(self, batch: Batch, problems: Sequence[dict[str, object]]) -> None:
-        self._parts.batches.end(batch, [], status="failed", errors=list(problems))
+    def _refuse(self, batch: Batch, problems: Sequence[Problem]) -> None:
+        errors = [problem._asdict() for problem in problems]
+        self._parts.batches.end(batch, [], status="failed", errors=errors)
         log.info("OpenAI batch", batch_id=batch.batch_id, status="failed", problems=len(problems))
         self._discard(batch)
 

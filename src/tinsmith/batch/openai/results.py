@@ -19,10 +19,11 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.openai import line_id
 from tinsmith.batch.formats.publishing import source_of
-from tinsmith.batch.openai.rows import lines
+from tinsmith.batch.openai.requests import read_lines
 from tinsmith.batch.operations.sample import TokensUsed
 from tinsmith.batch.types import PartInfo, RowRange
 from tinsmith.errors import CorruptFilesError
+from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import stream_verified
 
 PAGE = 1000
@@ -109,13 +110,15 @@ def error_lines(
         return
     spans = iter(results.missing)
     span = next(spans, None)
-    for row, (_, line) in enumerate(lines(input_location, max_line_bytes)):
-        while span is not None and row > span.end_idx:
-            span = next(spans, None)
-        error = undone_error if span is not None and row >= span.start_idx else results.refused.get(row)
-        if error is not None:
-            name = orjson.loads(line)["custom_id"]
-            yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
+    store, key = open_store(input_location)
+    with store.open(key) as file:
+        for row, (_, line) in enumerate(read_lines(file, max_line_bytes)):
+            while span is not None and row > span.end_idx:
+                span = next(spans, None)
+            error = undone_error if span is not None and row >= span.start_idx else results.refused.get(row)
+            if error is not None:
+                name = orjson.loads(line)["custom_id"]
+                yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
 
 
 def _part_of_output(output: Mapping[str, Any]) -> PartInfo:

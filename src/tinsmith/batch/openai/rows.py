@@ -1,30 +1,24 @@
-"""Batches as rows, and the check of a batch's input file.
+"""Batches as rows.
 
 A change of status is conditional on the status before it, so that of two servers, or a client and a server, one makes
 it. A batch that has ended never changes.
-
-The input is checked whole before the first request is run. One line is in memory at a time, and no line may be longer
-than a request's body. Error codes are OpenAI's where it has one.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.batch.formats.openai import problem_of
-from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS, MESSAGES
+from tinsmith.batch.openai import MESSAGES
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.storage.locations import open_store
 from tinsmith.store.files import BATCH_OUTPUT, StoredBytes, add_row
-from tinsmith.wire.fields import MAX_TEXT, read_object, show
 
 CANCELLABLE = ("validating", "in_progress")
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -183,89 +177,3 @@ def _move(connection: Connection, batch: Batch, when: Collection[str], values: M
     update = OPENAI_BATCHES.update().where(OPENAI_BATCHES.c.batch_id == batch.batch_id)
     update = update.where(OPENAI_BATCHES.c.status.in_(when), OPENAI_BATCHES.c.ended_at.is_(None))
     return connection.execute(update.values(**values)).rowcount == 1
-
-
-MAX_SHOWN = 100
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SPACES = b" \t\r\n"
-
-Problem = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class InputCheck:
-    """`problems` is empty for a valid file; at most `MAX_SHOWN` are listed."""
-
-    total: int
-    model: str | None
-    problems: list[Problem]
-
-
-def check(location: str, endpoint: str, max_line_bytes: int) -> InputCheck:
-    store, key = open_store(location)
-    if store.head(key).size > MAX_INPUT_BYTES:
-        return _refuse("file_too_large", f"the file is larger than {MAX_INPUT_BYTES} bytes; split it")
-    problems: list[Problem] = []
-    custom_ids: set[str] = set()
-    model: str | None = None
-    total = 0
-    for line_number, line in lines(location, max_line_bytes):
-        total += 1
-        if total > MAX_REQUESTS:
-            return _refuse("too_many_tasks", f"the file has more than {MAX_REQUESTS} requests; split it")
-        problem, line_model = _check_line(line, max_line_bytes, endpoint, custom_ids, model)
-        model = model or line_model
-        if problem is not None:
-            code, param, message = problem
-            problems.append({"code": code, "line": line_number, "message": message, "param": param})
-            if len(problems) == MAX_SHOWN:
-                break
-    if total == 0:
-        return _refuse("empty_file", "the file holds no request")
-    return InputCheck(total, model, problems)
-
-
-def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The numbered lines that are not blank; one above the limit is cut one byte after it."""
-    store, key = open_store(location)
-    with store.open(key) as file:
-        if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
-            file.seek(0)
-        line_number = 0
-        while line := file.readline(max_line_bytes + 1):
-            line_number += 1
-            tail = line
-            while not tail.endswith(b"\n") and (tail := file.readline(max_line_bytes)):
-                pass
-            if stripped := line.strip(SPACES):
-                yield line_number, stripped
-
-
-def _refuse(code: str, message: str) -> InputCheck:
-    return InputCheck(0, None, [{"code": code, "line": None, "message": message, "param": None}])
-
-
-def _check_line(
-    line: bytes, max_line_bytes: int, endpoint: str, custom_ids: set[str], model: str | None
-) -> tuple[tuple[str, str | None, str] | None, str | None]:
-    """(code, param, message) of a line's error, and the model that it names."""
-    if len(line) > max_line_bytes:
-        return ("request_too_large", None, f"the request is longer than {max_line_bytes} bytes"), None
-    try:
-        request: dict[str, Any] = read_object(line)
-    except UserError as error:
-        return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
-    if problem := problem_of(request, custom_ids, (endpoint,)):
-        return problem, None
-    if endpoint == MESSAGES:  # each request names its model, and is checked when it runs
-        return None, None
-    line_model = request["body"].get("model")
-    if line_model is None or line_model == "":
-        return ("missing_required_parameter", "body.model", "body.model is missing; name the batch's model"), None
-    if not isinstance(line_model, str) or len(line_model) > MAX_TEXT or "\0" in line_model:
-        message = f"body.model is {show(line_model)}; it must be a string of at most {MAX_TEXT} characters without NUL"
-        return ("invalid_model", "body.model", message), None
-    if model not in (None, line_model):
-        message = f"body.model is {line_model[:200]!a}, but earlier requests use {model[:200]!a}; use one model for all"
-        return ("model_mismatch", "body.model", message), line_model
-    return None, line_model
