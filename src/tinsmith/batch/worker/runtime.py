@@ -95,6 +95,7 @@ def run(
                 loop = adapters.loop_of(steps, spec, feed, channel, event_loop)
             name = getattr(steps[0], "name", "operations") if steps else "pipeline"
             while not feed.is_at_end:
+                feed.marker.set_starting(True)
                 _run_once(loop, name, feed, event_loop)
             feed.finish()
             if feed.error is not None:
@@ -119,7 +120,6 @@ def run_stage(spec: JobSpec, stage: JobStage, batches: Iterator[Message], send: 
 
 def _run_once(loop: Callable[[], object], name: str, feed: BatchSource, event_loop: EventLoop) -> None:
     num_taken = feed.num_taken
-    feed.marker.set_starting(True)
     try:
         result = loop()
         if asyncio.iscoroutine(result):
