@@ -2,11 +2,10 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any, Dict, List
+from typing import Any
 
 import sky
-from sky.batch import io_formats
-from sky.batch import utils
+from sky.batch import io_formats, utils
 from sky.serve import serve_utils
 from sky.utils import registry
 
@@ -19,7 +18,7 @@ class RangeReader(io_formats.InputReader):
     def __len__(self) -> int:
         return self.count
 
-    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> List[Dict[str, Any]]:
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[dict[str, Any]]:
         return [{"index": index} for index in range(start_idx, end_idx + 1)]
 
 
@@ -32,7 +31,7 @@ class TextPerRowWriter(io_formats.OutputWriter):
         if not self.path.startswith("s3://") or not self.path.endswith("/"):
             raise ValueError(f"not a directory of a bucket: {self.path}")
 
-    def upload_batch(self, results: List[Dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> str:
+    def upload_batch(self, results: list[dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> str:
         for index, result in enumerate(results, start_idx):
             utils.upload_bytes_to_cloud(str(result[self.column]).encode(), f"{self.path}{index:08d}.txt")
         return self.path
@@ -49,7 +48,7 @@ class TextPerRowWriter(io_formats.OutputWriter):
 class MergedYamlWriter(io_formats.OutputWriter):
     column: str
 
-    def upload_batch(self, results: List[Dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> str:
+    def upload_batch(self, results: list[dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> str:
         batch_path = utils.get_batch_path(self.path, start_idx, end_idx, job_id)
         utils.save_jsonl_to_cloud([result[self.column] for result in results], batch_path)
         return batch_path
@@ -57,7 +56,7 @@ class MergedYamlWriter(io_formats.OutputWriter):
     def reduce_results(self, job_id: str) -> None:
         import yaml
 
-        rows: List[Dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for batch_path in utils.list_batch_files(self.path, job_id):
             rows.extend(utils.load_jsonl_from_cloud(batch_path))
         utils.upload_bytes_to_cloud(yaml.safe_dump(rows).encode(), self.path)
