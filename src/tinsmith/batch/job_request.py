@@ -18,6 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import AfterValidator, ConfigDict, Field, create_model
 
 from tinsmith.batch import markers
+from tinsmith.batch.formats.registry import SHIPPED_KEYS
 from tinsmith.batch.markers import Bounds, Choices, MarkedField
 from tinsmith.batch.secrets import VARIABLE_NAME
 from tinsmith.batch.types import DERIVED_FIELDS, JobSpec
@@ -133,7 +134,9 @@ def read_job(values: Mapping[str, object]) -> JobSpec:
 def check_paths(
     source: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]], errors: Mapping[str, Any] | None
 ) -> None:
-    """Raises UserError for an empty path, for no outputs, and for two outputs with the same path."""
+    """Raises UserError for an empty path, except of a reader of the user's own, which may make its rows; for no
+    outputs; and for two outputs with the same path.
+    """
     if not outputs:
         raise UserError("batch_output_formats is empty; a bulk job writes to one output or more")
     endpoints = {"batch_input_format": source}
@@ -141,7 +144,7 @@ def check_paths(
     if errors is not None:
         endpoints["batch_error_format"] = errors
     for name, data in endpoints.items():
-        if not data["path"]:
+        if not data["path"] and not (name == "batch_input_format" and any(key in data for key in SHIPPED_KEYS)):
             raise UserError(f"{name}.path is ''; it must be a string that is not empty")
     paths = [data["path"] for name, data in endpoints.items() if name != "batch_input_format"]
     for path in paths:

@@ -15,8 +15,7 @@ from pathlib import Path
 ACTIVATION_S = 120.0
 SHELL = """
 command -v conda >/dev/null && eval "$(conda shell.bash hook)"
-{ eval "$TINSMITH_ACTIVATE_ENV"; } >&2 || exit 1
-unset TINSMITH_ACTIVATE_ENV
+{ eval "$1"; } >&2 || exit 1
 "$(command -v python || command -v python3)" -c \\
     'import json, os, sys; print(json.dumps([sys.executable, dict(os.environ)]))'
 """
@@ -34,10 +33,14 @@ def is_command(activate_env: str) -> bool:
 
 def activate(command: str, environment: Mapping[str, str] | None) -> tuple[str, dict[str, str]]:
     """Run the command; returns the interpreter and the environment that it leaves. Raises ActivationError."""
-    variables = {**(os.environ if environment is None else environment), "TINSMITH_ACTIVATE_ENV": command}
     try:
         shell = subprocess.run(
-            ["bash", "-c", SHELL], env=variables, capture_output=True, text=True, timeout=ACTIVATION_S, check=False
+            ["bash", "-c", SHELL, "bash", command],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=ACTIVATION_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ActivationError(f"activate_env {command!r} could not be run: {error}") from error
