@@ -257,7 +257,7 @@ def test_an_adapter_answers_by_its_path(nano_server: LiveServer) -> None:
 
 
 def test_lists_come_in_pages_newest_first(client: openai.OpenAI) -> None:
-    file = client.files.create(file=("in.jsonl", b"5\n"), purpose="batch")
+    file = client.files.create(file=("in.jsonl", REQUEST_LINE), purpose="batch")
     batch_ids = [
         client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h").id for _ in range(4)
     ]

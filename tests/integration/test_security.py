@@ -301,7 +301,7 @@ NEVER_CALLED = {
 # processes; test_batch_security.py shows that a server does neither.
 EXCEPTIONS = {
     "batch/client/identity.py": {"cloudpickle"},  # pickles, and never unpickles
-    "batch/client/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
+    "batch/shipping.py": {"cloudpickle", "pickle", "exec", "compile"},
     "batch/formats/sky_writers.py": {"pickle"},
     "batch/pools/local.py": {"asyncio.create_subprocess_shell"},  # the operator's own `setup`
     "batch/pools/specs.py": {"yaml"},  # the operator's own file

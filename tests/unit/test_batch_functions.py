@@ -20,7 +20,7 @@ import pytest
 
 from support.payloads import load_mapper, serialize_function
 from tinsmith import batch
-from tinsmith.batch.client import functions
+from tinsmith.batch import shipping
 from tinsmith.batch.client.functions import is_remote_function
 
 HEAD = "from tinsmith.batch import remote_function\nimport json, typing\nfrom typing import Any\nX = 3\n"
@@ -190,7 +190,7 @@ def test_functions_are_described_in_several_threads_at_once() -> None:
 
     def describe(_: int) -> str:
         SwitchThreads()
-        return functions.text_of(functions.definition_of(functions.definition_of))
+        return shipping.text_of(shipping.definition_of(shipping.definition_of))
 
     gc.set_threshold(10)
     sys.setswitchinterval(1e-6)
@@ -249,8 +249,8 @@ def test_payloads_that_are_not_ours_are_refused() -> None:
         ({}, "Unknown or missing serialization type"),
         ({"type": "pickle"}, "Unknown or missing serialization type"),
         ({**data, "source": data["source"] + "#"}, "changed after it was sent"),
-        ({"type": "source", "name": "gen", "source": "def gen(:"}, "Failed to execute function source"),
-        ({"type": "source", "name": "gen", "source": "x = 1"}, "Failed to execute function source"),
+        ({"type": "source", "name": "gen", "source": "def gen(:"}, "the source of 'gen' cannot be run"),
+        ({"type": "source", "name": "gen", "source": "x = 1"}, "the source of 'gen' cannot be run"),
         ({**data, "provided": {"os": "os"}}, "not part of tinsmith.batch"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -381,6 +381,47 @@ def test_nothing_is_accepted_as_a_decorator_for_its_name_alone(tmp_path: Path) -
 def test_only_functions_and_classes_can_be_marked() -> None:
     unmarkable: Callable[..., Any] = 5  # type: ignore[assignment]
     with pytest.raises(TypeError, match="int"):
-        functions.remote_function(unmarkable)
+        batch.remote_function(unmarkable)
     with pytest.raises(ValueError, match="serializer"):
-        functions.remote_function(serializer="json")
+        batch.remote_function(serializer="json")
+
+
+def test_a_reader_is_shipped_by_the_rules_of_a_function(tmp_path: Path) -> None:
+    """What its source lacks is refused with a fix for each name, whether it is of the file or of a function around."""
+    text = """
+from dataclasses import dataclass
+from tinsmith import batch
+def make():
+    step = 2
+    @dataclass
+    class Odd(batch.InputReader):
+        def __len__(self): return step + X
+        def download_batch(self, start_idx, end_idx, cache_dir): return json.loads(nowhere)
+    return Odd
+"""
+    reader = module_of(text, tmp_path).make()("rows")
+    with pytest.raises(ValueError, match="class 'Odd' references external variables: X, nowhere, step") as refusal:
+        reader.to_dict()
+    for part in (
+        "clean namespace",
+        "X=3 is a constant",
+        "step=2 is a constant",
+        "'nowhere' is not",
+        "installed package",
+    ):
+        assert part in str(refusal.value)
+
+
+def test_a_changed_source_has_one_error_for_functions_and_readers(tmp_path: Path) -> None:
+    text = "from dataclasses import dataclass\nfrom tinsmith import batch\n@dataclass\nclass Odd(batch.InputReader):\n"
+    text += "    def __len__(self): return 1\n"
+    text += "    def download_batch(self, start_idx, end_idx, cache_dir): return [json.loads('{}')]\n"
+    text += "@remote_function\ndef gen(): return 1"
+    module = module_of(text, tmp_path)
+    reader, function = module.Odd("rows").to_dict(), payload_of(serialize_function(module.gen))
+    assert batch.InputReader.from_dict(reader).download_batch(0, 0, "") == [{}]
+    changed = "the source of '{}' was changed after it was sent"
+    with pytest.raises(shipping.ShippedCodeError, match=changed.format("Odd")):
+        batch.InputReader.from_dict({**reader, "_class_source": reader["_class_source"] + "#"})
+    with pytest.raises(shipping.ShippedCodeError, match=changed.format("gen")):
+        load_mapper(packed({**function, "source": function["source"] + "#"}))

@@ -15,7 +15,6 @@ To add a format: one module here with its reader and writer, each with a `type_r
 from __future__ import annotations
 
 import ast
-import builtins
 import hashlib
 import importlib
 import inspect
@@ -31,7 +30,7 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from tinsmith.batch.client import functions
+from tinsmith.batch import shipping
 from tinsmith.batch.formats import input_versions, publishing, sky_writers
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.pages import Page
@@ -379,25 +378,11 @@ def canonical_json(data: Mapping[str, Any]) -> str:
 
 def serialize_class(cls: type) -> dict[str, Any]:
     """A class's source and the imports that it needs. Raises ValueError if it uses other names of its file."""
-    definition = functions.definition_of(cls)
-    namespace = functions.namespace_of(cls)
+    definition = shipping.definition_of(cls)
     definition.decorator_list = [node for node in definition.decorator_list if "type_register" not in ast.unparse(node)]
-    imports: dict[str, str] = {}
-    bad = []
-    for name in functions.globals_of(definition):
-        if functions.is_builtin(name, namespace):
-            continue
-        reference = _import_reference(namespace.get(name), cls)
-        if reference is None:
-            bad.append(name)
-        else:
-            imports[name] = reference
-    if bad:
-        raise ValueError(
-            f"class {cls.__name__!r} references {', '.join(sorted(bad))} of its own file, which workers do not have; "
-            "move them into the class, or into an installed package"
-        )
-    text = functions.text_of(definition)
+    advice = "Move them into the class, or into an installed package."
+    imports = shipping.references_of(cls, definition, lambda value: _import_reference(value, cls), advice)
+    text = shipping.text_of(definition)
     return {
         "_class_name": cls.__name__,
         "_class_source": text,
@@ -439,23 +424,17 @@ def build_dataclass(cls: Any, values: Mapping[str, Any], name: str) -> Any:  # n
 def _build_shipped_class(data: Mapping[str, Any]) -> type:
     text, imports, name = data["_class_source"], data["_class_imports"], data["_class_name"]
     digest = _digest(text, imports)
-    if digest != data["_class_sha256"]:
-        raise UserError(f"the source of {name!r} differs from the one that was sent (sha256)")
-    file = f"<class {name} {digest[:8]}>"
+    shipping.check_digest(name, digest, data["_class_sha256"])
     # A separate module, because dataclasses and pickle look classes up by it.
     module = ModuleType(f"tinsmith_shipped_{digest[:16]}")
     if module.__name__ in sys.modules:
         return getattr(sys.modules[module.__name__], name)
-    namespace = vars(module)
-    namespace |= {"__builtins__": builtins, "__file__": file}
-    namespace |= {local: pkgutil.resolve_name(reference) for local, reference in imports.items()}
     sys.modules[module.__name__] = module
     try:
-        functions.execute(text, file, namespace)
-    except Exception as error:
+        return shipping.run_source(text, name, imports, vars(module))
+    except Exception:
         del sys.modules[module.__name__]
-        raise ValueError(f"the source of {name!r} failed: {type(error).__name__}: {error}") from error
-    return namespace[name]
+        raise
 
 
 def _digest(text: str, imports: Mapping[str, str]) -> str:
