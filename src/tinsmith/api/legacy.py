@@ -327,7 +327,7 @@ async def delete_model(call: Call) -> Response:
     return json_response(content)
 
 
-class ModelQuery(Query):
+class ModelIdQuery(Query):
     model_id: Text
 
 
@@ -336,10 +336,10 @@ class ModelQuery(Query):
     "/get_tokenizer",
     "Describe a tokenizer",
     answer=fields({"vocab_size": COUNT}),
-    query=ModelQuery,
+    query=ModelIdQuery,
     example="?model_id={model_id}",
 )
-def get_tokenizer(call: Call, query: ModelQuery) -> JsonObject:
+def get_tokenizer(call: Call, query: ModelIdQuery) -> JsonObject:
     model = call.services.models.get(call.tenant_id, query.model_id)
     shape = call.services.bases.get(model.base_model)
     model_fields: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
@@ -351,10 +351,10 @@ def get_tokenizer(call: Call, query: ModelQuery) -> JsonObject:
     "/get_router_address",
     "Tell where a model is sampled directly",
     answer=fields({"router_address": TEXT, "openai_base_url": TEXT, "model": TEXT}),
-    query=ModelQuery,
+    query=ModelIdQuery,
     example="?model_id={model_id}",
 )
-def get_router_address(call: Call, query: ModelQuery) -> JsonObject:
+def get_router_address(call: Call, query: ModelIdQuery) -> JsonObject:
     """Return the address for clients of OpenAI's protocol, and the name there of the weights that a model has published
     last.
     """
