@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from support.job_rows import LEASE_S, claim, create_owned_job, outcome
@@ -11,8 +9,8 @@ from tinsmith.batch.coordinator.rows import JobRecord, SupersededError
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import AttemptFailure, AttemptOutcome, FailureCause, PartInfo
 from tinsmith.db.database import Database
-
-SHORT_S = 0.05
+from tinsmith.db.schema import BATCH_MEMBERS as MEMBERS
+from tinsmith.db.schema import BATCH_STATES as STATES
 
 
 @pytest.fixture
@@ -20,8 +18,17 @@ def jobs(db: Database) -> BatchJobs:
     return BatchJobs(db)
 
 
-def join(jobs: BatchJobs, job: JobRecord, token: str = "two", lease_s: float = LEASE_S) -> None:
-    assert jobs.members.join(job.job_id, token, f"machine {token}", lease_s) is not None
+def join(jobs: BatchJobs, job: JobRecord, token: str = "two") -> None:
+    assert jobs.members.join(job.job_id, token, f"machine {token}", LEASE_S) is not None
+
+
+def expire(jobs: BatchJobs, job: JobRecord, token: str) -> None:
+    """End the leases of a member and of its batches now."""
+    jobs._db.execute(
+        MEMBERS.update().where(MEMBERS.c.job_id == job.job_id, MEMBERS.c.token == token).values(lease_at=0)
+    )
+    of_member = STATES.update().where(STATES.c.job_id == job.job_id, STATES.c.attempt_owner_token == token)
+    jobs._db.execute(of_member.values(lease_expires_at=0))
 
 
 def commit(jobs: BatchJobs, job: JobRecord, token: str, count: int = 1) -> JobRecord:
@@ -68,14 +75,14 @@ def test_a_member_writes_nothing_but_attempts_and_only_while_the_job_runs(jobs: 
 
 def test_batches_of_a_lost_member_are_pending_again_and_those_of_a_living_one_are_not(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs, rows=8)
-    join(jobs, job, "lost", SHORT_S)
+    join(jobs, job, "lost")
     join(jobs, job, "alive")
     assert jobs.record_launch("local", "w-lost", job.job_id, "lost", "local")
-    (late,) = jobs.settle_and_claim(job.job_id, "lost", [], {"w-lost": 1}, SHORT_S).claims["w-lost"]
+    (late,) = jobs.settle_and_claim(job.job_id, "lost", [], {"w-lost": 1}, LEASE_S).claims["w-lost"]
     (held,) = claim(jobs, job, 1, "alive")
     (observed,) = jobs.members.observe([job.job_id])
     assert observed.num_members == 2 and observed.has_due_batch
-    time.sleep(2 * SHORT_S)
+    expire(jobs, job, "lost")
     jobs.renew(job.job_id, "one", LEASE_S)
     (observed,) = jobs.members.observe([job.job_id])
     assert observed.num_members == 1 and jobs.workers(job.job_id) == []
@@ -152,9 +159,9 @@ def test_the_owner_sees_that_a_members_batch_has_failed(jobs: BatchJobs) -> None
 
 def test_parts_stay_while_a_member_may_write_one(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs)
-    join(jobs, job, lease_s=SHORT_S)
+    join(jobs, job)
     assert jobs.set_status(job.job_id, "one", "FAILED")
     jobs.purge("alice", job.job_id)
     assert jobs.cleanable_jobs(0.0) == []
-    time.sleep(2 * SHORT_S)
+    expire(jobs, job, "two")
     assert jobs.cleanable_jobs(0.0) == [job.job_id]

@@ -350,11 +350,11 @@ def hang(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_late_batch_names_its_step_and_waiting_is_not_late(tmp_path: Path) -> None:
     spec = spec_of(
-        tmp_path, data_set().map(a, num_cpus=1).map(hang, num_cpus=2), batch_timeout_s=2.0, startup_timeout_s=60.0
+        tmp_path, data_set().map(a, num_cpus=1).map(hang, num_cpus=2), batch_timeout_s=8.0, startup_timeout_s=60.0
     )
     results = run(tmp_path, spec)
     assert {index for index, result in results.items() if "lost" in result} == {1}
-    assert results[1]["lost"]["error"] == "the batch took longer than 2 s in step 2 (hang)"
+    assert results[1]["lost"]["error"] == "the batch took longer than 8 s in step 2 (hang)"
 
 
 def test_time_that_a_batch_waits_for_a_process_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
