@@ -87,7 +87,7 @@ def test_batches_come_in_pages_and_are_not_openais(client: anthropic.Anthropic, 
     ("requests", "words"),
     [
         ([], "requests"),
-        ([request("a"), request("a")], "requests[1]: custom_id 'a' is used by an earlier request"),
+        ([request("a"), request("a")], r"requests\[1\]: custom_id 'a' is used by an earlier request"),
         ([{"custom_id": "a b", "params": {}}], "custom_id"),
         ([{"custom_id": "a" * 65, "params": {}}], "custom_id"),
         ([{"custom_id": "a", "params": []}], "params"),
