@@ -81,7 +81,7 @@ def test_pairs_are_sorted_by_expert_and_stay_in_order(num: int, experts: int, ch
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [(), (8,), (8, 8), (8, 3)])
+@pytest.mark.parametrize("ranks", [(), (8, 3), *(pytest.param(x, marks=pytest.mark.extended) for x in ((8,), (8, 8)))])
 def test_rows_are_what_training_computes(kind: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters of one or two layouts, rows without one, and an adapter without the inner projection."""
     experts = build_experts(kind, monkeypatch)

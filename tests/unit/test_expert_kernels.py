@@ -175,7 +175,13 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"), [*((torch.float32, name) for name in BATCHES), (torch.bfloat16, "three")], indirect=["dtype"]
+    ("dtype", "name"),
+    [
+        (torch.bfloat16, "three"),
+        (torch.float32, "three"),
+        *(pytest.param(torch.float32, name, marks=pytest.mark.extended) for name in BATCHES if name != "three"),
+    ],
+    indirect=["dtype"],
 )
 def test_results_and_gradients_are_those_of_float64(dtype: torch.dtype, name: str) -> None:
     experts = make_experts(dtype)
@@ -239,11 +245,11 @@ def test_non_finite_numbers_stay_in_their_rows_and_their_adapter(dtype: torch.dt
 
 
 @pytest.mark.parametrize("projections", [
-    [Factors(W1, 1, slice(0, INNER)), Factors(W3, 1, slice(INNER, None))],
     [Factors(W1, 1, slice(0, None, 2)), Factors(W3, 1, slice(1, None, 2))],
-    [Factors(W1, 1, slice(0, INNER))],
+    pytest.param([Factors(W1, 1, slice(0, INNER)), Factors(W3, 1, slice(INNER, None))], marks=pytest.mark.extended),
+    pytest.param([Factors(W1, 1, slice(0, INNER))], marks=pytest.mark.extended),
     [Factors(W2, 0, slice(0, INNER))],
-], ids=["halves", "alternating", "one", "down"])  # fmt: skip
+], ids=["alternating", "halves", "one", "down"])  # fmt: skip
 def test_products_of_groups_are_those_of_the_loop(projections: list[Factors]) -> None:
     experts, dtype = make_experts(torch.float32), torch.float32
     adapters = [make_adapter(experts, seed, rank, dtype) for seed, rank in enumerate((8, 5, 128))]

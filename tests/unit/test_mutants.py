@@ -111,6 +111,7 @@ def test_a_mutant_is_one_change_and_belongs_to_the_innermost_function(script: Mo
             assert text == functions[line] or (text or "").startswith(functions[line] or "?")
 
 
+@pytest.mark.extended
 def test_survivors_are_named_and_the_tree_stays_as_it_is(tmp_path: Path) -> None:
     root, copy = tmp_path / "root", tmp_path / "copy"
     copy.mkdir()

@@ -196,7 +196,7 @@ def test_a_budget_without_tags_of_reasoning_is_refused(tmp_path: Path) -> None:
         plan_chat(ModelTokenizer(read_shape(nano.MODEL_NAME, tmp_path)), thinking_token_budget=3)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, *(pytest.param(x, marks=pytest.mark.extended) for x in (0.0, 2.0))])
 @pytest.mark.parametrize("budget", [None, 6])
 @pytest.mark.parametrize("tool", [False, True])
 def test_an_answer_of_a_schema_or_a_call_follows_the_reasoning(

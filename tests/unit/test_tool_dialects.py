@@ -194,7 +194,7 @@ def arguments_for(name: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_a_call_that_the_template_writes_is_read_as_the_same_call(
     models: Mapping[tuple[str, bool], ModelTokenizer], name: str, data: st.DataObject
@@ -249,7 +249,7 @@ def words_of(model: ModelTokenizer, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@examples(150)
+@examples(40)
 @given(st.data())
 def test_text_cut_anywhere_has_the_same_text_and_calls(
     models: Mapping[tuple[str, bool], ModelTokenizer], name: str, data: st.DataObject

@@ -66,7 +66,7 @@ def divergence(backend: TorchBackend, data: list[Datum], name: str) -> dict[str,
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
 def test_logprobs_of_draws_are_those_of_training_however_they_are_cut(
     tmp_path: Path, arch: str, dtype: str, truncated: bool
