@@ -79,12 +79,11 @@ def split(steps: Sequence[Mapping[str, Any]]) -> list[JobStage]:
     # Operations count where they name something themselves: they need no process of the stage before them.
     options = [named[first] if are_operations[first] else inherited[first] for first in firsts]
     num_workers = min(filter(None, map(_concurrency, options)), default=1)
-    return [
-        JobStage(
-            first, tuple(steps[first:end]), own, min(MAX_PROCESSES, (_concurrency(own) or num_workers) // num_workers)
-        )
-        for first, end, own in zip(firsts, [*firsts[1:], len(steps)], options, strict=True)
-    ]
+    stages = []
+    for first, end, stage_options in zip(firsts, [*firsts[1:], len(steps)], options, strict=True):
+        num_processes = min(MAX_PROCESSES, (_concurrency(stage_options) or num_workers) // num_workers)
+        stages.append(JobStage(first, tuple(steps[first:end]), stage_options, num_processes))
+    return stages
 
 
 def worker_options(stages: Sequence[JobStage]) -> dict[str, Any]:
