@@ -87,6 +87,9 @@ def test_machines_of_skypilot_serve_the_pool_that_their_task_was_made_of(tmp_pat
     assert json.loads(values.pop("batch_pools")) == ["gpu=~/pool.yaml"] and json.loads(values.pop("models")) == ["a=b"]
     assert {*values} | {name.removeprefix("TINSMITH_").lower() for name in task["secrets"]} <= {*Settings.model_fields}
     assert Settings.model_validate(values).storage_dir == "s3://bucket/x"
+    path.write_text("pool: {workers: 1}\nresources: {infra: aws}\nnum_nodes: 4\n")
+    assert skypilot_task("gpu", path, None, {})["num_nodes"] == 4, "as many as the file says"
+    path.write_text("pool: {workers: 3}\n")
     refused = CliRunner(env=environment).invoke(cli.app, ("batch", "task", f"gpu={path}"))
     assert isinstance(refused.exception, SettingsError) and "infra is 'local'" in str(refused.exception)
 

@@ -734,6 +734,8 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
         ({"pool": {"workers": 1}, "resources": {"region": "us-east-1"}}, "region"),
         ({"pool": {"workers": 1}, "resources": {"cloud": "aws", "infra": "aws"}}, "give infra alone, or cloud"),
         ({"pool": {"workers": 1}, "resources": {"accelerators": "H100:x"}}, "NAME:COUNT"),
+        ({"pool": {"workers": 1}, "num_nodes": 0, "resources": {"infra": "aws"}}, "num_nodes is 0"),
+        ({"pool": {"workers": 1}, "num_nodes": 2}, "more than 1 only with SkyPilot's infra"),
     ],
 )
 def test_a_pool_that_cannot_be_is_refused_by_name(data: object, words: str) -> None:

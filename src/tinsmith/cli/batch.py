@@ -337,7 +337,9 @@ def pools(as_json: AsJson = False) -> None:
 @app.command()
 def task(
     pool: Annotated[str, typer.Argument(metavar="NAME=FILE.yaml", help="A pool whose infra is SkyPilot's.")],
-    machines: Annotated[int, typer.Option(min=1, help="How many machines; they run each job together.")] = 1,
+    machines: Annotated[
+        int | None, typer.Option(min=1, help="Machines that run each job together. Default: num_nodes of the file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the SkyPilot task whose machines run a pool's jobs, for `sky launch`."""

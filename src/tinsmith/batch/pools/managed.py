@@ -149,8 +149,8 @@ class ManagedMachines:
             outcome = f"ended {last.status}{f': {last.reason}' if last.reason else ''}"
             self._fail(job, f"SkyPilot's managed job {last.job_id} {outcome}; see `sky jobs logs {last.job_id}`")
         else:
-            log.info("starting a machine for a bulk job", job_id=job.job_id, managed_job=name)
-            task = skypilot_task(job.pool, self._pools[job.pool], 1, {**self._envs, "BATCH_JOB": str(job.job_id)})
+            log.info("starting machines for a bulk job", job_id=job.job_id, managed_job=name)
+            task = skypilot_task(job.pool, self._pools[job.pool], None, {**self._envs, "BATCH_JOB": str(job.job_id)})
             self._sky.launch(name, {**task, "name": name}, self._secrets)
 
     def _fail(self, job: JobRecord, reason: str) -> None:

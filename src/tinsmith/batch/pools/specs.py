@@ -5,7 +5,7 @@ reservation on a cluster, so a slot has a worker only for the job that it runs.
 
 A pool whose `infra` has one of SkyPilot's forms (`aws/us-east-1`, `kubernetes/CONTEXT`, `ssh/POOL`) is rented: its jobs
 are left to the machines that `skypilot_task` describes, which run a job together, each with all workers of the pool.
-With `managed: true` the server starts a machine for each job (`managed.py`).
+With `managed: true` the server starts these machines for each job (`managed.py`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class PoolSpec:
     cpus: float = 1.0
     """CPUs that each worker reserves on a cluster; on this machine nothing is reserved."""
     managed: bool = False
-    """Whether the server has SkyPilot start a machine for each job."""
+    """Whether the server has SkyPilot start the machines of each job."""
+    machines: int = 1
+    """How many machines of SkyPilot's run the pool's jobs together."""
     file: Path | None = field(default=None, compare=False)
     devices: Devices | None = field(default=None, compare=False)
     """The GPUs of this machine, for a pool on it; None if they are not this server's to give."""
@@ -199,9 +201,10 @@ def _read_pool(name: str, path: Path) -> tuple[PoolSpec, Mapping[str, Any]]:
         raise SettingsError(f"the pool {name!r} in {path}: {error}") from None
 
 
-def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str]) -> dict[str, object]:
-    """A SkyPilot task, as it is in YAML, for machines that run the jobs of the rented pool in a file. They reach the
-    server by its database and storage. `envs` are more settings. Raises SettingsError.
+def skypilot_task(name: str, path: Path, machines: int | None, envs: Mapping[str, str]) -> dict[str, object]:
+    """A SkyPilot task, as it is in YAML, for machines that run the jobs of the rented pool in a file, by default as
+    many as that says. They reach the server by its database and storage. `envs` are more settings. Raises
+    SettingsError.
     """
     spec, data = _read_pool(name, path)
     if not spec.rented:
@@ -222,7 +225,7 @@ def skypilot_task(name: str, path: Path, machines: int, envs: Mapping[str, str])
     serve = "exec ~/venv/bin/tinsmith serve --role batch-worker\n"
     return {
         "name": f"tinsmith-{spec.name}",
-        "num_nodes": machines,
+        "num_nodes": machines or spec.machines,
         "resources": {"infra": spec.infra, **resources},
         "workdir": data.get("workdir", "."),
         "envs": {f"TINSMITH_{name}": value for name, value in {**default_envs, **envs}.items()},
@@ -238,8 +241,9 @@ def parse_pool(name: str, data: object) -> PoolSpec:
     `run`, as in SkyPilot's pools."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
         raise UserError("pool is missing; give pool.workers")
-    if unknown := sorted(set(data) - {"name", "pool", "resources", "run", "setup", "workdir"}):
-        raise UserError(f"{unknown} is not supported; the keys are name, pool, resources, run, setup and workdir")
+    if unknown := sorted(set(data) - {"name", "num_nodes", "pool", "resources", "run", "setup", "workdir"}):
+        keys = "name, num_nodes, pool, resources, run, setup and workdir"
+        raise UserError(f"{unknown} is not supported; the keys are {keys}")
     pool: Mapping[str, Any] = data["pool"]
     if unknown := sorted(set(pool) - POOL_KEYS):
         raise UserError(f"pool has {unknown}, which is not supported; its keys are {sorted(POOL_KEYS)}")
@@ -267,7 +271,10 @@ def parse_pool(name: str, data: object) -> PoolSpec:
         raise UserError("a managed pool needs workdir: a directory with Tinsmith's source, for its machines")
     workers = pool.get("max_workers", pool.get("workers"))
     devices = _devices(resources.get("accelerators"))
-    return PoolSpec(name, _count("workers", workers), devices, setup, infra, cpus, managed)
+    machines = _count("num_nodes", data.get("num_nodes", 1))
+    if machines < 1 or (machines > 1 and infra in INFRA):
+        raise UserError(f"num_nodes is {machines}; it must be 1 or more, and more than 1 only with SkyPilot's infra")
+    return PoolSpec(name, _count("workers", workers), devices, setup, infra, cpus, managed, machines)
 
 
 def _infra(resources: Mapping[str, Any]) -> str:
