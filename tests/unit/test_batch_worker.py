@@ -290,7 +290,7 @@ def test_an_ended_worker_leaves_no_process_descriptor_or_thread(tmp_path: Path) 
             assert owner.call("operate", op="plan")["end"]["total_rows"] == 80
             until(
                 lambda: len(children_of(os.getpid()) - children) == 2
-            )  # the kernel's list may miss one while others end
+            )  # the list may miss one while others end
         if how == "shutdown":
             owner.call("shutdown", grace_s=10)
             asyncio.run_coroutine_threadsafe(owner.worker.wait(), owner.loop).result(PATIENCE_S)
