@@ -539,6 +539,7 @@ def test_a_resumed_job_reads_the_rows_of_its_beginning(server: LiveServer, url: 
         time.sleep(0.01)
 
 
+@pytest.mark.extended
 def test_a_snapshot_is_deleted_with_the_parts_of_a_purged_job(server: LiveServer, url: str, tmp_path: Path) -> None:
     make(url, 12)
     client = Client(server.url, API_KEY)

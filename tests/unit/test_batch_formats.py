@@ -489,17 +489,23 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
 WRITERS = [
     batch.JsonWriter("o.jsonl"),
     batch.CsvWriter("o.csv"),
-    batch.CsvWriter("o.csv.gz"),
     batch.ParquetWriter("o.parquet"),
-    batch.ParquetWriter("o/"),
     batch.WebdatasetWriter("w/", key=None),
+]
+MORE_WRITERS = [
+    batch.CsvWriter("o.csv.gz"),
+    batch.ParquetWriter("o/"),
     batch.ImageWriter("i/"),
     batch.HuggingFaceWriter("h/"),
     batch.SqlWriter("sqlite:///t.db", table="t"),
 ]
 
 
-@pytest.mark.parametrize("writer", WRITERS, ids=[f"{type(writer).__name__}-{writer.path}" for writer in WRITERS])
+@pytest.mark.parametrize(
+    "writer",
+    [*WRITERS, *(pytest.param(writer, marks=pytest.mark.extended) for writer in MORE_WRITERS)],
+    ids=[f"{type(writer).__name__}-{writer.path}" for writer in (*WRITERS, *MORE_WRITERS)],
+)
 def test_publishing_takes_no_memory_for_each_part(
     writer: batch.OutputWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,9 +288,7 @@ def test_an_ended_worker_leaves_no_process_descriptor_or_thread(tmp_path: Path) 
             owner.call("configure", spec=owner.spec)
             assert owner.feed(0)[0]["outcome"]["rows_ok"] == 2
             assert owner.call("operate", op="plan")["end"]["total_rows"] == 80
-            until(
-                lambda: len(children_of(os.getpid()) - children) == 2
-            )  # the list may miss one while others end
+            until(lambda: len(children_of(os.getpid()) - children) == 2)  # the list may miss one while others end
         if how == "shutdown":
             owner.call("shutdown", grace_s=10)
             asyncio.run_coroutine_threadsafe(owner.worker.wait(), owner.loop).result(PATIENCE_S)

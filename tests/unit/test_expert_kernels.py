@@ -191,6 +191,7 @@ def test_results_and_gradients_are_those_of_float64(dtype: torch.dtype, name: st
     check(experts, adapters, BATCHES[name], dtype)
 
 
+@pytest.mark.extended
 def test_adapters_with_some_projections_train_these(dtype: torch.dtype) -> None:
     experts = make_experts(dtype)
     sets = ([W1], [W3], [W2], [W3, W2], NAMES)
@@ -200,6 +201,7 @@ def test_adapters_with_some_projections_train_these(dtype: torch.dtype) -> None:
     check(experts, adapters, [(i, 10 + i) for i in range(len(sets))], dtype)
 
 
+@pytest.mark.extended
 def test_gradients_of_neighbours_in_one_buffer_stay_apart(dtype: torch.dtype) -> None:
     experts = make_experts(dtype)
     adapters = [make_adapter(experts, seed, 16, dtype) for seed in range(3)]
@@ -221,6 +223,7 @@ def test_backward_without_a_gradient_of_rows_or_adapters(dtype: torch.dtype) -> 
     )
 
 
+@pytest.mark.extended
 def test_non_finite_numbers_stay_in_their_rows_and_their_adapter(dtype: torch.dtype) -> None:
     experts = make_experts(dtype)
     sound, sick, other = (make_adapter(experts, seed, rank, dtype) for seed, rank in ((1, 8), (2, 32), (3, 8)))

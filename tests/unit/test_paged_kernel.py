@@ -112,6 +112,7 @@ def test_a_row_of_nans_leaves_the_others_as_they_are(monkeypatch: pytest.MonkeyP
     assert torch.equal(output[[1, 3]], clean[[1, 3]])
 
 
+@pytest.mark.extended
 def test_a_step_reads_pages_where_it_decodes_and_gathers_the_rest() -> None:
     shape, device = LayerShape(2, 16, 8, torch.float32), torch.empty(0, device=WHERE).device
     cache = KVCache({0: shape}, 4, device)
