@@ -111,7 +111,7 @@ def test_two_machines_run_one_job_and_one_that_comes_late_takes_part(machines: M
     machines.gate.touch()
     check_output(machines, job_id)
     assert {row["machine"] for row in machines.output()} == machines.pids
-    assert machines.jobs.members.observe([job_id])[0].num_members == 0
+    machines.wait(lambda: machines.jobs.members.observe([job_id])[0].num_members == 0)
     assert [process.wait(PATIENCE_S) for process in (first, second)] == [0, 0]
 
 
