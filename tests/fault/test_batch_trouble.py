@@ -195,13 +195,14 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PHASES = (
-    "acquirable_jobs", "cancelling_jobs", "acquire_batch_coordinator", "cleanable_jobs", "save_batch_states", "failure",
+    "acquirable_jobs", "acquire_batch_coordinator", "cleanable_jobs", "save_batch_states", "failure",
     "settle_and_claim",
     "next_retry_in", "renew", "set_status", "iter_committed_batches", "row_errors", "finish", "resume_chain",
     "record_cleaned", "release",
     "record_launch", "record_worker", "delete_worker",
 )  # fmt: skip
-"""The calls of a coordinator to the database during a job."""
+"""The calls of a coordinator to the database during a job, and those about members of jobs."""
+MEMBER_PHASES = ("joinable_jobs", "observe")
 ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
 
 
@@ -215,9 +216,10 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(worker_sets, "MAX_OPERATION_TRIES", 9)
     phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
-    fails = {name: Failing(1, error) for name in phases}
+    fails = {name: Failing(1, error) for name in (*phases, *MEMBER_PHASES)}
     for name, wrap in fails.items():
-        monkeypatch.setattr(jobs, name, wrap(getattr(jobs, name)))
+        calls = jobs.members if name in MEMBER_PHASES else jobs
+        monkeypatch.setattr(calls, name, wrap(getattr(calls, name)))
     job_id = submit_named(jobs, tmp_path, "out")
     coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id))
     assert jobs.find("local", job_id).status == "SUCCEEDED"
