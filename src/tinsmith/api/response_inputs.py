@@ -32,10 +32,8 @@ def complete(datum: pb.Datum) -> None:
     """
     inputs = _read_inputs(datum)
     num_response = min(map(len, inputs.values()), default=0)
-    is_text = bool(datum.model_input) and all(
-        chunk.WhichOneof("chunk") == "encoded_text" for chunk in datum.model_input
-    )
-    if not num_response or not is_text:
+    kinds = {chunk.WhichOneof("chunk") for chunk in datum.model_input}
+    if not num_response or kinds != {"encoded_text"}:
         return
     tokens_N = np.concatenate([np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in datum.model_input])
     if num_response < len(tokens_N):
