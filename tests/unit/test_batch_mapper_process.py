@@ -70,7 +70,7 @@ class FakeChild:
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._exit_event.wait(PATIENCE_S if timeout is None else 0):
-            assert timeout is not None, "waits for a child that nobody ends"
+            assert timeout is not None, "the wait for this child would never end"
             raise subprocess.TimeoutExpired("fake", timeout)
         assert self.status is not None
         return self.status

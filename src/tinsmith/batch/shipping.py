@@ -207,9 +207,9 @@ def references_of(
     return {name: reference for name, reference in references.items() if reference is not None}
 
 
-def check_digest(name: str, digest: str, sent: str) -> None:
+def check_digest(name: str, digest: str, sent_digest: str) -> None:
     """Raises ShippedCodeError unless the digests are equal."""
-    if digest != sent:
+    if digest != sent_digest:
         raise ShippedCodeError(f"the source of {name!r} was changed after it was sent (SHA-256); submit it again")
 
 
@@ -249,10 +249,10 @@ def pickle_callable(function: Callable[..., object]) -> str:
 
 def unpickle_callable(text: str, name: str, python: str) -> Callable[..., Any]:
     """The function that `pickle_callable` pickled on this minor version of Python. Raises ShippedCodeError."""
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if python != here:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if python != version:
         raise ShippedCodeError(
-            f"{name!r} was pickled by Python {python}, and this worker is Python {here}. Use the same, or a function "
+            f"{name!r} was pickled by Python {python}, and this worker is Python {version}. Use the same, or a function "
             "that travels as source: a def with its imports, helpers and constants inside"
         )
     import pickle

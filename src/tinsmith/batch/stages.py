@@ -43,8 +43,8 @@ class JobStage:
     @property
     def name(self) -> str:
         names = ", ".join(str(step.get("name") or step.get("type")) for step in self.steps)
-        numbers = f"steps {self.first + 1} to {self.first + len(self.steps)}" if len(self.steps) > 1 else ""
-        return f"{numbers or f'step {self.first + 1}'} ({names})"
+        first, last = self.first + 1, self.first + len(self.steps)
+        return f"step {first} ({names})" if first == last else f"steps {first} to {last} ({names})"
 
     @property
     def has_processes(self) -> bool:
@@ -68,16 +68,16 @@ def stages_of(payload: str) -> list[JobStage]:
 def split(steps: Sequence[Mapping[str, Any]]) -> list[JobStage]:
     if not steps:
         return []
-    named = [_options_of(step) for step in steps]
-    shared: Options = next(filter(None, named), {})
-    inherited = [shared := options or shared for options in named]
+    named_options = [_options_of(step) for step in steps]
+    shared: Options = next(filter(None, named_options), {})
+    inherited = [shared := options or shared for options in named_options]
     if all(options == shared for options in inherited):
         return [JobStage(0, tuple(steps), shared, 1)]
     are_operations = [step.get("type") == OPERATIONS for step in steps]
     keys = list(zip(are_operations, inherited, strict=True))
     firsts = [index for index, key in enumerate(keys) if not index or key != keys[index - 1]]
     # Operations count where they name something themselves: they need no process of the stage before them.
-    options = [named[first] if are_operations[first] else inherited[first] for first in firsts]
+    options = [named_options[first] if are_operations[first] else inherited[first] for first in firsts]
     num_workers = min(filter(None, map(_concurrency, options)), default=1)
     stages = []
     for first, end, stage_options in zip(firsts, [*firsts[1:], len(steps)], options, strict=True):
@@ -94,7 +94,7 @@ def worker_options(stages: Sequence[JobStage]) -> dict[str, Any]:
     options = [stage.options for stage in stages for _ in range(stage.num_processes)]
     total: dict[str, Any] = {name: sum(values) for name in AMOUNTS if (values := _values(options, name))}
     if "num_gpus" in total:
-        num_gpus = max((place.stop for place in place_gpus(stages) if place), default=0)
+        num_gpus = max((gpus.stop for gpus in place_gpus(stages) if gpus), default=0)
         total["num_gpus"] = total["num_gpus"] if num_gpus <= 1 else num_gpus
     for resources in _values(options, "resources"):
         for name, amount in resources.items():
@@ -111,7 +111,7 @@ def worker_options(stages: Sequence[JobStage]) -> dict[str, Any]:
 def place_gpus(stages: Sequence[JobStage]) -> list[range]:
     """The positions of the GPUs of each process among those of its worker, in the order of stages. Parts of a GPU share
     the first one that has room; a process without GPUs has an empty range."""
-    places: list[range] = []
+    gpu_ranges: list[range] = []
     rooms: dict[int, float] = {}
     num_gpus = 0
     for amount in [stage.options.get("num_gpus") or 0 for stage in stages for _ in range(stage.num_processes)]:
@@ -122,8 +122,8 @@ def place_gpus(stages: Sequence[JobStage]) -> list[range]:
                 rooms[position] = 1.0
         if position in rooms:
             rooms[position] -= amount
-        places.append(range(position, position + math.ceil(amount)))
-    return places
+        gpu_ranges.append(range(position, position + math.ceil(amount)))
+    return gpu_ranges
 
 
 def max_batches(stages: Sequence[JobStage]) -> int:

@@ -312,7 +312,7 @@ class Limits:
 class JobSpec:
     """A bulk job as it is submitted, stored and handed to workers; `to_dict` is its JSON.
 
-    Each field stands here once: its annotation has its bounds, whether a user sets it by an option of `Dataset.map`,
+    Each field is declared here alone: its annotation has its bounds, whether an option of `Dataset.map` sets it,
     and whether it decides the rows (`markers.py`). The body of a request and the client's options follow from it.
     """
 

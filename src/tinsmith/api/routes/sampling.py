@@ -47,13 +47,13 @@ def asample(call: Call, draft: Draft[AsampleRequest]) -> JsonObject:
     """Sample in a sampling session. Without one, the sample is in the tenant's implicit session of the named weights,
     where it gets the next number, so that a repeated request is another sample.
     """
-    services, place = call.services, draft.read_required(SamplePlace)
-    if place.sampling_session_id is None:
-        call, draft, sampling_session, seq_id = _in_implicit_session(call, draft, place)
+    services, sample_place = call.services, draft.read_required(SamplePlace)
+    if sample_place.sampling_session_id is None:
+        call, draft, sampling_session, seq_id = _in_implicit_session(call, draft, sample_place)
     else:
-        if place.seq_id is None:
+        if sample_place.seq_id is None:
             raise UserError("seq_id is missing; send the sample's number in its sampling session")
-        sampling_session, seq_id = _active_session(call, place.sampling_session_id), place.seq_id
+        sampling_session, seq_id = _active_session(call, sample_place.sampling_session_id), sample_place.seq_id
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
     bind_contextvars(request_id=request_id)
     new, sequence_ids, refusal = make_request(sampling_session, request_id, seq_id, call.body), [], None
@@ -77,14 +77,14 @@ def _active_session(call: Call, sampling_session_id: str) -> SamplingSession:
 
 
 def _in_implicit_session(
-    call: Call, draft: Draft[AsampleRequest], place: SamplePlace
+    call: Call, draft: Draft[AsampleRequest], sample_place: SamplePlace
 ) -> tuple[Call, Draft[AsampleRequest], SamplingSession, int]:
     """The request as one of the tenant's implicit session, with its sampling session and its number there."""
-    if place.base_model is None and place.model_path is None:
+    if sample_place.base_model is None and sample_place.model_path is None:
         raise UserError(
             "sampling_session_id is missing; send it with seq_id, or name weights: base_model or model_path"
         )
-    base_model, model_path = _find_weights(call, place.base_model, place.model_path)
+    base_model, model_path = _find_weights(call, sample_place.base_model, sample_place.model_path)
     sample_id = call.services.implicit_sessions.next_sample(call.tenant_id, base_model, model_path)
     values = {name: value for name, value in draft.values.items() if name not in SamplePlace.model_fields}
     values |= {"sampling_session_id": sample_id.sampling_session.sampling_session_id, "seq_id": sample_id.seq_id}

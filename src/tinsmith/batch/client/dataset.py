@@ -415,10 +415,10 @@ class Dataset:
 def _take_stage_options(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of a stage from those of a job, and return them by their names in a specification."""
     names = {"batch_activate_env": "activate_env"}
-    taken = {name: options.pop(names.get(name, name), None) for name in STAGE_OPTIONS}
+    stage_options = {name: options.pop(names.get(name, name), None) for name in STAGE_OPTIONS}
     return {
         name: os.path.expanduser(value) if name in INTERPRETER and isinstance(value, str) else _copy_option(value)
-        for name, value in taken.items()
+        for name, value in stage_options.items()
         if value is not None
     }
 

@@ -24,7 +24,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -392,12 +392,9 @@ class Coordinator:
 
     async def _take_jobs(self) -> None:
         job_ids = await asyncio.to_thread(self._jobs.acquirable_jobs, self._holder, self._leaves_pool)
-        if only := self._settings.batch_job:
-            job_ids = [job_id for job_id in job_ids if job_id == only]
-        for job_id in job_ids:
-            paused = job_id in self._failures and time.monotonic() < self._failures[job_id].until
+        for job_id in self._select_startable(job_ids):
             is_member = isinstance(self._runs.get(job_id), JobMember)
-            if paused or (job_id in self._tasks and not is_member):
+            if job_id in self._tasks and not is_member:
                 continue
             try:
                 await (self._take_over(job_id) if is_member else self._take(job_id))
@@ -405,6 +402,12 @@ class Coordinator:
                 if is_transient(error):
                     raise  # the other jobs need the database, too
                 await self._note_failure(job_id, error)
+
+    def _select_startable(self, job_ids: Sequence[int]) -> list[int]:
+        """Those that may start here: not paused after an error, and on a machine that runs one job, that one."""
+        at, only = time.monotonic(), self._settings.batch_job
+        paused = {job_id for job_id, failures in self._failures.items() if at < failures.until}
+        return [job_id for job_id in job_ids if job_id not in paused and (not only or job_id == only)]
 
     async def _take_over(self, job_id: int) -> None:
         """Reserve a job whose owner is gone and of which this process is a member. Once the member has left, the next
@@ -417,15 +420,12 @@ class Coordinator:
         pools = [slots.pool.spec for slots in self._pools.values() if slots.pool.spec.infra == LOCAL]
         names = [pool.name for pool in pools if pool.slots and not self._leaves_pool(pool.name)]
         job_ids = await asyncio.to_thread(self._jobs.members.joinable_jobs, self._token, names) if names else []
-        if only := self._settings.batch_job:
-            job_ids = [job_id for job_id in job_ids if job_id == only]
         at = time.monotonic()
         self._joinable_at = {
             job_id: until for job_id, until in self._joinable_at.items() if job_id in job_ids or at < until < math.inf
         }
-        for job_id in job_ids:
-            paused_until = self._failures[job_id].until if job_id in self._failures else 0.0
-            if job_id not in self._tasks and at >= max(paused_until, self._joinable_at.get(job_id, 0.0)):
+        for job_id in self._select_startable(job_ids):
+            if job_id not in self._tasks and at >= self._joinable_at.get(job_id, 0.0):
                 await self._join(job_id)
 
     async def _join(self, job_id: int) -> None:

@@ -358,8 +358,8 @@ class JobRun:
         worker: RemoteWorker | None = None
         try:
             self._worker_requested.set()
-            most = self._spec.concurrency
-            max_others = None if most is None else most - self._num_serving
+            concurrency = self._spec.concurrency
+            max_others = None if concurrency is None else concurrency - self._num_serving
             worker = await self._workers.take(slot, self._dispatch_ended, max_others)
             if worker is not None:
                 self._worker_acquired.set()

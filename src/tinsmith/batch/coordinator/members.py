@@ -3,7 +3,7 @@
 Machines of one pool take the batches of a job together, each as fast as its slots are free. The owner plans, publishes
 and ends the job. A member claims batches and commits their results under its token while the job is RUNNING. Its lease
 covers itself, its batches and its workers: a member whose lease has expired is gone, and the owner's next renewal makes
-its batches pending again. A member takes part as soon as it sees the job, and its end harms nobody. When the owner is
+its batches pending again. A member joins as soon as it sees the job, and its end loses no row. When the owner is
 gone, a member becomes the owner as any coordinator does; the other members' batches stay dispatched.
 """
 
@@ -23,7 +23,7 @@ from tinsmith.batch.coordinator.rows import (
     delete_workers,
     fence_attempts,
     read_job,
-    update_dispatched,
+    release_batches,
 )
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS as JOBS
@@ -107,10 +107,7 @@ class JobMembers:
             is_this = sa.and_(MEMBERS.c.job_id == job_id, MEMBERS.c.token == token)
             if connection.execute(MEMBERS.delete().where(is_this)).rowcount == 0:
                 return
-            released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
-            connection.execute(
-                update_dispatched(job_id).where(STATES.c.attempt_owner_token == token).values(**released)
-            )
+            release_batches(connection, job_id, STATES.c.attempt_owner_token == token)
             delete_workers(connection, now(), WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token)
 
     def observe(self, job_ids: Sequence[int]) -> list[Observation]:

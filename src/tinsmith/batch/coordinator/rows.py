@@ -119,6 +119,12 @@ def fence_attempts(connection: Connection, job_id: int, token: str) -> None:
         raise SupersededError(f"bulk job {job_id} has another coordinator, or has ended")
 
 
+def release_batches(connection: Connection, job_id: int, condition: sa.ColumnElement[bool]) -> None:
+    """Make those dispatched batches of a job pending again for which the condition holds, at no cost to them."""
+    released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
+    connection.execute(update_dispatched(job_id).where(condition).values(**released))
+
+
 def update_dispatched(job_id: int) -> sa.Update:
     """An UPDATE of the dispatched batches of a job, which are few, by their index: `+ 0` hides `job_id` from the
     planner, which would read all batches of the job otherwise, and a parameter for the status would hide that the

@@ -43,6 +43,7 @@ from tinsmith.batch.coordinator.rows import (
     fence,
     fence_attempts,
     read_job,
+    release_batches,
     update_dispatched,
 )
 from tinsmith.batch.formats.input_versions import InputChangedError
@@ -427,9 +428,7 @@ class BatchJobs:
                 return None
             delete_lost_members(connection, job_id, self._db.clock())
             members = sa.select(MEMBERS.c.token).where(MEMBERS.c.job_id == job_id)
-            is_of_member = STATES.c.attempt_owner_token.in_(members)
-            released = {"status": "PENDING", "lease_expires_at": None, "attempt_owner_token": None}
-            connection.execute(update_dispatched(job_id).where(~is_of_member).values(**released))
+            release_batches(connection, job_id, STATES.c.attempt_owner_token.not_in(members))
             is_left_over = sa.and_(WORKERS.c.job_id == job_id, WORKERS.c.owner_token.not_in(members))
             delete_workers(connection, seen_at or 0.0, is_left_over)
             return read_job(connection, job_id)

@@ -62,13 +62,13 @@ def check_requests(
     checker = _Checker(endpoints, max_line_bytes)
     problems: list[Problem] = []
     total = 0
-    for number, line in lines:
+    for line_number, line in lines:
         total += 1
         if max_requests is not None and total > max_requests:
             message = f"the file has more than {max_requests} requests; split it"
             return RequestsCheck(0, None, [Problem("too_many_tasks", None, message)])
         if (problem := checker.check(line)) is not None:
-            problems.append(problem._replace(line=number))
+            problems.append(problem._replace(line=line_number))
             if len(problems) == MAX_SHOWN:
                 break
     if total == 0:
@@ -81,14 +81,14 @@ def read_lines(file: IO[bytes], max_line_bytes: int | None = None) -> Iterator[t
     size = -1 if max_line_bytes is None else max_line_bytes + 1
     if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
         file.seek(0)
-    number = 0
+    line_number = 0
     while line := file.readline(size):
-        number += 1
+        line_number += 1
         tail = line
         while not tail.endswith(b"\n") and (tail := file.readline(size)):
             pass
         if stripped := line.strip(SPACES):
-            yield number, stripped
+            yield line_number, stripped
 
 
 class _Checker:
@@ -127,8 +127,10 @@ class _Checker:
         if request["method"] != "POST":
             return Problem("invalid_method", "method", f"method is {_quote(request['method'])}; it must be 'POST'")
         if url not in self._endpoints:
-            one = len(self._endpoints) == 1
-            allowed = repr(self._endpoints[0]) if one else f"one of {list(self._endpoints)}, the same for all requests"
+            is_fixed = len(self._endpoints) == 1
+            allowed = (
+                repr(self._endpoints[0]) if is_fixed else f"one of {list(self._endpoints)}, the same for all requests"
+            )
             return Problem("url_mismatch", "url", f"url is {_quote(url)}; it must be {allowed}")
         self._endpoints = (url,)
         if not isinstance(request["body"], dict):

@@ -167,6 +167,13 @@ class BatchRows:
         surviving = [(position, row) for position, row in parsed if position not in self.row_errors]
         self.results, self.positions = [row for _, row in surviving], [position for position, _ in surviving]
 
+    def fail_unsaved(self, error: BaseException) -> bool:
+        """Fail the whole batch; False if its results were saved."""
+        if self.saved:
+            return False
+        self.saved, self.error = True, error
+        return True
+
     def fail(self, position: int, error: BaseException) -> None:
         self.row_errors.setdefault(position, error)
 
@@ -395,10 +402,7 @@ class Feed:
 
     def fail_current(self, error: BaseException) -> bool:
         """Fail the current batch; False if there is none that has not been saved."""
-        if self._current is None or self._current.saved:
-            return False
-        self._current.saved, self._current.error = True, error
-        return True
+        return self._current is not None and self._current.fail_unsaved(error)
 
     def finish(self) -> None:
         """Wait until everything is stored and reported."""

@@ -329,10 +329,10 @@ class MapperProcess:
             self._quarantined = {attempt.key for attempt in suspects}
             self._waiting = {attempt.key: attempt for attempt in suspects} | self._waiting
         elif suspects:
-            attempt, work = suspects[0], busy[suspects[0].key]
+            attempt, last_work = suspects[0], busy[suspects[0].key]
             indices = range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1)
-            row = work.row if work.row in indices else None
-            location = ("this batch" if row is None else f"row {row}") + self._name_step(work)
+            row = last_work.row if last_work.row in indices else None
+            location = ("this batch" if row is None else f"row {row}") + self._name_step(last_work)
             text = _describe_death(status, f"while it worked on {location}", child)
             self._settle(attempt, AttemptFailure(kind, text, FailureCause.DEATH, row))
         else:
@@ -367,9 +367,9 @@ class MapperProcess:
             if not self._has_asked and not self._child.marker.starting:
                 self._has_asked = True
                 self._start_clocks(restart=True)  # the set-up is no part of a batch
-            work = self._child.marker.busy()
-            for key in work.keys() & self._waiting.keys():
-                self._waiting[key].waited_s = work[key].waited_s
+            busy = self._child.marker.busy()
+            for key in busy.keys() & self._waiting.keys():
+                self._waiting[key].waited_s = busy[key].waited_s
             ages = {attempt: attempt.work_s for attempt in self._waiting.values() if attempt.began_at is not None}
             oldest = max(ages, key=lambda attempt: ages[attempt], default=None)
             limit_s = self._limits["batch_timeout_s"] + (0 if self._has_asked else self._limits["startup_timeout_s"])
@@ -378,16 +378,16 @@ class MapperProcess:
             if self._child.marker.starting:
                 text, cause = f"the mapper did not ask for a batch within {limit_s:g} s", FailureCause.SETUP
             else:
-                step = self._name_step(work.get(oldest.key))
+                step = self._name_step(busy.get(oldest.key))
                 text, cause = f"the batch took longer than {limit_s:g} s{step}", FailureCause.ERROR
             self._timed_out = oldest, AttemptFailure("TimeoutError", text, cause)
             self._move(State.LATE)
             self._child.kill()
 
-    def _name_step(self, work: Work | None) -> str:
+    def _name_step(self, attempt_work: Work | None) -> str:
         """Where the work on a batch of a job with stages is: `` in step 2 (embed)``, or nothing."""
         names = {stage.first: f" in {stage.name}" for stage in self._stages}
-        return names.get(work.step, "") if work is not None else ""
+        return names.get(attempt_work.step, "") if attempt_work is not None else ""
 
     def kill(self) -> None:
         """Kill the child at once. Takes no lock that is held for long."""

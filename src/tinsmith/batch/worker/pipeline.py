@@ -73,15 +73,15 @@ class StageLauncher:
 
     def masks(self, stages: Sequence[JobStage]) -> list[str | None]:
         """The mask of each process; None for that of the worker. Raises MapperStartError."""
-        places = place_gpus(stages)
-        if not any(places):
-            return [None] * len(places)
-        num_gpus = max(place.stop for place in places if place)
+        gpu_ranges = place_gpus(stages)
+        if not any(gpu_ranges):
+            return [None] * len(gpu_ranges)
+        num_gpus = max(gpus.stop for gpus in gpu_ranges if gpus)
         names = [str(index) for index in range(num_gpus)] if self.devices is None else self.devices.split(",")
         if len(names) < num_gpus:
             text = f"the stages of the job need {num_gpus} GPUs on each worker, which has {self.devices or 'none'}"
             raise MapperStartError(text, FailureCause.SETUP_OF_MACHINE)
-        return [",".join(names[place.start : place.stop]) for place in places]
+        return [",".join(names[gpus.start : gpus.stop]) for gpus in gpu_ranges]
 
     def launch(self, stage: JobStage, devices: str | None) -> Child:
         """Start a process of a stage. Raises MapperStartError."""

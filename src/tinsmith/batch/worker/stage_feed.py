@@ -3,7 +3,7 @@
 A message to the process is a batch: the pickle of `StagedBatch`. Its answers are `{"ready": True}`, once all functions
 are set up; for each batch `{"key", "rows", "changes"}`, where `rows` is the pickle of the results and `changes` that of
 their positions and of the rows that failed, or `{"key", "error"}`; and `start_error`, as from a mapper's process. Both
-ends run code of the same job, so pickles between them give nobody a right that he lacks.
+ends run code of the same job, so a pickle between them grants no access that the other end lacks.
 """
 
 from __future__ import annotations
@@ -89,10 +89,7 @@ class StageFeed:
         self._send(message if error is None else {"key": batch.key, "error": asdict(self._report(error))})
 
     def fail_current(self, error: BaseException) -> bool:
-        if self._current is None or self._current.saved:
-            return False
-        self._current.saved, self._current.error = True, error
-        return True
+        return self._current is not None and self._current.fail_unsaved(error)
 
     def stop_taking(self) -> None:
         """The process ends with its input."""
