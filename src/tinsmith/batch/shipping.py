@@ -252,8 +252,8 @@ def unpickle_callable(text: str, name: str, python: str) -> Callable[..., Any]:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if python != version:
         raise ShippedCodeError(
-            f"{name!r} was pickled by Python {python}, and this worker is Python {version}. Use the same, or a function "
-            "that travels as source: a def with its imports, helpers and constants inside"
+            f"{name!r} was pickled by Python {python}, and this worker is Python {version}. Use the same, or a "
+            "function that travels as source: a def with its imports, helpers and constants inside"
         )
     import pickle
 

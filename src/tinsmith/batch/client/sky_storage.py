@@ -33,13 +33,13 @@ def load_jsonl_from_cloud(path: str) -> list[Row]:
     """The rows of a file of JSON lines; empty lines are skipped. Raises ValueError that names the line."""
     rows: list[Row] = []
     with open_object(path) as file:
-        for line_idx, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
-                raise ValueError(f"line {line_idx} of {path} is not JSON: {error}") from error
+                raise ValueError(f"line {line_number} of {path} is not JSON: {error}") from error
     return rows
 
 
