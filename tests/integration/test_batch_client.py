@@ -511,8 +511,9 @@ def test_a_client_reads_and_exports_a_users_output_without_running_its_code(clie
     trace = tmp_path / "pids"
     writer = TracingWriter(f"{tmp_path}/out/", trace=str(trace))
     job = batch.from_items(items(6)).map(
-        breaks_at_the_end, output=writer, batch_size=2, stream=False, client=client, limits={"max_retries": 0}
-    )
+        breaks_at_the_end, output=writer, batch_size=2, concurrency=1, stream=False, client=client,
+        limits={"max_retries": 0},
+    )  # fmt: skip
     assert isinstance(job, batch.Job) and job.wait(check=False)["status"] == "FAILED"
     trace.write_text("")
     rows = job.take(3)

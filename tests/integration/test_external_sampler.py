@@ -396,6 +396,30 @@ def test_adapters_leave_in_the_order_of_their_use_and_come_back(kind: str, open_
     until(lambda: not setup.fake.adapters and not any((tmp_path / "adapters").iterdir()))
 
 
+def test_the_slot_of_an_evicted_adapter_is_free_when_the_engine_has_unloaded_it(open_setup: Open) -> None:
+    setup = open_setup("sglang", Fake(most_adapters=2, adapter_pause_s=0.05), max_adapters=2)
+    for step in range(6):
+        setup.publish(f"v{step}", step / 10)
+    outcomes = setup.run(*(sample(f"{step}-{i}", f"v{step}") for i in range(2) for step in range(6)))
+    for name, outcome in outcomes.items():
+        assert isinstance(outcome, SampleResult), outcome
+        assert weight_of(setup, outcome, [step / 10 for step in range(6)]) == int(name[0]) / 10
+
+
+def test_a_request_that_is_cancelled_while_its_adapter_is_loaded_leaves_no_slot_taken(open_setup: Open) -> None:
+    setup = open_setup("sglang", Fake(most_adapters=2, adapter_pause_s=0.1), max_adapters=2)
+    for step in range(6):
+        setup.publish(f"v{step}", step / 10)
+        setup.sampler.submit(sample(f"cancelled-{step}", f"v{step}"))
+        load_name = f"v{step}-"
+        until(lambda name=load_name: any(body.get("lora_name", "").startswith(name) for _, body in setup.fake.requests))
+        setup.sampler.cancel(f"cancelled-{step}")
+    for step in range(6):
+        outcome = setup.run(sample(f"{step}", f"v{step}"))[f"{step}"]
+        assert isinstance(outcome, SampleResult), outcome
+        assert weight_of(setup, outcome, [step / 10 for step in range(6)]) == step / 10
+
+
 def test_an_adapter_that_somebody_unloaded_is_loaded_again(open_setup: Open) -> None:
     setup = open_setup("vllm")
     setup.publish("v", 0.1)

@@ -61,6 +61,8 @@ class Engine:
     closed: int = 0
     process: bool = False
     pause_s: float = 0.0
+    adapter_pause_s: float = 0.0
+    """How long an adapter is loaded, and unloaded."""
     deterministic: bool = True
     most_adapters: int = 1000
     url: str = ""
@@ -424,12 +426,14 @@ def sglang_app(engine: Engine) -> Starlette:
         engine.use("an adapter loaded", "weights")
         if len(engine.adapters) >= engine.most_adapters or body["lora_name"] in engine.names_ever:
             return JSONResponse({"success": False, "error_message": "no room", "loaded_adapters": {}}, 400)
+        await asyncio.sleep(engine.adapter_pause_s)
         engine.adapters[body["lora_name"]] = await asyncio.to_thread(weight_in, body["lora_path"], engine)
         engine.names_ever.append(body["lora_name"])
         return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
 
     async def unload(request: Request) -> Response:
         body = await body_of(engine, request)
+        await asyncio.sleep(engine.adapter_pause_s)
         was_loaded = engine.adapters.pop(body["lora_name"], None) is not None
         return JSONResponse(
             {"success": was_loaded, "error_message": "", "loaded_adapters": {}}, 200 if was_loaded else 400

@@ -2,8 +2,9 @@
 
 Each version is written once, into its own directory, and never changed. Each load gives it a name that was never used
 before, so that no cache of the engine can mix weights. At most `max_adapters` versions are loaded; the least recently
-used one without running requests is evicted. A retired version is unloaded and its files are deleted when no request
-uses it.
+used one without running requests is evicted, and its slot is free when the engine has answered. A load runs to its end
+when its request is cancelled, because the engine would finish it, too. A retired version is unloaded and its files are
+deleted when no request uses it.
 This module runs on one event loop and does not know HTTP.
 """
 
@@ -46,6 +47,11 @@ class Version:
         self.retired = False
         self.adapts_unembedding = False
         self.loading = asyncio.Lock()
+        self.load: asyncio.Task[None] | None = None  # ends when the engine has it
+
+    @property
+    def is_loading(self) -> bool:
+        return self.load is not None and not self.load.done()
 
     def ensure_files(self, directory: Path) -> Path:
         """The directory of its files; the first call writes them into `directory`."""
@@ -92,7 +98,9 @@ class LoadedAdapters:
         self._load = load
         self._unload = unload
         self._loaded: dict[Version, None] = {}  # least recently used first
-        self._slot_available = asyncio.Condition()
+        self._num_unloading = 0  # evicted versions that the engine may still have
+        self._slot_freed = asyncio.Event()
+        self._next_slot = asyncio.Lock()  # held by the load that gets the next free slot
         self._serials = itertools.count()
         self._process = secrets.token_hex(4)  # several processes may share an engine
 
@@ -102,11 +110,17 @@ class LoadedAdapters:
         version.users += 1
         try:
             async with version.loading:
+                if version.load is not None and version.era != era:
+                    await asyncio.wait([version.load])
                 if version in self._loaded and version.era != era:
                     await self._evict(version)  # in case the engine is the same process
                 if version not in self._loaded:
-                    await self._load_new(version, era)
-            self._loaded[version] = self._loaded.pop(version)
+                    await self._take_slot(version, era)
+                    version.load = asyncio.create_task(self._load_new(version))
+                assert version.load is not None
+                await asyncio.shield(version.load)
+            if version in self._loaded:
+                self._loaded[version] = self._loaded.pop(version)
             yield version.name
         finally:
             version.users -= 1
@@ -129,16 +143,27 @@ class LoadedAdapters:
 
     async def clear(self) -> None:
         """Unload all versions, because engines differ in what they keep over a sleep."""
+        while loads := self._running_loads():
+            await asyncio.wait(loads)
         for version in list(self._loaded):
             await self._evict(version)
 
-    async def _load_new(self, version: Version, era: int) -> None:
-        await self._make_room(era)
-        serial = next(self._serials)
-        # The slot is taken before the files are written, so that concurrent loads count it.
-        readable = UNSAFE_CHARACTERS.sub("-", version.version_id)[-80:]
-        version.era, version.name = era, f"{readable}-{self._process}-{serial}"
-        self._loaded[version] = None
+    def close(self) -> None:
+        for load in self._running_loads():
+            load.cancel()
+
+    def _running_loads(self) -> list[asyncio.Task[None]]:
+        return [version.load for version in self._loaded if version.load is not None and version.is_loading]
+
+    async def _take_slot(self, version: Version, era: int) -> None:
+        async with self._next_slot:
+            await self._make_room(era)
+            readable = UNSAFE_CHARACTERS.sub("-", version.version_id)[-80:]
+            version.era, version.name = era, f"{readable}-{self._process}-{next(self._serials)}"
+            self._loaded[version] = None
+
+    async def _load_new(self, version: Version) -> None:
+        version.users += 1
         try:
             directory = await asyncio.to_thread(self._write_files, version)
             await self._load(version, directory)
@@ -146,6 +171,9 @@ class LoadedAdapters:
             self._loaded.pop(version, None)
             version.era = -1
             raise
+        finally:
+            version.users -= 1
+            await self._collect(version)
 
     def _write_files(self, version: Version) -> Path:
         if self._memory is not None:
@@ -158,12 +186,12 @@ class LoadedAdapters:
         return version.ensure_files(self._directory / version.name)
 
     async def _make_room(self, era: int) -> None:
-        while len(self._loaded) >= self._max_adapters:
-            stale = next((version for version in self._loaded if version.era != era), None)
+        while len(self._loaded) + self._num_unloading >= self._max_adapters:
+            stale = next((version for version in self._loaded if version.era != era and not version.is_loading), None)
             oldest = stale or next((version for version in self._loaded if not version.users), None)
-            if oldest is None:
-                async with self._slot_available:
-                    await self._slot_available.wait()
+            if oldest is None or self._num_unloading:
+                self._slot_freed.clear()
+                await self._slot_freed.wait()
             else:
                 await self._evict(oldest)
 
@@ -171,15 +199,18 @@ class LoadedAdapters:
         name = version.name
         self._loaded.pop(version, None)
         version.era = -1
+        self._num_unloading += 1
         try:
             await self._unload(name)
         except TinsmithError as error:  # the engine may have died; the name is not used again
             log.warning("an adapter could not be unloaded", adapter=name, error=str(error))
+        finally:
+            self._num_unloading -= 1
+            self._slot_freed.set()
 
     async def _collect(self, version: Version) -> None:
+        self._slot_freed.set()
         if not version.users and not version.claims and version.retired:
             if version in self._loaded:
                 await self._evict(version)
             await asyncio.to_thread(version.discard)
-        async with self._slot_available:
-            self._slot_available.notify_all()

@@ -282,6 +282,7 @@ class ExternalSampler:
     async def _close(self) -> None:
         for job in self._jobs.values():
             _cancel(job)
+        self._adapters.close()
         self._connection_task.cancel()
         await asyncio.gather(self._connection_task, return_exceptions=True)
 
