@@ -93,14 +93,45 @@ LONG_FILES = [
 """The slowest files, slowest first. They start first, so that the workers of `make test` end together."""
 
 
+ON_POSTGRES = {"unit/test_db.py", "unit/test_futures.py", "unit/test_batch_state.py"}
+"""The files whose tests `make test` runs on both kinds of database; of the others it runs those on SQLite."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests_directory = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests_directory).parts[0] in EXTENDED and not item.get_closest_marker("smoke"):
+        path = item.path.relative_to(tests_directory)
+        is_extended = path.parts[0] in EXTENDED and not item.get_closest_marker("smoke")
+        if is_extended or (_database_of(item) == databases.POSTGRES and path.as_posix() not in ON_POSTGRES):
             item.add_marker(pytest.mark.extended)
+    _extend_matrices(items)
     order = {name: position for position, name in enumerate(LONG_FILES)}
     # The sort is stable: the tests of a file keep their order.
     items.sort(key=lambda item: order.get(item.path.relative_to(tests_directory).as_posix(), len(order)))
+
+
+def _database_of(item: pytest.Item) -> object:
+    return (
+        item.callspec.params.get("database_kind")
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        else None
+    )
+
+
+def _extend_matrices(items: list[pytest.Item]) -> None:
+    """Mark the cases of `matrix(n)` that `make test` leaves out: it runs n of them, spread over their list."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("extended"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in matrices.values():
+        marker = cases[0].get_closest_marker("matrix")
+        assert marker is not None
+        (count,) = marker.args
+        chosen = {round(i * (len(cases) - 1) / max(count - 1, 1)) for i in range(count)}
+        for position, case in enumerate(cases):
+            if position not in chosen:
+                case.add_marker(pytest.mark.extended)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -520,7 +520,6 @@ def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
 # Runs.
 
 
-@pytest.mark.smoke
 def test_curves_grow_on_an_open_page(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
 

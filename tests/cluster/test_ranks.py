@@ -130,6 +130,7 @@ def test_ten_steps_of_every_loss_are_those_of_one_process(single: TorchBackend, 
     train_both(single, sharded, 10)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_numbers_of_a_broken_adapter_stay_its_own(single: TorchBackend, sharded: ShardedBackend, broken: int) -> None:
     """Its rows, the first or not of the micro-batch, have no finite logits; the other adapters' are unchanged."""
@@ -246,6 +247,7 @@ def test_fewer_sequences_than_ranks(single: TorchBackend, sharded: ShardedBacken
     assert relative_error(weights(sharded, 0), weights(single, 0)) < 1e-4
 
 
+@pytest.mark.matrix(3)
 def test_answers_are_those_of_one_process(single: TorchBackend, sharded: ShardedBackend) -> None:
     train_both(single, sharded, 1, seed=5)
     sample_both(single, sharded)
@@ -342,6 +344,7 @@ def test_refusals_equal_those_of_one_process(single: TorchBackend, sharded: Shar
         assert isinstance(outcomes[0], UserError) and isinstance(outcomes[1], PassResult)
 
 
+@pytest.mark.matrix(2)
 def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     single: TorchBackend, sharded: ShardedBackend, tmp_path: Path
 ) -> None:
@@ -632,6 +635,7 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost_ranks:
     lost_ranks.reasons.clear()
 
 
+@pytest.mark.matrix(2)
 def test_ranks_that_sleep_go_on_bit_for_bit(sharded: ShardedBackend) -> None:
     def train_weights(*, sleeps: bool) -> list[bytes]:
         create(sharded)

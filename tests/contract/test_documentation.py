@@ -77,6 +77,7 @@ def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Pa
     assert page.stem != "quickstart" or "Say hello. -> ahoy\n" in said
 
 
+@pytest.mark.extended
 def test_tinkerclouds_key_goes_to_a_server_as_the_page_starts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -288,6 +289,7 @@ class Loaded(HTMLParser):
             self.addresses.append(attributes.get("href") or "")
 
 
+@pytest.mark.extended
 def test_the_site_loads_no_external_resources(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30

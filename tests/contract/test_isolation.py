@@ -93,6 +93,7 @@ def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
         assert {f"{operation.path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("index", range(len(FILTERS)), ids=lambda index: FILTERS[index][0])
 def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, index: int) -> None:
     """The response is the same as for an object that does not exist."""
@@ -112,6 +113,7 @@ def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, index: int) 
     assert theirs.session_id not in answers[0][1] and "alice" not in answers[0][1]
 
 
+@pytest.mark.matrix(40)
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, method: str, path: str) -> None:
     ids = create_objects(harness)
@@ -124,6 +126,7 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
     assert answer.status_code != 404 and (answer.status_code < 500 or answer.status_code in (501, 503)), answer.text
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize(("method", "path"), LISTINGS)
 def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, method: str, path: str) -> None:
     ids = create_objects(harness)
@@ -234,6 +237,7 @@ def without_ids(text: str, ids: RouteObjects) -> str:
     return text.replace(ids.session_id, "SESSION").replace(f" {ids.job_id}", " JOB")
 
 
+@pytest.mark.matrix(30)
 @pytest.mark.parametrize(("method", "path"), id_routes())
 def test_foreign_and_missing_objects_have_the_same_answer(harness: Harness, method: str, path: str) -> None:
     """A foreign object and a missing one have the same status, body and headers."""
@@ -270,6 +274,7 @@ STRANGE_IDS = {
 }
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("strange", STRANGE_IDS)
 def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: str) -> None:
     create_objects(harness)
@@ -287,6 +292,7 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
             assert "set-cookie" not in answer.headers
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("strange", STRANGE_IDS)
 def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: str) -> None:
     alice = create_objects(harness)

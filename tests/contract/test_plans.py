@@ -162,6 +162,7 @@ def harness(kind: str, tmp_path: Path) -> Iterator[Harness]:
     close(new_harness)
 
 
+@pytest.mark.extended
 def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path: Path) -> None:
     database = harness.services.models._db
     recorder = Recorder(_url_of(database, tmp_path))

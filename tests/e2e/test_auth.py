@@ -110,7 +110,6 @@ def provider_of(service: tinker.ServiceClient) -> JwtAuthProvider:
 # The SDK.
 
 
-@pytest.mark.smoke
 @pytest.mark.covers("POST /auth/token")
 def test_a_whole_run_goes_by_token(keyed_server: Keyed) -> None:
     with keyed_server.service(keyed_server.alice) as service:

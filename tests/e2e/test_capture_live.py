@@ -34,6 +34,7 @@ def captured_trajectories(server: LiveServer) -> Iterator[Trajectories]:
         yield trajectories
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.smoke
 @pytest.mark.parametrize("stream", [False, True])
 def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(

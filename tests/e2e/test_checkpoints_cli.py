@@ -122,7 +122,6 @@ def test_a_merged_model_computes_the_same_alone(trained_run: Trained, tmp_path: 
     close(peft_logprobs(tmp_path / "sharded"), trained_run.scored)
 
 
-@pytest.mark.smoke
 def test_a_pushed_checkpoint_resumes_training(trained_run: Trained, tmp_path: Path) -> None:
     trained_run.cli("pull", trained_run.state, tmp_path / "state")
     pushed = trained_run.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)

@@ -184,6 +184,7 @@ def remove_manifest(path: Path) -> None:
     (path / MANIFEST).unlink()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("damage", [damage_bits, damage_length, remove_file, remove_manifest])
 @pytest.mark.parametrize("num_snapshots", [1, 2])
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(

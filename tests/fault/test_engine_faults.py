@@ -147,6 +147,7 @@ def test_a_request_that_cannot_be_computed_fails_by_name_and_disturbs_no_other_t
         assert f"status={EXIT_FAULT}" in (server.data_dir / "server.log").read_text().replace("\x1b[0m", "")
 
 
+@pytest.mark.extended
 def test_a_fault_of_the_device_ends_the_engine_and_costs_no_request(
     backend: str, undisturbed: list[Results], tmp_path: Path
 ) -> None:

@@ -108,7 +108,6 @@ def test_a_run_whose_engine_is_killed_again_and_again_ends_as_if_it_had_not_been
     assert losses == undisturbed
 
 
-@pytest.mark.smoke
 def test_a_run_survives_a_kill_of_everything_while_its_poll_is_held(tmp_path: Path, undisturbed: list[float]) -> None:
     port, data_dir = free_port(), tmp_path / "data"
     with contextlib.ExitStack() as servers:

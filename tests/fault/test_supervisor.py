@@ -114,7 +114,6 @@ def test_a_stopping_server_answers_its_polls_and_leaves_no_process(tmp_path: Pat
     assert "Fatal Python error" not in log and "Traceback" not in log, log
 
 
-@pytest.mark.smoke
 def test_an_engine_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         engine = engine_of(server)

@@ -66,6 +66,7 @@ def test_a_command_that_computes_names_the_package_that_it_lacks(
     assert completed.stderr == f"error: this command needs {package}: pip install 'tinsmith[{extra}]'\n"
 
 
+@pytest.mark.extended
 def test_doctor_reports_the_missing_package(bare_python: Path, tmp_path: Path) -> None:
     completed = run(bare_python, tmp_path, "doctor", "--json")
     details = {finding["what"]: finding["detail"] for finding in json.loads(completed.stdout)}

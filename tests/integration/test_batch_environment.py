@@ -59,6 +59,7 @@ def files_with(directory: Path, text: str) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
+@pytest.mark.extended
 def test_a_secret_reaches_the_function_and_is_stored_nowhere(
     server: LiveServer, secrets_dir: Path, tmp_path: Path
 ) -> None:

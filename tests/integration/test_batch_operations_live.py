@@ -141,6 +141,7 @@ def test_prompts_are_those_of_the_tokenizer(
                 assert [token for token, _ in pairs] == [token for token, _ in theirs or []]
 
 
+@pytest.mark.extended
 def test_a_pipeline_samples_and_grades(client: Client, tmp_path: Path) -> None:
     sample = batch.Sample(NANO, messages="q", num_samples=3, max_tokens=6)
     steps = [sample, batch.Grade(by="regex", pattern="[aeiou]", pass_at=[1, 3])]

@@ -50,6 +50,7 @@ def add_key(row: dict[str, Any], log: str) -> dict[str, Any]:
     return {"__key__": "same" if row["i"] in (1, 7) else f"k{row['i']}", "txt": str(row["i"])}
 
 
+@pytest.mark.extended
 def test_equal_keys_fail_the_publication_and_are_numbered_without_computing_again(
     client: Client, tmp_path: Path
 ) -> None:

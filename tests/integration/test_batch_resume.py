@@ -146,6 +146,7 @@ def test_a_file_that_changes_under_a_reader_gives_no_rows(tmp_path: Path) -> Non
         reader.download_batch(0, 1, "")
 
 
+@pytest.mark.extended
 def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_one(
     client: Client, tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ print(int(job))
 """
 
 
+@pytest.mark.extended
 def test_a_script_that_is_run_again_finds_its_job_whatever_the_order_of_its_sets(
     server: LiveServer, tmp_path: Path
 ) -> None:

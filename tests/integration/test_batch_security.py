@@ -143,6 +143,7 @@ def count_listeners(opens_at: str) -> None:
         batch.save_results([{"processes": len(family), "listening": len(inodes & listening_inodes())} for _ in rows])
 
 
+@pytest.mark.extended
 def test_no_process_of_a_job_listens(tmp_path: Path) -> None:
     url = fresh_url(tmp_path, "sqlite")
     with contextlib.closing(open_database(url)) as database:

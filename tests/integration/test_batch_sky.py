@@ -130,6 +130,7 @@ def test_the_simple_example_runs_by_changing_its_import(server: LiveServer, tmp_
     assert batch.Job(job_id, Client(server.url, API_KEY)).progress.batches == 25
 
 
+@pytest.mark.extended
 def test_the_example_with_formats_of_its_own_runs_by_changing_its_import(server: LiveServer, tmp_path: Path) -> None:
     import yaml
 

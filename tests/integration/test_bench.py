@@ -48,6 +48,7 @@ def test_two_servers_side_by_side(fake_server: LiveServer, other_server: LiveSer
         assert second["ratio"] == pytest.approx(better if row["unit"] == "tokens/s" else 1 / better)
 
 
+@pytest.mark.extended
 def test_a_table_names_the_servers_and_what_one_cannot_do(fake_server: LiveServer, other_server: LiveServer) -> None:
     urls = ("--url", fake_server.url, "--url", other_server.url)
     answer = run(*urls, "--model", "tinsmith/nano", "--model", "no/such")

@@ -45,6 +45,7 @@ def run(script: str, *flags: str) -> str:
     return completed.stdout
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("script", [*QUICK, *(pytest.param(script, marks=pytest.mark.slow) for script in SLOW)])
 def test_it_runs_and_writes_its_figures(script: str, tmp_path: Path) -> None:
     path = tmp_path / "found.json"

@@ -124,6 +124,7 @@ BucketDirectories(sys.argv[1], Cache(data_dir / "cache", 1 << 30)).write(fill)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("point", "expected_files"),
     [("versions.writing", []), ("versions.sealed", ["a"]), ("versions.placed", ["a", "manifest.json"])],

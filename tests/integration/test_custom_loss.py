@@ -62,6 +62,7 @@ def test_nothing_allowed_draws_numbers_shows_old_memory_or_leaves_torch() -> Non
 # The interpreter.
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", LOSSES)
 @examples(15)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -453,6 +454,7 @@ def test_data_that_begin_alike_have_the_gradients_of_separate_ones(backend: Torc
     assert (ours_P - expected_P).norm() <= 1e-4 * expected_P.norm()
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.covers(
     "ServiceClient.create_custom_loss", "TrainingClient.forward_backward_custom", "POST /create_custom_loss"

@@ -117,6 +117,7 @@ MAPPED = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("case", MAPPED)
 def test_logprobs_are_those_of_the_whole_distribution_at_the_sampling_temperature(
     case: str, kind: str, open_setup: Open

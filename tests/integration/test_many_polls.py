@@ -212,6 +212,7 @@ def test_a_server_that_may_open_few_files_says_so() -> None:
         assert f"({hard}, {hard})" in completed.stdout
 
 
+@pytest.mark.extended
 def test_every_poll_for_one_future_is_answered_when_it_settles(server: LiveServer, client: RawClient) -> None:
     model = client.model()
     waiting = client.step(model, 2)

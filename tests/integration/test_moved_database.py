@@ -125,6 +125,7 @@ def test_a_request_is_not_acknowledged_once_the_file_is_gone(harness: Harness, t
         assert str(tmp_path) not in answer.text
 
 
+@pytest.mark.extended
 def test_a_server_whose_database_is_deleted_stops_and_says_so(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         if not (tmp_path / "data" / "tinsmith.db").exists():

@@ -280,6 +280,7 @@ def move_run(pair: Pair, run: str) -> None:
     assert not pair.backends[0].has_model(run)
 
 
+@pytest.mark.matrix(1)
 def test_ten_steps_with_a_move_in_the_middle_are_ten_steps_bit_for_bit(pair: Pair, tmp_path: Path) -> None:
     runs = [pair.create_owned_run(RUN), pair.create_owned_run(OTHER)]
     disturbed = train_runs(pair, runs, move_at=5)

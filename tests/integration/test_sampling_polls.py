@@ -354,6 +354,7 @@ def with_flags(service: tinker.ServiceClient, **flags: bool) -> tinker.ServiceCl
     return service
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("follow", [True, False])
 def test_the_sdk_reads_every_result_with_either_kind_of_poll(fake_service: tinker.ServiceClient, follow: bool) -> None:
     service = with_flags(fake_service, sample_use_retrieve_futures=follow)

@@ -120,6 +120,7 @@ def at_settlement(bench: FaultyBench, point: TransactionPoint, error: BaseExcept
 # One error at each place where an engine settles.
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("point", WRITING)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_step(
@@ -161,6 +162,7 @@ def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(
     assert bench.end_of(sample).body is not None
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("point", WRITING)
 @pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
 def test_finished_requests_are_settled_once_without_a_restart(
@@ -318,6 +320,7 @@ def failing_every(point: TransactionPoint, first: int, at: TransactionPoint, cou
 # Permanent errors, and errors outside of the database.
 
 
+@pytest.mark.matrix(1)
 def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
     workload = Workload(bench, "interrupted")
     workload.first_half()
@@ -333,6 +336,7 @@ def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(be
     assert workload.results() == undisturbed.results()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("during", ["a step", "a replay"])
 @pytest.mark.parametrize(
     "error",

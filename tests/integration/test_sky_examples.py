@@ -70,6 +70,7 @@ def test_the_simple_example(server: LiveServer, bucket: Bucket, tmp_path: Path) 
     assert rows == [{"text": f"t{index}", "output": f"t{index}" * 2} for index in range(5)]
 
 
+@pytest.mark.extended
 def test_the_example_that_draws_in_an_environment_of_its_own(
     server: LiveServer, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_example_that_draws_in_an_environment_of_its_own(
     assert bucket.get("generated_images/00000003.png").startswith(b"\x89PNG")
 
 
+@pytest.mark.extended
 def test_the_example_with_formats_of_its_own(server: LiveServer, bucket: Bucket, tmp_path: Path) -> None:
     example = run(server, bucket, "custom_formats/process_range.py", tmp_path)
     assert example.returncode == 0, example.stderr

@@ -109,6 +109,7 @@ def test_unknown_times_are_not_drawn(db: Database) -> None:
     assert not [event for event in old if event["ph"] == "X"]
 
 
+@pytest.mark.extended
 def test_a_live_session_has_its_parts_and_its_steps(nano_server: LiveServer) -> None:
     with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
         model = service.create_lora_training_client("tinsmith/nano", rank=4).result()

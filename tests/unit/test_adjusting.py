@@ -110,6 +110,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_a_float64_reference_and_logprobs_the_models_own(
@@ -242,6 +243,7 @@ def sample_constrained(base: BaseModel, grammar: Grammar, max_tokens: int = 160)
     return [(text_of(base, sampled), sampled.stop_reason) for result in results for sampled in result.sequences]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name: str) -> None:
     """Endless white space and digits are prevented."""
@@ -251,6 +253,7 @@ def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name
         assert "\n" not in text and "  " not in text
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("by_name", [True, False])
 @pytest.mark.parametrize("name", ["flat", "nested", "array", "integer"])
 def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_name: bool) -> None:
@@ -271,6 +274,7 @@ def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, by_na
             )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("dialect", [dialect for dialect in DIALECTS if dialect.new_parser], ids=lambda d: d.name)
 def test_every_dialect_is_sampled_in_its_form(chatty: BaseModel, dialect: ToolDialect) -> None:
     """The sampler appends forced tokens, which the tokenizer must write as the grammar reads them."""

@@ -194,6 +194,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     assert set(shared) == SHARED_NAMES, shared
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("entry", MUST_NOT_LOAD)
 def test_a_process_does_not_load_forbidden_libraries(entry: str) -> None:
     script = f"import {entry}, sys, json; print(json.dumps(sorted(sys.modules)))"

@@ -41,6 +41,7 @@ def publish_rows(writer: batch.OutputWriter, rows: int, batch_size: int, base: s
     return writer.publish(parts, f"{base}/.tinsmith_batch_tmp/1/out-0", "error")
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("ending", WRITERS)
 @pytest.mark.parametrize(("rows", "batch_size", "rows_per_file"), [(10, 3, 4), (10, 10, 1), (8, 3, 4), (3, 2, 100)])
 def test_a_directory_of_numbered_files_is_read_as_one_data_set(

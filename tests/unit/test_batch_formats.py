@@ -472,6 +472,7 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     assert list(CommittedParts(str(tmp_path / "winners"), 0)) == []
 
 
+@pytest.mark.extended
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     writer = batch.JsonWriter(str(tmp_path / "out.jsonl"))
     part = writer.write_part([{"n": 1}], RowRange(0, 0), str(tmp_path / "attempt-1"))
@@ -501,6 +502,7 @@ MORE_WRITERS = [
 ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "writer",
     [*WRITERS, *(pytest.param(writer, marks=pytest.mark.extended) for writer in MORE_WRITERS)],

@@ -108,6 +108,7 @@ def test_two_thousand_input_files_need_few_descriptors(kind: str, tmp_path: Path
     run_script(READ, tmp_path, kind)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind",
     [

@@ -293,6 +293,7 @@ async def die_among_others(row: dict[str, Any], directory: str) -> dict[str, Any
     return {"m": row["n"]}
 
 
+@pytest.mark.extended
 def test_of_several_batches_of_a_stage_the_one_that_kills_it_is_found(tmp_path: Path) -> None:
     data = data_set(8).map(a, num_cpus=1).map(die_among_others, fn_kwargs={"directory": str(tmp_path)}, num_cpus=2)
     results = run(tmp_path, spec_of(tmp_path, data))
@@ -348,6 +349,7 @@ def hang(row: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.extended
 def test_a_late_batch_names_its_step_and_waiting_is_not_late(tmp_path: Path) -> None:
     spec = spec_of(
         tmp_path, data_set().map(a, num_cpus=1).map(hang, num_cpus=2), batch_timeout_s=8.0, startup_timeout_s=60.0

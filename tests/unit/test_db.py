@@ -227,6 +227,7 @@ def test_a_database_of_the_first_schema_is_migrated_with_its_rows(tmp_path: Path
     fresh.close()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("revision", ["9999", "schema_9999", "0001", "0009"])
 def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, revision: str) -> None:
     set_version(db, revision)

@@ -110,6 +110,7 @@ def test_adapters_of_two_layouts_share_a_graph_beside_prompts(shape: ModelShape)
         assert isinstance(ours._graphs, Uncaptured) and ours._graphs.steps >= 3
 
 
+@pytest.mark.matrix(1)
 def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
     plain, ours = samplers(shape, (4,), 4)
     first = make_sample("first", make_prompt(5), PARAMS, version_id="0")
@@ -125,6 +126,7 @@ def test_prompts_leave_decoding_rows_in_their_graph(shape: ModelShape) -> None:
     assert ours.cache_use().uncaptured_steps.keys() <= {"first of its kind"}
 
 
+@pytest.mark.matrix(1)
 def test_weights_that_moved_are_found_again(shape: ModelShape) -> None:
     plain, ours = samplers(shape, (4,), 4)
     sample = make_sample("s", make_prompt(9), PARAMS, version_id="0")
@@ -146,6 +148,7 @@ def test_blocks_hold_rows_of_one_adapter(shape: ModelShape) -> None:
     assert blocks == [(at_a, 2, 16, scale), (at_a, 18, 1, scale), (at_b, 19, 1, scale)]
 
 
+@pytest.mark.matrix(1)
 def test_a_graph_that_cannot_be_captured_is_tried_again_later(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,6 +220,7 @@ def test_states_in_slots_are_what_they_are_without_graphs(
     assert ours._states.num_taken == len(ours._batcher.snapshots or ())
 
 
+@pytest.mark.matrix(1)
 def test_a_graph_with_states_gives_the_plain_step_what_it_needs_when_it_fails(stateful: ModelShape) -> None:
     if THERE:
         pytest.skip("captures")

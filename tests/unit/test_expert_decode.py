@@ -79,6 +79,7 @@ def test_pairs_are_sorted_by_expert_and_stay_in_order(num: int, experts: int, ch
     assert torch.equal(pairs.ends_E.long(), torch.bincount(index_nk.flatten(), minlength=experts).cumsum(0))
 
 
+@pytest.mark.matrix(2)
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [(), (8, 3), *(pytest.param(x, marks=pytest.mark.extended) for x in ((8,), (8, 8)))])

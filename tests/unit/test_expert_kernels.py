@@ -174,6 +174,7 @@ def check(
                 assert_near(actual, leaf.grad, dtype, f"{matrix} of {name}")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [
@@ -247,6 +248,7 @@ def test_non_finite_numbers_stay_in_their_rows_and_their_adapter(dtype: torch.dt
     assert output[30:50].isnan().all()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("projections", [
     [Factors(W1, 1, slice(0, None, 2)), Factors(W3, 1, slice(1, None, 2))],
     pytest.param([Factors(W1, 1, slice(0, INNER)), Factors(W3, 1, slice(INNER, None))], marks=pytest.mark.extended),

@@ -216,6 +216,7 @@ def test_half_precision_is_near(kind: str) -> None:
     assert (actual.float() - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
 @examples(6)
 @given(

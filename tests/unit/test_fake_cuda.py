@@ -120,6 +120,7 @@ def test_numbers_of_several_kinds_cross_in_one_copy_each_way() -> None:
     assert device.reads == 1
 
 
+@pytest.mark.matrix(1)
 def test_a_step_of_training_reads_once_and_one_of_the_optimizers_once(shape: ModelShape) -> None:
     with fake_cuda() as device:
         backend = open_backend(shape)

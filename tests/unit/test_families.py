@@ -118,6 +118,7 @@ def check_sampling(backend: TorchBackend, version_id: str | None, model: nn.Modu
         np.testing.assert_allclose(result.prompt_logprobs_T[1:], prompt_logprobs, atol=1e-4)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("family", [in_make_test(family) for family in FAMILIES])
 def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path: Path) -> None:
     shape = make(tmp_path / "base", family)

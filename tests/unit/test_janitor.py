@@ -273,6 +273,7 @@ PART_NAMES = (
 )
 
 
+@pytest.mark.extended
 def test_a_part_that_raises_keeps_no_other_part_from_running(parts: Parts) -> None:
     for broken, error in zip(PART_NAMES[::4], cycle((OSError("no disk"), ValueError("any other"))), strict=False):
         janitor = janitor_of(parts)

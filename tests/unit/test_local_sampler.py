@@ -159,6 +159,7 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
     return samples
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "qwen3_5"])
 def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str, BaseModel], arch: str):
     base = bases[arch]
@@ -393,6 +394,7 @@ def _make_broken_adapter(base: BaseModel, value: float) -> Adapter:
     return adapter
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "qwen3_5"])
 def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[str, BaseModel], arch: str, value: float):
@@ -522,6 +524,7 @@ def test_a_paused_request_holds_no_blocks_and_is_no_work(base: BaseModel):
         assert_same(results[sample.request_id], sample_alone(base, sample))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("arch", ["qwen3", "qwen3_5"])
 @given(st.data())
 @examples(12)

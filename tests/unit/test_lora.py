@@ -195,6 +195,7 @@ def peft_model(shape: ModelShape, backend: TorchBackend, model_id: str) -> nn.Mo
     return model
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("clip", "alpha"), [(0.0, 32.0), (0.5, 32.0), (0.5, 5.0)])
 def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float, alpha: float) -> None:
     backend, rng = TorchBackend(qwen, device="cpu"), np.random.default_rng(0)
@@ -316,6 +317,7 @@ def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone(
     assert not _suits_onednn(a, b) and _suits_onednn(a, wide) is (HAS_ONEDNN and not suits_mkl)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("rows, inner, columns", [(512, 3072, 512), (768, 2048, 640), (1024, 1600, 576)])
 def test_a_product_by_columns_is_the_plain_one(rows: int, inner: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)

@@ -217,6 +217,7 @@ def on_device() -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in device_tensors]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
 def test_everything_of_a_gpu_goes_to_the_host_and_back(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +246,7 @@ def test_everything_of_a_gpu_goes_to_the_host_and_back(
         assert {moment_P.device for moment_P in trained.moments} == {DEVICE}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("failing", ["_bytes_of", "_wait_for_copies"])
 def test_a_gpu_without_room_to_wake_up_is_left_to_the_other_process(
     failing: str, shape: ModelShape, monkeypatch: pytest.MonkeyPatch

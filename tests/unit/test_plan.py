@@ -56,6 +56,7 @@ def count_with_transformers(config: dict[str, Any]) -> int:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).num_parameters()
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("row", PUBLISHED_MODELS, ids=lambda row: row.name)
 def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(row: PublishedModel) -> None:
     model = row.model
@@ -621,6 +622,7 @@ def test_the_work_of_other_processes_is_measured(tmp_path: Path, monkeypatch: py
     assert 0 <= measurement.measure_busy_share() <= 1
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("isa", ["", "AVX2"])
 def test_matmuls_are_measured_on_any_processor(isa: str) -> None:
     """A processor without AVX-512 has no packed matmuls in bfloat16. oneDNN reads the variable once a process."""

@@ -80,6 +80,7 @@ def test_the_first_steps_are_traced_with_a_range_for_each_stage(shape: ModelShap
     assert steps == [3, profiling.DECODE_STEPS, 3], "until the work ends, a full file, the rest"
 
 
+@pytest.mark.extended
 def test_a_long_training_step_is_traced_in_part_with_the_decode_steps_between(
     shape: ModelShape, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ def _check_alternatives(
     np.testing.assert_allclose(alternatives.logprobs_Tk, expected, atol=1e-4)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])

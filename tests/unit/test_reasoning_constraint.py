@@ -196,6 +196,7 @@ def test_a_budget_without_tags_of_reasoning_is_refused(tmp_path: Path) -> None:
         plan_chat(ModelTokenizer(read_shape(nano.MODEL_NAME, tmp_path)), thinking_token_budget=3)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("temperature", [1.0, *(pytest.param(x, marks=pytest.mark.extended) for x in (0.0, 2.0))])
 @pytest.mark.parametrize("budget", [None, 6])
 @pytest.mark.parametrize("tool", [False, True])

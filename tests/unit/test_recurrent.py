@@ -91,6 +91,7 @@ def assert_near(ours: Tensor, expected: Tensor) -> None:
 LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=5)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", STATEFUL)
 @examples(6)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
@@ -112,6 +113,7 @@ def test_a_packed_row_is_its_sequences_alone(family: str, lengths: list[int], se
         assert_near(ours, expected)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", STATEFUL)
 @examples(6)
 @given(lengths=LENGTHS, data=st.data())
@@ -193,6 +195,7 @@ class QueuedRanks:
         self.log.append("wait")
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", [family for family in STATEFUL if family not in WHOLE])
 @examples(4)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))

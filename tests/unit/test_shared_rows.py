@@ -79,6 +79,7 @@ def total_tokens(*data: list[Datum]) -> int:
     return sum(len(datum.tokens_N) for group in data for datum in group)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("loss_fn", OUR_LOSSES)
 @examples(3)
 @given(seed=st.integers(0, 2**32 - 1))

@@ -90,6 +90,7 @@ def join_text(parts: Iterable[str | ToolCall]) -> Parts:
     return merged
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", WORDS)
 @examples(300)
 @given(st.data())
@@ -220,6 +221,7 @@ def read(plan: GenerationPlan, written: str, *, at_once: bool) -> tuple[str, Par
     return reasoning, join_text(parts), text, choice.stopped_by
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("form", WORDS)
 @pytest.mark.parametrize("mode", ["plain", "thinking", "begun", "hidden"])
 @examples(60)

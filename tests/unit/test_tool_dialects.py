@@ -193,6 +193,7 @@ def arguments_for(name: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=optional)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 @examples(40)
 @given(st.data())
@@ -248,6 +249,7 @@ def words_of(model: ModelTokenizer, name: str) -> list[str]:
     ]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", NAMES)
 @examples(40)
 @given(st.data())
@@ -411,6 +413,7 @@ def test_a_call_without_arguments_is_a_call(
     assert read_all(plan_of(model), model, f"{written}\n{rome}") == [TIME, ROME]
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_inside_unclosed_reasoning_ends_the_reasoning(
@@ -495,6 +498,7 @@ def test_a_special_token_alone_is_no_text(models: Mapping[tuple[str, bool], Mode
     assert read_all(plan_of(model, tools=[]), model, f"I use {mark} here") == ["I use  here"]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 @examples(25)
@@ -574,6 +578,7 @@ def render_for_grammar(model: ModelTokenizer, calls: Sequence[tuple[str, dict[st
     return written
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_grammars_allow_the_calls_of_the_template_and_nothing_else(
@@ -686,6 +691,7 @@ def check_drawn_calls(matcher: Matchers, name: str, seeds: Iterable[int], **fiel
     return num_ended
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_grammar_draws_is_calls_of_the_schema(

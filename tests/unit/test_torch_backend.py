@@ -165,6 +165,7 @@ def check_against_reference(
             assert relative(gradient_part, leaf.grad) < 1e-4, name
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("loss_fn", OUR_LOSSES)
 def test_values_and_gradients_equal_float64(shape: ModelShape, loss_fn: str) -> None:
     backend, oracle, rng = TorchBackend(shape, device="cpu"), Reference(shape.path), np.random.default_rng(0)
@@ -680,6 +681,7 @@ def test_fused_layers_keep_what_the_plan_counts(shape: ModelShape) -> None:
     assert counted or not backend.base.has_fused_layers
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 def test_adapters_that_a_gpu_takes_together_learn_as_each_alone(
     shape: ModelShape, dtype: str, bound: float, monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,7 @@ def test_gradients_are_those_of_transformers_alone_and_packed(shape: ModelShape,
                 )
 
 
+@pytest.mark.matrix(2)
 def test_data_that_begin_with_equal_images_share_their_rows(shape: ModelShape, tmp_path: Path) -> None:
     """Not those with another image at the same place, whose tokens are the same."""
     backend = train_backend(shape, tmp_path)
@@ -218,6 +219,7 @@ def corrupt_image(how: str) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("how", ["cut", "chunk"])
 def test_a_broken_image_fails_its_own_pass_alone(shape: ModelShape, tmp_path: Path, how: str) -> None:
     backend = train_backend(shape, tmp_path)

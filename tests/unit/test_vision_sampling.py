@@ -90,6 +90,7 @@ def check(
         np.testing.assert_allclose(prompt_logprobs[1:], prompt_expected, atol=tolerance)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("rows", [5, 512])
 def test_answers_match_transformers_in_chunks_and_in_batches(
     backend: TorchBackend, reference: nn.Module, rows: int
@@ -179,6 +180,7 @@ def test_preempted_sequences_come_to_the_same_answers(backend: TorchBackend, ref
         check(results[sample.request_id], sample, reference)
 
 
+@pytest.mark.matrix(1)
 def test_a_deterministic_sampler_takes_images(backend: TorchBackend, reference: nn.Module) -> None:
     pinned = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, deterministic=True))
     samples = [ask("two", prompt_logprobs=True), ask("begin"), ask("text")]
