@@ -37,6 +37,7 @@ TASKS_OF_THEIR_CALLERS = {
     "api/openai/streaming.py": "parts of one answer",
     "api/openai/generation.py": "a submission, which its creator awaits",
     "samplers/remote/connection.py": "waits that their creator awaits",
+    "samplers/remote/adapters.py": "one for each load, whose error is that of the samples that wait for it",
     "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
     "server/process.py": "waits that their creator awaits",
 }
