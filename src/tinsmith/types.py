@@ -228,6 +228,8 @@ class AdamParams:
     state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     """Names of the moments, in memory and in a checkpoint."""
     for_lora_only: ClassVar[bool] = False
+    is_elementwise: ClassVar[bool] = True
+    """Whether an element's step depends on that element alone, beside the norm."""
     wire_field: ClassVar[str] = "adam_params"
 
     learning_rate: float = 1e-4
@@ -261,6 +263,7 @@ class DimuonParams:
     version: ClassVar[int | None] = 1
     state: ClassVar[tuple[str, ...]] = ("momentum",)
     for_lora_only: ClassVar[bool] = True
+    is_elementwise: ClassVar[bool] = False
     wire_field: ClassVar[str] = "optimizer_params of type 'dimuon'"
 
     learning_rate: float

@@ -160,7 +160,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
         collective = getattr(dist, name)
 
         def collect_and_count(*tensors: Any, group: dist.ProcessGroup, **options: Any) -> object:  # noqa: ANN401
-            tensor_args = [*tensors, *(value for value in options.values() if isinstance(value, torch.Tensor))]
+            tensor_args = [value for value in (*tensors, *options.values()) if isinstance(value, torch.Tensor)]
             if tensor_args[-1].is_floating_point():
                 sizes.append(num_bytes(*tensor_args, dist.get_world_size(group)))
             return collective(*tensors, group=group, **options)
@@ -168,6 +168,7 @@ def count_bytes(monkeypatch: pytest.MonkeyPatch, own_pairs: int) -> list[float]:
         monkeypatch.setattr(dist, name, collect_and_count)
 
     count("isend", lambda x, _ranks: x.nbytes)
+    count("broadcast", lambda x, ranks: all_gather_bytes(x.nbytes, ranks))
     count("all_reduce", lambda x, ranks: all_reduce_bytes(x.nbytes, ranks))
     count("all_gather", lambda parts, _, ranks: all_gather_bytes(sum(part.nbytes for part in parts), ranks))
     count("all_to_all_single", lambda x, y, ranks: all_gather_bytes((x if len(x) == own_pairs else y).nbytes, ranks))
@@ -185,6 +186,7 @@ def test_the_plan_counts_the_bytes_that_a_step_sends(sharded: ShardedBackend, mo
     inputs = {"target_tokens": tokens.astype(np.int64), "weights": np.ones(24, np.float32)}
     data = (Datum(tokens, inputs), Datum(tokens[::-1].copy(), inputs))
     (result,) = run_to_end(sharded.run_passes([Pass("r", "counted", data, "cross_entropy", {}, False)]))
+    sharded.optim_step([OptimStep("s", "counted", AdamParams())])
     sharded.unload_model("counted")
     assert isinstance(result, PassResult)
     degrees = sharded.local.ranks.degrees
@@ -349,6 +351,9 @@ def test_a_checkpoint_has_the_same_bytes_and_loads_on_any_degrees(
     single: TorchBackend, sharded: ShardedBackend, tmp_path: Path
 ) -> None:
     train_both(single, sharded, 2, seed=7)
+    trained = local_backend(sharded)._models["m1"]
+    assert trained.moments is not None and trained.optimizer_type == "adamw"
+    assert 0.4 < len(trained.moments[0]) / trained.adapter.flat_P.numel() <= 0.6
     rng = np.random.default_rng(8)
     agree_on(single, sharded, [pass_of(rng, 1, [9, 11])])
     sharded.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")

@@ -213,7 +213,7 @@ def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) ->
     image = memory.tower_bytes(model.tower_activations, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
         base=base,
-        adapters=workload.models * memory.training_bytes(num_parameters, dtype=dtype),
+        adapters=workload.models * memory.training_bytes(num_parameters, dtype=dtype, devices=degrees.devices),
         activations=max(image, activations.num_bytes(max(memory.MICRO_BATCH[workload.cuda], rows), recompute=False)),
         least_activations=max(image, activations.num_bytes(rows, recompute=True)),
         keys_and_values=cached * max(memory.stages_of(model, stages)) // model.layers,

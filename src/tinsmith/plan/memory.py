@@ -262,12 +262,12 @@ def adapter_parameters(model: Architecture, rank: int) -> int:
     return sum(linear.adapter_parameters(rank) for linear in linears)
 
 
-def training_bytes(num_parameters: int, *, dtype: str) -> int:
-    """Bytes of an adapter in training: its weights, their compute copy, its gradient, two moments, and the gradient of
-    the running step.
+def training_bytes(num_parameters: int, *, dtype: str, devices: int = 1) -> int:
+    """Bytes of an adapter in training on each of `devices`: its weights, their compute copy, its gradient, the gradient
+    of the running step, and a part of two moments.
     """
     copy = 0 if dtype == "float32" else DTYPE_BYTES[dtype]
-    return num_parameters * (5 * 4 + copy)
+    return num_parameters * (3 * 4 + copy) + 2 * 4 * -(-num_parameters // devices)
 
 
 def key_value_bytes(model: Architecture, *, dtype: str, tensor: int = 1) -> int:

@@ -141,14 +141,15 @@ def traffic(model: Architecture, workload: Workload, degrees: Degrees, share: St
     """The bytes that a device sends in a training step of every adapter."""
     rows_all = share.rows * degrees.groups
     logprobs = all_reduce_bytes(4 * rows_all, degrees.groups * degrees.pipeline)
-    gradients = 4 * workload.models * memory.adapter_parameters(model, workload.rank)
+    weights = 4 * workload.models * memory.adapter_parameters(model, workload.rank)
     return Traffic(
         tensor=_tensor(model, workload, degrees, share),
         logits=_logits(model, workload, degrees, share),
         context=_context(model, workload, degrees, share),
         stages=_stages(model, workload, degrees, share),
         base=_base(model, workload, degrees, share),
-        gradients=all_reduce_bytes(gradients, degrees.devices) + logprobs,
+        # The gradients are summed, and each device sends the weights that it has stepped.
+        gradients=all_reduce_bytes(weights, degrees.devices) + all_gather_bytes(weights, degrees.devices) + logprobs,
         experts=_experts(model, workload, degrees, share),
     )
 
@@ -272,7 +273,7 @@ def calls(model: Architecture, degrees: Degrees, share: StepShare) -> Traffic:
         context=times * (exchanges * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
         stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, share)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
-        gradients=2.0 if degrees.devices > 1 else 0.0,
+        gradients=2.0 + degrees.devices if degrees.devices > 1 else 0.0,
         experts=times * mixtures * (4 * forwards + 3) / degrees.pipeline if degrees.experts > 1 else 0.0,
     )
 

@@ -1,7 +1,8 @@
 """`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine calls.
 
 Commands that change a rank's state are executed by every rank in the same order; a capture or a checkpoint only reads,
-and rank 0 makes it alone, since adapters and optimizer states are complete on every rank. Each command is answered, and
+and rank 0 makes it alone, since adapters and gradients are complete on every rank; it first collects the moments, of
+which each rank has a part. Each command is answered, and
 the answers are compared. If ranks disagree, a rank exits, or one does not answer within `timeout_s`, the engine ends
 (`on_lost`), and its successor replays the log. Called from one thread.
 """
@@ -231,12 +232,16 @@ class ShardedBackend:
         return cast("list[dict[str, float] | UserError]", answers[0])
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        if optimizer:
+            self._call("collect_moments", model_id)
         return self.local.capture(model_id, optimizer=optimizer, gradient=gradient)
 
     def capture_version(self, version_id: str) -> Capture:
         return self.local.capture_version(version_id)
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        if optimizer:
+            self._call("collect_moments", model_id)
         self.local.save(model_id, directory, optimizer=optimizer, stacked=stacked)
 
     def load(

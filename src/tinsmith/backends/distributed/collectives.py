@@ -207,6 +207,22 @@ class Ranks:
         group, first = self.degrees.sampling_group(self.group_index), (self.degrees.pipeline - 1) * self.degrees.tensor
         return self._broadcast(x, group[first:] + group[:first], self._sampling)
 
+    def broadcast_from(self, x: torch.Tensor, rank: int) -> None:
+        """Fill the contiguous tensor on all ranks with that of one."""
+        with self._convert_errors("a broadcast"):
+            dist.broadcast(x, rank, group=self._all)
+
+    def send_to_first(self, x: torch.Tensor) -> None:
+        """Send to rank 0, which calls `receive_from`."""
+        with self._convert_errors("a message"):
+            dist.send(x.contiguous(), dst=0, group=self._all)
+
+    def receive_from(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Fill the contiguous tensor with the next message of `send_to_first`."""
+        with self._convert_errors("a message"):
+            dist.recv(x, src=rank, group=self._all)
+        return x
+
     def send(self, x: torch.Tensor, *, forward: bool) -> dist.Work:
         """Begin to send to the same rank of the next stage, or of the previous one. The tensor must not change until
         `finish` has waited for the returned handle.

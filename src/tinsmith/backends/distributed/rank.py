@@ -12,6 +12,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,21 +20,24 @@ import numpy as np
 import structlog
 import torch
 
-from tinsmith.backends import MicroBatches
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.distributed.collectives import Ranks
+from tinsmith.backends.distributed.element_shards import RankShard
 from tinsmith.backends.distributed.model import ShardedBase, load_base
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.rates import measure_rates
 from tinsmith.backends.distributed.sampler import RankSampler, SampleOutcomes
 from tinsmith.backends.distributed.trainer import RankedTrainer
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import Adapter, Layout
+from tinsmith.backends.torch.adapters import Adapter, Layout, TrainedModel
 from tinsmith.backends.torch.checkpoint import Tensor
+from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.optim import PreparedStep
 from tinsmith.errors import RankFailedError, RanksLostError, SettingsError, TinsmithError, UserError
 from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
-from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
+from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape, OptimParams, Partial, Pass, PassResult
 
 RANK_COMMANDS = frozenset(
     {
@@ -42,7 +46,7 @@ RANK_COMMANDS = frozenset(
     }
 )  # fmt: skip
 BACKEND_COMMANDS = frozenset(
-    {"create_model", "unload_model", "optim_step", "publish", "drop_version", "sleep", "wake_up"}
+    {"create_model", "unload_model", "optim_step", "collect_moments", "publish", "drop_version", "sleep", "wake_up"}
 )
 SAMPLER_COMMANDS = frozenset({"submit", "cancel", "pause", "hold", "release"})
 """The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
@@ -73,6 +77,8 @@ class RankBackend(TorchBackend):
                 "data_parallel, context_parallel, pipeline_parallel and tensor_parallel at 1"
             )
         self._base_name, self._files = shape.name, digest_of_files(Path(shape.path))
+        self._shard = RankShard(ranks)
+        self._collected: tuple[Tensor, ...] | None = None
         super().__init__(shape, **options)
         if isinstance(self._base, ShardedBase):
             self._module_names = self._base.module_names
@@ -106,6 +112,47 @@ class RankBackend(TorchBackend):
 
     def _make_sampler(self) -> RankSampler:
         return RankSampler(self._base, self._versions, self.ranks, self._sampler_options())
+
+    def collect_moments(self, model_id: str) -> None:
+        """Bring a model's moments to rank 0's host, for the capture or the checkpoint that it makes next."""
+        trained = self._model(model_id)
+        if trained.shard is not None and trained.moments is not None:
+            num_elements = trained.adapter.flat_P.numel()
+            self._collected = self._shard.collect(trained.moments, num_elements)
+
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        with memory_errors(self._base.device):
+            trained = self._with_all_moments(self._model(model_id)).copy(gradient=gradient)
+        return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        trained = self._with_all_moments(self._model(model_id))
+        trained = trained if optimizer else replace(trained, gradient_P=None)
+        self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
+
+    def _with_all_moments(self, trained: TrainedModel) -> TrainedModel:
+        """The model with the moments that were collected, if there are any."""
+        if trained.shard is None:
+            return trained
+        moments, self._collected = self._collected, None
+        return replace(trained, moments=moments, shard=None)
+
+    def _prepare_step(self, requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
+        """Raises MemoryError on all ranks if memory runs out on one: the others would wait for its elements."""
+        prepared, problem = None, None
+        try:
+            with memory_errors(self._base.device):
+                prepared = super()._prepare_step(requests)
+        except MemoryError as error:
+            problem = str(error)
+        problems = [problem for problem in self.ranks.gather(problem) if problem is not None]
+        if prepared is None or problems:
+            raise MemoryError(problems[0])
+        return prepared
+
+    def _trained_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
+        shard = self._shard if OPTIMIZERS[optimizer_type].is_elementwise and self.ranks.degrees.devices > 1 else None
+        return replace(super()._trained_model(adapter, optimizer_type), shard=shard)
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if isinstance(self._base, ShardedBase):

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -246,15 +246,29 @@ class Adapter:
         return other
 
 
+class ElementShard(Protocol):
+    """Which of an adapter's elements [P] this process's optimizer steps, where several processes have the adapter."""
+
+    def local(self, x_P: Tensor) -> Tensor:
+        """A view of this process's elements."""
+        ...
+
+    def spread(self, x_P: Tensor) -> None:
+        """Replace the elements of the other processes by theirs, in place. Called by all of them, in one order."""
+        ...
+
+
 @dataclass(slots=True)
 class TrainedModel:
-    """`gradient_P` None means that nothing has accumulated; the moments are None before the first step."""
+    """`gradient_P` None means that nothing has accumulated; the moments are None before the first step. With a `shard`
+    the moments are those of this process's elements."""
 
     adapter: Adapter
     gradient_P: Tensor | None = None
     moments: tuple[Tensor, ...] | None = None
     step: Tensor = field(default_factory=lambda: torch.zeros(()))
     optimizer_type: str = "adamw"
+    shard: ElementShard | None = None
     _published: weakref.ref[Adapter] | None = None
 
     def publish(self) -> Adapter:
@@ -282,6 +296,14 @@ class TrainedModel:
         """The accumulated gradient."""
         return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P
 
+    def local(self, x_P: Tensor) -> Tensor:
+        """A view of the elements that this process's optimizer steps."""
+        return x_P if self.shard is None else self.shard.local(x_P)
+
+    def take_moments(self, moments: Sequence[Tensor]) -> None:
+        """Keep this process's elements of the moments [P] of all."""
+        self.moments = tuple(state if self.shard is None else self.shard.local(state).clone() for state in moments)
+
     def copy(self, *, gradient: bool) -> TrainedModel:
         """A copy that shares nothing; includes the gradient only on request."""
         return TrainedModel(
@@ -290,14 +312,15 @@ class TrainedModel:
             None if self.moments is None else tuple(state.clone() for state in self.moments),
             self.step.clone(),
             self.optimizer_type,
+            self.shard,
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of device memory, counting a gradient and moments from the start, but not moments on the host."""
-        device = self.adapter.flat_P.device
-        moments = 2 if self.moments is None else sum(state.device == device for state in self.moments)
-        return self.adapter.num_bytes + self.adapter.flat_P.nbytes * (1 + moments)
+        flat_P = self.adapter.flat_P
+        moments = 2 if self.moments is None else sum(state.device == flat_P.device for state in self.moments)
+        return self.adapter.num_bytes + flat_P.nbytes + moments * self.local(flat_P).nbytes
 
     @property
     def offloadable_bytes(self) -> int:
@@ -330,7 +353,7 @@ class TrainedModel:
         if self.moments is not None:
             self.moments = tuple(state.to(self.adapter.flat_P.device) for state in self.moments)
         if self.moments is None:
-            self.moments = tuple(torch.zeros_like(self.adapter.flat_P) for _ in range(count))
+            self.moments = tuple(torch.zeros_like(self.local(self.adapter.flat_P)) for _ in range(count))
         if self.step.device != self.adapter.flat_P.device:
             # Filled on the device: copying one element would synchronise.
             self.step = torch.full_like(self.step, float(self.step), device=self.adapter.flat_P.device)

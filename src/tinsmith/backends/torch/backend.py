@@ -46,7 +46,7 @@ from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, T
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
+from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -353,7 +353,7 @@ class TorchBackend:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
         adapter = self._adapter(spec, layout, initialise_weights(layout, seed, self._home))
-        self._add_model(model_id, TrainedModel(adapter, optimizer_type=optim.check_optimizer_type(optimizer_type)))
+        self._add_model(model_id, self._trained_model(adapter, optim.check_optimizer_type(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -392,10 +392,13 @@ class TorchBackend:
             except UserError as error:
                 results[index] = error
         with memory_errors(self._base.device), self._traces.optimizer(), stage("optimizer"):
-            outcomes = optim.step_adapters([request for _, request in good]) if good else []
+            outcomes = self._prepare_step([request for _, request in good]).apply() if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
         return results
+
+    def _prepare_step(self, requests: Sequence[tuple[TrainedModel, OptimParams]]) -> optim.PreparedStep:
+        return optim.prepare_step(requests)
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
@@ -448,7 +451,7 @@ class TorchBackend:
             fresh = layout.views(initialise_weights(layout, seed, self._home).cpu())
             pairs |= {name: fresh[name] for name in missing}
         adapter = self._adapter(spec, layout, checkpoint.fill_buffer(layout, pairs, self._home, factor))
-        trained = TrainedModel(adapter, optimizer_type=optim.check_optimizer_type(optimizer_type))
+        trained = self._trained_model(adapter, optim.check_optimizer_type(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
             checkpoint.load_gradient(trained, directory)
@@ -505,6 +508,9 @@ class TorchBackend:
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: checkpoint.Tensor) -> Adapter:
         return Adapter(spec, layout, flat_P, self._base.dtype)
+
+    def _trained_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
+        return TrainedModel(adapter, optimizer_type=optimizer_type)
 
     def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool, exported: bool = False) -> None:
         """`exported`: for tinker_cookbook.weights, not for engines such as vLLM, which read `lm_head`."""

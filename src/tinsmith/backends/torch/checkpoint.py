@@ -437,6 +437,7 @@ def _flat_pairs(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str,
 
 def save_optimizer(trained: TrainedModel, directory: Path, name_tensors: NameTensors = name_pairs) -> None:
     state_names = OPTIMIZERS[trained.optimizer_type].state
+    assert trained.moments is None or trained.shard is None
     moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in state_names)
     tensors = {"step": trained.step.cpu()}
     for state_name, flat_P in zip(state_names, moments, strict=True):
@@ -495,8 +496,8 @@ def load_optimizer(trained: TrainedModel, directory: Path, flatten_tensors: Flat
             f"this checkpoint holds the optimizer state {', '.join(sorted(saved_names))}, which is not that of "
             f"{family!r} ({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
-    trained.moments = tuple(
-        flatten_tensors(trained, tensors, state_name, path) for state_name in OPTIMIZERS[family].state
+    trained.take_moments(
+        [flatten_tensors(trained, tensors, state_name, path) for state_name in OPTIMIZERS[family].state]
     )
     # A copy: a view would keep the whole file mapped, and on the disk after its deletion.
     trained.step = tensors["step"].to(trained.adapter.flat_P.device, copy=True)

@@ -104,16 +104,36 @@ class ClippedGradient(NamedTuple):
     factor: float
 
 
-@torch.no_grad()
+class PreparedStep(NamedTuple):
+    """A step of several adapters that has changed none: the metrics of each request, with the gradient's norm before
+    clipping, and the changes of each group of adapters, which allocate nothing."""
+
+    requests: Sequence[tuple[TrainedModel, OptimParams]]
+    outcomes: list[dict[str, float] | NonFiniteGradientError]
+    changes: Sequence[Callable[[], None]]
+
+    @torch.no_grad()
+    def apply(self) -> list[dict[str, float] | NonFiniteGradientError]:
+        """Change the weights and drop the gradients."""
+        for trained, _ in self.requests:
+            trained.gradient_P = None
+        for change in self.changes:
+            change()
+        return self.outcomes
+
+
 def step_adapters(
     requests: Sequence[tuple[TrainedModel, OptimParams]],
 ) -> list[dict[str, float] | NonFiniteGradientError]:
-    """Metrics of each checked request, with the gradient's norm before clipping. Drops the gradients.
+    """One step of checked requests. All or nothing."""
+    return prepare_step(requests).apply()
 
-    All or nothing: everything that allocates memory happens before the first weight changes.
-    """
+
+@torch.no_grad()
+def prepare_step(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
+    """Everything that allocates memory for a step of checked requests."""
     if not requests:
-        return []
+        return PreparedStep((), [], ())
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
     groups: dict[OptimParams, list[ClippedGradient]] = {}
     gradients = [trained.gradient_or_zeros() for trained, _ in requests]
@@ -133,26 +153,25 @@ def step_adapters(
         trained.moments_or_zeros(len(params.state))
         groups.setdefault(params, []).append(ClippedGradient(trained, gradient_P, factor))
     changes = [_STEPS[params.family](group, params) for params, group in groups.items()]
-    for trained, _ in requests:
-        trained.gradient_P = None
-    for change in changes:
-        change()
-    return outcomes
+    return PreparedStep(requests, outcomes, changes)
 
 
 def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
-    """One fused pass over all parameters of the group. Nothing changes until the result is called."""
+    """One fused pass over all parameters of the group. Nothing changes until the result is called. An adapter with a
+    shard is stepped in part here and in part by the other processes that have it."""
     assert isinstance(params, AdamParams)
     moments = [member.trained.moments_or_zeros(len(params.state)) for member in group]
+    weights = [member.trained.local(member.trained.adapter.flat_P) for member in group]
+    gradients = [member.trained.local(member.gradient_P) for member in group]
 
     def change() -> None:
-        if clipped := [member for member in group if member.factor != 1.0]:
+        if clipped := [index for index, member in enumerate(group) if member.factor != 1.0]:
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                [member.gradient_P for member in clipped], [member.factor for member in clipped]
+                [gradients[index] for index in clipped], [group[index].factor for index in clipped]
             )
         adamw(
-            [member.trained.adapter.flat_P for member in group],
-            [member.gradient_P for member in group],
+            weights,
+            gradients,
             [first for first, _ in moments],
             [second for _, second in moments],
             [],
@@ -167,6 +186,8 @@ def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Call
             maximize=False,
         )
         for member in group:
+            if member.trained.shard is not None:
+                member.trained.shard.spread(member.trained.adapter.flat_P)
             member.trained.adapter.refresh()
 
     return change
