@@ -841,3 +841,21 @@ def test_files_that_hold_less_than_their_configuration_tells_are_refused(tmp_pat
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 400}))
     result = doctor(str(tmp_path), "--gpus", "1", "--memory", "8GB")
     assert isinstance(result.exception, SettingsError) and "its files hold" in str(result.exception)
+
+
+COMMAND = re.compile(r"^tinsmith serve --model (\S+)((?: --[a-z-]+(?: [\w.]+)?)+)$", re.MULTILINE)
+
+
+def test_the_commands_of_the_page_about_devices_fit_on_gpus_of_80_gigabytes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "several-devices.md").read_text()
+    commands = COMMAND.findall(page)
+    assert len(commands) >= 8
+    for name, options in commands:
+        degree_of = {flag: int(value) for flag, value in re.findall(r"--(\w+)-parallel (\d+)", options)}
+        experts = degree_of.pop("expert", 1)
+        degrees = Degrees(**degree_of, experts=experts, shard_base="--shard-base" in options)
+        model = find_known(name.rpartition("/")[2])
+        machines = int(re.findall(r"--machines (\d+)|$", options)[0] or 1)
+        workload = Workload(degrees.devices, GPU, machines=machines)
+        assert find_problem(model, degrees) is None, name
+        assert evaluate(model, workload, degrees).fits, f"{name}{options}"
