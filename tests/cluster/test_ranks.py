@@ -507,6 +507,7 @@ def test_layers_with_a_state_continue_at_the_next_context_rank(
     step_both(single, sharded)
     sizes = count_bytes(monkeypatch, -1)
     run_to_end(sharded.run_passes([pass_of(np.random.default_rng(2), 0, [96])]))
+    sharded.optim_step([OptimStep("s", "m0", AdamParams())])
     model, workload = read_directory(tmp_path), Workload(2, 2**34, rank=4, dtype="float32", cuda=False)
     planned = traffic(model, workload, Degrees(context=2), StepShare(rows=48, recompute=False))
     assert sum(sizes) == pytest.approx(sum(planned), rel=0.05)
@@ -634,6 +635,7 @@ def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost_ranks:
     trained.gradient_P[0] += 1.0
     with pytest.raises(RanksLostError, match="different results for optim_step"):
         step(backend)
+    trained.adapter.flat_P[-1] += 1.0
     with pytest.raises(RanksLostError, match="different results for digest"):
         backend._call("digest", "m0")
     assert len(lost_ranks.reasons) == 2

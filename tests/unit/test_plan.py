@@ -281,14 +281,15 @@ def test_layers_with_a_state_are_split_by_tokens_if_they_can(tmp_path: Path, nam
 
 def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:
     """Gathering one of its large layers takes more than a stage; stages count only where nothing without them fits."""
-    model, workload = find_known("Llama-3.1-70B"), Workload(3, 78 * 10**9)
+    model, workload = find_known("Llama-3.1-70B"), Workload(3, 76 * 10**9)
     plan = choose(model, workload)
     assert plan.fits and plan.degrees == Degrees(pipeline=3)
     assert "a device holds at most 28 of 80 layers" in " ".join(plan.reasons)
     without = [degrees for degrees in candidates(model, 3) if degrees.pipeline == 1]
     assert without and not any(evaluate(model, workload, degrees).fits for degrees in without)
     assert choose(model, replace(workload, devices=4)).degrees.pipeline == 1
-    assert "on no number of such devices" in choose(find_known("DeepSeek-V3"), Workload(8, GPU)).reasons[-1]
+    assert "It fits on 128 such devices" in choose(find_known("DeepSeek-V3"), Workload(8, GPU)).reasons[-1]
+    assert "on no number of such devices" in choose(find_known("DeepSeek-V3"), Workload(8, GPU // 2)).reasons[-1]
 
 
 @given(
@@ -319,7 +320,8 @@ def test_the_largest_stage_counts() -> None:
     assert split.base == pytest.approx(21 * model.layer_sizes[0] * 2, rel=0.01)
     assert split.keys_and_values == pytest.approx(unsplit.keys_and_values * 21 / 80, rel=0.01)
     assert split.activations == pytest.approx(unsplit.activations * 76 / 80, rel=0.05)
-    assert split.adapters == unsplit.adapters
+    num_parameters = memory.adapter_parameters(model, workload.rank)
+    assert unsplit.adapters - split.adapters == 8 * num_parameters * 3 // 4  # of the moments a fourth
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_spread_experts_are_counted_once_for_all_devices() -> None:
 
 
 def test_experts_in_stages_count_where_nothing_simpler_fits() -> None:
-    model, workload = find_known("gpt-oss-120b"), Workload(6, GPU)
+    model, workload = find_known("gpt-oss-120b"), Workload(6, 70 * 10**9)
     plan = choose(model, workload)
     assert plan.fits and plan.degrees.pipeline > 1 and plan.degrees.experts > 1
     simpler = [degrees for degrees in candidates(model, 6) if degrees.pipeline == 1 or degrees.experts == 1]
@@ -568,7 +570,8 @@ def test_a_step_takes_as_long_as_its_operations_and_exchanges() -> None:
     states += hidden - hidden  # ... but for the first layer's; and the unembedding's
     tensor = 2 * 8192 * states + 3 * 4 * 8192  # and three numbers a row for the loss
     sides = 4 * hidden + 2 * (hidden + keys) + 3 * (hidden + mlp)
-    gradients = 2 * 7 / 8 * 4 * 32 * (layers * sides + hidden + vocab) + 2 * 3 / 4 * 4 * 4 * 8192
+    weights = 4 * 32 * (layers * sides + hidden + vocab)
+    gradients = (2 + 1) * 7 / 8 * weights + 2 * 3 / 4 * 4 * 4 * 8192  # and the weights that a device has stepped
     assert step.compute == pytest.approx(6 * plan.model.num_active * 8192 / 2 / (0.4 * 989e12))
     assert step.tensor == pytest.approx(tensor / link)
     assert step.gradients == pytest.approx(gradients / link)
