@@ -48,6 +48,7 @@ from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
+from tinsmith.cluster.on_demand import OnDemandEngines
 from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sample_admission import SampleAdmission
@@ -135,6 +136,7 @@ class Server:
     bases: Bases
     listener: socket.socket | None
     supervisor: Supervisor
+    on_demand: OnDemandEngines
     waiters: Waiters
     on_stop: Callable[[int, int], None] | None = None
     """Called when the process begins to stop, with the numbers of held polls and of engine processes."""
@@ -243,6 +245,7 @@ def _with_engine_states(services: Services, supervisor: Supervisor, engines: Eng
         cannot_start=engines.cannot_start,
         failing=supervisor.failing,
         loading=supervisor.loading,
+        is_unloaded=engines.is_unloaded,
         failures=supervisor.failures,
     )
     return replace(services, engines=status)
@@ -253,11 +256,17 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     _log_plugins()
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
-    served = base_models.resolve(settings.models, vision=settings.vision)
+    _check_on_demand(settings)
+    served = base_models.resolve(
+        settings.models,
+        vision=settings.vision,
+        models_from=settings.models_from,
+        allow_models=settings.allow_models,
+    )
     timeouts = PostgresTimeouts(*settings.database_timeouts)
     database = _open_database(settings, timeouts)
     holder = holder_of(data_dir)
-    engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
+    engines, counts = Engines(database, holder, served.on_demand), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
     database.observe_use(meters.observe_database)
     count_failure = meters.count_background_failure
@@ -270,6 +279,9 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         meters.remove_engine_gauges,
         lambda base_model: mailbox.wake(engine_mailbox(base_model), [EVERYTHING]),
         prestarted,
+    )
+    on_demand = OnDemandEngines(
+        settings, served, database, engines, supervisor, lambda request_ids: mailbox.wake(SERVER, request_ids)
     )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -296,10 +308,12 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
         _start(services, supervisor, janitor, database, background)
+        if served.on_demand and settings.num_engines:
+            background.start("engines_on_demand", on_demand.run)
         try:
             yield
         finally:
-            await _stop(services, supervisor, background)
+            await _stop(services, supervisor, on_demand, background)
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
             services.threads.close()
@@ -308,7 +322,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
 
     app = create_app(services, lifespan) if settings.answers_clients else create_probe_app(services, lifespan)
     listener = None if port is None else _open_port(settings.host, port)
-    return Server(settings, app, served, listener, supervisor, waiters)
+    return Server(settings, app, served, listener, supervisor, on_demand, waiters)
 
 
 def _start(
@@ -330,13 +344,13 @@ def _start(
         background.start("pending_responses", partial(responses.run, services.threads.sweeps))
 
 
-async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
+async def _stop(services: Services, supervisor: Supervisor, on_demand: OnDemandEngines, background: Background) -> None:
     """Stop what `_start` started, waiting for batch workers and engines."""
     background.end()
     if services.settings.answers_clients:
         await services.batch_reconciler.stop()
     await services.coordinator.stop()
-    await supervisor.stop()
+    await asyncio.gather(supervisor.stop(), on_demand.stop())
     await asyncio.to_thread(services.tracing.close)
     await background.stop()
 
@@ -488,6 +502,22 @@ def _log_plugins() -> None:
     """Log the installed losses. Raises SettingsError for one that cannot be used."""
     if plugins := list_plugins():
         log.info("loss plug-ins", losses={loss.name: loss.distribution for loss in plugins})
+
+
+def _check_on_demand(settings: Settings) -> None:
+    """Raises SettingsError if engines of these settings cannot be started on demand."""
+    if not settings.loads_on_demand:
+        return
+    backend, sampler = settings.backend, settings.sampler
+    obstacles = {
+        f"role {settings.role!r} runs no engines; dedicated samplers are for --model": settings.role == "sampler",
+        f"backend {backend!r} has one plan for all devices; use torch": backend not in ("torch", "fake"),
+        f"sampler {sampler!r} needs a device of its own; name the model with --model": settings.samples_elsewhere,
+        f"machines is {settings.machines}, and an engine on demand runs on one": settings.machines > 1,
+        f"device is {settings.device!r}; choose GPUs by CUDA_VISIBLE_DEVICES instead": ":" in settings.device,
+    }
+    if reason := next((reason for reason, holds in obstacles.items() if holds), None):
+        raise SettingsError(f"--models-from and --allow-model load base models on demand: {reason}")
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:
