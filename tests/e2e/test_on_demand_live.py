@@ -36,10 +36,10 @@ def test_the_sdk_trains_and_samples_a_base_model_that_its_request_loads(tmp_path
             names = {model.model_name for model in rest_client.get_server_capabilities().result().supported_models}
             assert names == {"org/one", "two"}
             assert server.engine_pids() == []
-            client = service.create_lora_training_client("org/one", rank=4)
+            client = service.create_lora_training_client("org/one", rank=4).result()
             first = losses(client, 3)
             assert first[2] < first[0]
-            sampler = service.create_sampling_client(base_model="two")
+            sampler = service.create_sampling_client(base_model="two").result()
             prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=3)
             assert sampler.sample(prompt, 1, params).result().sequences[0].tokens
             deadline = time.monotonic() + 120

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from tinsmith.cluster.placement import Full, Layout, MakeRoom, PlacedEngine, Start, Survey, decide
+from tinsmith.cluster.placement import EngineLayout, Full, MakeRoom, PlacedEngine, Start, Survey, decide
 
 GIBIBYTE = 2**30
 
 
 def survey(*slots: float, layouts: tuple[tuple[int, float], ...] = ((1, 4.0),), is_budget: bool = True) -> Survey:
     """A survey in GiB: the slots, and (slots, bytes of each) of each layout."""
-    options = [Layout(num_slots, int(size * GIBIBYTE)) for num_slots, size in layouts]
+    options = [EngineLayout(num_slots, int(size * GIBIBYTE)) for num_slots, size in layouts]
     return Survey(options, [int(size * GIBIBYTE) for size in slots], is_budget, has_gpus=len(slots) > 1)
 
 
@@ -65,8 +65,8 @@ def test_an_engine_in_use_never_ends_and_the_reason_names_it() -> None:
 
 
 def test_without_a_limit_everything_starts() -> None:
-    assert decide("next", Survey([Layout(1, 99 * GIBIBYTE)], []), [engine("a", 99)]) == Start(
-        Layout(1, 99 * GIBIBYTE), ()
+    assert decide("next", Survey([EngineLayout(1, 99 * GIBIBYTE)], []), [engine("a", 99)]) == Start(
+        EngineLayout(1, 99 * GIBIBYTE), ()
     )
 
 

@@ -99,11 +99,6 @@ def up(  # noqa: PLR0913 - one parameter a flag
     With `--ray local` everything ends with this command; on a cluster, with `tinsmith down`."""
     flags = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir, "machines": machines}
     settings = load({name: value for name, value in flags.items() if value is not None})
-    if settings.loads_on_demand:
-        raise SettingsError(
-            "TINSMITH_MODELS_FROM and TINSMITH_ALLOW_MODELS are for `tinsmith serve`; name the base models of a Ray "
-            "cluster with --model"
-        )
     _check_machines(settings, engine_gpus, is_local=ray == LOCAL)
     after = up_after, down_after
     engine = replace(_resources(engine_cpus, engine_gpus, engine_resource), machines=settings.machines)
@@ -194,6 +189,11 @@ def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
 
 def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
     """Raises SettingsError."""
+    if settings.loads_on_demand:
+        raise SettingsError(
+            "TINSMITH_MODELS_FROM and TINSMITH_ALLOW_MODELS are for `tinsmith serve`; name the base models of a Ray "
+            "cluster with --model"
+        )
     if settings.machines > 1 and is_local:
         raise SettingsError(f"--machines is {settings.machines}, and --ray local has one; pass --ray HOST:PORT")
     if gpus and settings.num_ranks > 1 and settings.num_ranks != settings.machines * gpus:

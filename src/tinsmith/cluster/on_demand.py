@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.base_models import Bases, download_weights
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.cluster.placement import Full, Layout, MakeRoom, PlacedEngine, Start, Survey, decide
+from tinsmith.cluster.placement import EngineLayout, Full, MakeRoom, PlacedEngine, Start, Survey, decide
 from tinsmith.cluster.supervisor import Launch, Supervisor
 from tinsmith.db.database import Database
 from tinsmith.errors import EngineFailedError, SettingsError, TinsmithError, UserError
@@ -328,7 +328,7 @@ async def survey_layouts(settings: Settings, shape: ModelShape, asked: dict[str,
     budget = int(settings.on_demand_bytes)
     if settings.backend == "fake":
         num_bytes = sum(file.stat().st_size for file in Path(shape.path).glob("*.safetensors"))
-        return Survey([Layout(1, num_bytes, asked)], [budget] if budget else [], is_budget=True)
+        return Survey([EngineLayout(1, num_bytes, asked)], [budget] if budget else [], is_budget=True)
     values = settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token", "sampler_api_key"})
     spec = {"name": shape.name, "path": shape.path, "settings": values, "degrees": asked}
     process = await asyncio.create_subprocess_exec(
@@ -348,6 +348,6 @@ async def survey_layouts(settings: Settings, shape: ModelShape, asked: dict[str,
     answer = json.loads(outputs[0].decode().strip().rpartition("\n")[2])
     if "error" in answer:
         raise SettingsError(answer["error"])
-    layouts = [Layout(**layout) for layout in answer["layouts"]]
+    layouts = [EngineLayout(**layout) for layout in answer["layouts"]]
     slots = [budget] * len(answer["slots"]) if budget else answer["slots"]
     return Survey(layouts, slots, is_budget=bool(budget), has_gpus=answer["has_gpus"])

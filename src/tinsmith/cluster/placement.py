@@ -14,7 +14,7 @@ GIBIBYTE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EngineLayout:
     """`degrees` are by the names of their settings, `num_bytes` those of each slot."""
 
     num_slots: int
@@ -28,7 +28,7 @@ class Survey:
     all engines on demand may take. Without slots, memory is unlimited.
     """
 
-    layouts: Sequence[Layout]
+    layouts: Sequence[EngineLayout]
     slots: Sequence[int]
     is_budget: bool = False
     has_gpus: bool = False
@@ -48,7 +48,7 @@ class PlacedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    layout: Layout
+    layout: EngineLayout
     slots: Sequence[int]
     has_gpus: bool = False
 
@@ -98,7 +98,7 @@ def _add(slots: Sequence[int], engines: Iterable[PlacedEngine], sign: int) -> li
     return sums
 
 
-def _place(layouts: Sequence[Layout], free: Sequence[int]) -> Start | None:
+def _place(layouts: Sequence[EngineLayout], free: Sequence[int]) -> Start | None:
     emptiest = sorted(range(len(free)), key=lambda slot: -free[slot])
     for layout in layouts:
         slots = emptiest[: layout.num_slots]

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tinsmith.base_models import read_shape
-from tinsmith.cluster.placement import Layout
+from tinsmith.cluster.placement import EngineLayout
 from tinsmith.engine.__main__ import MIN_CONTEXT, MIN_RANK
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
@@ -79,7 +79,7 @@ def _read_cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
 
 def list_layouts(
     settings: Settings, shape: ModelShape, totals: list[int], asked: Mapping[str, int], *, has_gpus: bool
-) -> list[Layout]:
+) -> list[EngineLayout]:
     """The ways to divide a model over devices with `totals` bytes, in order of preference. Degrees that a client asked
     for, or else those of the settings, leave one way. Raises SettingsError if the model cannot be divided so.
     """
@@ -90,7 +90,7 @@ def list_layouts(
     except SettingsError:
         if any(degree > 1 for degree in named.values()):
             raise
-        return [Layout(1, _estimate_bytes(shape, totals[0], has_gpus=has_gpus), Degrees().settings)]
+        return [EngineLayout(1, _estimate_bytes(shape, totals[0], has_gpus=has_gpus), Degrees().settings)]
     if named or settings.shard_base:
         data, tensor, context, experts, pipeline = (named.get(name, 1) for name in DEGREES)
         degrees = Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
@@ -114,7 +114,7 @@ def _may_divide(settings: Settings, shape: ModelShape) -> bool:
     )
 
 
-def _drop_useless(layouts: list[Layout]) -> Iterator[Layout]:
+def _drop_useless(layouts: list[EngineLayout]) -> Iterator[EngineLayout]:
     """Layouts that need less of each GPU than all with fewer GPUs."""
     least = None
     for layout in layouts:
@@ -140,11 +140,11 @@ def _build_workload(
     )
 
 
-def _layout(plan: Plan, *, has_gpus: bool) -> Layout:
+def _layout(plan: Plan, *, has_gpus: bool) -> EngineLayout:
     """The layout of a plan; on CPUs all ranks share the host's memory."""
     devices, num_bytes = plan.degrees.devices, plan.needs.total("in turns")
     degrees = plan.degrees.settings | {"shard_base": plan.degrees.shard_base}
-    return Layout(devices, num_bytes, degrees) if has_gpus else Layout(1, devices * num_bytes, degrees)
+    return EngineLayout(devices, num_bytes, degrees) if has_gpus else EngineLayout(1, devices * num_bytes, degrees)
 
 
 def _estimate_bytes(shape: ModelShape, memory_bytes: int, *, has_gpus: bool) -> int:

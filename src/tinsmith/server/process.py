@@ -256,13 +256,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     _log_plugins()
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
-    _check_on_demand(settings)
-    served = base_models.resolve(
-        settings.models,
-        vision=settings.vision,
-        models_from=settings.models_from,
-        allow_models=settings.allow_models,
-    )
+    served = _resolve_models(settings)
     timeouts = PostgresTimeouts(*settings.database_timeouts)
     database = _open_database(settings, timeouts)
     holder = holder_of(data_dir)
@@ -307,9 +301,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        _start(services, supervisor, janitor, database, background)
-        if served.on_demand and settings.num_engines:
-            background.start("engines_on_demand", on_demand.run)
+        _start(services, supervisor, on_demand, janitor, database, background)
         try:
             yield
         finally:
@@ -328,12 +320,15 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
 def _start(
     services: Services,
     supervisor: Supervisor,
+    on_demand: OnDemandEngines,
     janitor: Janitor,
     database: Database,
     background: Background,
 ) -> None:
     """Start the background work of this process's role."""
     supervisor.start(background)
+    if services.bases.on_demand and services.settings.num_engines:
+        background.start("engines_on_demand", on_demand.run)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
     if services.settings.runs_bulk_jobs:
         services.coordinator.start(background)
@@ -504,10 +499,8 @@ def _log_plugins() -> None:
         log.info("loss plug-ins", losses={loss.name: loss.distribution for loss in plugins})
 
 
-def _check_on_demand(settings: Settings) -> None:
-    """Raises SettingsError if engines of these settings cannot be started on demand."""
-    if not settings.loads_on_demand:
-        return
+def _resolve_models(settings: Settings) -> Bases:
+    """Raises SettingsError, also if engines of these settings cannot be started on demand."""
     backend, sampler = settings.backend, settings.sampler
     obstacles = {
         f"role {settings.role!r} runs no engines; dedicated samplers are for --model": settings.role == "sampler",
@@ -516,8 +509,15 @@ def _check_on_demand(settings: Settings) -> None:
         f"machines is {settings.machines}, and an engine on demand runs on one": settings.machines > 1,
         f"device is {settings.device!r}; choose GPUs by CUDA_VISIBLE_DEVICES instead": ":" in settings.device,
     }
-    if reason := next((reason for reason, holds in obstacles.items() if holds), None):
+    reason = next((reason for reason, holds in obstacles.items() if holds), None)
+    if settings.loads_on_demand and reason:
         raise SettingsError(f"--models-from and --allow-model load base models on demand: {reason}")
+    return base_models.resolve(
+        settings.models,
+        vision=settings.vision,
+        models_from=settings.models_from,
+        allow_models=settings.allow_models,
+    )
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:

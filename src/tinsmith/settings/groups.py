@@ -187,19 +187,16 @@ class ModelSettings(SettingsGroup):
     """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
 
     models_from: tuple[Path, ...] = ()
-    """Directories of base models that are loaded on demand: a JSON list. Each subdirectory with a config.json, `NAME`
-    or `ORG/NAME`, is a base model of that name (docs/howto/on-demand.md)."""
+    """Directories with base models `NAME` or `ORG/NAME` to load on demand, a JSON list (docs/howto/on-demand.md)."""
 
     allow_models: tuple[str, ...] = ()
-    """Further base models that are loaded on demand, given as in `models`. Weights of a hub id are downloaded at the
-    first load."""
+    """Further base models to load on demand, as in `models`."""
 
     idle_minutes: float = Field(default=30.0, gt=0)
-    """An engine that was started on demand ends after this time without requests."""
+    """Minutes without requests after which an engine on demand ends."""
 
     on_demand_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
-    """Memory of the host, or of each GPU, for engines that are started on demand, such as `64GiB`. 0 means what is
-    free."""
+    """Memory of the host, or of each GPU, for engines on demand, such as `64GiB`; 0 means what is free."""
 
     backend: str = "torch"
     """`torch`, `fake` (instant, for tests of clients), `full` (trains all weights) or `sharded` (several devices;
