@@ -16,7 +16,8 @@ from support.live import API_KEY, serving
 def losses(client: tinker.TrainingClient, steps: int) -> list[float]:
     """Train a few steps on one datum; returns the loss of each."""
     tokens = types.ModelInput.from_ints([1, 2, 3, 4])
-    datum = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4})
+    inputs: dict = {"target_tokens": [2, 3, 4, 5], "weights": [1.0] * 4}
+    datum = types.Datum(model_input=tokens, loss_fn_inputs=inputs)
     sums = []
     for _ in range(steps):
         result = client.forward_backward([datum], "cross_entropy")

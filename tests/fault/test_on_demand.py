@@ -68,6 +68,12 @@ def sample(client: RawClient, base_model: str) -> str:
     return client.ok("asample", fields | {"sampling_params": {"max_tokens": 2}})["request_id"]
 
 
+def complete(server: LiveServer, base_model: str) -> httpx.Response:
+    """Ask for a completion in OpenAI's protocol."""
+    body = {"model": base_model, "prompt": [1], "max_tokens": 1}
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers={"X-API-Key": API_KEY}, timeout=60)
+
+
 def failure(client: RawClient, request_id: str) -> str:
     answer = client.poll(request_id).json()
     assert "error" in answer, answer
@@ -90,8 +96,7 @@ def test_engines_start_at_the_first_request_of_each_base_model(tmp_path: Path) -
         assert client.steps_taken(client.step(created["model_id"], 1)) == 1
         assert len(server.engine_pids()) == 1
         client.result(sample(client, "plain"))
-        chat = {"model": "plain", "prompt": [1], "max_tokens": 1}
-        said = httpx.post(f"{server.url}/v1/completions", json=chat, headers={"X-API-Key": API_KEY}, timeout=60)
+        said = complete(server, "plain")
         assert said.status_code == 200, said.text
         assert len(server.engine_pids()) == 2
         rows = {seat["base_model"]: seat["state"] for seat in server.get("dashboard/overview").json()["seats"]}
@@ -116,6 +121,8 @@ def test_idle_engines_make_room_and_a_full_machine_says_what_runs(tmp_path: Path
         assert "'org/two' cannot be loaded now: it needs 1.0 GiB of memory, and 0.5 GiB is free" in reason
         assert "'org/one' with 1.0 GiB (1 loaded models, used " in reason
         assert "it can be loaded when 'org/one' is idle" in reason
+        said = complete(server, "org/two")
+        assert said.status_code == 500 and "'org/two' cannot be loaded now" in said.json()["error"]["message"]
         refused = create(client, "plain")
         assert "'plain' cannot be loaded now" in failure(client, refused["request_id"])
         again = client.post("optim_step", {"model_id": refused["model_id"], "seq_id": 1, "adam_params": {}}).json()
@@ -221,7 +228,8 @@ def test_settings_that_cannot_load_on_demand_are_refused(
     (tmp_path / "empty").mkdir()
     values = {"empty": tmp_path / "empty", "models": tmp_path / "models"}
     flags = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    flags = {flag.lstrip("-").replace("-", "_"): value.format(**values) for flag, value in flags.items()}
-    settings = load(flags | {"models_from": (flags["models_from"],), "data_dir": tmp_path / "data", "port": 0})
+    overrides: dict[str, object] = {"models_from": (flags.pop("--models-from").format(**values),)}
+    overrides |= {flag.lstrip("-"): value for flag, value in flags.items()}
+    settings = load(overrides | {"data_dir": tmp_path / "data", "port": 0})
     with pytest.raises(SettingsError, match=words):
         build(settings)

@@ -31,6 +31,7 @@ from tinsmith.cluster.ownership import Ownership
 from tinsmith.cluster.placement import EngineLayout, Full, MakeRoom, PlacedEngine, Start, Survey, decide
 from tinsmith.cluster.supervisor import Launch, Supervisor
 from tinsmith.db.database import Database
+from tinsmith.db.statements import Effects
 from tinsmith.errors import EngineFailedError, SettingsError, TinsmithError, UserError
 from tinsmith.runtime.background import FIRST_PAUSE_S, Backoff, within
 from tinsmith.settings import Settings
@@ -145,7 +146,8 @@ class OnDemandEngines:
                 log.info("an engine on demand is idle and ends", base_model=name)
                 run.ending.set()
         for name in {row.base_model for row in waiting} - callers - self._runs.keys():
-            await asyncio.to_thread(self._settle_quiet, name)
+            if not await asyncio.to_thread(self._engines.has_other, Seat(name)):
+                await asyncio.to_thread(self._settle_quiet, name)
         for name in dict.fromkeys(row.base_model for row in sorted(calling, key=_by_arrival)):
             if name not in self._runs and self._failures_of(name).next_at <= time.monotonic():
                 await self._start(self._bases.get(name))
@@ -310,7 +312,7 @@ def _by_arrival(row: WaitingKind) -> int:
     return row.arrival
 
 
-def _failure_effects(request: Pending, error: TinsmithError) -> list:
+def _failure_effects(request: Pending, error: TinsmithError) -> Effects:
     if request.kind in CREATIONS and request.model_id is not None:
         return [set_state(request.model_id, "failed", str(error))]
     return []
@@ -338,9 +340,12 @@ async def survey_layouts(settings: Settings, shape: ModelShape, asked: dict[str,
         stderr=asyncio.subprocess.PIPE,
         env=engine_environment(),
     )
-    outputs = await within(SURVEY_S, process.communicate(json.dumps(spec).encode() + b"\n"))
+    try:
+        outputs = await within(SURVEY_S, process.communicate(json.dumps(spec).encode() + b"\n"))
+    finally:
+        if process.returncode is None:
+            process.kill()
     if outputs is None:
-        process.kill()
         raise SettingsError(f"base model {shape.name!r} was not planned within {SURVEY_S:.0f} s")
     if process.returncode:
         last_line = outputs[1].decode(errors="replace").strip().rpartition("\n")[2]
