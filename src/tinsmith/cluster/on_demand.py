@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import orjson
@@ -34,6 +34,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.statements import Effects
 from tinsmith.errors import EngineFailedError, SettingsError, TinsmithError, UserError
 from tinsmith.runtime.background import FIRST_PAUSE_S, Backoff, within
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.settings import Settings
 from tinsmith.settings.environment import engine_environment
 from tinsmith.store.audit import entry
@@ -106,11 +107,12 @@ class OnDemandEngines:
         self._idle_s = 60.0 * settings.idle_minutes
         self._runs: dict[str, _Run] = {}
         self._failures: dict[str, _Failures] = {}
+        self._surveys: dict[tuple[str, tuple[tuple[str, int], ...]], Survey] = {}
         self._stopping = asyncio.Event()
 
     def describe_loading(self) -> str:
         """The base models that this process loads at the moment."""
-        return ", ".join(name for name, run in self._runs.items() if not run.is_ready)
+        return ", ".join(name for name, run in self._runs.items() if not (run.is_ready or run.ending.is_set()))
 
     async def run(self) -> None:
         """Start and end engines until `stop`."""
@@ -194,7 +196,7 @@ class OnDemandEngines:
     async def _find_place(self, shape: ModelShape) -> Start | Full:
         asked = await asyncio.to_thread(self._read_asked_degrees, shape.name)
         while True:
-            survey = await survey_layouts(self._settings, shape, asked)
+            survey = await self._survey(shape, asked)
             engines = [await self._describe(run) for run in self._runs.values()]
             decision = decide(shape.name, survey, engines)
             if not isinstance(decision, MakeRoom) or self._stopping.is_set():
@@ -204,6 +206,16 @@ class OnDemandEngines:
             for run in runs:
                 run.ending.set()
             await asyncio.gather(*(run.task for run in runs if run.task), return_exceptions=True)
+
+    async def _survey(self, shape: ModelShape, asked: dict[str, int]) -> Survey:
+        """Plan a base model once, which takes seconds; only the free memory of GPUs needs the child process again."""
+        key = shape.name, tuple(sorted(asked.items()))
+        survey = self._surveys.get(key)
+        if survey is None or (survey.has_gpus and not survey.is_budget):
+            survey = self._surveys[key] = await survey_layouts(self._settings, shape, asked)
+        elif not survey.is_budget:
+            return replace(survey, slots=[read_host_memory()[0]])
+        return survey
 
     def _read_asked_degrees(self, name: str) -> dict[str, int]:
         """The degrees of parallelism of the oldest waiting creation that asks for any."""

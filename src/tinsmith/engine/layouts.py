@@ -10,7 +10,6 @@ the GPUs, since a server loads no torch, and a CUDA context would keep memory.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, evaluate, find_problem
 from tinsmith.plan.memory import DTYPE_BYTES, FACTOR, choose_dtype, reserve_bytes
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.settings import Settings
 from tinsmith.settings.groups import DEGREES
 from tinsmith.types import ModelShape
@@ -51,30 +51,8 @@ def read_memory(settings: Settings) -> tuple[list[int], list[int], bool]:
             gpus = range(torch.cuda.device_count())
             free, totals = zip(*(torch.cuda.mem_get_info(gpu) for gpu in gpus), strict=True)
             return list(free), list(totals), True
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, used = _read_cgroup()
-    total = min(total, limit) if limit else total
-    available = _read_available() or total
-    return [min(available, total - used) if limit else available], [total], False
-
-
-def _read_available() -> int:
-    """The host's available bytes; 0 if Linux does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 0
-
-
-def _read_cgroup(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """The limit of this container's memory and the bytes in use that it cannot reclaim; zeros without a limit."""
-    try:
-        limit = int((root / "memory.max").read_text())
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return limit, int((root / "memory.current").read_text()) - int(statistics["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return 0, 0
+    free_bytes, total_bytes = read_host_memory()
+    return [free_bytes], [total_bytes], False
 
 
 def list_layouts(
