@@ -12,6 +12,7 @@ from tinsmith.base_models import Bases, nano, resolve
 from tinsmith.cli.lines import describe_models
 from tinsmith.engine.layouts import list_layouts
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.settings import Settings
 from tinsmith.settings.environment import engine_environment
 from tinsmith.types import ModelShape
@@ -123,6 +124,15 @@ def test_the_plan_has_a_layout_for_each_useful_number_of_gpus(tmp_path: Path) ->
     assert host.num_slots == 1 and host.num_bytes > GIBIBYTE, "the ranks of CPUs share the host's memory"
     with pytest.raises(SettingsError, match="cannot be divided as asked: tensor parallel 3"):
         list_layouts(settings, shape, [80 * GIBIBYTE] * 4, {"tensor_parallel": 3}, has_gpus=True)
+
+
+def test_the_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 1048576 kB\n")
+    assert read_host_memory(tmp_path / "none", tmp_path / "meminfo")[0] == GIBIBYTE
+    (tmp_path / "memory.max").write_text(str(GIBIBYTE // 2))
+    (tmp_path / "memory.current").write_text(str(GIBIBYTE // 4))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {GIBIBYTE // 8}\n")
+    assert read_host_memory(tmp_path, tmp_path / "meminfo") == (3 * GIBIBYTE // 8, GIBIBYTE // 2)
 
 
 def test_a_family_that_the_planner_does_not_know_takes_the_bytes_of_its_files(tmp_path: Path) -> None:

@@ -62,13 +62,8 @@ def report_on_demand(loading: Callable[[], str], output: Console) -> None:
     while True:
         if (names := loading()) != shown:
             at = time.monotonic()
-            output.print(
-                f"Loading {names} on demand."
-                if names
-                else f"Loading {shown} took {at - began_at:.1f} s; it is "
-                "ready, or its log and its requests say why not.",
-                highlight=False,
-            )
+            ended = f"Loading {shown} ended after {at - began_at:.1f} s."
+            output.print(f"Loading {names} on demand." if names else ended, highlight=False, soft_wrap=True)
             shown, began_at = names, at
         time.sleep(LOADING_POLL_S)
 
