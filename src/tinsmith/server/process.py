@@ -61,6 +61,7 @@ from tinsmith.db.wakeups import (
     SAFETY_POLL_S,
     SERVER,
     Waiters,
+    WakeUps,
     engine_mailbox,
     job_line,
     server_mailbox,
@@ -267,16 +268,9 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), count_failure, timeouts)
     background = Background(count_failure)
     supervisor = Supervisor(
-        settings,
-        served,
-        engines,
-        meters.remove_engine_gauges,
-        lambda base_model: mailbox.wake(engine_mailbox(base_model), [EVERYTHING]),
-        prestarted,
+        settings, served, engines, meters.remove_engine_gauges, partial(_wake_engines, mailbox), prestarted
     )
-    on_demand = OnDemandEngines(
-        settings, served, database, engines, supervisor, lambda request_ids: mailbox.wake(SERVER, request_ids)
-    )
+    on_demand = OnDemandEngines(settings, served, database, engines, supervisor, partial(mailbox.wake, SERVER))
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     check_reachable(settings)
@@ -424,6 +418,10 @@ def _build_reconciler(
     batch_jobs = BatchJobs(database)
     parts = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.try_lock("openai_batches"))
     return Reconciler(settings, parts)
+
+
+def _wake_engines(mailbox: WakeUps, base_model: str) -> None:
+    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
