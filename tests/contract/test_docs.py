@@ -27,6 +27,7 @@ FLAGS = {
         "--port",
         "--health-port",
         *("--machines", "--peer-host"),
+        *("--models-from", "--allow-model", "--idle-minutes", "--on-demand-bytes"),
         "--data-dir",
         "--device",
         "--dtype",

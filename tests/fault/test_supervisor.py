@@ -291,13 +291,13 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     supervisor = Supervisor(Settings(data_dir=tmp_path), Bases((SHAPE,)), engines)
     starts: list[float] = []
 
-    async def die(_shape: ModelShape, _seat: Seat) -> int:
+    async def die(_shape: ModelShape, _seat: Seat, _ending: asyncio.Event) -> int:
         starts.append(time.monotonic())
         if len(starts) == 1:
             raise OSError(12, "Cannot allocate memory")
         return 1
 
-    monkeypatch.setattr(supervisor, "_run_once", die)
+    monkeypatch.setattr(supervisor, "run_once", die)
 
     async def run() -> None:
         supervisor.start()

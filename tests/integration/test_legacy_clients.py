@@ -35,7 +35,7 @@ def datum(**changes: object) -> dict[str, object]:
 HINTS = {
     "debug_train_only": True,
     "checkpoint_path": None,
-    "parallelism_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "num_gpus": 4},
+    "parallelism_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "num_gpus": 1},
     "max_batch_size": 4096,
     "max_seq_len": 2048,
     "rlve_config": {"enabled": False, "environment_list": []},

@@ -67,6 +67,8 @@ class EngineStatus:
     """Why a process is failing, or ""; without details, since everyone may read it."""
     loading: Callable[[], str] = str
     """Which engines are not ready, or ""; without details."""
+    is_unloaded: Callable[[str], bool] = lambda _base_model: False
+    """Whether a base model on demand has no engine, and none that starts."""
     failures: Callable[[], Sequence[EngineFailure]] = tuple
     """The last error of each engine that keeps dying, for operators."""
 

@@ -1,17 +1,20 @@
 """The base models that this server offers: names, directories, and the limits for validating requests.
 
-Only a model's JSON files are read, never its weights. A hub id is resolved to a local directory, downloading it if
-needed, before the server starts.
+Resident models are loaded at start, the others on demand: at their first request. Only a model's JSON files are read,
+never its weights. A hub id is resolved to a local directory, downloading it if needed, before the server starts; the
+weights of a model on demand are downloaded when it is loaded (`download_weights`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+import structlog
 
 from tinsmith.base_models import nano
 from tinsmith.errors import NotFoundError, SettingsError
@@ -22,14 +25,24 @@ INDEXED_MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa"})
 transformers' default, 2,048.
 """
 
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+SMALL_HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+HUB_FILES = (*SMALL_HUB_FILES, "*.safetensors")
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The served base models, by name."""
+    """The served base models, by name. `hub_ids` has those on demand whose weights may not be on this disk."""
 
     shapes: tuple[ModelShape, ...]
+    on_demand: frozenset[str] = frozenset()
+    hub_ids: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def resident(self) -> tuple[ModelShape, ...]:
+        """The base models that are loaded at start."""
+        return tuple(shape for shape in self.shapes if shape.name not in self.on_demand)
 
     def __iter__(self) -> Iterator[ModelShape]:
         return iter(self.shapes)
@@ -43,15 +56,64 @@ class Bases:
         raise NotFoundError(f"base_model {name!r} is not served here; served: {served}")
 
 
-def resolve(models: Iterable[str], *, vision: bool = True) -> Bases:
-    """Resolve `NAME=DIRECTORY_OR_HUB_ID` entries; without entries, the embedded model is served."""
-    entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
-    shapes = [_resolve_entry(entry, vision=vision) for entry in entries]
-    names = [shape.name for shape in shapes]
-    duplicates = {name for name in names if names.count(name) > 1}
-    if duplicates:
-        raise SettingsError(f"--model names {sorted(duplicates)} more than once; give each its own NAME=...")
-    return Bases(tuple(shapes))
+def resolve(
+    models: Iterable[str],
+    *,
+    vision: bool = True,
+    models_from: Iterable[Path] = (),
+    allow_models: Iterable[str] = (),
+) -> Bases:
+    """Resolve `NAME=DIRECTORY_OR_HUB_ID` entries. The models of the directories `models_from` and the entries
+    `allow_models` are loaded on demand; `models` take precedence. Without any, the embedded model is served.
+    """
+    directories, allowed = list(models_from), list(allow_models)
+    entries = list(models) or ([] if directories or allowed else [f"{nano.MODEL_NAME}={nano.path()}"])
+    shapes = [_resolve_entry(entry, "--model", HUB_FILES, vision=vision)[0] for entry in entries]
+    _refuse_duplicates("--model", [shape.name for shape in shapes])
+    residents = {shape.name for shape in shapes}
+    resolved = [_resolve_entry(entry, "--allow-model", SMALL_HUB_FILES, vision=vision) for entry in allowed]
+    loadable = [shape for shape, _ in resolved]
+    for directory in directories:
+        loadable += _scan(directory, residents, vision=vision)
+    _refuse_duplicates("--models-from and --allow-model", [shape.name for shape in loadable])
+    shapes += [shape for shape in loadable if shape.name not in residents]
+    hub_ids = {shape.name: hub_id for shape, hub_id in resolved if hub_id}
+    return Bases(tuple(shapes), frozenset(shape.name for shape in shapes) - residents, hub_ids)
+
+
+def _refuse_duplicates(flag: str, names: Sequence[str]) -> None:
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        advice = "give each its own NAME=..." if flag == "--model" else "name each once"
+        raise SettingsError(f"{flag} names {duplicates} more than once; {advice}")
+
+
+def _scan(root: Path, residents: Collection[str], *, vision: bool) -> list[ModelShape]:
+    """The models of a directory's subdirectories NAME and ORG/NAME; without those that are resident or unusable."""
+    directory = root.expanduser().resolve()
+    if not directory.is_dir():
+        raise SettingsError(f"--models-from {str(root)!r}: the directory {directory} does not exist")
+    shapes: list[ModelShape] = []
+    for path in sorted({file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/config.json")}):
+        name = path.relative_to(directory).as_posix()
+        if name in residents or (path.parent != directory and (path.parent / "config.json").exists()):
+            continue  # a part of a model, such as its image tower
+        try:
+            shapes.append(read_shape(name, path.resolve(), vision=vision))
+        except SettingsError as error:
+            log.warning("a directory is no base model", directory=str(path), reason=str(error))
+    if not shapes and not residents:
+        raise SettingsError(
+            f"--models-from {str(root)!r} has no base model; one is a subdirectory NAME or ORG/NAME with a config.json"
+        )
+    return shapes
+
+
+def download_weights(shape: ModelShape, hub_id: str) -> None:
+    """Download the weights of a model whose JSON files are in the hub's cache, of the same revision.
+
+    Raises SettingsError.
+    """
+    _download(hub_id, "--allow-model", HUB_FILES, revision=Path(shape.path).name)
 
 
 def read_shape(name: str, directory: Path, *, vision: bool = True) -> ModelShape:
@@ -181,31 +243,32 @@ def json_object(path: Path) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _resolve_entry(entry: str, *, vision: bool) -> ModelShape:
+def _resolve_entry(entry: str, flag: str, hub_files: Sequence[str], *, vision: bool) -> tuple[ModelShape, str]:
+    """A model's shape, and its hub id if it is not a directory of this disk."""
     name, equals, target = entry.partition("=")
     if not equals:
         target = name
     if name == target and name in (nano.MODEL_NAME, nano.LONG_NAME):
         target = str(nano.path())
     if not name or not target:
-        raise SettingsError(f"--model {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")
-    directory = Path(target).expanduser()
+        raise SettingsError(f"{flag} {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")
+    directory, hub_id = Path(target).expanduser(), ""
     if not directory.is_dir():
         if target.startswith(("/", ".", "~")):
-            raise SettingsError(f"--model {entry!r}: the directory {directory} does not exist")
-        directory = _download(target)
-    return read_shape(name, directory.resolve(), vision=vision)
+            raise SettingsError(f"{flag} {entry!r}: the directory {directory} does not exist")
+        hub_id, directory = target, _download(target, flag, hub_files)
+    return read_shape(name, directory.resolve(), vision=vision), hub_id
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, flag: str, files: Sequence[str], revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())
         raise SettingsError(
-            f"--model: could not load {hub_id!r}: no such local directory, and the hub did not provide it; "
-            f"--model NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
+            f"{flag}: could not load {hub_id!r}: no such local directory, and the hub did not provide it; "
+            f"{flag} NAME=DIRECTORY serves a model from this disk. The hub's client reports: {reason}"
         ) from error

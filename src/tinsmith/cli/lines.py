@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -9,10 +10,20 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from tinsmith.base_models import Bases
     from tinsmith.server.process import Server
 
 WORK_LINE_S = 60.0
 LOADING_POLL_S = 0.2
+MAX_NAMES = 8
+
+
+def describe_models(bases: Bases) -> str:
+    """The served base models: the resident ones by name, of many on demand their number."""
+    on_demand = sorted(bases.on_demand)
+    loadable = ", ".join(on_demand) if len(on_demand) <= MAX_NAMES else f"{len(on_demand)} base models"
+    resident = ", ".join(shape.name for shape in bases.resident)
+    return ", ".join(filter(None, (resident, f"{loadable} on demand" if on_demand else "")))
 
 
 def report_server(server: Server, output: Console) -> None:
@@ -20,6 +31,8 @@ def report_server(server: Server, output: Console) -> None:
     before, counted_at = server.work_counts(), time.monotonic()
     if server.supervisor.loading():
         report_loading(server.supervisor.loading, server.supervisor.failing, output)
+    if server.bases.on_demand:
+        threading.Thread(target=report_on_demand, args=(server.on_demand.describe_loading, output), daemon=True).start()
     while True:
         time.sleep(WORK_LINE_S)
         counts, at = server.work_counts(), time.monotonic()
@@ -41,6 +54,18 @@ def report_loading(loading: Callable[[], str], failing: Callable[[], str], outpu
             output.print(f"The base models load: {elapsed_s:.0f} s", end="\r", highlight=False)
         time.sleep(LOADING_POLL_S)
     output.print(f"The base models have loaded after {time.monotonic() - began_at:.1f} s.", highlight=False)
+
+
+def report_on_demand(loading: Callable[[], str], output: Console) -> None:
+    """Print a line when base models are loaded on demand, and when that has ended, until the process ends."""
+    shown, began_at = "", time.monotonic()
+    while True:
+        if (names := loading()) != shown:
+            at = time.monotonic()
+            ended = f"Loading {shown} ended after {at - began_at:.1f} s."
+            output.print(f"Loading {names} on demand." if names else ended, highlight=False, soft_wrap=True)
+            shown, began_at = names, at
+        time.sleep(LOADING_POLL_S)
 
 
 def work_line(counts: Mapping[str, float], seconds: float) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -34,7 +34,7 @@ from tinsmith.cli import profile as profile_cli
 from tinsmith.cli import runs as runs_cli
 from tinsmith.cli import samplers as samplers_cli
 from tinsmith.cli import up as up_cli
-from tinsmith.cli.lines import report_server
+from tinsmith.cli.lines import describe_models, report_server
 from tinsmith.cli.remote import AsJson, json_object, plain_table, print_json
 from tinsmith.errors import SettingsError
 from tinsmith.plan.versions import INSTALL_ENGINE, find_cuda_obstacle, list_missing_packages
@@ -54,7 +54,17 @@ errors = Console(stderr=True, emoji=False)
 
 MODEL_HELP = "A base model to serve; repeat it. Default: tinsmith/nano."
 SERVE_OPTIONS = {
-    "Base models": ("models", "backend", "vision", "tool_parser", "deterministic"),
+    "Base models": (
+        "models",
+        "models_from",
+        "allow_models",
+        "idle_minutes",
+        "on_demand_bytes",
+        "backend",
+        "vision",
+        "tool_parser",
+        "deterministic",
+    ),
     "Devices": (
         *("device", "dtype", "quantize", "data_parallel", "tensor_parallel", "context_parallel", "expert_parallel"),
         "pipeline_parallel",
@@ -71,6 +81,9 @@ SERVE_OPTIONS = {
     "Output": ("log_level",),
 }
 """The settings that are flags of `serve`, by group in its help."""
+
+FLAGS = {"allow_models": "--allow-model"}
+"""The flags whose names are not those of their settings; each may be repeated."""
 
 
 def settings_options(*names: str, **groups: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -102,14 +115,16 @@ def _option(name: str, group: str | None) -> inspect.Parameter:
     kind = next(
         (kind for kind in (bool, int, float, Path) if kind in (field.annotation, *get_args(field.annotation))), str
     )
-    flag = f"--{name.replace('_', '-')}"
+    flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
     if field.default is True:
         flag += f"/--no-{name.replace('_', '-')}"
     default = "" if field.default in ("", None) else f" Default: {str(field.default).lower()}."
     help_text = escape(" ".join((field.description or "").split()) + default)
     option = typer.Option(flag, help=help_text, rich_help_panel=group)
     model = typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help=MODEL_HELP, rich_help_panel=group)
-    annotation = Annotated[list[str] | None, model] if name == "models" else Annotated[kind | None, option]
+    many = get_origin(field.annotation) is tuple
+    annotation = Annotated[list[str] | None, model if name == "models" else option]
+    annotation = annotation if many else Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -372,7 +387,7 @@ def _serve_with(settings: Settings, prestarted: EngineProcess | None, *, as_json
             fields = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir), "role": settings.role}
             typer.echo(json.dumps(fields | {"takes_any_key": server.accepts_anyone}))
             return
-        names = ", ".join(models)
+        names = describe_models(server.bases)
         if not settings.answers_clients:
             output.print(f"[bold]Tinsmith {__version__}[/] runs the role {settings.role} for {names}", highlight=False)
             output.print(f"  data in {escape(str(settings.resolved_data_dir))}", highlight=False, soft_wrap=True)

@@ -189,6 +189,11 @@ def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
 
 def _check_machines(settings: Settings, gpus: float, *, is_local: bool) -> None:
     """Raises SettingsError."""
+    if settings.loads_on_demand:
+        raise SettingsError(
+            "TINSMITH_MODELS_FROM and TINSMITH_ALLOW_MODELS are for `tinsmith serve`; name the base models of a Ray "
+            "cluster with --model"
+        )
     if settings.machines > 1 and is_local:
         raise SettingsError(f"--machines is {settings.machines}, and --ray local has one; pass --ray HOST:PORT")
     if gpus and settings.num_ranks > 1 and settings.num_ranks != settings.machines * gpus:

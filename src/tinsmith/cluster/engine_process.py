@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith.settings import Settings
@@ -24,8 +25,10 @@ PRESTARTED = "--prestarted"
 
 
 class EngineProcess:
-    def __init__(self, settings: Settings, log_path: Path | None = None) -> None:
-        """Without a log the process is prestarted: it writes to the log that its settings name. Raises OSError."""
+    def __init__(self, settings: Settings, log_path: Path | None = None, gpus: Sequence[int] = ()) -> None:
+        """Without a log the process is prestarted: it writes to the log that its settings name. With `gpus` it sees
+        only these of the server's. Raises OSError.
+        """
         command = [sys.executable, "-m", "tinsmith.engine", *([] if log_path else [PRESTARTED])]
         with open(log_path or os.devnull, "ab") as output:
             self._process = subprocess.Popen(
@@ -38,6 +41,7 @@ class EngineProcess:
                     bucket=settings.has_bucket,
                     peer=settings.rank_peer,
                     computes_alone=settings.computes_alone,
+                    gpus=gpus,
                 ),
                 bufsize=0,
                 start_new_session=True,  # so that Ctrl-C in the server's terminal does not interrupt a step
@@ -47,7 +51,7 @@ class EngineProcess:
     @classmethod
     def prestart(cls, settings: Settings) -> EngineProcess | None:
         """None if this server runs no torch engine, or if the process cannot be started."""
-        if settings.backend != "torch" or not settings.num_engines:
+        if settings.backend != "torch" or not settings.num_engines * settings.num_resident_models:
             return None
         with contextlib.suppress(OSError):
             return cls(settings)

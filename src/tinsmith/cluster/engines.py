@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,9 +96,11 @@ class Lease:
 class Engines:
     """Reads all seats, and changes those of one holder."""
 
-    def __init__(self, db: Database, holder: str) -> None:
+    def __init__(self, db: Database, holder: str, on_demand: Collection[str] = ()) -> None:
+        """`on_demand` are the base models whose engines run only while they are used."""
         self._db = db
         self._holder = holder
+        self._on_demand = on_demand
 
     def id_of(self, seat: Seat) -> str:
         """The id of a seat, unique among all machines and the same for its successive engines."""
@@ -110,12 +112,9 @@ class Engines:
     def take(self, seat: Seat, lease_s: float, suspects: str | None = None) -> Lease:
         """Begin a new epoch for the calling process. `suspects` is the in-flight note of its predecessor."""
         engine_id = self.id_of(seat)
-        # Starts at the time, so that a seat which was deleted and is created again does not repeat an epoch.
-        first = {"engine_id": engine_id, "base_model": seat.base_model, "kind": seat.kind, "epoch": int(now())}
-        first |= {"pid": 0, "state": "starting", "started_at": now()}
         query = sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update()
         with self._db.write() as connection:
-            connection.execute(self._db.insert_once(ENGINES), first)
+            connection.execute(self._db.insert_once(ENGINES), self._first_row(seat))
             # Waits for the last transaction of a predecessor, and does not block renewals (see `fence`).
             epoch = connection.execute(query).scalar_one() + 1
             broken = sa.case((ENGINES.c.reason.startswith(NO_START), ENGINES.c.reason))
@@ -125,6 +124,11 @@ class Engines:
             update = ENGINES.update().where(ENGINES.c.engine_id == engine_id).values(**values)
             connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s))
         return Lease(engine_id, epoch)
+
+    def _first_row(self, seat: Seat) -> dict[str, object]:
+        # The epoch starts at the time, so that a seat which was deleted and is created again does not repeat one.
+        first = {"engine_id": self.id_of(seat), "base_model": seat.base_model, "kind": seat.kind, "epoch": int(now())}
+        return {**first, "pid": 0, "state": "starting", "started_at": now()}
 
     def renew(self, lease: Lease, lease_s: float) -> bool:
         """Extend the lease; returns False if this engine was declared dead."""
@@ -136,6 +140,21 @@ class Engines:
         """Whether another process took this seat, which requires a copy of the holder's id."""
         row = self.find(seat)
         return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
+
+    # Methods for the supervisor.
+
+    def announce(self, seat: Seat) -> None:
+        """Say that an engine will start on a seat, before there is a process."""
+        of_seat = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
+        with self._db.write() as connection:
+            connection.execute(self._db.insert_once(ENGINES), self._first_row(seat))
+            connection.execute(of_seat.values(state="starting", reason=None, started_at=now()))
+
+    def has_other(self, seat: Seat) -> bool:
+        """Whether another seat of the base model has a live engine."""
+        is_other = (ENGINES.c.base_model == seat.base_model) & (ENGINES.c.engine_id != self.id_of(seat))
+        alive = (ENGINES.c.kind == "engine") & (ENGINES.c.lease_expires_at > self._db.clock())
+        return self._db.scalar(sa.select(sa.func.count()).where(is_other, alive)) > 0
 
     # Methods for the engine and the supervisor.
 
@@ -164,8 +183,19 @@ class Engines:
             query = query.where(ENGINES.c.kind == kind)
         return [EngineRow(**row._mapping) for row in self._db.rows(query)]
 
+    def is_unloaded(self, base_model: str) -> bool:
+        """Whether a base model on demand has no engine, and none that starts."""
+        if base_model not in self._on_demand:
+            return False
+        is_engine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
+        has_ended = ENGINES.c.state.in_(("failed", "stopped", "lost"))
+        return not self._db.scalar(sa.select(sa.func.count()).where(is_engine, ~has_ended))
+
     def queue_state(self, base_model: str) -> tuple[str, str | None]:
         """The queue_state of a poll's answer, and its reason: paused_capacity while no engine is ready."""
+        if self.is_unloaded(base_model):
+            reason = f"{base_model} is loaded on demand, by a process that runs engines (--role all or engine)"
+            return "paused_capacity", reason
         silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
         is_engine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
         query = (

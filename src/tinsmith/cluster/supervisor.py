@@ -15,7 +15,7 @@ import json
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,19 @@ class _Deaths:
         return f"{NO_START}{self.reason}; see its log" if self.starts >= MANY_STARTS else None
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start an engine that does not follow the settings alone: degrees of parallelism by the names of their
+    settings, and the GPUs that it sees; empty for all.
+    """
+
+    degrees: Mapping[str, int]
+    gpus: Sequence[int] = ()
+
+
 class Supervisor:
+    """Runs the engines of resident base models, and single processes for `on_demand`."""
+
     def __init__(
         self,
         settings: Settings,
@@ -96,7 +108,7 @@ class Supervisor:
         background = background or Background()
         self._tasks = [
             background.start("engine", partial(self._supervise, shape, seat), engine_id=self._engines.id_of(seat))
-            for shape in self._bases
+            for shape in self._bases.resident
             for seat in self._seats(shape)
         ]
 
@@ -115,7 +127,7 @@ class Supervisor:
     def failures(self) -> list[EngineFailure]:
         """The engines that keep dying, with the reasons, for operators."""
         at = time.monotonic()
-        seats = {self._engines.id_of(seat): seat for shape in self._bases for seat in self._seats(shape)}
+        seats = {self._engines.id_of(seat): seat for shape in self._bases.resident for seat in self._seats(shape)}
         return [
             EngineFailure(engine_id, seats[engine_id].base_model, deaths.count, deaths.reason)
             for engine_id, deaths in self._deaths.items()
@@ -125,7 +137,7 @@ class Supervisor:
     def loading(self) -> str:
         """The engines of this process that are not ready; empty if all are. Reads the database."""
         states: list[str] = []
-        for seat in (seat for shape in self._bases for seat in self._seats(shape)):
+        for seat in (seat for shape in self._bases.resident for seat in self._seats(shape)):
             row = self._engines.find(seat)
             if row is None or row.state != "ready":
                 states.append(f"{self._engines.id_of(seat)} of {seat.base_model} is {row.state if row else 'starting'}")
@@ -135,6 +147,8 @@ class Supervisor:
         """Stop all engines and wait until they have ended."""
         self._stopping.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # One engine process.
 
     def _seats(self, shape: ModelShape) -> list[Seat]:
         counts = {"engine": self._settings.num_engines, "sampler": self._settings.num_samplers}
@@ -149,24 +163,22 @@ class Supervisor:
             # The row may still say that the previous engine is ready.
             await self._write_row(self._engines.set_state, seat, "starting", deaths.start_error)
             try:
-                code = await self._run_once(shape, seat)
+                code = await self.run_once(shape, seat, self._stopping)
             except OSError as error:  # out of memory, or no space for the log: temporary
                 log.error("an engine could not be started", exc_info=error, **labels)
                 code = -1
             if self._stopping.is_set():
                 if code != 0:
-                    await self._release(seat, "stopped", None)
+                    await self.release(seat, "stopped", None)
                 return
             if code == EXIT_UNUSABLE_MODEL:
-                row = self._engines.find(seat)
-                self.refuse((row.reason if row else None) or f"model {shape.name!r} cannot be served")
+                self.refuse(await self.describe_end(seat, code))
                 return
             if code == EXIT_LEASE_LOST:
                 continue  # it was slow, not start_error
-            line = last_error(self.log_path(seat))
-            deaths.reason = f"it ended with status {code}{f' ({line})' if line else ''}"
-            deaths.starts = 0 if await self._was_ready(seat) else deaths.starts + 1
-            await self._release(seat, "restarting", deaths.start_error or deaths.reason)
+            deaths.reason = await self.describe_end(seat, code)
+            deaths.starts = 0 if await self.was_ready(seat) else deaths.starts + 1
+            await self.release(seat, "restarting", deaths.start_error or deaths.reason)
             ran_s = time.monotonic() - started
             deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
             pause_s = backoff.after(ran_s)
@@ -175,14 +187,23 @@ class Supervisor:
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
 
-    async def _was_ready(self, seat: Seat) -> bool:
+    async def describe_end(self, seat: Seat, code: int) -> str:
+        """Why an engine ended with this exit status: the reason that it gave, or its last error."""
+        if code == EXIT_UNUSABLE_MODEL:
+            row = await asyncio.to_thread(self._engines.find, seat)
+            return (row.reason if row else None) or f"model {seat.base_model!r} cannot be served"
+        line = last_error(self.log_path(seat))
+        return f"it ended with status {code}{f' ({line})' if line else ''}"
+
+    async def was_ready(self, seat: Seat) -> bool:
         """Whether the engine that just ended had been ready; True if the database cannot be read."""
         with contextlib.suppress(SQLAlchemyError):
             row = await asyncio.to_thread(self._engines.find, seat)
             return row is None or row.state not in ("starting", "loading")
         return True
 
-    async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
+    async def release(self, seat: Seat, state: str, reason: str | None) -> None:
+        """End the epoch of an engine that has ended, and free its runs."""
         suspects = read_journal(journal_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
         await self._write_row(self._engines.release, seat, state, reason, suspects)
         self._on_release(seat.base_model)
@@ -192,35 +213,39 @@ class Supervisor:
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(write, seat, *values)
 
-    async def _run_once(self, shape: ModelShape, seat: Seat) -> int:
-        """Run one engine process to its end; returns its exit status."""
+    async def run_once(self, shape: ModelShape, seat: Seat, ending: asyncio.Event, launch: Launch | None = None) -> int:
+        """Run one engine process to its end; returns its exit status. Setting `ending` stops it. Raises OSError."""
         path = self.log_path(seat)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        spec = self._spec(shape, seat, path)
+        spec = self._spec(shape, seat, path, launch)
         prestarted = self._prestarted
-        if prestarted and seat.kind == "engine" and prestarted.configure(spec):
+        if launch:
+            process = EngineProcess(self._settings, path, launch.gpus)
+            process.configure(spec)
+        elif prestarted and seat.kind == "engine" and prestarted.configure(spec):
             process = prestarted
         else:
             process = EngineProcess(self._settings, path)
             process.configure(spec)
         self.pids.add(process.pid)
         try:
-            return await self._wait_for_exit(process)
+            return await self._wait_for_exit(process, ending)
         finally:
             self.pids.discard(process.pid)
             self._on_exit(process.pid)
 
-    def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
+    def _spec(self, shape: ModelShape, seat: Seat, log_path: Path, launch: Launch | None) -> bytes:
         """The line of settings that an engine reads from standard input."""
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # server only
         settings["sampler_api_key"] = self._settings.sampler_api_key.get_secret_value()
+        settings |= launch.degrees if launch else {}
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
         spec |= {"peer_key": self._peer_key.hex(), "rank_key": self._rank_key.hex(), "log": str(log_path)}
         return json.dumps(spec).encode() + b"\n"
 
-    async def _wait_for_exit(self, process: EngineProcess) -> int:
+    async def _wait_for_exit(self, process: EngineProcess, ending: asyncio.Event) -> int:
         exited = asyncio.create_task(process.wait())
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(ending.wait())
         await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if not exited.done():

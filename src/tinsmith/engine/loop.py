@@ -42,6 +42,7 @@ from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime import malloc
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
+from tinsmith.settings.groups import DEGREES
 from tinsmith.storage.stores import UnreachableError
 from tinsmith.store.audit import entry
 from tinsmith.store.futures import REPLAYED_KINDS, Settlement
@@ -74,7 +75,9 @@ class Engine:
         self._versions = Versions(
             backend, stores.samplers, stores.checkpoints, stores.versions, budget_bytes, stores.transfer
         )
-        self._operations = Operations(backend, stores.checkpoints, self._versions)
+        self._operations = Operations(
+            backend, stores.checkpoints, self._versions, {name: getattr(settings, name) or 1 for name in DEGREES}
+        )
         self._passes = PassReader(stores.custom_losses, shape.vision)
         self._recorder = Recorder(shape.name, stores.records)
         self._snapshots = Snapshots(

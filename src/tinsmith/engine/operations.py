@@ -33,7 +33,7 @@ from tinsmith.store.futures import Settlement
 from tinsmith.store.models import Model, set_alpha, set_state
 from tinsmith.store.sampling_sessions import NewSamplingSession, inflight_version
 from tinsmith.types import Pending
-from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_save
+from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_parallelism, read_save
 
 THREADS = 4
 
@@ -99,7 +99,10 @@ class Operations:
         backend: Backend,
         checkpoints: Checkpoints,
         versions: Versions,
+        degrees: Mapping[str, int],
     ) -> None:
+        """`degrees` are the engine's degrees of parallelism, by the names of their settings."""
+        self._degrees = degrees
         self._backend = backend
         self._checkpoints = checkpoints
         self._versions = versions
@@ -133,6 +136,7 @@ class Operations:
         self._versions.forget(model_id)
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
+        read_parallelism(body).check(self._degrees)
         self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
         hit("model.created")
         answer = {"model_id": model.model_id, "type": "create_model"}

@@ -48,6 +48,7 @@ from tinsmith.chat.tokenizer import ModelTokenizers
 from tinsmith.cluster.engine_process import EngineProcess
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import DedicatedSamplers, Dispatch, Executors
+from tinsmith.cluster.on_demand import OnDemandEngines
 from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.profiles import Profiles
 from tinsmith.cluster.sample_admission import SampleAdmission
@@ -60,6 +61,7 @@ from tinsmith.db.wakeups import (
     SAFETY_POLL_S,
     SERVER,
     Waiters,
+    WakeUps,
     engine_mailbox,
     job_line,
     server_mailbox,
@@ -135,6 +137,7 @@ class Server:
     bases: Bases
     listener: socket.socket | None
     supervisor: Supervisor
+    on_demand: OnDemandEngines
     waiters: Waiters
     on_stop: Callable[[int, int], None] | None = None
     """Called when the process begins to stop, with the numbers of held polls and of engine processes."""
@@ -243,6 +246,7 @@ def _with_engine_states(services: Services, supervisor: Supervisor, engines: Eng
         cannot_start=engines.cannot_start,
         failing=supervisor.failing,
         loading=supervisor.loading,
+        is_unloaded=engines.is_unloaded,
         failures=supervisor.failures,
     )
     return replace(services, engines=status)
@@ -253,24 +257,20 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
     _log_plugins()
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
-    served = base_models.resolve(settings.models, vision=settings.vision)
+    served = _resolve_models(settings)
     timeouts = PostgresTimeouts(*settings.database_timeouts)
     database = _open_database(settings, timeouts)
     holder = holder_of(data_dir)
-    engines, counts = Engines(database, holder), DatabaseCounts(database, holder).counts
+    engines, counts = Engines(database, holder, served.on_demand), DatabaseCounts(database, holder).counts
     meters = ServerMeters(reset_metrics_directory(data_dir), settings.metrics_tenants, counts)
     database.observe_use(meters.observe_database)
     count_failure = meters.count_background_failure
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), count_failure, timeouts)
     background = Background(count_failure)
     supervisor = Supervisor(
-        settings,
-        served,
-        engines,
-        meters.remove_engine_gauges,
-        lambda base_model: mailbox.wake(engine_mailbox(base_model), [EVERYTHING]),
-        prestarted,
+        settings, served, engines, meters.remove_engine_gauges, partial(_wake_engines, mailbox), prestarted
     )
+    on_demand = OnDemandEngines(settings, served, database, engines, supervisor, partial(mailbox.wake, SERVER))
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     check_reachable(settings)
@@ -295,11 +295,11 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        _start(services, supervisor, janitor, database, background)
+        _start(services, supervisor, on_demand, janitor, database, background)
         try:
             yield
         finally:
-            await _stop(services, supervisor, background)
+            await _stop(services, supervisor, on_demand, background)
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
             services.threads.close()
@@ -308,18 +308,21 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
 
     app = create_app(services, lifespan) if settings.answers_clients else create_probe_app(services, lifespan)
     listener = None if port is None else _open_port(settings.host, port)
-    return Server(settings, app, served, listener, supervisor, waiters)
+    return Server(settings, app, served, listener, supervisor, on_demand, waiters)
 
 
 def _start(
     services: Services,
     supervisor: Supervisor,
+    on_demand: OnDemandEngines,
     janitor: Janitor,
     database: Database,
     background: Background,
 ) -> None:
     """Start the background work of this process's role."""
     supervisor.start(background)
+    if services.bases.on_demand and services.settings.num_engines:
+        background.start("engines_on_demand", on_demand.run)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
     if services.settings.runs_bulk_jobs:
         services.coordinator.start(background)
@@ -330,13 +333,13 @@ def _start(
         background.start("pending_responses", partial(responses.run, services.threads.sweeps))
 
 
-async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
+async def _stop(services: Services, supervisor: Supervisor, on_demand: OnDemandEngines, background: Background) -> None:
     """Stop what `_start` started, waiting for batch workers and engines."""
     background.end()
     if services.settings.answers_clients:
         await services.batch_reconciler.stop()
     await services.coordinator.stop()
-    await supervisor.stop()
+    await asyncio.gather(supervisor.stop(), on_demand.stop())
     await asyncio.to_thread(services.tracing.close)
     await background.stop()
 
@@ -417,6 +420,10 @@ def _build_reconciler(
     return Reconciler(settings, parts)
 
 
+def _wake_engines(mailbox: WakeUps, base_model: str) -> None:
+    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
+
+
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
     tokens = {line for line in lines if line.startswith(PARTIAL_MARK)}
     if tokens:
@@ -488,6 +495,27 @@ def _log_plugins() -> None:
     """Log the installed losses. Raises SettingsError for one that cannot be used."""
     if plugins := list_plugins():
         log.info("loss plug-ins", losses={loss.name: loss.distribution for loss in plugins})
+
+
+def _resolve_models(settings: Settings) -> Bases:
+    """Raises SettingsError, also if engines of these settings cannot be started on demand."""
+    backend, sampler = settings.backend, settings.sampler
+    obstacles = {
+        f"role {settings.role!r} runs no engines; dedicated samplers are for --model": settings.role == "sampler",
+        f"backend {backend!r} has one plan for all devices; use torch": backend not in ("torch", "fake"),
+        f"sampler {sampler!r} needs a device of its own; name the model with --model": settings.samples_elsewhere,
+        f"machines is {settings.machines}, and an engine on demand runs on one": settings.machines > 1,
+        f"device is {settings.device!r}; choose GPUs by CUDA_VISIBLE_DEVICES instead": ":" in settings.device,
+    }
+    reason = next((reason for reason, holds in obstacles.items() if holds), None)
+    if settings.loads_on_demand and reason:
+        raise SettingsError(f"--models-from and --allow-model load base models on demand: {reason}")
+    return base_models.resolve(
+        settings.models,
+        vision=settings.vision,
+        models_from=settings.models_from,
+        allow_models=settings.allow_models,
+    )
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:

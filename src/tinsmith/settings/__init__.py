@@ -62,13 +62,15 @@ class Settings(
 
     @property
     def num_torch_processes(self) -> int:
-        """Engines and samplers that share this machine."""
-        return self.num_engines * max(1, len(self.models)) + self.num_samplers
+        """Engines and samplers that share this machine; all that are started on demand count as one."""
+        on_demand = int(self.loads_on_demand and self.num_engines > 0)
+        return self.num_engines * self.num_resident_models + on_demand + self.num_samplers
 
     @property
     def computes_alone(self) -> bool:
         """Whether one process computes for this server."""
-        return self.num_torch_processes == 1 and self.resolved_backend != "sharded" and not self.samples_elsewhere
+        is_single = self.num_torch_processes == 1 and not self.loads_on_demand
+        return is_single and self.resolved_backend != "sharded" and not self.samples_elsewhere
 
 
 def load(overrides: dict[str, object]) -> Settings:

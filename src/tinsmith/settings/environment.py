@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith.settings.groups import PREFIX
@@ -26,12 +27,18 @@ CACHED_MATMULS = 128
 
 
 def engine_environment(
-    metrics_dir: Path | None = None, *, bucket: bool = False, peer: str = "", computes_alone: bool = False
+    metrics_dir: Path | None = None,
+    *,
+    bucket: bool = False,
+    peer: str = "",
+    computes_alone: bool = False,
+    gpus: Sequence[int] = (),
 ) -> dict[str, str]:
     """Return the environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`,
     the bucket's credentials. An engine reads its settings from a pipe. prometheus-client reads `metrics_dir` only from
     the environment, at import. Ranks exchange tensors on loopback, or, with ranks on other machines, at this machine's
-    address `peer`. The other variables are chosen by measurement:
+    address `peer`. With `gpus`, counted among those that this process sees, it sees only these. The other
+    variables are chosen by measurement:
 
     - OpenMP threads of an engine that computes alone spin for a millisecond before they sleep, since they would
       otherwise sleep between the kernels of a step. Beside other processes that compute, they would take the cores from
@@ -53,7 +60,10 @@ def engine_environment(
         threading |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
     credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
-    return {**threading, **cache_limits, **inherited, **metrics, **credentials}
+    mask = device_mask()
+    names = mask.split(",") if mask else None
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in gpus)} if gpus else {}
+    return {**threading, **cache_limits, **inherited, **metrics, **credentials, **visible}
 
 
 def network_interface(host: str) -> str:

@@ -186,6 +186,18 @@ class ModelSettings(SettingsGroup):
     models: tuple[str, ...] = ()
     """Base models: a JSON list of `NAME=DIRECTORY_OR_HUB_ID` or `DIRECTORY_OR_HUB_ID`; empty means tinsmith/nano."""
 
+    models_from: tuple[Path, ...] = ()
+    """Directories with base models `NAME` or `ORG/NAME` to load on demand, a JSON list (docs/howto/on-demand.md)."""
+
+    allow_models: tuple[str, ...] = ()
+    """Further base models to load on demand, as in `models`."""
+
+    idle_minutes: float = Field(default=30.0, gt=0)
+    """Minutes without requests after which an engine on demand ends."""
+
+    on_demand_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
+    """Memory of the host, or of each GPU, for engines on demand, such as `64GiB`; 0 means what is free."""
+
     backend: str = "torch"
     """`torch`, `fake` (instant, for tests of clients), `full` (trains all weights) or `sharded` (several devices;
     selected automatically)."""
@@ -241,6 +253,16 @@ class ModelSettings(SettingsGroup):
 
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """How long an engine's ranks wait for each other before a restart; must exceed the time of a micro-batch."""
+
+    @property
+    def loads_on_demand(self) -> bool:
+        """Whether some base models are loaded at their first request."""
+        return bool(self.models_from or self.allow_models)
+
+    @property
+    def num_resident_models(self) -> int:
+        """Base models that are loaded at start: tinsmith/nano if no other is named."""
+        return len(self.models) or int(not self.loads_on_demand)
 
     @property
     def resolved_backend(self) -> str:

@@ -19,7 +19,7 @@ Retention: the settled futures of ended sessions are deleted with their bodies a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -122,6 +122,15 @@ class Settlement:
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
     work_times: WorkTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingKind:
+    """Pending requests of one kind, and the arrival of the oldest."""
+
+    base_model: str
+    kind: str
+    arrival: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +401,33 @@ class Futures:
                 execute(connection, effect)
         return len(usage)
 
+    # Methods for the supervisor of engines on demand.
+
+    def list_waiting(self, base_models: Collection[str]) -> list[WaitingKind]:
+        """The kinds of pending requests of these base models."""
+        queue = (FUTURES.c.base_model.in_(base_models), FUTURES.c.state == "pending")
+        oldest = sa.func.min(FUTURES.c.arrival).label("arrival")
+        query = sa.select(FUTURES.c.base_model, FUTURES.c.kind, oldest).where(*queue)
+        rows = self._db.rows(query.group_by(FUTURES.c.base_model, FUTURES.c.kind))
+        return [WaitingKind(**row._mapping) for row in rows]
+
+    def list_pending(self, base_model: str, kinds: Collection[str] = ()) -> list[Pending]:
+        """The pending requests of a base model, of some kinds or of all, in order of arrival."""
+        query = sa.select(*_COLUMNS).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
+        query = query.where(FUTURES.c.kind.in_(kinds)) if kinds else query
+        return [Pending(**row._mapping) for row in self._db.rows(query.order_by(FUTURES.c.arrival))]
+
+    def newest_arrival(self, base_model: str) -> int:
+        """The arrival of a base model's newest request, 0 without any: it changes with each request."""
+        # A query for each state uses the index of the engines' queues.
+        queries = [
+            sa.select(sa.func.max(FUTURES.c.arrival)).where(
+                FUTURES.c.base_model == base_model, FUTURES.c.state == state
+            )
+            for state in ("pending", "done", "failed", "refused")
+        ]
+        return max(self._db.scalar(query) or 0 for query in queries)
+
     # Methods for the engine.
 
     def list_refused(self, model_id: str, from_seq_id: int) -> list[Pending]:
@@ -412,15 +448,21 @@ class Futures:
                     body_by_id[request_id] = unpack(body)
         return body_by_id
 
-    def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
-        """Settle a step in one transaction: results, freed bodies, effects and the progress of each model."""
+    def settle(
+        self, settlements: Sequence[Settlement], applied: Mapping[str, int], *, error_state: str = "failed"
+    ) -> None:
+        """Settle a step in one transaction: results, freed bodies, effects and the progress of each model.
+
+        With the `error_state` refused, errors are as those at admission: the next engine skips their numbers.
+        """
         freed_ids = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
             settled_at = now()  # once the write lock is held
             request_ids = [settlement.request_id for settlement in settlements]
             self._db.lock_rows(connection, _LOCK_SESSIONS, {"request_ids": request_ids})
             for settlement in settlements:
-                changed = _SETTLE.count(connection, _settlement_values(settlement, settled_at))
+                values = _settlement_values(settlement, settled_at, error_state)
+                changed = _SETTLE.count(connection, values)
                 if changed != 1:
                     continue  # settled by an earlier engine
                 if settlement.body is not None and settlement.error is None:
@@ -511,12 +553,12 @@ def _is_same_body(new: NewFuture, body_bytes: int, stored: bytes | None) -> bool
     return stored is None or {**orjson.loads(stored), field: None} == {**fields, field: None}
 
 
-def _settlement_values(settlement: Settlement, settled_at: float) -> dict[str, object]:
+def _settlement_values(settlement: Settlement, settled_at: float, error_state: str) -> dict[str, object]:
     """The parameters of `_SETTLE`."""
     error, cost, times = settlement.error, settlement.cost, settlement.work_times
     return {
         "settled_id": settlement.request_id,
-        "state": "failed" if error else "done",
+        "state": error_state if error else "done",
         "error": _storable_text(error) if error else None,
         "category": error.category if error else None,
         "result_type": None if error else settlement.result_type,

@@ -141,6 +141,11 @@ class Models:
         )
         return [(Model(*columns), str(reason)) for *columns, reason in self._db.rows(query)]
 
+    def count_loaded(self, base_model: str) -> int:
+        """The loaded models of a base model, of all tenants."""
+        loaded = (MODELS.c.base_model == base_model) & MODELS.c.state.in_(LOADED)
+        return self._db.scalar(sa.select(sa.func.count()).where(loaded)) or 0
+
     def record_snapshot(self, model_id: str, seq_id: int, directory: str) -> str | None:
         """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the previous one.
 

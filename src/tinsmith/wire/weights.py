@@ -5,6 +5,8 @@ The server validates a body before it stores it; the engine parses the same byte
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -38,9 +40,11 @@ GRANTED_BY = "granted_by"
 
 MIN_RANK, MAX_RANK = 1, 256
 MAX_ALPHA = 1e30  # weights are float32
+MAX_DEGREE = 4096  # of parallelism
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; without it, the checkpoint never expires")]
+Degree = Annotated[int, Field(ge=1, le=MAX_DEGREE)] | None
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
 
@@ -94,10 +98,51 @@ class LoraConfigBody(ClosedBody):
         return LoraSpec(**{**values, "alpha": alpha if self.alpha is None else self.alpha})
 
 
-class CreateModel(ClosedBody):
-    """The fields after `type` are those of tinkercloud's clients. Hints of how to divide a model among devices change
-    nothing here: the engine's layout serves all its models.
+class ParallelismBody(ClosedBody):
+    """How to divide the base model. An engine that is started for the request follows it; a running one refuses what it
+    has not.
     """
+
+    tensor_parallel_size: Degree = None
+    pipeline_parallel_size: Degree = None
+    context_parallel_size: Degree = None
+    expert_parallel_size: Degree = None
+    data_parallel_size: Degree = None
+    num_gpus: Degree = None
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The requested degrees by the names of the engine's settings; empty without a request.
+
+        Raises UserError if num_gpus is not a multiple of the other degrees.
+        """
+        names = ("tensor", "pipeline", "context", "expert", "data")
+        sizes = {name: getattr(self, f"{name}_parallel_size") for name in names}
+        degrees = {f"{name}_parallel": size for name, size in sizes.items() if size is not None}
+        if self.num_gpus is None:
+            return degrees
+        group = math.prod(size for name, size in degrees.items() if name not in ("expert_parallel", "data_parallel"))
+        data, rest = divmod(self.num_gpus, group)
+        if rest or degrees.get("data_parallel", data) != data:
+            raise UserError(
+                f"parallelism_config.num_gpus is {self.num_gpus}, which the other degrees do not divide: {degrees}; "
+                "give their product, or leave num_gpus out"
+            )
+        return degrees | {"data_parallel": data}
+
+    def check(self, running: Mapping[str, int]) -> None:
+        """Raises UserError if the running engine's degrees, by the names of its settings, are others."""
+        for name, degree in self.degrees.items():
+            if degree != running[name]:
+                values = ", ".join(f"{setting} {value}" for setting, value in running.items())
+                raise UserError(
+                    f"parallelism_config asks for {name} {degree}, but the engine of this base model runs with "
+                    f"{values}; leave it out, or ask when no engine of the base model runs"
+                )
+
+
+class CreateModel(ClosedBody):
+    """The fields after `type` are those of tinkercloud's clients."""
 
     session_id: Text
     model_seq_id: Position
@@ -108,11 +153,17 @@ class CreateModel(ClosedBody):
     type: Ignored = None
     max_batch_size: Ignored = None
     max_seq_len: Ignored = None
-    parallelism_config: Ignored = None
+    parallelism_config: SkipJsonSchema[ParallelismBody | None] = None
     debug_train_only: Ignored = None
     checkpoint_path: SkipJsonSchema[Annotated[Any, refuse("send its tinker:// path to load_weights")]] = None
     rlve_config: SkipJsonSchema[Annotated[Any, _refuse_enabled("environments run in the client")]] = None
     wandb_config: SkipJsonSchema[Annotated[Any, _refuse_enabled("log from the client")]] = None
+
+    @model_validator(mode="after")
+    def _check_parallelism(self) -> CreateModel:
+        if self.parallelism_config is not None:
+            _ = self.parallelism_config.degrees
+        return self
 
     @property
     def lora(self) -> LoraSpec:
@@ -190,6 +241,11 @@ class SaveWeightsExternal(SaveRequest):
 
 def read_save(body: bytes) -> SaveRequest:
     return validate(SaveRequest, read_object(body))
+
+
+def read_parallelism(body: bytes) -> ParallelismBody:
+    """How a stored creation asks to divide the base model; without any degree if it does not."""
+    return validate(ParallelismBody, read_object(body).get("parallelism_config") or {})
 
 
 def read_load(body: bytes) -> LoadWeights:

@@ -78,6 +78,8 @@ def machine(call: Call) -> JsonObject:
     engines: list[JsonObject] = []
     training = 0.0
     for shape in services.bases:
+        if services.engines.is_unloaded(shape.name):
+            continue
         steps = [step for _, step in services.recent_steps.newest(shape.name) if step.ended_at > read_at - RATE_S]
         # During the first minute of a base model the window is shorter.
         window_start = min((step.ended_at - step.duration_s for step in steps), default=read_at - RATE_S)

@@ -150,6 +150,7 @@ def _engines(call: Call) -> list[JsonObject]:
     engines: list[JsonObject] = []
     for shape in call.services.bases:
         state, reason = call.services.engines.queue_state(shape.name)
+        state = "on_demand" if call.services.engines.is_unloaded(shape.name) else state
         limits = {"max_context_length": shape.max_context_length, "vocab_size": shape.vocab_size}
         engines.append({"base_model": shape.name, "state": state, "reason": reason, **limits})
     return engines
