@@ -345,6 +345,9 @@ class JobSpec:
     only for these; without them, any of its errors fails its row."""
     concurrency: Annotated[Count | None, Option()] = None
     """The most workers of the pool that run the job at a time; None for all."""
+    min_concurrency: Annotated[Count | None, Option()] = None
+    """The workers that the job has before others of its priority have any, and that it does not leave to them while it
+    has batches for them (`coordinator.FairShare`); None for its share alone."""
     max_concurrent_batches: Annotated[int, Bounds(1, MAX_CONCURRENT_BATCHES), Option()] = 8
     """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
     num_cpus: Annotated[Amount | None, Option()] = None

@@ -87,6 +87,7 @@ def _create(call: Call, spec: JobSpec, repeatable: IdempotentRequest | None, *, 
     services = call.services
     spec = permissions.authorize_job(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     services.coordinator.check_pool(spec)
+    services.coordinator.check_minimum(spec)
     services.coordinator.secrets.read(call.tenant_id, spec.secrets)  # refused now, and not when a worker starts
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs, request=repeatable)
     services.coordinator.wake()

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Unpack, overload
 
 from tinsmith.batch import operations
-from tinsmith.batch.client import functions, local_run
+from tinsmith.batch.client import functions, habits, local_run
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.client.local_run import DryRun
@@ -214,8 +214,9 @@ class Dataset:
             )
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
+            all_options = habits.translate(all_options)
             return self._add_step(_operations(steps, all_options), all_options)
-        return self._add_step(_step(mapper_fn, "row", all_options), all_options)
+        return self._add_function(mapper_fn, "row", all_options)
 
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -223,7 +224,7 @@ class Dataset:
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def map_batches(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
-        return self._add_step(_step(mapper, "batch", options), options)
+        return self._add_function(mapper, "batch", options)
 
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -232,7 +233,7 @@ class Dataset:
     def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
         """Keeps the rows for which the function returns something true; with `batched=True` or a `batch_format` it gets
         a batch and returns one value for each row."""
-        return self._add_step(_step(predicate, "filter", options), options)
+        return self._add_function(predicate, "filter", options)
 
     @overload
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -240,7 +241,7 @@ class Dataset:
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def flat_map(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function that takes a row and returns, or yields, any number of new rows."""
-        return self._add_step(_step(mapper, "flat", options), options)
+        return self._add_function(mapper, "flat", options)
 
     @overload
     def sample(self, model: str, *, output: None = None, **keywords: Any) -> Dataset: ...  # noqa: ANN401
@@ -253,6 +254,10 @@ class Dataset:
         options = {name: value for name, value in keywords.items() if name in JobOptions.__annotations__}
         fields = {name: value for name, value in keywords.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
+
+    def _add_function(self, function: Callable[..., object], kind: str, options: Mapping[str, Any]) -> Dataset | Job:
+        options = habits.translate(options)
+        return self._add_step(_step(function, kind, options), options)
 
     def _add_step(self, step: dict[str, Any], options: Mapping[str, Any]) -> Dataset | Job:
         steps = (*self._steps, step)
@@ -470,6 +475,9 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
             "load(); otherwise give it a parameter for a row, or with batched=True for a batch"
         )
     check_step_options(options, method, is_class)
+    num_before = 0 if is_class or kind == "loop" else 1 + bool(options.get("with_indices"))
+    by_position = "fn_constructor_args" if is_class else "fn_args"
+    kwargs = habits.name_arguments(mapper, by_position, options.get(by_position), num_before, kwargs)
     shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
     if shape not in functions.BATCH_FORMATS:
         raise ValueError(f"batch_format is {shape!r}; it must be one of {list(functions.BATCH_FORMATS)}")
