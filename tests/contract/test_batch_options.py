@@ -90,6 +90,14 @@ def test_the_fields_that_decide_the_rows_are_the_identity() -> None:
     assert describe_job(JobSpec(**JOB, limit=3))["limit"] == 3
 
 
+def test_the_page_for_sky_batch_has_the_limits_of_time() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/from-sky-batch.md").read_text()
+    rows = re.findall(r"^\|.*\| (\d+) s[^|]*\| `(\w+_s)` \|$", page, re.MULTILINE)
+    assert {name: float(seconds) for seconds, name in rows} == {
+        name: getattr(Limits(), name) for name in ("discovery_timeout_s", "startup_timeout_s", "heartbeat_timeout_s")
+    }
+
+
 def documented_defaults() -> dict[str, str]:
     """The default of each option in the table of options, by its name; an option of several has its own."""
     table = PAGE.split("## Options and limits of a job", 1)[1].split("\n## ", 1)[0]

@@ -22,7 +22,8 @@ Routes below /api/v1/batch/jobs, all JSON:
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
   text}], after}: the workers that printed on this server, and the lines of one of them;
 - GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, input_version, batches: [{start_idx,
-  end_idx, parts}]} and the fields of `job_identity.describe_job`; committed batches by ascending `start_idx`.
+  end_idx, parts, commit_number}]} and the fields of `job_identity.describe_job`; committed batches by ascending
+  `start_idx`, or with order=commits&after=COMMIT_NUMBER by that.
 """
 
 from __future__ import annotations

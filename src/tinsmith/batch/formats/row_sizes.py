@@ -37,8 +37,9 @@ def _bytes_of(array: Any) -> np.ndarray:  # noqa: ANN401  an array of pyarrow
     """The bytes of each value of an array: int64 [rows]; 0 for null."""
     import numpy as np
     import pyarrow as pa
-    import pyarrow.compute as pc
+    import pyarrow.compute
 
+    pc: Any = pyarrow.compute
     kind = array.type
     if isinstance(kind, pa.ExtensionType):
         return _bytes_of(array.storage)
