@@ -167,6 +167,28 @@ class Dataset:
 
         return cls(reader_of(name, split, **options))
 
+    @classmethod
+    def from_ray(cls, dataset: object, path: str | None = None) -> Dataset:
+        """The rows of a data set of Ray Data. It is run once, when they are first needed, and its rows are written to
+        `path`, a new Parquet file that the workers can read; by default one of this machine, which it keeps for a
+        week."""
+        from tinsmith.batch.client.ray_data import RayReader
+
+        return cls(RayReader(dataset, path))
+
+    def to_ray(self) -> Any:  # noqa: ANN401  a data set of Ray
+        """A data set of Ray Data with these rows, in their order, which Ray's tasks read when it is run. Raises
+        NotSupportedError for a data set with steps."""
+        from tinsmith.batch.client.ray_data import to_ray
+
+        if self._steps:
+            names = [str(step.get("name") or step.get("type")) for step in self._steps]
+            raise NotSupportedError(
+                f"to_ray reads rows, and this data set has the steps {names}, which jobs run; write it to a file, and "
+                "read that with batch.load(PATH).to_ray()"
+            )
+        return to_ray(self.reader, self._limit)
+
     @overload
     def map(
         self,
