@@ -16,7 +16,11 @@ from tinsmith.batch.client import ray_data
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.types import RowRange
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of Ray Data itself
+]
 NUM_ROWS = 1000
 ROWS: list[dict[str, Any]] = [
     {"n": index, "text": f"é {index}", "tags": ["a"] * (index % 3), "inner": {"x": index / 2}, "none": None}
