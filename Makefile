@@ -101,7 +101,7 @@ test-benchmarks: $(STAMP)
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
-	$(PYTEST) tests/cluster/test_ray.py tests/cluster/test_ray_nodes.py tests/cluster/test_ray_ranks.py
+	$(PYTEST) tests/cluster/test_ray.py tests/cluster/test_ray_nodes.py tests/cluster/test_ray_ranks.py tests/cluster/test_ray_data.py
 
 test-recipes: $(STAMP)
 	$(PYTEST) -m recipes

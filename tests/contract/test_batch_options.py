@@ -44,7 +44,8 @@ def test_a_type_checkers_options_are_the_fields_of_a_specification() -> None:
     types = get_type_hints(SpecOptions)
     assert types.keys() | BY_POSITION == options.keys()
     assert get_type_hints(RunOptions).keys() >= BY_POSITION
-    plain = types.keys() - (ENCODERS.keys() - {"python"}) - {"limits"}  # the others are encoded, or nested
+    others = {"limits", "concurrency"}  # which is nested, and which may be two numbers
+    plain = types.keys() - (ENCODERS.keys() - {"python"}) - others
     assert {name: types[name] for name in plain} == {name: bare(options[name].kind) for name in plain}
 
 
@@ -68,7 +69,7 @@ def test_every_bound_is_that_of_the_request(cls: type) -> None:
                 path = ("limits." if cls is Limits else "") + field.name
                 with pytest.raises(UserError, match=rf"^{path}(\.r)? is -?\d+; it must"):
                     read_job({**JOB, **({"limits": inner} if cls is Limits else inner)})
-    assert bounded == {JobSpec: 15, Limits: 8}[cls]
+    assert bounded == {JobSpec: 16, Limits: 8}[cls]
 
 
 def bounds_in(kind: Any) -> list[markers.Bounds]:  # noqa: ANN401  an annotation
@@ -87,6 +88,14 @@ def test_the_fields_that_decide_the_rows_are_the_identity() -> None:
         *("batch_size", "batch_tokens", "max_failed_rows", "rows", "limit", "env"),
     }
     assert describe_job(JobSpec(**JOB, limit=3))["limit"] == 3
+
+
+def test_the_page_for_sky_batch_has_the_limits_of_time() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/from-sky-batch.md").read_text()
+    rows = re.findall(r"^\|.*\| (\d+) s[^|]*\| `(\w+_s)` \|$", page, re.MULTILINE)
+    assert {name: float(seconds) for seconds, name in rows} == {
+        name: getattr(Limits(), name) for name in ("discovery_timeout_s", "startup_timeout_s", "heartbeat_timeout_s")
+    }
 
 
 def documented_defaults() -> dict[str, str]:

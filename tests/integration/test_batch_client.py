@@ -143,6 +143,40 @@ def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tm
     assert len({row["pid"] for row in all_rows(output.path)}) == 1 and len(all_rows(output.path)) == 40
 
 
+@pytest.mark.extended
+def test_a_job_gets_its_minimum_of_workers_from_jobs_of_any_weight(client: Client, tmp_path: Path) -> None:
+    def count_until(row: dict[str, Any], gate: str) -> None:
+        import os
+        import time
+
+        time.sleep(0 if os.path.exists(gate) else 0.02)
+
+    def meet(rows: Rows, directory: str) -> Rows:
+        import os
+        import time
+
+        open(f"{directory}/{os.getpid()}.pid", "w").close()
+        while sum(name.endswith(".pid") for name in os.listdir(directory)) < 2:
+            time.sleep(0.02)
+        return [{"pid": os.getpid()} for _ in rows]
+
+    gate, data = tmp_path / "gate", batch.from_items(items(3000))
+    options: dict[str, Any] = {"batch_size": 1, "client": client}
+    meeting = {**options, "fn_kwargs": {"directory": str(tmp_path)}}
+    heavy = data.map(
+        count_until, output=batch.JsonWriter(f"{tmp_path}/heavy.jsonl"), rows="any", weight=1e6, stream=False,
+        fn_kwargs={"gate": str(gate)}, **options,
+    )  # fmt: skip
+    next(status for status in client.statuses(int(heavy)) if status["batch_completed_batches"])
+    output = batch.JsonWriter(f"{tmp_path}/o.jsonl")
+    with pytest.raises(JobRefusedError, match="the minimum of concurrency is 3, and the pool 'local' has 2 workers"):
+        batch.from_items(items(6)).map_batches(meet, output=output, concurrency=(3, 4), **meeting)
+    batch.from_items(items(6)).map_batches(meet, output=output, concurrency=(2, 2), **meeting)
+    assert len({row["pid"] for row in all_rows(output.path)}) == 2
+    heavy.cancel()
+    gate.touch()
+
+
 def test_failed_rows_are_listed_and_the_rest_can_be_read_and_resumed(client: Client, tmp_path: Path) -> None:
     def picky(row: dict[str, Any]) -> dict[str, Any]:
         if row["text"] == "t3":

@@ -22,7 +22,8 @@ import zstandard
 from support.batch_files import REQUEST
 from support.payloads import spans_of
 from tinsmith import batch
-from tinsmith.batch.formats import publishing, registry
+from tinsmith.batch.formats import publishing, registry, row_sizes
+from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.part_lists import CommittedParts
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, RowRange, part_base, part_name
@@ -393,8 +394,10 @@ def test_batches_cover_each_row_once(tmp_path: Path) -> None:
     assert spans_of(spec_of(tmp_path, batch_size=100)) == [(0, 6)]
     empty = batch.ItemsReader(items=[]).to_dict()
     assert spans_of(spec_of(tmp_path, batch_input_format=empty)) == []
-    with pytest.raises(UserError, match="batch_tokens"):
-        spans_of(spec_of(tmp_path, batch_tokens=10))
+    (tmp_path / "images").mkdir()
+    images = batch.ImageReader(f"{tmp_path}/images/").to_dict()
+    with pytest.raises(UserError, match="a ImageReader does not know the sizes of its rows; leave batch_tokens out"):
+        spans_of(spec_of(tmp_path, batch_input_format=images, batch_tokens=10))
     (tmp_path / "o.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="if_exists"):
         spans_of(spec_of(tmp_path))
@@ -410,6 +413,55 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
     assert [index for start, end in spans for index in range(start, end + 1)] == list(range(8))
     assert all(end == start or sum(tokens[start : end + 1]) <= 20 for start, end in spans)
     assert (3, 3) in spans and all(end - start < 3 for start, end in spans) and len(spans) < 8
+
+
+def test_rows_in_memory_have_the_sizes_of_a_file_with_them(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"t": "x" * size, "é": [size, None]} for size in (0, 3, 10, 400, 4, 7)]
+    (tmp_path / "in.jsonl").write_bytes(b"".join(encode(row) + b"\n" for row in rows))
+    file, items = batch.JsonReader(f"{tmp_path}/in.jsonl"), batch.ItemsReader(items=rows)
+    assert list(items.row_sizes()) == list(file.row_sizes())
+    spans = [
+        spans_of(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)) for reader in (file, items)
+    ]
+    assert spans[0] == spans[1] and len(spans[0]) == 4
+
+
+def test_sizes_of_tables_and_archives_follow_their_values(tmp_path: Path) -> None:
+    import datasets
+
+    texts = ["x" * size for size in (0, 40, 4000, 400)]
+    nested = [{"a": [text], "b": None, "c": [[1.5], []], "d": {"e": text, "f": 1}} for text in texts]
+    datasets.Dataset.from_list(nested).save_to_disk(f"{tmp_path}/hf")
+    table_sizes = list(batch.HuggingFaceReader(f"{tmp_path}/hf").row_sizes())
+    assert [size - table_sizes[0] for size in table_sizes] == [0, 20, 2000, 200], "each text is there twice"
+    writer = batch.WebdatasetWriter(f"{tmp_path}/tars/")
+    rows = [{"txt": text, "cls": 3} for text in texts]
+    part = writer.write_part(rows, RowRange(0, 3), f"{tmp_path}/parts")
+    writer.publish([part], f"{tmp_path}/staging", "error")
+    assert list(batch.WebdatasetReader(f"{tmp_path}/tars/").row_sizes()) == [1 + (len(text) + 1) // 4 for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("values", "num_bytes"),
+    [
+        (["ab", None, "é"], [2, 0, 2]),
+        ([b"abc", b"", None], [3, 0, 0]),
+        ([1, 2, None], [8, 8, 8]),
+        ([["a", "bcd"], [], None], [4, 0, 0]),
+        ([[[1], [2, 3]], [[]], None], [24, 0, 0]),
+        ([{"a": "xy", "b": 1}, {"a": None, "b": 2}], [10, 8]),
+        ([None, None], [0, 0]),
+        ([True, False], [1, 1]),
+    ],
+)
+def test_the_bytes_of_values_are_those_of_their_buffers(values: list[Any], num_bytes: list[int]) -> None:
+    import pyarrow as pa
+
+    sliced = pa.concat_arrays([pa.array(values), pa.array(values)]).slice(1)
+    assert row_sizes._bytes_of(sliced).tolist() == [*num_bytes[1:], *num_bytes]
+    fixed = pa.array([[1, 2], [3, 4]], pa.list_(pa.int16(), 2))
+    assert row_sizes._bytes_of(fixed).tolist() == [4, 4]
+    assert row_sizes._bytes_of(pa.array(["aa", "b", "aa"]).dictionary_encode()).tolist() == [2, 1, 2]
 
 
 def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import io
 import json
+import re
 import sqlite3
 import tarfile
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import pytest
 
 from support.payloads import spans_of
 from tinsmith import batch
+from tinsmith.batch.client import habits
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.options import JobOptions, StepOptions
 from tinsmith.batch.formats import registry
@@ -316,6 +318,13 @@ def make_class(method: str) -> Callable[..., object]:
     return ConstructedMapper
 
 
+def make_named(method: str) -> Callable[..., object]:
+    def named(subject: Any, k: int = 0) -> object:  # noqa: ANN401
+        return METHODS[method](subject, k=k) if k else METHODS[method](subject)
+
+    return named
+
+
 METHODS: dict[str, Callable[..., object]] = {
     "map": probe,
     "map_batches": probe,
@@ -328,7 +337,9 @@ STEP_VALUES: dict[str, object] = {
     "with_indices": True,
     "remove_columns": "x",
     "rows": "any",
+    "fn_args": [1],
     "fn_kwargs": {"k": 1},
+    "fn_constructor_args": [3],
     "fn_constructor_kwargs": {"by": 3},
     "serializer": "source",
 }
@@ -342,7 +353,8 @@ def test_every_option_of_a_step_has_a_probe() -> None:
 @pytest.mark.parametrize("option", STEP_VALUES)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_option_of_a_step_changes_the_rows_or_is_refused(method: str, option: str, tmp_path: Path) -> None:
-    function = make_class(method) if option == "fn_constructor_kwargs" else METHODS[method]
+    makers = {"fn_args": make_named, "fn_constructor_args": make_class, "fn_constructor_kwargs": make_class}
+    function = makers[option](method) if option in makers else METHODS[method]
     if option == "rows" and method in ("map", "map_batches"):
         function = no_rows if method == "map" else one_row
     if option == "serializer":  # a lambda travels only as a pickle
@@ -445,6 +457,13 @@ def test_options_that_contradict_each_other_are_refused() -> None:
             ValueError,
             "are for a class, and this is a function",
         ),
+        (lambda: data.map(Constructed, fn_args=[1]), ValueError, "this is a class.*use fn_constructor_args"),
+        (lambda: data.map(probe, fn_args=[1]), ValueError, "'probe' has no names for all of them; use fn_kwargs"),
+        (lambda: data.map(make_named("map"), fn_args=1), ValueError, "fn_args is 1; it must be a list"),  # type: ignore[arg-type]
+        (lambda: data.map(make_named("map"), fn_args=[1], fn_kwargs={"k": 2}), ValueError, r"both have \['k'\]"),
+        (lambda: data.map(row_of, num_proc=2, concurrency=3), ValueError, "num_proc is 2 and concurrency is 3"),
+        (lambda: data.map(row_of, num_proc=2, concurrency=(1, 3)), ValueError, "they are one option: give one"),
+        (lambda: data.map(row_of, concurrency=(2, 3), min_concurrency=1), ValueError, "give the minimum once"),
         (
             lambda: data.map(Constructed, fn_kwargs={"by": 1}, fn_constructor_kwargs={"by": 2}),
             ValueError,
@@ -456,7 +475,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
                 NotSupportedError,
                 rf"loops over load\(\) has no option \['{option}'\]",
             )
-            for option in ("batch_format", "with_indices", "remove_columns", "fn_constructor_kwargs")
+            for option in ("batch_format", "with_indices", "remove_columns", "fn_constructor_args")
         ),
     ]
     for call, kind, message in refused:
@@ -469,6 +488,8 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 JOB_VALUES: dict[str, object] = {
     "batch_tokens": 5,
     "concurrency": 1,
+    "min_concurrency": 2,
+    "num_proc": 4,
     "env": {"A": "b"},
     "secrets": ["KEY"],
     "limits": {"backoff_s": 9.0},
@@ -507,6 +528,48 @@ def test_every_option_of_a_job_changes_its_specification() -> None:
         data._forgotten = False
         assert data._spec(outputs) != plain._spec(outputs), name
         assert unpack_payload(data._payload()) == unpack_payload(plain._payload())
+
+
+def spec_with(**options: Any) -> JobSpec:  # noqa: ANN401
+    data = batch.from_items(INPUT).map(no_rows, rows="any", **options)
+    data._forgotten = False
+    return data._spec([batch.JsonWriter("nowhere/out.jsonl")])
+
+
+def test_the_habits_of_ray_data_and_datasets_mean_what_they_mean_there() -> None:
+    for options, expected in {
+        "num_proc=3": ({"num_proc": 3}, (3, None)),
+        "equal": ({"num_proc": 3, "concurrency": 3}, (3, None)),
+        "none": ({"num_proc": None}, (None, None)),
+        "pair": ({"concurrency": (2, 8)}, (8, 2)),
+        "list": ({"concurrency": [1, 8]}, (8, None)),
+        "both": ({"concurrency": (2, 8), "num_proc": 8, "min_concurrency": 2}, (8, 2)),
+    }.values():
+        spec = spec_with(**options)
+        assert (spec.concurrency, spec.min_concurrency) == expected, options
+    for pair in ((3, 2), (0, 2), (1, 2, 3), (True, 2), ("1", 2), ()):
+        with pytest.raises(ValueError, match=r"it must be MOST, or \(LEAST, MOST\)"):
+            spec_with(concurrency=pair)
+    with pytest.raises(ValueError, match="min_concurrency is 4 and concurrency, the most workers, is 2"):
+        spec_with(concurrency=2, min_concurrency=4)
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        spec_with(num_proc=0)
+
+    def add(row: dict[str, Any], index: int, by: int, to: int) -> dict[str, Any]:
+        return {"sum": index + by + to}
+
+    named = batch.from_items(INPUT).map(add, with_indices=True, fn_args=[1], fn_kwargs={"to": 2})
+    named._forgotten = False
+    assert unpack_payload(named._payload())["kwargs"] == {"by": 1, "to": 2}
+
+
+@pytest.mark.parametrize("name", habits.ADVICE)
+def test_an_option_of_others_is_refused_with_what_to_use_here(name: str) -> None:
+    assert name not in JobOptions.__annotations__
+    with pytest.raises(NotSupportedError, match=f"map has no option .'{name}'.*In place of {name}: "):
+        spec_with(**{name: 1})
+    ours = set(re.findall(r"(\w+)=", habits.ADVICE[name])) - {"rows_per_file", "order"}
+    assert ours <= JobOptions.__annotations__.keys()
 
 
 # Operations.

@@ -154,6 +154,12 @@ def test_one_stage_is_submitted_as_before_and_what_a_worker_needs_is_the_sum_of_
     local = JobSpec.from_dict({**spec.to_dict(), "memory": None, "resources": None})
     with pytest.raises(UserError, match="num_gpus = 3"):
         max_job_workers(PoolSpec("gpu", 2, devices_per_worker=2, devices=gpus), local)
+    least = data_set().map(a, concurrency=(3, 5)).map(a, num_gpus=1, concurrency=(1, 2))
+    spec = spec_of(tmp_path, least)  # each of two workers has two processes of the first step
+    assert (spec.concurrency, spec.min_concurrency) == (2, 2)
+    spec = spec_of(tmp_path, data_set().map(a, concurrency=(3, 5)).map(a))
+    assert (spec.concurrency, spec.min_concurrency) == (5, 3)
+    spec = spec_of(tmp_path, staged)
     same = unpack_payload(spec.batch_serialized_fn)["steps"][0]
     assert same["stage_options"] == {"num_cpus": 1, "memory": 5, "resources": {"disk": 1}, "concurrency": 4}
     assert stages.split([]) == []

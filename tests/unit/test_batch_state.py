@@ -55,6 +55,23 @@ def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_ar
     assert [span for span, _ in jobs.iter_committed_batches(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
 
 
+def commits_of(jobs: BatchJobs, job_id: int, after: int = 0) -> list[tuple[tuple[int, int], int]]:
+    return [(batch.span, batch.commit_number) for batch in jobs.list_commits(job_id, after, 100, "commits")]
+
+
+def test_batches_are_numbered_in_the_order_of_their_commits(jobs: BatchJobs) -> None:
+    job = create_owned_job(jobs, rows=8)
+    first, second, third, fourth = claim(jobs, job, 4)
+    settle(jobs, job, (third, outcome(third)))
+    settle(jobs, job, (second, APP_AGAIN), (fourth, outcome(fourth)), (first, outcome(first)))
+    assert commits_of(jobs, job.job_id) == [((4, 5), 1), ((6, 7), 2), ((0, 1), 3)]
+    assert not settle(jobs, job, (first, outcome(first))).job.done, "a late result has no number"
+    for part in reversed(claim(jobs, job, 2)):
+        settle(jobs, job, (part, outcome(part)))
+    assert commits_of(jobs, job.job_id, after=3) == [((3, 3), 4), ((2, 2), 5)], "the parts of a batch that was split"
+    assert [batch.span for batch in jobs.list_commits(job.job_id, 0, 2)] == [(2, 2), (3, 3)]
+
+
 def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJobs) -> None:
     job = create_owned_job(jobs)
     (zombie,) = claim(jobs, job)
@@ -312,6 +329,10 @@ def test_the_batches_of_a_resumed_job_are_copied_in_chunks_and_an_interrupted_co
     spans = [(row["start_idx"], row["end_idx"]) for row in rows]
     assert spans == [*((start, start + 1) for start in range(0, 16, 2)), (16, 16), (17, 17), (18, 19)]
     assert [row["status"] == "COMPLETED" for row in rows] == [True] * 5 + [False] + [True] * 2 + [False] * 3
+    assert [row["commit_number"] for row in rows] == [1, 2, 3, 4, 5, None, 6, 7, None, None, None]
+    (batch,) = claim(jobs, copied, 1, "three")
+    jobs.settle_and_claim(first, "three", [(batch, outcome(batch))], {}, LEASE_S)
+    assert commits_of(jobs, first, after=7) == [((10, 11), 8)]
 
 
 def test_a_job_that_was_cancelled_while_it_copied_is_resumed_from_the_one_that_it_resumed(jobs: BatchJobs) -> None:

@@ -791,6 +791,29 @@ def test_the_higher_priority_has_the_slots() -> None:
     assert fair.choose([1, 2]) == 2 and fair.choose([1]) == 1 and fair.choose([]) is None
 
 
+def test_a_job_has_its_minimum_of_slots_before_and_in_spite_of_others() -> None:
+    now = 0.0
+    fair = FairShare(lambda: now, 0.2)
+    fair.join(1, 100.0, 0)
+    fair.acquire(1, 0)
+    fair.acquire(1, 1)
+    fair.join(2, 1.0, 0, min_slots=2)
+    now = 1.0
+    assert fair.should_yield(1, 0, [2]) and fair.should_yield(1, 1, [2]), "whatever the weights"
+    for slot in (0, 1):
+        fair.release(1, slot)
+        assert fair.choose([1, 2]) == 2
+        fair.acquire(2, slot)
+    now = 60.0
+    assert fair.choose([1, 2]) == 1, "it has its minimum, and no more before others"
+    assert not fair.should_yield(2, 0, [1]), "it keeps its minimum"
+    fair.acquire(2, 2)
+    now = 120.0
+    assert fair.should_yield(2, 2, [1]), "and shares what is above it"
+    fair.join(3, 1.0, 5)
+    assert fair.should_yield(2, 0, [3]), "a higher priority has all slots"
+
+
 def asking(**needs: object) -> JobSpec:
     return JobSpec.from_dict(
         {"batch_serialized_fn": "", "batch_input_format": {}, "batch_output_formats": [], "batch_size": 1, **needs}

@@ -22,7 +22,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.factory import open_database
 from tinsmith.db.postgres import IDLE_IN_TRANSACTION_S, sqlalchemy_url
 from tinsmith.db.postgres_database import PostgresDatabase
-from tinsmith.db.schema import ENGINES, FUTURES, METADATA, RESPONSES
+from tinsmith.db.schema import BATCH_STATES, ENGINES, FUTURES, METADATA, RESPONSES
 from tinsmith.db.sqlite_database import SQLiteDatabase
 from tinsmith.errors import SettingsError
 
@@ -215,6 +215,9 @@ def test_a_database_of_the_first_schema_is_migrated_with_its_rows(tmp_path: Path
         quoted = ", ".join(f'"{name}"' for name in names)
         values = ", ".join(f":{name}" for name in names)
         connection.execute(sa.text(f"INSERT INTO responses ({quoted}) VALUES ({values})"), row | content)
+        insert = "INSERT INTO batch_state (job_id, batch_idx, start_idx, end_idx, status, updated_at) VALUES "
+        batches = ["1, 0, 0, 0, 'COMPLETED', 9", "1, 1, 1, 1, 'PENDING', 5", "1, 2, 2, 2, 'COMPLETED', 7"]
+        connection.execute(sa.text(insert + ", ".join(f"({batch})" for batch in batches)))
     engine.dispose()
     (tmp_path / "fresh").mkdir()
     migrated, fresh = open_database(url), open_database(bare_url(tmp_path / "fresh", database_kind))
@@ -223,6 +226,8 @@ def test_a_database_of_the_first_schema_is_migrated_with_its_rows(tmp_path: Path
     assert schema(migrated) == schema(fresh) and version(migrated) == version(fresh)
     with migrated.read() as connection:
         assert connection.scalar(sa.select(RESPONSES.c.size_bytes)) == len('{"model": "m"}') + len("[]")
+        numbers = sa.select(BATCH_STATES.c.commit_number).order_by(BATCH_STATES.c.batch_idx)
+        assert connection.execute(numbers).scalars().all() == [2, None, 1]
     migrated.close()
     fresh.close()
 

@@ -52,6 +52,11 @@ class JobBody(ClosedBody):
                 f"batch_size is {spec.batch_size} and requests_per_minute is {spec.requests_per_minute:g}; a batch "
                 "begins as a whole and counts as its rows, so batch_size must not be larger"
             )
+        if (spec.min_concurrency or 1) > (spec.concurrency or markers.MAX_NUMBER):
+            raise UserError(
+                f"min_concurrency is {spec.min_concurrency} and concurrency, the most workers, is {spec.concurrency}; "
+                "give a minimum that is not larger"
+            )
         if repeated_names := sorted(spec.env.keys() & {*spec.secrets}):
             raise UserError(f"env and secrets both have {repeated_names}; give each name once")
         check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)

@@ -5,8 +5,8 @@ the step before it, and the first steps those of the first one that names any. I
 one stage, and one process of each worker runs all its steps.
 
 `concurrency` is the most processes of a step at a time, on all workers together. A job has as many workers as its
-smallest one, and each worker has its part of the others. What a worker needs is the sum of what its processes need.
-Operations need no process: they wait for the service.
+smallest one, and each worker has its part of the others. `min_concurrency` is the least, as `JobSpec` says. What a
+worker needs is the sum of what its processes need. Operations need no process: they wait for the service.
 
 Nothing here runs a user's code, and options of a wrong type count as not given: servers read stages, too.
 """
@@ -24,7 +24,7 @@ OPERATIONS = "operations"
 """The type of a step of operations (`operations/`)."""
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
 INTERPRETER = ("python", "batch_activate_env")
-STAGE_OPTIONS = (*AMOUNTS, "resources", "concurrency", *INTERPRETER)
+STAGE_OPTIONS = (*AMOUNTS, "resources", "concurrency", "min_concurrency", *INTERPRETER)
 """The fields of a `JobSpec` that a step may have for itself, as its `stage_options`."""
 MAX_PROCESSES = MAX_CONCURRENT_BATCHES
 """The most processes of a stage in one worker."""
@@ -102,6 +102,13 @@ def worker_options(stages: Sequence[JobStage]) -> dict[str, Any]:
             total["resources"][name] += amount
     if concurrencies := _values(options, "concurrency"):
         total["concurrency"] = min(concurrencies)
+    minima = [
+        math.ceil(least / stage.num_processes)
+        for stage in stages
+        if (least := _count(stage.options, "min_concurrency"))
+    ]
+    if minima:
+        total["min_concurrency"] = max(minima)
     interpreters = [{name: stage.options.get(name) for name in INTERPRETER} for stage in stages if stage.has_processes]
     if interpreters and all(interpreter == interpreters[0] for interpreter in interpreters):
         total |= {name: value for name, value in interpreters[0].items() if value is not None}
@@ -137,8 +144,12 @@ def _options_of(step: Mapping[str, Any]) -> Options:
 
 
 def _concurrency(options: Options) -> int | None:
-    concurrency = options.get("concurrency")
-    return concurrency if isinstance(concurrency, int) and concurrency > 0 else None
+    return _count(options, "concurrency")
+
+
+def _count(options: Options, name: str) -> int | None:
+    count = options.get(name)
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _values(options: Sequence[Options], name: str) -> list[Any]:

@@ -22,7 +22,8 @@ Routes below /api/v1/batch/jobs, all JSON:
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
   text}], after}: the workers that printed on this server, and the lines of one of them;
 - GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, input_version, batches: [{start_idx,
-  end_idx, parts}]} and the fields of `job_identity.describe_job`; committed batches by ascending `start_idx`.
+  end_idx, parts, commit_number}]} and the fields of `job_identity.describe_job`; committed batches by ascending
+  `start_idx`, or with order=commits&after=COMMIT_NUMBER by that.
 """
 
 from __future__ import annotations
@@ -345,6 +346,9 @@ class JobSpec:
     only for these; without them, any of its errors fails its row."""
     concurrency: Annotated[Count | None, Option()] = None
     """The most workers of the pool that run the job at a time; None for all."""
+    min_concurrency: Annotated[Count | None, Option()] = None
+    """The workers that the job has before others of its priority have any, and that it does not leave to them while it
+    has batches for them (`coordinator.FairShare`); None for its share alone."""
     max_concurrent_batches: Annotated[int, Bounds(1, MAX_CONCURRENT_BATCHES), Option()] = 8
     """The most batches that a worker runs at a time, if one of the steps is asynchronous."""
     num_cpus: Annotated[Amount | None, Option()] = None

@@ -539,6 +539,7 @@ BATCH_STATES = sa.Table(
     sa.Column("next_retry_at", sa.Float),
     sa.Column("infra_retries", sa.Integer, nullable=False, server_default="0"),
     sa.Column("parts", sa.JSON),
+    sa.Column("commit_number", sa.BigInteger),  # 1 for the first batch of the job that was committed, and so on
     sa.Column("rows_ok", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("rows_failed", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("tokens_in", sa.BigInteger, nullable=False, server_default="0"),
@@ -548,6 +549,7 @@ BATCH_STATES = sa.Table(
     sa.Index("ix_batch_state_rows", "job_id", "start_idx"),
     sa.Index("ix_batch_state_pending", "job_id", "start_idx", **_where("status = 'PENDING'")),
     sa.Index("ix_batch_state_dispatched", "lease_expires_at", **_where("status = 'DISPATCHED'")),
+    sa.Index("ix_batch_state_commits", "job_id", "commit_number", **_where("commit_number IS NOT NULL")),
 )
 
 BATCH_WORKERS = sa.Table(

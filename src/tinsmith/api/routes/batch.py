@@ -34,7 +34,7 @@ from tinsmith.batch.job_request import JOB_BODY, FormatBody, JobBody, check_path
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.database import now
 from tinsmith.errors import ForbiddenError, NotFoundError
-from tinsmith.wire.fields import INT64_MAX, ClosedBody, Integer, Query, Text
+from tinsmith.wire.fields import INT64_MAX, ClosedBody, Integer, OneOf, Query, Text
 
 EVENTS_PAUSE_S = 0.25
 """Pause between two reads of a job that changes continuously."""
@@ -87,6 +87,7 @@ def _create(call: Call, spec: JobSpec, repeatable: IdempotentRequest | None, *, 
     services = call.services
     spec = permissions.authorize_job(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     services.coordinator.check_pool(spec)
+    services.coordinator.check_minimum(spec)
     services.coordinator.secrets.read(call.tenant_id, spec.secrets)  # refused now, and not when a worker starts
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs, request=repeatable)
     services.coordinator.wake()
@@ -193,15 +194,22 @@ def errors(call: Call, query: RowsQuery) -> JsonObject:
     return {"errors": [error_row(error) for error in page], "next": after}
 
 
+class PartsQuery(RowsQuery):
+    """Batches after a row, or, in the order of commits, after the number of one."""
+
+    order: Annotated[str, OneOf(("rows", "commits"))] = "rows"
+
+
 @operation(
     "GET",
     "/batch/jobs/{job_id}/partial",
     "List a job's committed parts",
     answer=fields({"outputs": LIST, "batches": LIST}),
-    query=RowsQuery,
+    query=PartsQuery,
 )
-def partial(call: Call, query: RowsQuery) -> JsonObject:
-    """Return the parts of the committed batches in row order. They are in the same storage as the outputs."""
+def partial(call: Call, query: PartsQuery) -> JsonObject:
+    """Return the parts of the committed batches, by default in row order. They are in the same storage as the
+    outputs."""
     job_record = _job(call)
     spec = call.services.batch_jobs.spec(job_record.job_id)
     return {
@@ -210,10 +218,8 @@ def partial(call: Call, query: RowsQuery) -> JsonObject:
         **describe_job(spec),
         "input_version": spec.input_version,
         "batches": [
-            {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
-            for span, parts in call.services.batch_jobs.list_committed_batches(
-                job_record.job_id, query.after, query.limit
-            )
+            {**batch.span._asdict(), "parts": batch.parts, "commit_number": batch.commit_number}
+            for batch in call.services.batch_jobs.list_commits(job_record.job_id, query.after, query.limit, query.order)
         ],
     }
 

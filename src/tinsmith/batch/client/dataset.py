@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Unpack, overload
 
 from tinsmith.batch import operations
-from tinsmith.batch.client import functions, local_run
+from tinsmith.batch.client import functions, habits, local_run
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.client.local_run import DryRun
@@ -167,6 +167,28 @@ class Dataset:
 
         return cls(reader_of(name, split, **options))
 
+    @classmethod
+    def from_ray(cls, dataset: object, path: str | None = None) -> Dataset:
+        """The rows of a data set of Ray Data. It is run once, when they are first needed, and its rows are written to
+        `path`, a new Parquet file that the workers can read; by default one of this machine, which it keeps for a
+        week."""
+        from tinsmith.batch.client.ray_data import RayReader
+
+        return cls(RayReader(dataset, path))
+
+    def to_ray(self) -> Any:  # noqa: ANN401  a data set of Ray
+        """A data set of Ray Data with these rows, in their order, which Ray's tasks read when it is run. Raises
+        NotSupportedError for a data set with steps."""
+        from tinsmith.batch.client.ray_data import to_ray
+
+        if self._steps:
+            names = [str(step.get("name") or step.get("type")) for step in self._steps]
+            raise NotSupportedError(
+                f"to_ray reads rows, and this data set has the steps {names}, which jobs run; write it to a file, and "
+                "read that with batch.load(PATH).to_ray()"
+            )
+        return to_ray(self.reader, self._limit)
+
     @overload
     def map(
         self,
@@ -214,8 +236,9 @@ class Dataset:
             )
         if isinstance(mapper_fn, RowOperation | Sequence):
             steps = [mapper_fn] if isinstance(mapper_fn, RowOperation) else list(mapper_fn)
+            all_options = habits.translate(all_options)
             return self._add_step(_operations(steps, all_options), all_options)
-        return self._add_step(_step(mapper_fn, "row", all_options), all_options)
+        return self._add_function(mapper_fn, "row", all_options)
 
     @overload
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -223,7 +246,7 @@ class Dataset:
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def map_batches(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function or class that takes a batch in its `batch_format` and returns, or yields, the new rows."""
-        return self._add_step(_step(mapper, "batch", options), options)
+        return self._add_function(mapper, "batch", options)
 
     @overload
     def filter(self, predicate: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -232,7 +255,7 @@ class Dataset:
     def filter(self, predicate: Callable[..., object], **options: object) -> Dataset | Job:
         """Keeps the rows for which the function returns something true; with `batched=True` or a `batch_format` it gets
         a batch and returns one value for each row."""
-        return self._add_step(_step(predicate, "filter", options), options)
+        return self._add_function(predicate, "filter", options)
 
     @overload
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[RunOptions]) -> Dataset: ...
@@ -240,7 +263,7 @@ class Dataset:
     def flat_map(self, mapper: Callable[..., object], **options: Unpack[JobOptions]) -> Job: ...
     def flat_map(self, mapper: Callable[..., object], **options: object) -> Dataset | Job:
         """A function that takes a row and returns, or yields, any number of new rows."""
-        return self._add_step(_step(mapper, "flat", options), options)
+        return self._add_function(mapper, "flat", options)
 
     @overload
     def sample(self, model: str, *, output: None = None, **keywords: Any) -> Dataset: ...  # noqa: ANN401
@@ -253,6 +276,10 @@ class Dataset:
         options = {name: value for name, value in keywords.items() if name in JobOptions.__annotations__}
         fields = {name: value for name, value in keywords.items() if name not in options}
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
+
+    def _add_function(self, function: Callable[..., object], kind: str, options: Mapping[str, Any]) -> Dataset | Job:
+        options = habits.translate(options)
+        return self._add_step(_step(function, kind, options), options)
 
     def _add_step(self, step: dict[str, Any], options: Mapping[str, Any]) -> Dataset | Job:
         steps = (*self._steps, step)
@@ -470,6 +497,9 @@ def _step(mapper: Callable[..., object], kind: str, options: Mapping[str, Any]) 
             "load(); otherwise give it a parameter for a row, or with batched=True for a batch"
         )
     check_step_options(options, method, is_class)
+    num_before = 0 if is_class or kind == "loop" else 1 + bool(options.get("with_indices"))
+    by_position = "fn_constructor_args" if is_class else "fn_args"
+    kwargs = habits.name_arguments(mapper, by_position, options.get(by_position), num_before, kwargs)
     shape, removed = options.get("batch_format", "rows"), options.get("remove_columns") or []
     if shape not in functions.BATCH_FORMATS:
         raise ValueError(f"batch_format is {shape!r}; it must be one of {list(functions.BATCH_FORMATS)}")

@@ -96,8 +96,10 @@ class Client:
         """A page of failed rows, `errors`, and the `after` of the `next` page, None at the end."""
         return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})
 
-    def partial(self, job_id: int, after: int = -1, limit: int = 1000) -> Status:
-        return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
+    def partial(self, job_id: int, after: int = -1, limit: int = 1000, order: str = "rows") -> Status:
+        """A page of committed batches after a row or, with `order="commits"`, after the number of a commit."""
+        query = {"after": after, "limit": limit} | ({"order": order} if order != "rows" else {})
+        return self._call("GET", f"{JOBS}/{job_id}/partial", query=query)
 
     def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
         """The workers that printed; with `worker`, its lines after this many bytes, and their end."""

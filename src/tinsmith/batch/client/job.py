@@ -41,6 +41,7 @@ from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join
 
 POLL_S = 0.5
+ORDERS = ("input", "any")
 ERRORS_PAGE = 1000
 """Failed rows in one request."""
 SHOWN_CHARACTERS = 1000
@@ -63,8 +64,8 @@ class CommittedRows:
         self.writer = client_writer(formats[output], self.part_formats)
         self._older_writers: dict[str, OutputWriter] = {}
 
-    def _page(self, after: int, limit: int = 1000) -> Status:
-        page = self._client.partial(self._job_id, after, limit)
+    def _page(self, after: int, limit: int = 1000, order: str = "rows") -> Status:
+        page = self._client.partial(self._job_id, after, limit, order)
         self.part_formats: dict[str, Row] = page["part_formats"]
         return page
 
@@ -73,6 +74,12 @@ class CommittedRows:
         while page := self._page(after)["batches"]:
             yield from page
             after = page[-1]["start_idx"]
+
+    def commits(self, after: int) -> Iterator[Row]:
+        """The batches that were committed after the one with a number, in the order of commits."""
+        while page := self._page(after, order="commits")["batches"]:
+            yield from page
+            after = page[-1]["commit_number"]
 
     def part(self, batch: Row) -> PartInfo | None:
         return PartInfo.from_dict(batch["parts"][self._output]) if batch["parts"] else None
@@ -109,6 +116,17 @@ class CommittedRows:
             continue
         yield from islice(self._published, part.rows - num_read)
         self._at = begin + part.rows
+
+    def following(self, begun: Row, num_read: int) -> Iterator[Row]:
+        """Once the parts are deleted: what is left of a batch of which so many rows were read, and the rows of those
+        that were committed after it, in input order. Raises NotFoundError."""
+        published = self._open_published()
+        for batch in self.batches():
+            part = self.part(batch)
+            num_rows, later = part.rows if part else 0, batch["commit_number"] - begun["commit_number"]
+            yield from islice(
+                islice(published, num_rows), num_read if later == 0 else 0 if later > 0 else num_rows, None
+            )
 
     def _open_published(self) -> Iterator[Row]:
         status = self._client.status(self._job_id)
@@ -377,10 +395,34 @@ class Job:
         finally:
             delete_staging(target, name)
 
-    def stream(self, output: int = 0) -> Iterator[Row]:
-        """The rows in input order, each once, as soon as all rows before it are committed; ends with the job. Failed
-        rows are skipped once the job has ended.
+    def stream(self, output: int = 0, order: str = "input") -> Iterator[Row]:
+        """The rows, each once; ends with the job. In input order each as soon as all rows before it are committed;
+        failed rows are skipped once the job has ended. With `order="any"` as soon as its own batch is committed, in the
+        order of commits; what was not read when the job succeeded, and its parts were deleted, follows in input order.
         """
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}; it must be one of {list(ORDERS)}")
+        return self._stream_input(output) if order == "input" else self._stream_commits(output)
+
+    def _stream_commits(self, output: int) -> Iterator[Row]:
+        rows = CommittedRows(self._client, self.job_id, output)
+        after, has_ended = 0, False
+        while not has_ended:
+            has_ended = self.status()["status"] in FINAL
+            for batch in rows.commits(after):
+                part, num_read = rows.part(batch), 0
+                try:
+                    for row in rows.rows_of_part(part) if part is not None else ():
+                        num_read += 1
+                        yield row
+                except FileNotFoundError:
+                    yield from rows.following(batch, num_read)
+                    return
+                after = batch["commit_number"]
+            if not has_ended:
+                time.sleep(POLL_S)
+
+    def _stream_input(self, output: int) -> Iterator[Row]:
         rows = CommittedRows(self._client, self.job_id, output)
         following, after, has_ended = 0, -1, False
         while not has_ended:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from tinsmith.batch.client import habits
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats.registry import OutputWriter, request_dict
@@ -32,7 +33,9 @@ class StepOptions(TypedDict, total=False):
     with_indices: bool
     remove_columns: str | list[str]
     rows: str
+    fn_args: Sequence[Any]
     fn_kwargs: dict[str, Any]
+    fn_constructor_args: Sequence[Any]
     fn_constructor_kwargs: dict[str, Any]
     serializer: str
 
@@ -41,7 +44,7 @@ class SpecOptions(TypedDict, total=False):
     """Options that are fields of `types.JobSpec`, as keywords of every method. They may be given at any step."""
 
     batch_tokens: int
-    concurrency: int
+    concurrency: int | tuple[int, int]
     env: dict[str, str]
     errors: OutputWriter
     if_exists: str
@@ -49,6 +52,7 @@ class SpecOptions(TypedDict, total=False):
     max_concurrent_batches: int
     max_failed_rows: float
     memory: int
+    min_concurrency: int
     name: str
     num_cpus: float
     num_gpus: float
@@ -65,9 +69,10 @@ class SpecOptions(TypedDict, total=False):
 
 
 class MapOptions(StepOptions, SpecOptions, total=False):
-    """Keyword-only options of `map`."""
+    """Keyword-only options of `map`. `num_proc` is another name of `concurrency`."""
 
     client: Client
+    num_proc: int | None
 
 
 class RunOptions(MapOptions, total=False):
@@ -94,20 +99,13 @@ ENCODERS: dict[str, Callable[[Any], object]] = {
     "retry_on": lambda classes: [data if isinstance(data, str) else data.__qualname__ for data in classes],
 }
 """Options whose values are not those of their fields."""
+ARGUMENTS = ("fn_args", "fn_kwargs", "fn_constructor_args", "fn_constructor_kwargs")
 STEP_OPTIONS: dict[str, tuple[str, ...]] = {
     "map": tuple(StepOptions.__annotations__),
-    "map of a @remote_function that loops over load()": ("rows", "fn_kwargs", "serializer"),
-    "map_batches": (
-        "batched",
-        "batch_format",
-        "with_indices",
-        "rows",
-        "fn_kwargs",
-        "fn_constructor_kwargs",
-        "serializer",
-    ),
-    "filter": ("batched", "batch_format", "with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
-    "flat_map": ("with_indices", "fn_kwargs", "fn_constructor_kwargs", "serializer"),
+    "map of a @remote_function that loops over load()": ("rows", "fn_args", "fn_kwargs", "serializer"),
+    "map_batches": ("batched", "batch_format", "with_indices", "rows", *ARGUMENTS, "serializer"),
+    "filter": ("batched", "batch_format", "with_indices", *ARGUMENTS, "serializer"),
+    "flat_map": ("with_indices", *ARGUMENTS, "serializer"),
 }
 """The options of a function that have an effect, by method. The others are refused."""
 OPTION_ADVICE = {
@@ -129,8 +127,8 @@ def spec_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises NotSupportedError for an option that no method has."""
-    if unknown := sorted(set(options) - set(JobOptions.__annotations__)):
-        raise NotSupportedError(f"map has no option {unknown}; it has {sorted(JobOptions.__annotations__)}")
+    known = sorted(JobOptions.__annotations__)
+    habits.refuse_unknown(sorted(set(options) - set(known)), known)
 
 
 def check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:
@@ -140,7 +138,13 @@ def check_step_options(options: Mapping[str, Any], method: str, is_class: bool) 
         raise NotSupportedError(f"{method} has no option {refused}: {OPTION_ADVICE[method]}")
     if options.get("batched") is False and (method == "map_batches" or options.get("batch_format") is not None):
         raise ValueError("batched is False, but the function gets batches; leave batched out, or use map without it")
-    if "fn_constructor_kwargs" in effective and not is_class:
-        raise ValueError("fn_constructor_kwargs are for a class, and this is a function; use fn_kwargs")
-    if {"fn_kwargs", "fn_constructor_kwargs"} <= effective:
+    of_class = sorted({"fn_constructor_args", "fn_constructor_kwargs"} & effective)
+    if of_class and not is_class:
+        raise ValueError(f"{', '.join(of_class)} are for a class, and this is a function; use fn_kwargs")
+    if is_class and "fn_args" in effective:
+        raise ValueError(
+            "fn_args are for a function, and this is a class, which gets its arguments when it is made; "
+            "use fn_constructor_args"
+        )
+    if of_class and "fn_kwargs" in effective:
         raise ValueError("a class is constructed with either fn_kwargs or fn_constructor_kwargs; pass one of them")

@@ -11,8 +11,9 @@ count against no job.
 A job whose specification cannot be read fails at once.
 
 Jobs share a pool by weight. Each has a virtual time: the seconds that slots worked for it, divided by its weight. A
-free slot goes to the job with the least virtual time among those of the highest priority. A new job begins with the
-least virtual time present, so that it has no claim on the time before it came.
+free slot goes to the job with the least virtual time among those of the highest priority, but first to one that has
+fewer slots than its minimum, and no job of its priority takes these from it. A new job begins with the least virtual
+time present, so that it has no claim on the time before it came.
 """
 
 from __future__ import annotations
@@ -79,9 +80,14 @@ class JobShare:
 
     weight: float
     priority: int
+    min_slots: int = 0
     virtual_s: float = 0.0
     slot_starts: dict[int, float] = field(default_factory=dict)
     """When each slot that the job holds began to work for it."""
+
+    @property
+    def lacks_slots(self) -> bool:
+        return len(self.slot_starts) < self.min_slots
 
     def virtual_time(self, now: float, quantum_s: float) -> float:
         """The virtual time with that of the slots that the job holds; a slot counts as a quantum from its start."""
@@ -97,10 +103,10 @@ class FairShare:
         self._quantum_s = quantum_s
         self._shares: dict[int, JobShare] = {}
 
-    def join(self, job_id: int, weight: float, priority: int) -> None:
+    def join(self, job_id: int, weight: float, priority: int, min_slots: int = 0) -> None:
         now = self._clock()
         least = min((share.virtual_time(now, 0.0) for share in self._shares.values()), default=0.0)
-        self._shares[job_id] = JobShare(weight, priority, least)
+        self._shares[job_id] = JobShare(weight, priority, min_slots, least)
 
     def leave(self, job_id: int) -> None:
         self._shares.pop(job_id, None)
@@ -117,14 +123,15 @@ class FairShare:
         """The job that the next free slot works for."""
         now = self._clock()
 
-        def order(job_id: int) -> tuple[float, float, int]:
+        def order(job_id: int) -> tuple[float, bool, float, int]:
             share = self._shares[job_id]
-            return -share.priority, share.virtual_time(now, self._quantum_s), job_id
+            return -share.priority, not share.lacks_slots, share.virtual_time(now, self._quantum_s), job_id
 
         return min(runnable, key=order, default=None)
 
     def should_yield(self, job_id: int, slot: int, rival_ids: Iterable[int]) -> bool:
-        """Whether a slot should leave a job for a rival, which has a higher priority or is a quantum behind it."""
+        """Whether a slot should leave a job for a rival, which has a higher priority, or lacks slots or is a quantum
+        behind a job that has more than its minimum."""
         share = self._shares.get(job_id)
         if share is None or slot not in share.slot_starts:
             return True
@@ -133,6 +140,10 @@ class FairShare:
             return False
         for rival in (self._shares[rival_id] for rival_id in rival_ids):
             if rival.priority > share.priority:
+                return True
+            if len(share.slot_starts) <= share.min_slots:
+                continue
+            if rival.priority == share.priority and rival.lacks_slots:
                 return True
             lead_s = share.virtual_time(now, self._quantum_s) - rival.virtual_time(now, self._quantum_s)
             if rival.priority == share.priority and lead_s * min(share.weight, rival.weight) > self._quantum_s:
@@ -165,7 +176,7 @@ class _PoolSlots:
 
     def join(self, run: JobRun) -> None:
         self.runs[run.job.job_id] = run
-        self._fair_share.join(run.job.job_id, run.job.weight, run.job.priority)
+        self._fair_share.join(run.job.job_id, run.job.weight, run.job.priority, run.min_workers)
 
     def leave(self, run: JobRun) -> None:
         self.runs.pop(run.job.job_id, None)
@@ -337,6 +348,17 @@ class Coordinator:
                 "or add the pool to the server's TINSMITH_BATCH_POOLS"
             )
         max_job_workers(pool, job)
+
+    def check_minimum(self, job: JobSpec) -> None:
+        """Raises UserError if the job's pool cannot give it its minimum of workers. A pool without slots here is served
+        by other machines, of which this server does not know."""
+        pool, least = self._specs[job.batch_pool_name], job.min_concurrency or 1
+        num_workers = min(pool.slots * pool.machines, max_job_workers(pool, job))
+        if pool.slots and least > num_workers:
+            raise UserError(
+                f"the minimum of concurrency is {least}, and the pool {pool.name!r} has {num_workers} workers for such "
+                "a job; give a smaller minimum, or use a larger pool"
+            )
 
     def pool_names(self) -> list[str]:
         return list(self._specs)

@@ -297,6 +297,7 @@ class JobRun:
         self._rates = RateLimits(spec, job.paid_until, now)
         self._rates.learn(job)
         self._max_workers = min(spec.concurrency or MAX_SLOTS, max_job_workers(pool.spec, spec))
+        self.min_workers = min(spec.min_concurrency or 0, self._max_workers)
         self._max_concurrent = operations.max_concurrent_batches(spec)
         self._hosts = HostHealth(spec.limits, time.monotonic)
         self._hosts.is_changed = bool(job.machines_set_aside)  # by an earlier coordinator

@@ -2,7 +2,8 @@
 
 A job that resumes another begins without batches. Its coordinator copies those of the nearest planned job among its
 ancestors, in chunks of one short transaction each, in the order of their numbers. A copy that was interrupted goes on
-after its last batch. The ancestors have ended, so their batches do not change.
+after its last batch. The ancestors have ended, so their batches do not change. Those that stay completed are the first
+commits of the new job, in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -86,11 +87,14 @@ def copy_chunk(connection: Connection, source_id: int, job_id: int, limit: int) 
     after = connection.scalar(last)
     after = -1 if after is None else after
     is_complete = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
+    first_number = sa.select(JOBS.c.completed_batches).where(JOBS.c.job_id == job_id).scalar_subquery()
+    num_complete = sa.func.sum(sa.case((is_complete, 1), else_=0)).over(order_by=STATES.c.batch_idx, rows=(None, 0))
     columns = {
         "job_id": sa.literal(job_id),
         "status": sa.case((is_complete, "COMPLETED"), else_="PENDING"),
         "updated_at": sa.literal(now()),
         "parts": STATES.c.parts,
+        "commit_number": sa.case((is_complete, first_number + num_complete)),
         **{name: sa.case((is_complete, STATES.c[name]), else_=0) for name in ("rows_ok", "tokens_in", "tokens_out")},
         **{name: STATES.c[name] for name in ("batch_idx", "start_idx", "end_idx", "attempt_id", "worker_cluster")},
     }

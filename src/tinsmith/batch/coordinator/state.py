@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -105,6 +105,14 @@ class Claim:
         return RowRange(self.start_idx, self.end_idx)
 
 
+class CommittedBatch(NamedTuple):
+    """A batch with the parts of its outputs, and its place in the order of the job's commits."""
+
+    span: RowRange
+    parts: list[dict[str, Any]]
+    commit_number: int
+
+
 @dataclass(frozen=True, slots=True)
 class IdempotentRequest:
     """A request that creates one job, however often it is sent: its idempotency key, and a digest of its content."""
@@ -146,6 +154,7 @@ _COMPLETE = Statement(
     .where(_IS_CURRENT_ATTEMPT)
     .values({name: sa.bindparam(name) for name in ("parts", *RESULTS, "updated_at")})
     .values(status="COMPLETED", error_class=None, error=None, lease_expires_at=None)
+    .values(commit_number=sa.select(JOBS.c.completed_batches).where(IS_JOB).scalar_subquery() + sa.bindparam("nth"))
 )
 # As a plain subquery, Postgres may run `first` once for each row.
 _CLAIM_TEXT = """
@@ -363,17 +372,20 @@ class BatchJobs:
             worker: {name: int(row._mapping[name]) for name in WORK_FIELDS} for row in worker_rows if (worker := row[0])
         }
 
+    def list_commits(self, job_id: int, after: int, limit: int, order: str = "rows") -> list[CommittedBatch]:
+        """The committed batches after a row, in the order of their rows, or after a number of a commit, in the order
+        of commits. A number that was read has no lower one after it: the job's row is locked while it is given."""
+        place = STATES.c.commit_number if order == "commits" else STATES.c.start_idx
+        query = sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts, STATES.c.commit_number)
+        is_later = sa.and_(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", place > after)
+        rows = self._db.rows(query.where(is_later).order_by(place).limit(limit))
+        return [CommittedBatch(RowRange(row.start_idx, row.end_idx), row.parts, row.commit_number) for row in rows]
+
     def list_committed_batches(
         self, job_id: int, after: int, limit: int
     ) -> list[tuple[RowRange, list[dict[str, Any]]]]:
         """The committed batches that begin after a row, in the order of their rows, each with its parts."""
-        query = (
-            sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts)
-            .where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", STATES.c.start_idx > after)
-            .order_by(STATES.c.start_idx)
-            .limit(limit)
-        )
-        return [(RowRange(row.start_idx, row.end_idx), row.parts) for row in self._db.rows(query)]
+        return [(batch.span, batch.parts) for batch in self.list_commits(job_id, after, limit)]
 
     def iter_committed_batches(self, job_id: int) -> Iterator[tuple[RowRange, list[dict[str, Any]]]]:
         """Yield all committed batches, in the order of their rows, each with its parts."""
@@ -736,6 +748,7 @@ class _Attempts:
         counts = {name: getattr(outcome, name) for name in RESULTS}
         parts = json.dumps([part.to_dict() for part in outcome.parts])
         parameters = {**self._attempt_parameters(claim), "parts": parts, **counts, "updated_at": now()}
+        parameters["nth"] = self.counts["completed_batches"] + 1  # the job's own count is changed after all of them
         if _COMPLETE.count(self.connection, parameters) != 1:
             return False
         self.counts.update(completed_batches=1, **counts)

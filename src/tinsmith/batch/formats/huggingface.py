@@ -18,9 +18,13 @@ from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.parquet import Sink, TableWriter
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, absolute_path
+from tinsmith.batch.formats.row_sizes import tokens_of_table
 from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_object
+
+SIZED_ROWS = 65_536
+"""Rows whose sizes are read together."""
 
 
 @INPUT_READER_REGISTRY.type_register(name="huggingface")
@@ -46,6 +50,10 @@ class HuggingFaceReader(InputReader):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         columns = self._dataset[start_idx : end_idx + 1]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def row_sizes(self) -> Iterator[int]:
+        for table in self._dataset.with_format("arrow").iter(SIZED_ROWS):
+            yield from tokens_of_table(table)
 
     def version(self) -> Version:
         if Path(self.path).is_dir():

@@ -30,12 +30,12 @@ from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter, InputReader
+from tinsmith.batch.formats.row_sizes import tokens_in
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.storage.locations import locations, open_object, open_store
 from tinsmith.storage.stores import CHUNK_BYTES, LocalStore
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-BYTES_PER_TOKEN = 4
 OFFSET = struct.Struct("<Q")
 SPACES = b" \t\r\n"
 MAX_ITEMS_BYTES = 8 * 1024 * 1024
@@ -109,7 +109,7 @@ class LinesReader(InputReader):
                 while packed := index.read(OFFSET.size * 8192):
                     for (offset,) in OFFSET.iter_unpack(packed):
                         if before is not None:
-                            yield 1 + (offset - before) // BYTES_PER_TOKEN
+                            yield tokens_in(offset - before)
                         before = offset
 
 
@@ -176,6 +176,10 @@ class ItemsReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         return self.items[start_idx : end_idx + 1]
+
+    def row_sizes(self) -> Iterator[int]:
+        """Those of a file with these rows."""
+        return (tokens_in(len(encode(row)) + len(b"\n")) for row in self.items)
 
 
 def _index_file(location: str, reader: LinesReader) -> IndexedFile:

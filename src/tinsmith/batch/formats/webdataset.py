@@ -31,6 +31,7 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode
 from tinsmith.batch.formats.part_lists import FilledParts
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
+from tinsmith.batch.formats.row_sizes import tokens_in
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import locations, open_object, open_store
@@ -64,6 +65,9 @@ class WebdatasetReader(InputReader):
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         return [_row(sample) for sample in self._samples[start_idx : end_idx + 1]]
+
+    def row_sizes(self) -> Iterator[int]:
+        return (tokens_in(sum(size for _, _, size in sample.members)) for sample in self._samples)
 
 
 def samples_of(location: str) -> list[ShardSample]:

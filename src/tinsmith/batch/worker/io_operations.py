@@ -97,7 +97,10 @@ def plan(spec: JobSpec, job_id: int) -> Iterator[Message]:
         return
     sizes = reader.row_sizes()
     if sizes is None:
-        raise UserError(f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out")
+        raise UserError(
+            f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out, or copy the rows "
+            "to JSON Lines"
+        )
     total = 0
     remaining = _split_by_tokens(islice(sizes, spec.limit), spec.batch_size, spec.batch_tokens)
     while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
