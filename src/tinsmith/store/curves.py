@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import CURVE_POINTS, FUTURES
+from tinsmith.db.schema import CURVE_POINTS, FUTURES, MODELS
 from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import UserError
 
@@ -106,16 +106,16 @@ class Curves:
         query = query.where(CURVE_POINTS.c.recorded_at >= after - OVERLAP_S)
         return [Point(*row) for row in self._db.rows(query.order_by(CURVE_POINTS.c.source, CURVE_POINTS.c.step))]
 
-    def newest(self, model_ids: Sequence[str]) -> dict[str, Point]:
-        """The server's last point of each run that has points."""
-        newest = (
-            sa.select(CURVE_POINTS.c.model_id, sa.func.max(CURVE_POINTS.c.step).label("step"))
-            .where(CURVE_POINTS.c.model_id.in_(model_ids), CURVE_POINTS.c.source == SERVER)
-            .group_by(CURVE_POINTS.c.model_id)
-            .subquery()
+    def newest(self, model_ids: Sequence[str], source: str = SERVER) -> dict[str, Point]:
+        """The last point from a source of each run that has one, found without reading the others."""
+        points = CURVE_POINTS.alias("points")
+        of_run = (points.c.model_id == MODELS.c.model_id) & (points.c.source == source)
+        last = sa.select(sa.func.max(points.c.step)).where(of_run).scalar_subquery()
+        query = (
+            sa.select(CURVE_POINTS)
+            .join(MODELS, MODELS.c.model_id == CURVE_POINTS.c.model_id)
+            .where(MODELS.c.model_id.in_(model_ids), CURVE_POINTS.c.source == source, CURVE_POINTS.c.step == last)
         )
-        is_newest = (CURVE_POINTS.c.model_id == newest.c.model_id) & (CURVE_POINTS.c.step == newest.c.step)
-        query = sa.select(CURVE_POINTS).join(newest, is_newest).where(CURVE_POINTS.c.source == SERVER)
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
