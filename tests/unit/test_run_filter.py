@@ -55,7 +55,7 @@ def test_an_expression_does_not_fit_the_run(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "place", "reason"),
     [
-        ("lr >", 5, "a number or text is expected after lr >, not 'the end'"),
+        ("lr >", 5, "a number or text is expected after lr >, not the end"),
         ("lr > (", 6, "a number or text is expected after lr >, not '('"),
         ("lr > and loss", 6, "a number or text is expected after lr >, not 'and'"),
         ("lr 3", 4, "one of < <= > >= = != ~ !~ is expected after lr, not '3'"),
@@ -65,7 +65,7 @@ def test_an_expression_does_not_fit_the_run(text: str) -> None:
         ("lr > 1 loss < 2", 8, "'loss' follows a whole expression; join with and, or"),
         ('name ~ "open', 8, "'\"' begins no name, number, operator or closed quotation"),
         ("lr > 1 and  $", 13, "'$' begins"),
-        ("lr > 1 and", 11, "the name of a value is expected, not 'the end'"),
+        ("lr > 1 and", 11, "the name of a value is expected, not the end"),
         ("(" * 40 + "lr" + ")" * 40, 34, "nested more than 32 deep"),
         ("not " * 40 + "lr", 133, "nested more than 32 deep"),
     ],

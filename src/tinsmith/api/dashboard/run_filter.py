@@ -92,6 +92,10 @@ def _is_join(token: _Token) -> bool:
     return token.kind == "word" and token.text.lower() in ("and", "or")
 
 
+def _quote(token: _Token) -> str:
+    return token.text if token.kind == "end" else repr(token.text)
+
+
 def _is_word(token: _Token) -> bool:
     return token.kind == "word" and not _is_join(token)
 
@@ -156,17 +160,17 @@ class _Parser:
     def _comparison(self) -> Condition:
         token = self._take()
         if token.kind != "quoted" and not _is_word(token):
-            raise _error(token.position, f"the name of a value is expected, not {token.text!r}")
+            raise _error(token.position, f"the name of a value is expected, not {_quote(token)}")
         name = token.text
         self._names.add(name)
         if self._token.kind in ("end", "bracket") or _is_join(self._token):
             return lambda values: name in values
         sign = self._take()
         if sign.kind != "operator":
-            raise _error(sign.position, f"one of {_OPERATORS} is expected after {name}, not {sign.text!r}")
+            raise _error(sign.position, f"one of {_OPERATORS} is expected after {name}, not {_quote(sign)}")
         wanted = self._take()
         if wanted.kind not in ("number", "double", "single") and not _is_word(wanted):
-            raise _error(wanted.position, f"a number or text is expected after {name} {sign.text}, not {wanted.text!r}")
+            raise _error(wanted.position, f"a number or text is expected after {name} {sign.text}, not {_quote(wanted)}")
         return _compare(name, sign.text, wanted.text)
 
 

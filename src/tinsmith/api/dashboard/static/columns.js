@@ -27,7 +27,7 @@ const FACTS = {
   name: { label: "Name" },
   id: { label: "Id", kind: "mono", sort: "model_id", cell: (row) => shortId(row.model_id) },
   loss: { label: "Loss", number: true },
-  lr: { label: "Learning rate", number: true },
+  lr: { label: "Learning rate", number: true, cell: (row) => settingText(row.values?.lr) },
   reward: { label: "Reward", number: true },
 };
 
@@ -45,6 +45,9 @@ function spark(outline) {
 // The text of any value: a number, a text or a list.
 export const valueText = (value) => (value === null || value === undefined ? "-" : isNumber(value) ? number(value) : Array.isArray(value) ? value.join(", ") : String(value));
 
+// The text of a setting, with the digits that it was given.
+export const settingText = (value) => (isNumber(value) ? String(Number(value.toPrecision(6))) : valueText(value));
+
 // A column of a name. `context` has `outlines` by run.
 export function columnOf(name, context, isNumeric) {
   const fact = Object.hasOwn(FACTS, name) ? FACTS[name] : { label: name, kind: "long" };
@@ -53,11 +56,11 @@ export function columnOf(name, context, isNumeric) {
 }
 
 // A column of groups: mean and deviation of numbers, or the common value.
-export function groupColumnOf(name) {
+export function groupColumnOf(name, groups) {
   const label = Object.hasOwn(FACTS, name) ? FACTS[name].label : name;
   return {
     label,
-    number: true,
+    number: groups.some((group) => isNumber(group.columns?.[name]?.mean)),
     sort: name,
     cell: ({ columns }) => {
       const found = columns?.[name];

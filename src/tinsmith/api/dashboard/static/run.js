@@ -87,9 +87,10 @@ export async function showRun(main, id, signal) {
 async function edit(run, again) {
   const name = h("input", { id: "name", maxlength: 128, value: run.user_metadata?.name || "" });
   const tags = h("input", { id: "tags", maxlength: 300, value: run.tags.join(", "), placeholder: "separated by commas" });
-  const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags];
-  const read = () => ({ name: name.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
-  const asked = await question("Name and tags", body, "Save", { read });
+  const notes = h("textarea", { id: "notes", rows: 6, maxlength: 4000, value: run.user_metadata?.notes || "" });
+  const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags, h("label", { for: "notes" }, "Notes"), notes];
+  const read = () => ({ name: name.value.trim(), notes: notes.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
+  const asked = await question("Name, tags and notes", body, "Save", { read });
   if (!asked) return;
   await ask("PUT", path`/dashboard/runs/${run.model_id}`, asked);
   tell("Saved.");
@@ -97,9 +98,9 @@ async function edit(run, again) {
 }
 
 function describe(run, change) {
-  const { name: _name, tags: _tags, ...metadata } = run.user_metadata || {};
+  const { name: _name, tags: _tags, notes, ...metadata } = run.user_metadata || {};
   return facts([
-    ["Name", h("span", {}, nameOf(run), " ", run.tags.map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name and the tags" }))],
+    ["Name", h("span", {}, nameOf(run), " ", run.tags.map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name, the tags and the notes" }))],
     ["Status", h("span", {}, statusOf(run), run.status_reason ? ` ${run.status_reason}` : "")],
     ["Duration", seconds(run.duration_s)],
     ["Model", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
@@ -113,6 +114,7 @@ function describe(run, change) {
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
     ["Path", h("code", {}, `tinker://${run.model_id}`)],
+    ["Notes", notes ? h("pre", { class: "notes" }, notes) : null],
     ...Object.entries(metadata).map(([name, value]) => [name, value]),
   ]);
 }

@@ -3,7 +3,7 @@
 import { addressed, copyText, joinNames, splitNames } from "./address.js";
 import { get, poll } from "./api.js";
 import { MOST_LINES } from "./charts.js";
-import { CURVE, USUAL, chooseColumns, columnOf, groupColumnOf, labelOf, namesOfRuns, valueText } from "./columns.js";
+import { CURVE, USUAL, chooseColumns, columnOf, groupColumnOf, labelOf, namesOfRuns, settingText } from "./columns.js";
 import { showComparison } from "./compare.js";
 import { button, h, keep, page, put } from "./dom.js";
 import { count, counted } from "./format.js";
@@ -22,18 +22,20 @@ const EMPTY = "No runs yet. A training client creates one: python first.py (of t
 const first = (chosen, choose) => ({
   ...RUN_LINK,
   sort: "name",
-  cell: (row) => [
+  cell: (row) => h(
+    "span",
+    { class: "run-name" },
     h("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, checked: chosen.has(row.model_id), on: { change: (event) => choose(row.model_id, event.target.checked) } }),
     RUN_LINK.cell(row),
     row.tags.map((tag) => h("span", { class: "tag" }, tag)),
     row.user_metadata?.notes ? h("span", { class: "tag", title: row.user_metadata.notes }, "notes") : null,
-  ],
+  ),
 });
 
 // Links to the runs of a group: their comparison, or the only one.
 function groupLink(group, names) {
   const ids = group.run_ids.slice(0, MOST_LINES).map(encodeURIComponent);
-  const title = names.map((name) => (names.length > 1 ? `${labelOf(name)} ${valueText(group.values[name])}` : valueText(group.values[name]))).join(", ");
+  const title = names.map((name) => (names.length > 1 ? `${labelOf(name)} ${settingText(group.values[name])}` : settingText(group.values[name]))).join(", ");
   const note = group.run_ids.length > MOST_LINES ? `Compare the first ${MOST_LINES}` : "Compare these runs";
   return h("a", { href: ids.length > 1 ? `#/runs/compare/${ids.join("/")}` : `#/runs/${ids[0]}`, title: ids.length > 1 ? note : null }, title);
 }
@@ -48,7 +50,7 @@ function tableOf(found, values, context, sorted) {
     const columns = [
       { label: keys.map(labelOf).join(", "), sort: keys[0], cell: (row) => groupLink(row, keys) },
       { label: "Runs", number: true, cell: (row) => count(row.run_ids?.length) },
-      ...names.filter((name) => name !== CURVE && !keys.includes(name)).map(groupColumnOf),
+      ...names.filter((name) => name !== CURVE && !keys.includes(name)).map((name) => groupColumnOf(name, found.groups || [])),
     ];
     return table("Groups of runs", columns, found.groups || [], { sorted, none });
   }
@@ -110,6 +112,7 @@ async function showList(main, signal) {
   const outlines = new Map();
   let outlinedAt = 0;
   let turn = 0;
+  let refused = null; // the address whose filter has a mistake, which is not asked again
   const compare = button("Compare", () => {
     location.hash = `#/runs/compare/${[...chosen].map(encodeURIComponent).join("/")}`;
   }, { disabled: true });
@@ -124,6 +127,7 @@ async function showList(main, signal) {
     return get(`/dashboard/runs?${new URLSearchParams({ ...values, columns, limit: LIMIT, outlines: whole })}`, signal);
   };
   const look = async () => {
+    if (refused === location.hash) return;
     const current = ++turn;
     const whole = Date.now() - outlinedAt > OUTLINE_S * 1000 && splitNames(values.columns).includes(CURVE);
     let found;
@@ -132,6 +136,7 @@ async function showList(main, signal) {
       mistake.hidden = true;
     } catch (error) {
       if (error.status !== 400 || current !== turn) throw error;
+      refused = location.hash;
       mistake.textContent = error.message;
       mistake.hidden = false;
       return;
