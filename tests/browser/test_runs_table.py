@@ -42,7 +42,7 @@ def sweep(alice: Site) -> Iterator[None]:
 
 
 def first_column(browser: Browser) -> list[str]:
-    return [cell.text.split()[0] for cell in browser.all("tbody th")]
+    return [link.text for link in browser.all("tbody th a")]
 
 
 def heads(browser: Browser) -> list[str]:

@@ -1,5 +1,6 @@
 // The page of checkpoints: a list, with actions.
 
+import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, question, state, tell } from "./dom.js";
 import { bytes, shortId, when } from "./format.js";
@@ -92,16 +93,16 @@ export function listed(checkpoints, again) {
 export default {
   title: "Checkpoints",
   async show(main, _parts, signal) {
-    let offset = 0;
+    const { values, set } = addressed({ offset: 0 });
     const list = h("div");
     const pages = h("div");
     const draw = keep(list);
     const drawPages = keep(pages);
     const look = async () => {
-      const found = await get(`/checkpoints?limit=${LIMIT}&offset=${offset}`, signal);
+      const found = await get(`/checkpoints?limit=${LIMIT}&offset=${values.offset}`, signal);
       draw(found.checkpoints, () => listed(found.checkpoints, look));
       const move = (to) => {
-        offset = to;
+        set({ offset: to });
         return look();
       };
       drawPages(found.cursor, () => pager(found.cursor, move));

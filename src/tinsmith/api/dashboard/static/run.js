@@ -1,12 +1,13 @@
 // The page of one run: properties, curves in groups, and checkpoints.
 
 import { ask, get, path, poll } from "./api.js";
-import { curve, figuresIn } from "./charts.js";
+import { curve } from "./charts.js";
 import { listed } from "./checkpoints.js";
 import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
 import { count, seconds, shortId, when } from "./format.js";
+import { figuresIn } from "./figures.js";
 import { lineage } from "./lineage.js";
-import { csvOf, download, lineOf, metricsOf, rewardless, viewOf } from "./metrics.js";
+import { csvOf, download, lineOf, metricsOf, rewardless } from "./metrics.js";
 import { nameOf, statusOf } from "./overview.js";
 import { facts } from "./table.js";
 
@@ -42,7 +43,7 @@ export async function showRun(main, id, signal) {
   const hint = h("div");
   put(groups, section("Curves", nothing));
 
-  const drawCurves = () => {
+  function drawCurves() {
     const all = points.all();
     const metrics = metricsOf(all);
     if (!metrics.length) return;
@@ -53,11 +54,10 @@ export async function showRun(main, id, signal) {
     }));
     if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
     else put(hint);
-  };
+  }
   const keepHint = keep(hint);
-  const figures = figuresIn(groups, (title, note) => curve(title, note, signal, view));
-  const { view, controls } = viewOf(h, drawCurves);
-  controls.prepend(h("label", { for: "search" }, "Metrics", figures.search));
+  const figures = figuresIn(groups, (metric, view, extras) => curve(metric.title, metric.source === "client" ? "logged by the client" : metric.name, extras.signal || signal, view, extras), signal, drawCurves);
+  const { view, controls } = figures;
   const lookAtCurves = async () => {
     if (await points.look()) drawCurves();
   };
