@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -15,6 +16,7 @@ import sqlalchemy as sa
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith.api.dashboard import routes
+from tinsmith.api.dashboard import warnings as dashboard_warnings
 from tinsmith.api.dashboard.machine import Utilisation
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import QuotaLimits
@@ -224,6 +226,34 @@ def test_runs_are_grouped_with_mean_and_deviation(harness: Harness) -> None:
     assert best["columns"]["name"] == {"value": None, "different": 3, "count": 3}
     single = harness.get("dashboard/runs?group=lr,seed&columns=loss&limit=1&offset=5").json()
     assert single["groups"][0]["columns"]["loss"]["deviation"] is None and single["cursor"]["total_count"] == 6
+
+
+def test_warnings_are_of_ones_own_runs_and_of_a_full_machine(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(key: str = ALICE) -> list[tuple[str, str | None]]:
+        found = harness.get("dashboard/warnings", key).json()["warnings"]
+        return [(warning["kind"], warning["run"]) for warning in found]
+
+    monkeypatch.setattr(dashboard_warnings, "FULL", 2.0)
+    run, healthy = create_named_run(harness, "fragile"), harness.model()
+    db = harness.services.models._db
+    for step in range(1, 13):
+        reward = step / 10 if step < 8 else 0.0
+        harness.ok("log_metrics", {"model_id": run, "step": step, "metrics": {"reward": reward}})
+    with db.write() as connection:
+        execute(connection, Curves(db).step_statement(run, 1, {"loss_per_token": math.nan}))
+        execute(connection, Curves(db).step_statement(healthy, 1, {"loss_per_token": 1.0}))
+    assert warned() == [("diverged", run), ("reward collapsed", run)] and warned(BOB) == []
+    harness.services.models._db.execute(MODELS.update().values(last_request_at=time.time() - 90_000))
+    assert warned() == [], "not of yesterday's runs"
+    monkeypatch.setattr(dashboard_warnings, "FULL", 0.0)
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 1000 kB\nMemAvailable: 40 kB\n")
+    assert dashboard_warnings.read_memory(memory) == (40 * 1024, 1000 * 1024)
+    memory.write_text("nothing")
+    assert dashboard_warnings.read_memory(memory) is None
+    assert ("disk nearly full", None) in warned(BOB)
 
 
 def test_a_filter_names_the_place_of_its_mistake(harness: Harness) -> None:

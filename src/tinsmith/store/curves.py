@@ -118,6 +118,19 @@ class Curves:
         )
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
+    def newest_points(self, model_ids: Sequence[str], limit: int) -> dict[tuple[str, str], list[Point]]:
+        """The last `limit` points of each run by (model_id, source), in the order of steps."""
+        points_of: dict[tuple[str, str], list[Point]] = {}
+        columns = [CURVE_POINTS.c[name] for name in Point.__dataclass_fields__]
+        with self._db.read() as connection:
+            for model_id in model_ids:
+                for source in (CLIENT, SERVER):
+                    query = sa.select(*columns).where(_is_of(model_id, source))
+                    rows = connection.execute(query.order_by(CURVE_POINTS.c.step.desc()).limit(limit)).all()
+                    if rows:
+                        points_of[model_id, source] = [Point(*row) for row in reversed(rows)]
+        return points_of
+
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
         """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps with the last."""
         outline_of: dict[str, Outline] = {}

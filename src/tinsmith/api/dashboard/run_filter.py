@@ -170,7 +170,9 @@ class _Parser:
             raise _error(sign.position, f"one of {_OPERATORS} is expected after {name}, not {_quote(sign)}")
         wanted = self._take()
         if wanted.kind not in ("number", "double", "single") and not _is_word(wanted):
-            raise _error(wanted.position, f"a number or text is expected after {name} {sign.text}, not {_quote(wanted)}")
+            raise _error(
+                wanted.position, f"a number or text is expected after {name} {sign.text}, not {_quote(wanted)}"
+            )
         return _compare(name, sign.text, wanted.text)
 
 
