@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tinsmith.api.openapi import LIST, fields, listing
 from tinsmith.api.request import Call, JsonObject
+from tinsmith.api.services import Services
 from tinsmith.db.database import now
 from tinsmith.store.curves import CLIENT, SERVER, Point
 from tinsmith.store.overview import Row
@@ -26,20 +27,24 @@ FULL = 0.95
 
 @listing("/dashboard/warnings", "List warnings", answer=fields({"warnings": LIST}))
 def warnings(call: Call) -> JsonObject:
+    directory = call.services.settings.resolved_data_dir
+    return {"warnings": [*list_machine_warnings(directory), *list_tenant_warnings(call.services, call.tenant_id)]}
+
+
+def list_tenant_warnings(services: Services, tenant_id: str) -> list[JsonObject]:
+    """The warnings of a tenant's runs: {key, kind, text, run, name}."""
     at = now()
-    rows, _ = call.services.overview.runs(call.tenant_id, "", "last_request_at", True, MAX_RUNS, 0)
+    rows, _ = services.overview.runs(tenant_id, "", "last_request_at", True, MAX_RUNS, 0)
     watched = [row for row in rows if at - row["last_request_at"] < WATCHED_S]
     model_ids = [str(row["model_id"]) for row in watched]
-    waiting = {
-        str(row["lane"]): float(row["oldest_at"])
-        for row in reversed(call.services.overview.list_waiting(call.tenant_id))
-    }
-    busy = call.services.overview.busy_runs(call.tenant_id, model_ids)
-    points = call.services.curves.newest_points(model_ids, NUM_POINTS)
-    entries = _list_machine_warnings(call.services.settings.resolved_data_dir)
+    oldest_first = services.overview.list_waiting(tenant_id)
+    waiting = {str(row["lane"]): float(row["oldest_at"]) for row in reversed(oldest_first)}
+    busy = services.overview.busy_runs(tenant_id, model_ids)
+    points = services.curves.newest_points(model_ids, NUM_POINTS)
+    entries: list[JsonObject] = []
     for row in watched:
         entries += _list_run_entries(row, points, waiting, row["model_id"] in busy, at)
-    return {"warnings": entries}
+    return entries
 
 
 def _list_run_entries(
@@ -57,7 +62,8 @@ def _list_run_entries(
     ]
 
 
-def _list_machine_warnings(directory: Path) -> list[JsonObject]:
+def list_machine_warnings(directory: Path) -> list[JsonObject]:
+    """The warnings of this machine, and of the file system of a directory."""
     entries: list[JsonObject] = []
     disk = shutil.disk_usage(directory)
     if disk.total and disk.used / disk.total >= FULL:
