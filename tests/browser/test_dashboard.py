@@ -736,6 +736,24 @@ def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, brow
     assert path not in stored_checkpoints()
 
 
+def test_a_checkpoint_shows_the_lines_that_continue_from_it_and_its_path_is_copied(
+    alice: Site, browser: Browser
+) -> None:
+    browser.open("checkpoints", "Checkpoints")
+    training, sampling = alice.checkpoints
+    browser.click("button", "Use first")
+    browser.until(lambda: training in browser.text("dialog pre"), "the path")
+    assert "create_training_client_from_state_with_optimizer" in browser.text("dialog pre")
+    browser.click("dialog button", "Cancel")
+    browser.until(lambda: not browser.all("dialog"), "its end")
+    browser.click("button", "Use answers")
+    browser.until(lambda: f'create_sampling_client(model_path="{sampling}")' in browser.text("dialog pre"), "the lines")
+    browser.click("dialog button", "Cancel")
+    browser.driver.execute_script("navigator.clipboard.writeText = async (text) => (window.copied = text)")
+    browser.click("button", "Copy the path of first")
+    browser.until(lambda: browser.driver.execute_script("return window.copied") == training, "the path")
+
+
 def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, browser: Browser) -> None:
     browser.open("checkpoints", "Checkpoints")
     browser.until(lambda: rows(browser), "the checkpoints")

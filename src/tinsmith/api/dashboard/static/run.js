@@ -1,5 +1,6 @@
 // The page of one run: properties, curves in groups, and checkpoints.
 
+import { copyButton } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { curve } from "./charts.js";
 import { listed } from "./checkpoints.js";
@@ -113,7 +114,7 @@ function describe(run, change) {
     ["Project", run.project_id],
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
-    ["Path", h("code", {}, `tinker://${run.model_id}`)],
+    ["Path", h("span", {}, h("code", {}, `tinker://${run.model_id}`), copyButton("the path of the run", `tinker://${run.model_id}`))],
     ["Notes", notes ? h("pre", { class: "notes" }, notes) : null],
     ...Object.entries(metadata).map(([name, value]) => [name, value]),
   ]);

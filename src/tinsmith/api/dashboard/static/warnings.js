@@ -2,7 +2,7 @@
 // of new ones, also while another tab is open. A dismissed warning stays away in this tab while it lasts.
 
 import { get, path } from "./api.js";
-import { button, h, put } from "./dom.js";
+import { button, h, keep } from "./dom.js";
 import { shortId } from "./format.js";
 
 const EVERY_S = 15;
@@ -31,10 +31,11 @@ export function watch(place, signal) {
   const dismissed = new Set((read(sessionStorage, DISMISSED) || "").split("\n").filter(Boolean));
   let announced = null; // the keys of the last answer
   const store = () => write(sessionStorage, DISMISSED, [...dismissed].join("\n"));
+  const drawDue = keep(place);
   const draw = (all) => {
     const due = all.filter(({ key }) => !dismissed.has(key));
     place.hidden = !due.length;
-    put(place, due.length ? h("ul", {}, due.map((one) => h(
+    drawDue(due, () => h("ul", {}, due.map((one) => h(
       "li",
       {},
       h("span", {}, one.run ? h("a", { href: `#${path`/runs/${one.run}`}` }, one.name || shortId(one.run)) : null, one.run ? ": " : null, h("strong", {}, one.kind), `: ${one.text}.`),
@@ -43,7 +44,7 @@ export function watch(place, signal) {
         store();
         draw(all);
       }, { class: "plain", "aria-label": `Dismiss ${titleOf(one)}` }),
-    ))) : null);
+    ))));
   };
   const announce = (all) => {
     const news = announced ? all.filter(({ key }) => !announced.has(key)) : [];
