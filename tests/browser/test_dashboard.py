@@ -232,6 +232,20 @@ def test_a_narrow_screen_has_a_menu_and_cards_and_no_barriers(alice: Site, brows
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+def test_no_page_and_no_table_overflows_a_wide_screen(alice: Site, browser: Browser) -> None:
+    browser.driver.set_window_size(1440, 900)
+    script = """
+    const wide = document.documentElement.scrollWidth - innerWidth;
+    return [wide, ...[...document.querySelectorAll("main .scroll")].map((one) => one.scrollWidth - one.clientWidth)]"""
+    try:
+        for page, heading in {**PAGES, **details_of(alice)}.items():
+            browser.open(page, heading)
+            browser.until(lambda: browser.all("main table, main form, main figure, main .tokens"), "content")
+            assert max(browser.driver.execute_script(script)) <= 0, page
+    finally:
+        browser.driver.set_window_size(1280, 900)
+
+
 def test_a_narrow_screen_shows_it_all(browser: Browser) -> None:
     browser.driver.set_window_size(420, 800)
     try:
