@@ -405,7 +405,8 @@ class TenantSettings(SettingsGroup):
     @field_validator("warnings_url")
     @classmethod
     def _is_address(cls, value: SecretStr) -> SecretStr:
-        if value.get_secret_value() and not re.fullmatch(r"https?://[^/?#\s@]+([/?][^#\s]*)?", value.get_secret_value()):
+        address = value.get_secret_value()
+        if address and not re.fullmatch(r"https?://[^/?#\s@]+([/?][^#\s]*)?", address):
             raise ValueError("it must be http://HOST/PATH or https://HOST/PATH, without a user, spaces or a fragment")
         return value
 
