@@ -172,10 +172,17 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
         database.execute(KEYS.update().values(revoked_at=None))  # one route revokes the key
         harness.services.tenants._refusals.clear()
     services = harness.services
-    for path in ("dashboard/queue", "dashboard/timeline?minutes=60", "dashboard/machine", "dashboard/overview"):
+    for path in (
+        "dashboard/queue",
+        "dashboard/timeline?minutes=60",
+        "dashboard/machine",
+        "dashboard/overview",
+        "dashboard/warnings",
+    ):
         assert harness.get(path).status_code == 200, path
     for sort in ("created_at", "last_request_at", "base_model", "lora_rank", "state", "model_id"):
         assert harness.get(f"dashboard/runs?sort={sort}&search=a+b&outlines=true").status_code == 200
+    assert harness.get("dashboard/runs?filter=lr<1&sort=loss&group=seed&columns=loss&names=true").status_code == 200
     sampler = harness.sampler()
     request_id = harness.ok("asample", sample_request(sampler, 0))["request_id"]
     harness.post("retrieve_future", {"request_id": request_id})

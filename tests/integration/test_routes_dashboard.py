@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import sqlalchemy as sa
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith.api.dashboard import routes
+from tinsmith.api.dashboard import warnings as dashboard_warnings
 from tinsmith.api.dashboard.machine import Utilisation
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import QuotaLimits
@@ -162,9 +165,113 @@ def test_runs_are_found_by_all_their_names_and_sorted(harness: Harness) -> None:
     assert ids(harness, "?limit=1&offset=1") == [second]
 
 
-@pytest.mark.parametrize("query", ["sort=tenant_id", "sort=", "order=up", "search=" + "x" * 201, "limit=x"])
+@pytest.mark.parametrize("query", ["sort=", "order=up", "search=" + "x" * 201, "limit=x"])
 def test_a_list_of_runs_that_cannot_be_is_refused(harness: Harness, query: str) -> None:
     assert harness.get(f"dashboard/runs?{query}").status_code == 400
+
+
+def create_sweep(harness: Harness) -> dict[tuple[str, str], str]:
+    """Runs of two learning rates with three seeds each, by both; rewards are seed + 10 lr, losses 1 to 6."""
+    runs: dict[tuple[str, str], str] = {}
+    for lr in ("1e-4", "0.1"):
+        for seed in ("0", "1", "2"):
+            metadata = {"name": f"math {lr} {seed}", "lr": lr, "seed": seed, "tags": "sweep,math"}
+            run = runs[lr, seed] = harness.model(user_metadata=metadata)
+            reward = int(seed) + 10 * float(lr)
+            harness.ok("log_metrics", {"model_id": run, "step": 1, "metrics": {"reward": 77.0}})
+            harness.ok("log_metrics", {"model_id": run, "step": 7, "metrics": {"env/all/reward": reward, "reward": 1}})
+            db = harness.services.models._db
+            with db.write() as connection:
+                execute(connection, Curves(db).step_statement(run, 1, {"loss_per_token": float(len(runs))}))
+    return runs
+
+
+def test_runs_are_filtered_sorted_and_shown_by_any_value(harness: Harness) -> None:
+    sweep = create_sweep(harness)
+    bare, _ = harness.model(), harness.model(key=BOB, user_metadata={"lr": "0.1"})
+
+    def ask(**query: str) -> dict[str, Any]:
+        answer = harness.client.get("/api/v1/dashboard/runs", params=query, headers={"X-API-Key": ALICE})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def seeds(answer: dict[str, Any]) -> list[str]:
+        return [(run["user_metadata"] or {}).get("name", "-") for run in answer["runs"]]
+
+    assert seeds(ask(filter="lr > 1e-3 and seed != 1")) == ["math 0.1 2", "math 0.1 0"]
+    assert seeds(ask(filter="loss < 3 or `env/all/reward` = 3")) == ["math 0.1 2", "math 1e-4 1", "math 1e-4 0"]
+    assert seeds(ask(filter='name ~ "MATH 1E" and tag = sweep and not seed = 0')) == ["math 1e-4 2", "math 1e-4 1"]
+    assert [run["model_id"] for run in ask(filter="not lr")["runs"]] == [bare]
+    assert seeds(ask(filter="reward = 1", limit="2", offset="5")) == ["math 1e-4 0"], "the newest step, and pages"
+    columns = ask(sort="env/all/reward", order="asc", columns="env/all/reward,lr,status,missing", limit="2")
+    assert seeds(columns) == ["math 1e-4 0", "math 0.1 0"]
+    assert columns["runs"][0]["values"] == {"env/all/reward": 0.001, "lr": 1e-4, "status": "running", "missing": None}
+    descending = ask(sort="env/all/reward")
+    assert seeds(descending)[0] == "math 0.1 2" and descending["runs"][-1]["model_id"] == bare, "missing ones are last"
+    assert ask(filter="lrr > 1", sort="losss")["unknown"] == ["losss", "lrr"]
+    names = ask(names="true")["names"]
+    assert names["settings"] == ["lr", "seed"] and {"loss", "env/all/reward"} <= set(names["metrics"])
+    assert sweep and ask(names="true")["considered"] == 7, "of one tenant"
+
+
+def test_runs_are_grouped_with_mean_and_deviation(harness: Harness) -> None:
+    sweep = create_sweep(harness)
+    answer = harness.get("dashboard/runs?group=lr&columns=env/all/reward,status,seed,name&sort=env/all/reward").json()
+    assert answer["runs"] == [] and answer["cursor"]["total_count"] == 2
+    best, other = answer["groups"]
+    assert (best["values"], other["values"]) == ({"lr": 0.1}, {"lr": 1e-4})
+    assert set(best["run_ids"]) == {sweep["0.1", seed] for seed in "012"}
+    assert best["columns"]["env/all/reward"] == {"mean": 2.0, "deviation": 1.0, "count": 3}
+    assert best["columns"]["status"] == {"value": "running", "different": 1, "count": 3}
+    assert best["columns"]["name"] == {"value": None, "different": 3, "count": 3}
+    single = harness.get("dashboard/runs?group=lr,seed&columns=loss&limit=1&offset=5").json()
+    assert single["groups"][0]["columns"]["loss"]["deviation"] is None and single["cursor"]["total_count"] == 6
+
+
+def test_warnings_are_of_ones_own_runs_and_of_a_full_machine(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(key: str = ALICE) -> list[tuple[str, str | None]]:
+        found = harness.get("dashboard/warnings", key).json()["warnings"]
+        return [(warning["kind"], warning["run"]) for warning in found]
+
+    monkeypatch.setattr(dashboard_warnings, "FULL", 2.0)
+    run, healthy = create_named_run(harness, "fragile"), harness.model()
+    db = harness.services.models._db
+    for step in range(1, 13):
+        reward = step / 10 if step < 8 else 0.0
+        harness.ok("log_metrics", {"model_id": run, "step": step, "metrics": {"reward": reward}})
+    with db.write() as connection:
+        execute(connection, Curves(db).step_statement(run, 1, {"loss_per_token": math.nan}))
+        execute(connection, Curves(db).step_statement(healthy, 1, {"loss_per_token": 1.0}))
+    assert warned() == [("diverged", run), ("reward collapsed", run)] and warned(BOB) == []
+    harness.services.models._db.execute(MODELS.update().values(last_request_at=time.time() - 90_000))
+    assert warned() == [], "not of yesterday's runs"
+    monkeypatch.setattr(dashboard_warnings, "FULL", 0.0)
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 1000 kB\nMemAvailable: 40 kB\n")
+    assert dashboard_warnings.read_memory(memory) == (40 * 1024, 1000 * 1024)
+    memory.write_text("nothing")
+    assert dashboard_warnings.read_memory(memory) is None
+    assert ("disk nearly full", None) in warned(BOB)
+
+
+def test_a_filter_names_the_place_of_its_mistake(harness: Harness) -> None:
+    answer = harness.get("dashboard/runs?filter=lr+%3E+and")
+    assert answer.status_code == 400
+    assert "at character 6, a number or text is expected after lr >" in answer.text
+
+
+def test_notes_of_a_run_are_kept_and_searched(harness: Harness) -> None:
+    model_id = harness.model(user_metadata={"dataset": "gsm8k"})
+    harness.model()
+    text = "Reward rose after the fix.\nSecond line"
+    harness.send("PUT", f"dashboard/runs/{model_id}", {"notes": text}).raise_for_status()
+    assert harness.get(f"dashboard/runs/{model_id}").json()["user_metadata"] == {"dataset": "gsm8k", "notes": text}
+    assert ids(harness, "?search=after+fix") == ids(harness, "?filter=notes+~+reward") == [model_id]
+    assert harness.send("PUT", f"dashboard/runs/{model_id}", {"notes": "x" * 4001}).status_code == 400
+    harness.send("PUT", f"dashboard/runs/{model_id}", {"notes": ""}).raise_for_status()
+    assert "notes" not in harness.get(f"dashboard/runs/{model_id}").json()["user_metadata"]
 
 
 def test_a_run_is_shown_with_its_last_metrics(harness: Harness) -> None:

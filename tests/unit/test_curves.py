@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tinsmith.db.database import Database
-from tinsmith.db.schema import CURVE_POINTS
+from tinsmith.db.schema import CURVE_POINTS, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.errors import UserError
 from tinsmith.store.curves import KEPT_POINTS, MAX_NAMES, MAX_POINTS, Curves, thin_points
@@ -19,6 +19,12 @@ RUN, OTHER = "s:train:0", "s:train:1"
 def record(db: Database, run: str, step: int, **metrics: float) -> None:
     with db.write() as connection:
         execute(connection, Curves(db).step_statement(run, step, metrics))
+
+
+def model_row(model_id: str) -> dict[str, object]:
+    names = {"model_id": model_id, "session_id": "s", "tenant_id": "a", "base_model": "b", "optimizer_type": "adamw"}
+    numbers = {"lora_rank": 4, "lora_alpha": 8.0, "applied_seq_id": 0, "created_at": 1.0, "last_request_at": 1.0}
+    return {**names, "state": "ready", **numbers, "train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
 def read_logged_metrics(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
@@ -95,7 +101,10 @@ def test_a_cursor_returns_new_points(db: Database) -> None:
     ]
     with db.write() as connection:
         connection.execute(CURVE_POINTS.insert(), rows)
+        connection.execute(MODELS.insert(), [model_row(RUN), model_row(OTHER)])
     assert [point.step for point in Curves(db).points(RUN, 4000.0)] == [4, 5]
     assert [point.step for point in Curves(db).points(RUN, 4500.0)] == [5]
     assert Curves(db).newest([RUN, OTHER])[RUN].step == 5
+    Curves(db).log(RUN, 2, {"reward": 1.0})
+    assert Curves(db).newest([RUN], "client")[RUN].step == 2
     assert list(Curves(db).newest([OTHER])) == []

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from importlib.resources import files
 
-SHEETS = ("figures.css", "style.css", "tables.css")
+SHEETS = ("charts.css", "figures.css", "style.css", "tables.css")
 """theme.css has the basics, which others refine, and narrow.css the changes for narrow screens."""
 
 _MEDIA = re.compile(r"@media[^{]*\{(?:[^{}]|\{[^{}]*\})*\}")

@@ -25,6 +25,7 @@ from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import machine
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
+from tinsmith.api.dashboard import warnings as dashboard_warnings
 from tinsmith.api.declaration import Endpoint, Operation, endpoint_of, operations_in
 from tinsmith.api.openai import batches, chat, files, message_batches, responses
 from tinsmith.api.openai import models as openai_models
@@ -74,6 +75,7 @@ OPERATIONS = tuple(
         dashboard,
         machine,
         dashboard_samples,
+        dashboard_warnings,
         batch,
         service,
         profiles,

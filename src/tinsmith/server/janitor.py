@@ -4,9 +4,9 @@ Each part has its own period, back-off and metrics: one that raises is tried aga
 The parts of a sweep run one after the other. They close sessions whose heartbeats stopped, unload their models and
 cancel their samples (by futures that the engine settles), delete the files of their ephemeral versions and, later,
 their results, whose usage is kept, and delete acknowledged results, expired checkpoints, files and audit entries, and
-unreferenced directories. A part may be interrupted anywhere; its next run completes its work. After a jump of the wall
-clock, no session expires until every client has had a full timeout for a heartbeat. Each sweep ends by returning freed
-memory to the system. Only one server of a database sweeps at a time.
+unreferenced directories. The last part posts warnings. A part may be interrupted anywhere; its next run completes its
+work. After a jump of the wall clock, no session expires until every client has had a full timeout for a heartbeat.
+Each sweep ends by returning freed memory to the system. Only one server of a database sweeps at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from tinsmith.db.postgres import MAINTENANCE_S, long_statements
 from tinsmith.runtime import malloc
 from tinsmith.runtime.background import Backoff
 from tinsmith.runtime.clocks import WatchedClock
+from tinsmith.server.warning_posts import WARNINGS_S, WarningPoster, has_warnings_url
 from tinsmith.storage.directories import Directories
 from tinsmith.store import usage
 from tinsmith.store.kept_samples import RETENTION_S
@@ -106,6 +107,7 @@ class Janitor:
             Part("version_directories", self._sweep_versions, DIRECTORIES_SWEEP_S),
             Part("snapshot_directories", self._sweep_snapshots, DIRECTORIES_SWEEP_S),
             Part("audit", self._delete_audit_entries),
+            *((Part("warnings", WarningPoster(services).post_new, WARNINGS_S),) if has_warnings_url(services) else ()),
         )
 
     async def run(self, threads: Executor | None = None) -> None:

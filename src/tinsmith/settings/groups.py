@@ -7,6 +7,7 @@ the settings of one subject takes the group; `Settings` has them all.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -419,6 +420,17 @@ class TenantSettings(SettingsGroup):
 
     kept_samples: int = Field(default=200, ge=0, le=10_000)
     """Recent samples of each tenant kept for a day for the dashboard; 0 keeps none."""
+
+    warnings_url: SecretStr = SecretStr("")
+    """Address (http or https) that gets each warning of the dashboard once, as a POST of JSON; empty posts none."""
+
+    @field_validator("warnings_url")
+    @classmethod
+    def _is_address(cls, value: SecretStr) -> SecretStr:
+        address = value.get_secret_value()
+        if address and not re.fullmatch(r"https?://[^/?#\s@]+([/?][^#\s]*)?", address):
+            raise ValueError("it must be http://HOST/PATH or https://HOST/PATH, without a user, spaces or a fragment")
+        return value
 
     keep_checkpoints: int = Field(default=0, ge=0)
     """Checkpoints of each kind that a run keeps besides published ones; 0 keeps all. A save's `keep_last` overrides."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import CURVE_POINTS, FUTURES
+from tinsmith.db.schema import CURVE_POINTS, FUTURES, MODELS
 from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import UserError
 
@@ -106,17 +106,30 @@ class Curves:
         query = query.where(CURVE_POINTS.c.recorded_at >= after - OVERLAP_S)
         return [Point(*row) for row in self._db.rows(query.order_by(CURVE_POINTS.c.source, CURVE_POINTS.c.step))]
 
-    def newest(self, model_ids: Sequence[str]) -> dict[str, Point]:
-        """The server's last point of each run that has points."""
-        newest = (
-            sa.select(CURVE_POINTS.c.model_id, sa.func.max(CURVE_POINTS.c.step).label("step"))
-            .where(CURVE_POINTS.c.model_id.in_(model_ids), CURVE_POINTS.c.source == SERVER)
-            .group_by(CURVE_POINTS.c.model_id)
-            .subquery()
+    def newest(self, model_ids: Sequence[str], source: str = SERVER) -> dict[str, Point]:
+        """The last point from a source of each run that has one, found without reading the others."""
+        points = CURVE_POINTS.alias("points")
+        of_run = (points.c.model_id == MODELS.c.model_id) & (points.c.source == source)
+        last = sa.select(sa.func.max(points.c.step)).where(of_run).scalar_subquery()
+        query = (
+            sa.select(CURVE_POINTS)
+            .join(MODELS, MODELS.c.model_id == CURVE_POINTS.c.model_id)
+            .where(MODELS.c.model_id.in_(model_ids), CURVE_POINTS.c.source == source, CURVE_POINTS.c.step == last)
         )
-        is_newest = (CURVE_POINTS.c.model_id == newest.c.model_id) & (CURVE_POINTS.c.step == newest.c.step)
-        query = sa.select(CURVE_POINTS).join(newest, is_newest).where(CURVE_POINTS.c.source == SERVER)
         return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
+
+    def newest_points(self, model_ids: Sequence[str], limit: int) -> dict[tuple[str, str], list[Point]]:
+        """The last `limit` points of each run by (model_id, source), in the order of steps."""
+        points_of: dict[tuple[str, str], list[Point]] = {}
+        columns = [CURVE_POINTS.c[name] for name in Point.__dataclass_fields__]
+        with self._db.read() as connection:
+            for model_id in model_ids:
+                for source in (CLIENT, SERVER):
+                    query = sa.select(*columns).where(_is_of(model_id, source))
+                    rows = connection.execute(query.order_by(CURVE_POINTS.c.step.desc()).limit(limit)).all()
+                    if rows:
+                        points_of[model_id, source] = [Point(*row) for row in reversed(rows)]
+        return points_of
 
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
         """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps with the last."""

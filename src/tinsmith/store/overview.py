@@ -88,6 +88,11 @@ class Overview:
         rows, total = self._db.page(query, limit, offset)
         return [_row_dict(row) for row in rows], total
 
+    def list_training_tenants(self) -> list[str]:
+        """The tenants that have loaded runs."""
+        query = sa.select(MODELS.c.tenant_id).where(MODELS.c.state.in_(LOADED)).distinct()
+        return sorted(self._db.scalars(query))
+
     def run(self, tenant_id: str, model_id: str) -> Row:
         row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(_is_run(tenant_id, model_id)))
         if row is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -24,17 +24,29 @@ from starlette.routing import Route
 
 from tinsmith import __version__
 from tinsmith.api.dashboard.machine import explain_wait
+from tinsmith.api.dashboard.run_filter import Values, parse_filter
+from tinsmith.api.dashboard.run_table import (
+    MAX_COLUMNS,
+    MAX_GROUPS,
+    MAX_RUNS,
+    group_rows,
+    list_names,
+    list_values,
+    sort_by_value,
+    sort_groups,
+    split_names,
+)
 from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import ANYTHING, LIST, TEXT, fields, listing, ref
 from tinsmith.api.queries import Limit, Order, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import NotFoundError
-from tinsmith.store.curves import Outline, Point
+from tinsmith.store.curves import CLIENT, Outline, Point
 from tinsmith.store.overview import SORTS, Row
 from tinsmith.store.recent_steps import RecentStep
 from tinsmith.store.run_status import run_status, run_tags
-from tinsmith.wire.fields import NO_NUL, ClosedBody, OneOf, iso, show, text_values, validation_error
+from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, validation_error
 
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -111,7 +123,10 @@ ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, me
 
 MAX_SEARCH = 200
 Search = Annotated[str, Field(max_length=MAX_SEARCH, pattern=NO_NUL)]
+MAX_FILTER = 1000
+MAX_NAMES_CHARS = 4096
 MAX_LINKS = 100
+MAX_NOTES = 4000
 SESSION_COLUMNS = ("session_state", "session_reason", "finish_type", "session_ended_at")
 """Columns of a run's row that only its status is made of."""
 OUTLINE_METRICS = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
@@ -162,9 +177,20 @@ class SearchQuery(PageQuery):
 
 
 class RunSearchQuery(SearchQuery):
-    sort: Annotated[str, OneOf(tuple(SORTS))] = "created_at"
+    """Names of values, and `filter`, are those of `run_table` and `run_filter`; `columns` and `group` are lists."""
+
+    sort: Annotated[str, Field(min_length=1, max_length=MAX_SEARCH, pattern=NO_NUL)] = "created_at"
     order: Order = "desc"
+    filter: Annotated[str, Field(max_length=MAX_FILTER, pattern=NO_NUL)] = ""
+    columns: Annotated[str, Field(max_length=MAX_NAMES_CHARS, pattern=NO_NUL)] = ""
+    group: Annotated[str, Field(max_length=MAX_NAMES_CHARS, pattern=NO_NUL)] = ""
     outlines: bool = False
+    names: bool = False
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the choice or the order of the runs depends on their values, which the database cannot sort by."""
+        return bool(self.filter.strip() or self.group.strip() or self.names) or self.sort not in SORTS
 
 
 @listing(
@@ -175,18 +201,88 @@ class RunSearchQuery(SearchQuery):
     filters=("?search={model_id}",),
 )
 def runs(call: Call, query: RunSearchQuery) -> JsonObject:
+    columns = split_names("columns", query.columns, MAX_COLUMNS)
+    if query.needs_values:
+        return _choose_by_value(call, query, columns)
     is_descending = query.order == "desc"
     rows, total = call.services.overview.runs(
         call.tenant_id, query.search, query.sort, is_descending, query.limit, query.offset
     )
-    model_ids = [row["model_id"] for row in rows]
-    outlines: dict[str, Outline] = {}
-    if query.outlines:
-        outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
+    described = _describe_runs(call, rows)
+    values = _list_values(call, described) if columns else {}
     return {
-        "runs": [run | {"outline": outlines.get(str(run["model_id"]))} for run in _describe_runs(call, rows)],
+        "runs": _show_runs(call, query, described, columns, values),
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
+
+
+def _choose_by_value(call: Call, query: RunSearchQuery, columns: Sequence[str]) -> JsonObject:
+    """Filter, sort and group the newest runs. `unknown` are the names that none of them has."""
+    run_filter = parse_filter(query.filter)
+    group = split_names("group", query.group, MAX_GROUPS)
+    is_stored_order = query.sort in SORTS
+    order = (query.sort, query.order == "desc") if is_stored_order else ("created_at", True)
+    rows, total = call.services.overview.runs(call.tenant_id, query.search, *order, MAX_RUNS, 0)
+    described = {str(run["model_id"]): run for run in _describe_runs(call, rows)}
+    values = _list_values(call, list(described.values()))
+    chosen = [row for row in values.values() if run_filter.fits(row)]
+    if not is_stored_order:
+        chosen = sort_by_value(chosen, query.sort, query.order == "desc")
+    asked = {*run_filter.names, *group, *(() if is_stored_order else (query.sort,))}
+    answer: JsonObject = {
+        "considered": len(rows),
+        "of": total,
+        "unknown": sorted(asked - {name for row in values.values() for name in row}) if rows else [],
+        "runs": [],
+    }
+    page = slice(query.offset, query.offset + query.limit)
+    groups = group_rows(chosen, group, columns) if group else []
+    if group:
+        ordered = groups if is_stored_order else sort_groups(groups, query.sort, query.order == "desc")
+        answer["groups"] = ordered[page]
+    else:
+        shown = [described[str(row["id"])] for row in chosen[page]]
+        answer["runs"] = _show_runs(call, query, shown, columns, values)
+    if query.names:
+        answer["names"] = list_names(values.values(), _list_settings(rows))
+    count = len(groups) if group else len(chosen)
+    return answer | {"cursor": {"offset": query.offset, "limit": query.limit, "total_count": count}}
+
+
+def _list_settings(rows: Sequence[Row]) -> set[str]:
+    return {str(name) for row in rows for name in row["user_metadata"] or {}}
+
+
+def _list_values(call: Call, described: Sequence[JsonObject]) -> dict[str, Values]:
+    """The values of each run by its id."""
+    model_ids = [str(run["model_id"]) for run in described]
+    logged = call.services.curves.newest(model_ids, CLIENT)
+    trained = call.services.curves.newest(model_ids)
+    return {
+        model_id: list_values(run, logged.get(model_id), trained.get(model_id))
+        for model_id, run in zip(model_ids, described, strict=True)
+    }
+
+
+def _show_runs(
+    call: Call,
+    query: RunSearchQuery,
+    described: Sequence[JsonObject],
+    columns: Sequence[str],
+    values: Mapping[str, Values],
+) -> list[JsonObject]:
+    """The runs with their outlines, and with the values of `columns` if there are any."""
+    outlines: dict[str, Outline] = {}
+    if query.outlines:
+        model_ids = [str(run["model_id"]) for run in described]
+        outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
+    shown: list[JsonObject] = []
+    for run in described:
+        model_id = str(run["model_id"])
+        shown.append(run | {"outline": outlines.get(model_id)})
+        if columns:
+            shown[-1]["values"] = {name: values[model_id].get(name) for name in columns}
+    return shown
 
 
 @operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))
@@ -201,25 +297,27 @@ def _check_tags(tags: list[str]) -> list[str]:
 
 
 class DescribeRunRequest(ClosedBody):
-    """Absent fields stay unchanged; an empty name or list removes the value."""
+    """Absent fields stay unchanged; an empty text or list removes the value."""
 
     name: Annotated[str, Field(max_length=128, pattern=NO_NUL)] | None = None
     tags: (
         Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=16), AfterValidator(_check_tags)] | None
     ) = None
+    notes: Annotated[str, Field(max_length=MAX_NOTES, pattern=NO_NUL)] | None = None
 
 
 @operation(
     "PUT",
     "/dashboard/runs/{run_id}",
-    "Name and tag a run",
+    "Name, tag and annotate a run",
     body=DescribeRunRequest,
     answer=fields({"model_id": TEXT, "user_metadata": ANYTHING}),
     example={"name": "first try"},
 )
 def describe_run(call: Call, request: DescribeRunRequest) -> JsonObject:
-    """Store both in the run's user_metadata: `name`, and `tags` separated by commas."""
-    changes = {"name": request.name, "tags": None if request.tags is None else ",".join(request.tags)}
+    """Store all in the run's user_metadata: `name`, `notes`, and `tags` separated by commas."""
+    tags = None if request.tags is None else ",".join(request.tags)
+    changes = {"name": request.name, "tags": tags, "notes": request.notes}
     metadata = {name: value for name, value in changes.items() if value is not None}
     call.services.overview.describe(call.tenant_id, call.path["run_id"], metadata)
     return run(call)

@@ -92,7 +92,7 @@ export async function ask(method, where, body, signal) {
   }
   const content = await answer.json().catch(() => ({}));
   if (answer.ok) return content;
-  if (answer.status === 401) dispatchEvent(new CustomEvent("keyneeded", { detail: content.detail }));
+  if (answer.status === 401 && !signal?.aborted) dispatchEvent(new CustomEvent("keyneeded", { detail: content.detail }));
   throw new ApiError(answer.status, content.detail || content.error?.message || `The server returned status ${answer.status}.`);
 }
 

@@ -2,7 +2,6 @@
 
 import { h, put, svg } from "./dom.js";
 import { count, counted, number, seconds } from "./format.js";
-import { GROUPS } from "./metrics.js";
 import { exponentOf, isNumber, labelsOf, scaled, stepRange, ticksOf, valueRange } from "./scale.js";
 import { table } from "./table.js";
 
@@ -11,7 +10,6 @@ const MOST_ROWS = 200; // in a table of numbers
 const MOST_TICKS = 5; // on the axis of values
 const TICK_PX = 30; // between labels on the axis of steps
 const LETTER_PX = 7;
-const MOST_OPEN = 24; // metrics of a run whose groups all begin open
 
 const probe = h("span", { hidden: true });
 document.body.append(probe);
@@ -43,67 +41,15 @@ export function smoothed(values, share) {
 const drawnAs = (values, exponent, log) => (log ? values.map((value) => (isNumber(value) && value > 0 ? Math.log10(value) : null)) : scaled(values, exponent));
 
 // One curve over steps. `update(steps, values, band)` redraws it; errors are shown in place of the chart.
-export function curve(title, note, signal, view = {}) {
-  const made = curves(title, note, signal, view);
+export function curve(title, note, signal, view = {}, extras = {}) {
+  const made = curves(title, note, signal, view, extras);
   return { ...made, update: (steps, values, band = {}) => made.update([{ name: "", xs: steps, values, ...band }]) };
 }
 
-// The figures of metrics in groups that open and close. `make(title, note)` makes a figure, which is drawn while its group
-// is open. `draw(lines)` takes {metric, args}, the arguments of each figure's `update`; beyond `MOST_OPEN` metrics only
-// the first group begins open. `search` is a field: groups that have a match are open while it has text.
-export function figuresIn(groups, make) {
-  const figures = new Map();
-  const places = new Map();
-  const opened = new Map(); // by name of the group, as the user chose
-  let many = false;
-  const update = (one) => {
-    one.made.update(...one.args);
-    one.due = false;
-  };
-  const show = () => {
-    const words = search.value.trim().toLowerCase();
-    for (const [name, group] of places) {
-      const matching = group.members.filter((one) => one.text.includes(words));
-      for (const one of group.members) one.made.figure.hidden = !matching.includes(one);
-      group.part.hidden = !matching.length;
-      group.part.open = words ? true : (opened.get(name) ?? (!many || name === GROUPS[0]));
-      group.size.textContent = ` (${count(matching.length)})`;
-      if (group.part.open) matching.filter(({ due }) => due).forEach(update);
-    }
-  };
-  const search = h("input", { id: "search", type: "search", placeholder: "name of a metric", maxlength: 100, on: { input: show } });
-  const placeOf = (name) => {
-    if (!places.has(name)) {
-      const place = h("div", { class: "curves" });
-      const size = h("span", { class: "quiet" });
-      const title = h("summary", { on: { click: () => !search.value.trim() && opened.set(name, !part.open) } }, h("h2", {}, name, size));
-      const part = h("details", { class: "metric-group", on: { toggle: show } }, title, place);
-      places.set(name, { place, part, size, members: [] });
-      put(groups, GROUPS.filter((other) => places.has(other)).map((other) => places.get(other).part));
-    }
-    return places.get(name);
-  };
-  const draw = (lines) => {
-    many = lines.length > MOST_OPEN;
-    for (const { metric, args } of lines) {
-      if (!figures.has(metric.key)) {
-        const made = make(metric.title, metric.source === "client" ? "logged by the client" : metric.name);
-        const one = { made, text: `${metric.title} ${metric.name}`.toLowerCase() };
-        figures.set(metric.key, one);
-        const group = placeOf(metric.group);
-        group.members.push(one);
-        group.place.append(made.figure);
-      }
-      Object.assign(figures.get(metric.key), { args, due: true });
-    }
-    show();
-  };
-  return { draw, search };
-}
-
 // Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to
-// below 1), `log` and `time` (xs are seconds); call `redraw` when it has changed.
-export function curves(title, note, signal, view = {}) {
+// below 1), `log` and `time` (xs are seconds); call `redraw` when it has changed. `heightOf` returns the height in
+// pixels; `tools` are elements of the caption.
+export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT, tools = null } = {}) {
   const latest = h("output", { class: "latest" });
   const place = h("div", { class: "plot", role: "img" });
   const numbers = h("div");
@@ -112,7 +58,7 @@ export function curves(title, note, signal, view = {}) {
   const figure = h(
     "figure",
     { class: "curve" },
-    h("figcaption", {}, h("span", { class: "name" }, title), latest, h("span", { class: "quiet" }, note), names),
+    h("figcaption", {}, h("span", { class: "name" }, title), tools, latest, h("span", { class: "quiet" }, note), names),
     place,
     details,
   );
@@ -148,9 +94,9 @@ export function curves(title, note, signal, view = {}) {
     }
     chart.shape = shape;
     if (chart.plot) chart.plot.batch(() => chart.plot.setData(drawn));
-    else new uPlot(options(width(), said, chart, view), drawn, made);
+    else new uPlot(options(width(), heightOf(), said, chart, view), drawn, made);
   };
-  const sizes = new ResizeObserver(() => change(() => chart.plot.setSize({ width: width(), height: HEIGHT })));
+  const sizes = new ResizeObserver(() => change(() => chart.plot.setSize({ width: width(), height: heightOf() })));
   sizes.observe(place);
   const recolour = () => change(() => chart.plot.redraw(false, true));
   addEventListener("themechange", recolour);
@@ -174,7 +120,7 @@ export function curves(title, note, signal, view = {}) {
       show();
     });
   };
-  return { figure, update, redraw: () => update(chart.lines), lines: () => chart.lines };
+  return { figure, update, redraw: () => update(chart.lines), lines: () => chart.lines, canvas: () => chart.plot?.ctx.canvas };
 }
 
 // Aligns all lines on one list of positions.
@@ -214,7 +160,7 @@ function lineOptions(index) {
 const faint = (name) => () => colour(name)().replace("rgb(", "rgba(").replace(/\)$/, ", 0.16)");
 
 // Ranges and ticks are computed here, since uPlot's ticks fail for nearly equal values.
-function options(width, said, chart, view) {
+function options(width, height, said, chart, view) {
   const axis = {
     stroke: colour("--quiet"),
     grid: { stroke: colour("--line"), width: 1 },
@@ -227,7 +173,7 @@ function options(width, said, chart, view) {
   const lines = chart.lines.map((_, index) => index);
   return {
     width,
-    height: HEIGHT,
+    height,
     padding: [10, 18, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: view.time ? "seconds" : "steps" }, y: false, drag: { x: true, y: false } },

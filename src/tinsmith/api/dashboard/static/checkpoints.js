@@ -1,5 +1,6 @@
 // The page of checkpoints: a list, with actions.
 
+import { addressed, copyButton, copyText } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, question, state, tell } from "./dom.js";
 import { bytes, shortId, when } from "./format.js";
@@ -62,12 +63,26 @@ async function remove(row, again) {
   await again();
 }
 
+// The lines that continue from a checkpoint, or sample it.
+function snippetOf(row) {
+  const use = row.checkpoint_type === "training"
+    ? `client = service.create_training_client_from_state_with_optimizer("${row.tinker_path}")`
+    : `client = service.create_sampling_client(model_path="${row.tinker_path}")`;
+  return `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}")\n${use}`;
+}
+
+async function showUse(row) {
+  const lines = snippetOf(row);
+  if (await question(`Use ${partsOf(row).name}`, h("pre", { class: "snippet" }, lines), "Copy")) await copyText(lines);
+}
+
 function actions(row, again) {
   const { name } = partsOf(row);
   const one = (text, what, attributes = {}) => button(text, what, { class: "plain", "aria-label": `${text} ${name}`, ...attributes });
   return h(
     "div",
     { class: "row-actions" },
+    one("Use", () => showUse(row)),
     one("Download", () => download(row)),
     one(row.public ? "Unpublish" : "Publish", () => setPublic(row, again)),
     one("Expiry", () => setTtl(row, again)),
@@ -77,7 +92,7 @@ function actions(row, again) {
 
 export function listed(checkpoints, again) {
   const columns = [
-    { label: "Name", cell: (row) => h("span", { title: row.tinker_path }, partsOf(row).name) },
+    { label: "Name", cell: (row) => [h("span", { title: row.tinker_path }, partsOf(row).name), copyButton(`the path of ${partsOf(row).name}`, row.tinker_path)] },
     { label: "Kind", cell: (row) => row.checkpoint_type },
     { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${partsOf(row).run}`}`, title: partsOf(row).run }, shortId(partsOf(row).run)) },
     { label: "Size", number: true, cell: (row) => bytes(row.size_bytes) },
@@ -86,22 +101,22 @@ export function listed(checkpoints, again) {
     { label: "Access", cell: (row) => state(row.public ? "public" : "private") },
     { label: "Actions", cell: (row) => actions(row, again) },
   ];
-  return table("Checkpoints", columns, checkpoints, { none: "No checkpoints yet. save_state creates one." });
+  return table("Checkpoints", columns, checkpoints, { none: "No checkpoints yet. training_client.save_state(name) creates one to continue from, save_weights_for_sampler(name) one to sample." });
 }
 
 export default {
   title: "Checkpoints",
   async show(main, _parts, signal) {
-    let offset = 0;
+    const { values, set } = addressed({ offset: 0 });
     const list = h("div");
     const pages = h("div");
     const draw = keep(list);
     const drawPages = keep(pages);
     const look = async () => {
-      const found = await get(`/checkpoints?limit=${LIMIT}&offset=${offset}`, signal);
+      const found = await get(`/checkpoints?limit=${LIMIT}&offset=${values.offset}`, signal);
       draw(found.checkpoints, () => listed(found.checkpoints, look));
       const move = (to) => {
-        offset = to;
+        set({ offset: to });
         return look();
       };
       drawPages(found.cursor, () => pager(found.cursor, move));

@@ -1,10 +1,11 @@
 // The page that compares runs: properties that differ, and metrics in shared figures.
 
 import { get, path, poll } from "./api.js";
-import { curves, figuresIn } from "./charts.js";
+import { curves } from "./charts.js";
 import { empty, h, keep, page, put, section } from "./dom.js";
 import { count, seconds, when } from "./format.js";
-import { lineOf, metricsOf, viewOf } from "./metrics.js";
+import { figuresIn } from "./figures.js";
+import { lineOf, metricsOf } from "./metrics.js";
 import { nameOf } from "./overview.js";
 import { pointsOf } from "./run.js";
 import { table } from "./table.js";
@@ -42,17 +43,16 @@ export async function showComparison(main, ids, signal) {
   const groups = h("div");
   const settings = h("div");
   put(groups, section("Curves", empty("None of these runs has metrics yet.")));
-  const figures = figuresIn(groups, (title, note) => curves(title, note, signal, view));
   const names = runs.map((run, index) => (runs.filter((other) => nameOf(other) === nameOf(run)).length > 1 ? `${nameOf(run)} (${index + 1})` : nameOf(run)));
-  const drawCurves = () => {
+  function drawCurves() {
     const each = points.map((one) => one.all());
     figures.draw(metricsOf(each.flat()).map((metric) => {
       const lines = each.map((all, index) => lineOf(all, metric, view.time && all.length ? Math.min(...all.map((point) => point.time)) : null, names[index]));
       return { metric, args: [lines] };
     }));
-  };
-  const { view, controls } = viewOf(h, drawCurves);
-  controls.prepend(h("label", { for: "search" }, "Metrics", figures.search));
+  }
+  const figures = figuresIn(groups, (metric, view, extras) => curves(metric.title, metric.source === "client" ? "logged by the client" : metric.name, extras.signal || signal, view, extras), signal, drawCurves);
+  const { view, controls } = figures;
   const links = h("ul", { class: "run-links" }, runs.map((run, index) => h("li", {}, h("span", { class: `key dot l${index + 1}` }), h("a", { href: `#${path`/runs/${run.model_id}`}`, title: run.model_id }, names[index]))));
   page(main, `Comparison of ${count(runs.length)} runs`, links, section("Differences", settings), controls, groups);
   keep(settings)(runs, () => differences(runs));

@@ -1,5 +1,6 @@
 // The pages of bulk jobs: progress, failed rows and committed parts.
 
+import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, question, section, state, tell } from "./dom.js";
 import { bytes, count, counted, percent, seconds, some, when } from "./format.js";
@@ -39,19 +40,19 @@ const COLUMNS = [
 ];
 
 async function showList(main, signal) {
-  let offset = 0;
+  const { values, set } = addressed({ offset: 0 });
   const list = h("div");
   const pages = h("div");
   const draw = keep(list);
   const drawPages = keep(pages);
   const look = async () => {
-    const found = await get(`/batch/jobs?limit=${LIMIT}&offset=${offset}`, signal);
+    const found = await get(`/batch/jobs?limit=${LIMIT}&offset=${values.offset}`, signal);
     draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk jobs yet. tinsmith batch submit creates one." }));
     const move = (to) => {
-      offset = to;
+      set({ offset: to });
       return look();
     };
-    drawPages({ offset, limit: LIMIT, total_count: found.total_count }, (cursor) => pager(cursor, move));
+    drawPages({ offset: values.offset, limit: LIMIT, total_count: found.total_count }, (cursor) => pager(cursor, move));
   };
   page(main, "Bulk jobs", list, pages);
   await poll(signal, 2, look);

@@ -13,6 +13,7 @@ import runs from "./runs.js";
 import samples from "./samples.js";
 import sessions from "./sessions.js";
 import { follow } from "./strip.js";
+import { drawNotify, watch } from "./warnings.js";
 
 const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
@@ -22,10 +23,14 @@ let following = null;
 
 function followMachine(yes) {
   const strip = document.getElementById("strip");
+  const warnings = document.getElementById("warnings");
   following?.abort();
   following = yes ? new AbortController() : null;
   strip.hidden = true;
-  if (following) follow(strip, following.signal);
+  warnings.hidden = true;
+  if (!following) return;
+  follow(strip, following.signal);
+  watch(warnings, following.signal);
 }
 
 function parts() {
@@ -163,4 +168,5 @@ document.querySelector("a.skip").addEventListener("click", (event) => {
 });
 listen(Object.fromEntries(Object.entries(PAGES).map(([name, { title }]) => [name, title])));
 drawTheme();
+drawNotify(document.getElementById("notify"), tell);
 shareKey().then(begin);

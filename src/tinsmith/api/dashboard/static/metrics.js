@@ -26,24 +26,31 @@ const TITLES = new Map([
   ["rows:sum", "Tokens through the model, shared ones once"],
 ]);
 
-// The first figures of a run's page: from each row, the first name that the run has.
-const KEY = [
-  ["reward", "reward/mean", "mean_reward", "env/all/reward/total", "reward/total"],
-  ["entropy", "optim/entropy"],
-  ["ppo_kl:mean", "optim/kl_sample_train_v2", "optim/kl_sample_train_v1"],
+// The first figures of a run's page, by the kind of its losses: from each row, the first name that the run has.
+const REWARDS = ["reward", "reward/mean", "mean_reward", "env/all/reward/total", "reward/total"];
+const LOSSES = ["loss_per_token", "loss_per_datum", "train_mean_nll", "loss"];
+const REINFORCED = [
+  REWARDS,
   ["response_tokens", "env/all/ac_tokens_per_turn"],
+  ["env/all/by_group/frac_mixed", "env/all/by_group/frac_all_good"], // groups of equal rewards teach nothing
+  ["entropy", "optim/entropy"],
+  ["ppo_kl:mean", "optim/kl_sample_train_v2", "optim/kl_sample_train_v1", "kl_sample_train_v2"], // of sampling and training
   ["pg_clipfrac:mean"],
+  LOSSES,
   ["grad_norm"],
-  ["loss_per_token", "loss_per_datum", "train_mean_nll"],
 ];
+const SUPERVISED = [LOSSES, ["test/nll", "eval/loss", "val_loss", "forward/loss_per_token", "forward/loss_per_datum"], ["grad_norm"], ["learning_rate", "optim/lr"], ["tokens_per_second"]];
+const ADVANTAGED = new Set([...REWARDS, "advantage", "ppo_kl:mean"]);
 
-export const GROUPS = ["Key metrics", "Reward", "Policy", "Optimizer", "Speed", "Other"];
+export const KEY_GROUP = "Key metrics";
+const GROUPS = ["Reward", "Policy", "Optimizer", "Speed", "Other"];
 const BELONGS = [
-  ["Speed", /second|^time\/|tokens:sum|rows:sum|_s$|\btime\b/],
-  ["Reward", /reward|advantage|correct|accuracy|score|success|format|^env\/|^eval|^test\//],
+  ["Speed", /second|tokens:sum|rows:sum|_s$|\btime\b/],
+  ["Reward", /reward|advantage|correct|accuracy|score|success|format/],
   ["Policy", /kl|entropy|clip|ratio|logprob|response|length|turn|effective_sample|sample_train/],
   ["Optimizer", /loss|grad|norm|learning_rate|\blr\b|nll|weight|progress/],
 ];
+const LARGE = 24; // a section of more metrics is divided by the next part of their names
 
 const PARTS = /:(min|p10|p50|p90|max)$/;
 
@@ -61,16 +68,33 @@ export function metricsOf(points) {
       if (base !== name && names[source].has(base)) continue;
       const band = names[source].has(`${name}:p10`) && names[source].has(`${name}:p90`);
       const title = (source === "server" && TITLES.get(name)) || name;
-      found.push({ key: keyOf(source, name), source, name, title, group: groupOf(name), band });
+      found.push({ key: keyOf(source, name), source, name, title, group: "", band });
     }
   }
-  for (const choices of KEY) {
-    const shown = choices.map((name) => found.find((metric) => metric.name === name)).find(Boolean);
-    if (shown) shown.group = GROUPS[0];
+  divide(found);
+  const isReinforced = found.some(({ name }) => ADVANTAGED.has(name));
+  const keys = isReinforced ? REINFORCED : SUPERVISED;
+  for (const choices of keys) {
+    const first = choices.map((name) => found.find((metric) => metric.name === name)).find(Boolean);
+    if (first) first.group = KEY_GROUP;
   }
-  const order = [...KEY.flat(), ...TITLES.keys()];
+  const order = [...keys.flat(), ...TITLES.keys()];
   const place = ({ name }) => (order.includes(name) ? order.indexOf(name) : order.length);
-  return found.sort((a, b) => GROUPS.indexOf(a.group) - GROUPS.indexOf(b.group) || place(a) - place(b) || (a.name < b.name ? -1 : 1));
+  const groups = [KEY_GROUP, ...GROUPS];
+  const groupPlace = ({ group }) => (groups.includes(group) ? groups.indexOf(group) : groups.length);
+  const byName = (a, b) => a.localeCompare(b, "en", { numeric: true });
+  return found.sort((a, b) => groupPlace(a) - groupPlace(b) || byName(a.group, b.group) || place(a) - place(b) || byName(a.name, b.name));
+}
+
+// Puts metrics with a prefix, such as env/all/reward, into a section of the prefix; a large section is divided once more.
+function divide(metrics) {
+  const prefixOf = ({ name }, parts) => name.split("/").slice(0, -1).slice(0, parts).join("/");
+  const sizes = new Map();
+  for (const metric of metrics) sizes.set(prefixOf(metric, 1), (sizes.get(prefixOf(metric, 1)) || 0) + 1);
+  for (const metric of metrics) {
+    const prefix = prefixOf(metric, 1);
+    metric.group = prefix ? prefixOf(metric, sizes.get(prefix) > LARGE ? 2 : 1) : groupOf(metric.name);
+  }
 }
 
 const groupOf = (name) => (BELONGS.find(([, words]) => words.test(name)) || ["Other"])[0];
@@ -118,29 +142,4 @@ export function download(name, type, text) {
   link.click();
   link.remove();
   setTimeout(() => URL.revokeObjectURL(url), 1000);
-}
-
-// The drawing options of a page's curves, stored in the tab. `changed` is called after each change.
-export function viewOf(make, changed) {
-  const NAME = "tinsmith.view";
-  const view = { smooth: 0, log: false, time: false };
-  try {
-    Object.assign(view, JSON.parse(sessionStorage.getItem(NAME) || "{}"));
-  } catch {
-    // The defaults apply.
-  }
-  const set = (changes) => {
-    Object.assign(view, changes);
-    try {
-      sessionStorage.setItem(NAME, JSON.stringify(view));
-    } catch {
-      // Without storage the options stay in memory.
-    }
-    changed();
-  };
-  const box = (id, text, name) =>
-    make("label", { for: id }, make("input", { id, type: "checkbox", checked: view[name], on: { change: (event) => set({ [name]: event.target.checked }) } }), text);
-  const slider = make("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: String(view.smooth), on: { input: (event) => set({ smooth: Number(event.target.value) }) } });
-  const controls = make("div", { class: "view", role: "group", "aria-label": "Chart options" }, make("label", { for: "smooth" }, "Smoothing", slider), box("log", "Log scale", "log"), box("time", "Wall-clock time", "time"));
-  return { view, controls };
 }

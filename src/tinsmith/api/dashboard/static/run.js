@@ -1,12 +1,14 @@
 // The page of one run: properties, curves in groups, and checkpoints.
 
+import { copyButton } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
-import { curve, figuresIn } from "./charts.js";
+import { curve } from "./charts.js";
 import { listed } from "./checkpoints.js";
 import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
 import { count, seconds, shortId, when } from "./format.js";
+import { figuresIn } from "./figures.js";
 import { lineage } from "./lineage.js";
-import { csvOf, download, lineOf, metricsOf, rewardless, viewOf } from "./metrics.js";
+import { csvOf, download, lineOf, metricsOf, rewardless } from "./metrics.js";
 import { nameOf, statusOf } from "./overview.js";
 import { facts } from "./table.js";
 
@@ -42,7 +44,7 @@ export async function showRun(main, id, signal) {
   const hint = h("div");
   put(groups, section("Curves", nothing));
 
-  const drawCurves = () => {
+  function drawCurves() {
     const all = points.all();
     const metrics = metricsOf(all);
     if (!metrics.length) return;
@@ -53,11 +55,10 @@ export async function showRun(main, id, signal) {
     }));
     if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
     else put(hint);
-  };
+  }
   const keepHint = keep(hint);
-  const figures = figuresIn(groups, (title, note) => curve(title, note, signal, view));
-  const { view, controls } = viewOf(h, drawCurves);
-  controls.prepend(h("label", { for: "search" }, "Metrics", figures.search));
+  const figures = figuresIn(groups, (metric, view, extras) => curve(metric.title, metric.source === "client" ? "logged by the client" : metric.name, extras.signal || signal, view, extras), signal, drawCurves);
+  const { view, controls } = figures;
   const lookAtCurves = async () => {
     if (await points.look()) drawCurves();
   };
@@ -87,9 +88,10 @@ export async function showRun(main, id, signal) {
 async function edit(run, again) {
   const name = h("input", { id: "name", maxlength: 128, value: run.user_metadata?.name || "" });
   const tags = h("input", { id: "tags", maxlength: 300, value: run.tags.join(", "), placeholder: "separated by commas" });
-  const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags];
-  const read = () => ({ name: name.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
-  const asked = await question("Name and tags", body, "Save", { read });
+  const notes = h("textarea", { id: "notes", rows: 6, maxlength: 4000, value: run.user_metadata?.notes || "" });
+  const body = [h("label", { for: "name" }, "Name"), name, h("label", { for: "tags" }, "Tags"), tags, h("label", { for: "notes" }, "Notes"), notes];
+  const read = () => ({ name: name.value.trim(), notes: notes.value.trim(), tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean) });
+  const asked = await question("Name, tags and notes", body, "Save", { read });
   if (!asked) return;
   await ask("PUT", path`/dashboard/runs/${run.model_id}`, asked);
   tell("Saved.");
@@ -97,9 +99,9 @@ async function edit(run, again) {
 }
 
 function describe(run, change) {
-  const { name: _name, tags: _tags, ...metadata } = run.user_metadata || {};
+  const { name: _name, tags: _tags, notes, ...metadata } = run.user_metadata || {};
   return facts([
-    ["Name", h("span", {}, nameOf(run), " ", run.tags.map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name and the tags" }))],
+    ["Name", h("span", {}, nameOf(run), " ", run.tags.map((tag) => h("span", { class: "tag" }, tag)), button("Edit", change, { class: "plain", "aria-label": "Edit the name, the tags and the notes" }))],
     ["Status", h("span", {}, statusOf(run), run.status_reason ? ` ${run.status_reason}` : "")],
     ["Duration", seconds(run.duration_s)],
     ["Model", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
@@ -112,7 +114,8 @@ function describe(run, change) {
     ["Project", run.project_id],
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
-    ["Path", h("code", {}, `tinker://${run.model_id}`)],
+    ["Path", h("span", {}, h("code", {}, `tinker://${run.model_id}`), copyButton("the path of the run", `tinker://${run.model_id}`))],
+    ["Notes", notes ? h("pre", { class: "notes" }, notes) : null],
     ...Object.entries(metadata).map(([name, value]) => [name, value]),
   ]);
 }

@@ -1,57 +1,118 @@
 // The list of runs, which also routes to the pages of one run and of several.
 
+import { addressed, copyText, joinNames, splitNames } from "./address.js";
 import { get, poll } from "./api.js";
 import { MOST_LINES } from "./charts.js";
+import { CURVE, USUAL, chooseColumns, columnOf, groupColumnOf, labelOf, namesOfRuns, settingText } from "./columns.js";
 import { showComparison } from "./compare.js";
-import { button, h, keep, page, svg } from "./dom.js";
-import { ago, count, counted, number, seconds, when } from "./format.js";
+import { button, h, keep, page, put } from "./dom.js";
+import { count, counted } from "./format.js";
 import { isNumber } from "./scale.js";
-import { RUN_LINK, nameOf, statusOf } from "./overview.js";
+import { RUN_LINK, nameOf } from "./overview.js";
 import { showRun } from "./run.js";
 import { pager, table } from "./table.js";
 
 const LIMIT = 50;
 const OUTLINE_S = 30;
+const TYPING_MS = 250;
+const DEFAULTS = { search: "", filter: "", sort: "created_at", order: "desc", columns: joinNames(USUAL), group: "", offset: 0 };
+const EMPTY = "No runs yet. A training client creates one: python first.py (of the README), with TINKER_BASE_URL set to this server.";
 
-// Draws a sparkline of the whole run.
-function spark(outline) {
-  const values = (outline?.values || []).filter(isNumber);
-  if (!values.length) return "-";
-  const low = Math.min(...values);
-  const size = Math.max(...values) - low || 1;
-  const points = values.map((value, index) => `${(values.length > 1 ? (94 * index) / (values.length - 1) : 47) + 3},${21 - (18 * (value - low)) / size}`);
-  const title = `${outline.name}: from ${number(values[0])} to ${number(values[values.length - 1])}`;
-  return h("span", { class: "spark", title }, svg("svg", { viewBox: "0 0 100 24", role: "img", "aria-label": title }, svg("polyline", { points: points.join(" ") })), h("span", {}, number(values[values.length - 1])));
+// The first column: a box for comparisons, and the name as a link.
+const first = (chosen, choose) => ({
+  ...RUN_LINK,
+  sort: "name",
+  cell: (row) => h(
+    "span",
+    { class: "run-name" },
+    h("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, checked: chosen.has(row.model_id), on: { change: (event) => choose(row.model_id, event.target.checked) } }),
+    RUN_LINK.cell(row),
+    row.tags.map((tag) => h("span", { class: "tag" }, tag)),
+    row.user_metadata?.notes ? h("span", { class: "tag", title: row.user_metadata.notes }, "notes") : null,
+  ),
+});
+
+// Links to the runs of a group: their comparison, or the only one.
+function groupLink(group, names) {
+  const ids = group.run_ids.slice(0, MOST_LINES).map(encodeURIComponent);
+  const title = names.map((name) => (names.length > 1 ? `${labelOf(name)} ${settingText(group.values[name])}` : settingText(group.values[name]))).join(", ");
+  const note = group.run_ids.length > MOST_LINES ? `Compare the first ${MOST_LINES}` : "Compare these runs";
+  return h("a", { href: ids.length > 1 ? `#/runs/compare/${ids.join("/")}` : `#/runs/${ids[0]}`, title: ids.length > 1 ? note : null }, title);
 }
 
-const columns = (chosen, outlines, choose) => [
-  { ...RUN_LINK, cell: (row) => [RUN_LINK.cell(row), row.tags.map((tag) => h("span", { class: "tag" }, tag))] },
-  {
-    label: "Compare",
-    cell: (row) => h("input", { type: "checkbox", "aria-label": `Compare ${nameOf(row)}`, checked: chosen.has(row.model_id), on: { change: (event) => choose(row.model_id, event.target.checked) } }),
-  },
-  { label: "Curve", cell: (row) => spark(outlines.get(row.model_id)) },
-  { label: "Base model", sort: "base_model", cell: (row) => row.base_model },
-  { label: "Rank", sort: "lora_rank", number: true, cell: (row) => (row.lora_rank ? count(row.lora_rank) : "all weights") },
-  { label: "Status", cell: statusOf },
-  { label: "Duration", number: true, cell: (row) => seconds(row.duration_s) },
-  { label: "Step", number: true, cell: (row) => count(row.step) },
-  { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
-  { label: "Project", cell: (row) => row.project_id || "-" },
-  { label: "Created", sort: "created_at", number: true, cell: (row) => when(row.created_at) },
-  { label: "Last request", sort: "last_request_at", number: true, cell: (row) => ago(row.last_request_at) },
-];
+const isNumeric = (rows, name) => rows.some((row) => isNumber(row.values?.[name]));
+
+function tableOf(found, values, context, sorted) {
+  const names = splitNames(values.columns);
+  const none = values.search || values.filter ? "No run fits the search and the filter." : EMPTY;
+  if (values.group) {
+    const keys = splitNames(values.group);
+    const columns = [
+      { label: keys.map(labelOf).join(", "), sort: keys[0], cell: (row) => groupLink(row, keys) },
+      { label: "Runs", number: true, cell: (row) => count(row.run_ids?.length) },
+      ...names.filter((name) => name !== CURVE && !keys.includes(name)).map((name) => groupColumnOf(name, found.groups || [])),
+    ];
+    return table("Groups of runs", columns, found.groups || [], { sorted, none });
+  }
+  const columns = [first(context.chosen, context.choose), ...names.map((name) => columnOf(name, context, isNumeric(found.runs, name)))];
+  return table("Runs", columns, found.runs, { sorted, none });
+}
+
+// What the server says about a choice: unknown names, and runs that it did not consider.
+function remarks(found) {
+  const unknown = found.unknown || [];
+  return [
+    unknown.length ? h("p", { class: "quiet" }, `No run has ${unknown.map((name) => `"${name}"`).join(" or ")}; "Columns" lists the names.`) : null,
+    found.considered < found.of ? h("p", { class: "quiet" }, `The newest ${count(found.considered)} of ${count(found.of)} runs are considered.`) : null,
+  ];
+}
+
+function fieldOf(id, label, attributes, changed) {
+  let timer;
+  const input = h("input", {
+    id,
+    type: "search",
+    spellcheck: "false",
+    autocomplete: "off",
+    ...attributes,
+    on: {
+      input: () => {
+        clearTimeout(timer);
+        timer = setTimeout(() => changed(input.value.trim()), TYPING_MS);
+      },
+    },
+  });
+  return h("div", { class: "field" }, h("label", { for: id }, label), input);
+}
+
+// A choice of the setting by which runs are grouped. The names come once the list has the focus.
+function groupChoice(value, changed, signal) {
+  const option = (name, text = labelOf(name)) => h("option", { value: name, selected: name === value }, text);
+  const chosen = splitNames(value);
+  const select = h("select", { id: "group", on: { change: () => changed(select.value) } });
+  const fill = (names) => put(select, h("option", { value: "" }, "not grouped"), value && !names.includes(value) ? option(value, chosen.map(labelOf).join(", ")) : null, names.map((name) => option(name)));
+  fill([]);
+  namesOfRuns(signal).then(({ facts, settings }) => {
+    fill([...settings.map((name) => joinNames([name])), ...facts.filter((name) => ["base_model", "status", "project", "rank", "optimizer", "session", "tag"].includes(name))]);
+    select.value = value;
+  }, () => null);
+  return h("div", { class: "field" }, h("label", { for: "group" }, "Group by"), select);
+}
 
 async function showList(main, signal) {
-  const asked = { search: "", sort: "created_at", order: "desc", offset: 0 };
+  const { values, set } = addressed(DEFAULTS);
   const list = h("div");
   const pages = h("div");
+  const said = h("div");
+  const mistake = h("p", { class: "warning", role: "alert", hidden: true });
   const draw = keep(list);
   const drawPages = keep(pages);
+  const drawSaid = keep(said);
   const chosen = new Set();
   const outlines = new Map();
   let outlinedAt = 0;
   let turn = 0;
+  let refused = null; // the address whose filter has a mistake, which is not asked again
   const compare = button("Compare", () => {
     location.hash = `#/runs/compare/${[...chosen].map(encodeURIComponent).join("/")}`;
   }, { disabled: true });
@@ -61,40 +122,55 @@ async function showList(main, signal) {
     compare.disabled = chosen.size < 2 || chosen.size > MOST_LINES;
     compare.textContent = chosen.size ? `Compare ${counted(chosen.size, "run")}${chosen.size > MOST_LINES ? ` (at most ${MOST_LINES})` : ""}` : "Compare";
   };
+  const ask = (whole) => {
+    const columns = joinNames(splitNames(values.columns).filter((name) => name !== CURVE));
+    return get(`/dashboard/runs?${new URLSearchParams({ ...values, columns, limit: LIMIT, outlines: whole })}`, signal);
+  };
   const look = async () => {
-    const mine = ++turn;
-    const whole = Date.now() - outlinedAt > OUTLINE_S * 1000;
-    const query = new URLSearchParams({ ...asked, limit: LIMIT, outlines: whole });
-    const found = await get(`/dashboard/runs?${query}`, signal);
-    if (mine !== turn) return;
+    if (refused === location.hash) return;
+    const current = ++turn;
+    const whole = Date.now() - outlinedAt > OUTLINE_S * 1000 && splitNames(values.columns).includes(CURVE);
+    let found;
+    try {
+      found = await ask(whole);
+      mistake.hidden = true;
+    } catch (error) {
+      if (error.status !== 400 || current !== turn) throw error;
+      refused = location.hash;
+      mistake.textContent = error.message;
+      mistake.hidden = false;
+      return;
+    }
+    if (current !== turn) return;
     if (whole) outlinedAt = Date.now();
     if (whole) for (const run of found.runs) outlines.set(run.model_id, run.outline);
-    const sorted = { by: asked.sort, order: asked.order, change: (sort, order) => again({ sort, order, offset: 0 }) };
-    const none = asked.search ? "No run matches all of these words." : "No runs yet. A training client creates one.";
-    draw([found.runs, outlinedAt, asked.sort, asked.order, Math.floor(Date.now() / 10000)], () => table("Runs", columns(chosen, outlines, choose), found.runs, { sorted, none }));
+    const sorted = { by: values.sort, order: values.order, change: (sort, order) => again({ sort, order, offset: 0 }) };
+    const { outlines: _outlines, ...drawn } = found;
+    draw([drawn, outlinedAt, values, Math.floor(Date.now() / 10000)], () => tableOf(found, values, { chosen, choose, outlines }, sorted));
     drawPages(found.cursor, () => pager(found.cursor, (offset) => again({ offset })));
+    drawSaid([found.unknown, found.considered, found.of], () => remarks(found));
   };
   const again = async (changes) => {
     const focused = list.contains(document.activeElement) ? document.activeElement.textContent : null;
-    Object.assign(asked, changes);
+    set(changes);
     outlinedAt = 0;
     await look();
     if (focused) [...list.querySelectorAll("button.sort")].find((one) => one.textContent === focused)?.focus();
   };
-  let timer;
-  const search = h("input", {
-    id: "search",
-    type: "search",
-    placeholder: "id, name, tag, base model, project, state",
-    maxlength: 200,
-    on: {
-      input: () => {
-        clearTimeout(timer);
-        timer = setTimeout(() => again({ search: search.value.trim(), offset: 0 }), 200);
-      },
-    },
+  const columns = button("Columns", async () => {
+    const names = await chooseColumns(splitNames(values.columns), signal);
+    if (names) await again({ columns: joinNames(names) });
   });
-  page(main, "Runs", h("div", { class: "tools" }, h("label", { for: "search" }, "Search"), search, compare), list, pages);
+  const link = button("Copy link", () => copyText(location.href), { title: "The address has the search, filter, order, columns and group" });
+  const tools = h(
+    "div",
+    { class: "filters runs-tools" },
+    fieldOf("search", "Search", { value: values.search, placeholder: "id, name, tag, notes, base model, project", maxlength: 200 }, (search) => again({ search, offset: 0 })),
+    fieldOf("filter", "Filter", { value: values.filter, placeholder: 'lr > 1e-4 and loss < 2, name ~ "math"', maxlength: 1000 }, (filter) => again({ filter, offset: 0 })),
+    groupChoice(values.group, (group) => again({ group, offset: 0 }), signal),
+    h("div", { class: "row-actions" }, columns, compare, link),
+  );
+  page(main, "Runs", tools, mistake, said, list, pages);
   await poll(signal, 4, look);
 }
 

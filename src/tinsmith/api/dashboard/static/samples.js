@@ -1,5 +1,6 @@
 // The pages of recent answers by prompt, and of one sample within its conversation.
 
+import { addressed } from "./address.js";
 import { get, path, poll } from "./api.js";
 import { button, empty, h, keep, page, section } from "./dom.js";
 import { ago, count, counted, number, shortId, when } from "./format.js";
@@ -53,7 +54,7 @@ const FIELDS = {
 };
 
 async function showList(main, signal) {
-  const asked = { sort: "newest", order: "desc", offset: 0, ...Object.fromEntries(new URLSearchParams(location.hash.split("?")[1] || "")) };
+  const { values: asked, set } = addressed({ sort: "newest", order: "desc", offset: 0, text: "", run: "", step: "", least: "", most: "" });
   const list = h("div");
   const pages = h("div");
   const about = h("p", { class: "quiet kept" });
@@ -62,7 +63,7 @@ async function showList(main, signal) {
   let turn = 0;
   const look = async () => {
     const mine = ++turn;
-    const found = await get(`/dashboard/groups?${new URLSearchParams({ ...asked, limit: LIMIT })}`, signal);
+    const found = await get(`/dashboard/groups?${new URLSearchParams(Object.entries({ ...asked, limit: LIMIT }).filter(([, value]) => value !== ""))}`, signal);
     if (mine !== turn) return;
     about.textContent = found.kept
       ? `Showing a sample of recent requests (up to ${count(found.kept)}, kept 24 hours). Other tenants cannot read them.`
@@ -72,8 +73,7 @@ async function showList(main, signal) {
     drawPages(found.cursor, () => pager(found.cursor, (offset) => change({ offset })));
   };
   const change = (changes) => {
-    Object.assign(asked, changes);
-    for (const name of Object.keys(asked)) if (asked[name] === "") delete asked[name];
+    set(changes);
     return look();
   };
   let timer;

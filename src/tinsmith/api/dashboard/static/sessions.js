@@ -1,5 +1,6 @@
 // The page of sessions, and the page of one session with its runs and timeline.
 
+import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { button, h, keep, page, section, state, tell } from "./dom.js";
 import { bytes, count, number, shortId, when } from "./format.js";
@@ -36,7 +37,7 @@ const RUNS = [
 ];
 
 async function showList(main, signal) {
-  let name = "";
+  const { values, set } = addressed({ search: "" });
   let cursors = [null]; // cursors of the pages up to this one
   const list = h("div");
   const pages = h("div");
@@ -44,11 +45,11 @@ async function showList(main, signal) {
   const drawPages = keep(pages);
   const look = async () => {
     const asked = { limit: LIMIT };
-    if (name) asked.display_name = name;
+    if (values.search) asked.display_name = values.search;
     const cursor = cursors[cursors.length - 1];
     if (cursor) asked.cursor = cursor;
     const found = await ask("POST", "/sessions/search", asked, signal);
-    const none = name ? "No session's name matches all of these words." : "No sessions yet. A client opens one.";
+    const none = values.search ? "No session's name matches all of these words." : "No sessions yet. A client opens one.";
     draw(found.sessions, () => table("Sessions", COLUMNS, found.sessions, { none }));
     drawPages([cursors.length, found.next_cursor], () => buttons(found.next_cursor));
   };
@@ -68,13 +69,14 @@ async function showList(main, signal) {
   const search = h("input", {
     id: "search",
     type: "search",
+    value: values.search,
     placeholder: "words of a session's name",
     maxlength: 200,
     on: {
       input: () => {
         clearTimeout(timer);
         timer = setTimeout(() => {
-          name = search.value.trim();
+          set({ search: search.value.trim() });
           turn([null]);
         }, 200);
       },
