@@ -143,6 +143,27 @@ def test_a_job_has_the_requested_workers_and_shows_their_work(client: Client, tm
     assert len({row["pid"] for row in all_rows(output.path)}) == 1 and len(all_rows(output.path)) == 40
 
 
+def test_a_short_job_has_its_batches_in_work_together(client: Client, tmp_path: Path) -> None:
+    """Each of the two workers has several, although the pool could have more workers than the job has batches."""
+
+    async def meet(row: dict[str, Any], place: str) -> None:
+        import asyncio
+        import os
+
+        open(f"{place}/{row['text']}", "w").close()
+        for _ in range(1500):
+            if len(os.listdir(place)) >= 6:
+                return
+            await asyncio.sleep(0.02)
+        raise TimeoutError(f"only {os.listdir(place)} are in work")
+
+    place = tmp_path / "place"
+    place.mkdir()
+    options: dict[str, Any] = {"fn_kwargs": {"place": str(place)}, "batch_size": 1, "stream": False, "client": client}
+    job = batch.from_items(items(8)).map(meet, rows="any", output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), **options)
+    assert isinstance(job, batch.Job) and job.wait(check=False)["rows_failed"] == 0
+
+
 @pytest.mark.extended
 def test_a_job_gets_its_minimum_of_workers_from_jobs_of_any_weight(client: Client, tmp_path: Path) -> None:
     def count_until(row: dict[str, Any], gate: str) -> None:

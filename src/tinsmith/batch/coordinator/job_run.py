@@ -410,7 +410,8 @@ class JobRun:
         if self._max_concurrent == 1:
             return (IN_FLIGHT - len(dispatched)) * group_size
         num_pending = self.job.total_batches - self.job.completed_batches - len(self._dispatcher.in_flight)
-        share = max(1, -(-num_pending // self._max_workers))  # all workers have some of the last batches
+        num_workers = max(1, self._num_serving) * (1 + self._num_members)
+        share = max(1, -(-num_pending // num_workers))  # all workers have some of the last batches
         return min(max(IN_FLIGHT * group_size, self._max_concurrent + 1) - sum(dispatched), share)
 
     def _collect_results(self, settled: Sequence[SettledAttempt], is_end: bool) -> None:
