@@ -56,7 +56,7 @@ def test_the_names_are_found_by_looking() -> None:
 def test_every_row_of_the_ledger_has_tests_that_exist() -> None:
     rows = ledger()
     expected = {f"{letter}{index}" for letter, count in LEDGER_ROWS.items() for index in range(1, count + 1)}
-    assert sorted(row.row for row in rows) == sorted(expected | {"B46", "T17", "Z"})
+    assert sorted(row.row for row in rows) == sorted(expected | {"B46", "T16", "T17", "Z"})
     for row in rows:
         assert row.promise and row.tests, f"{row.row} has no test"
         assert row.against in (*AGAINST, MISSING), f"{row.row} runs against {row.against!r}"
