@@ -58,13 +58,13 @@ def report_loading(loading: Callable[[], str], failing: Callable[[], str], outpu
 
 def report_on_demand(loading: Callable[[], str], output: Console) -> None:
     """Print a line when base models are loaded on demand, and when that has ended, until the process ends."""
-    shown, began_at = "", time.monotonic()
+    printed_names, began_at = "", time.monotonic()
     while True:
-        if (names := loading()) != shown:
+        if (names := loading()) != printed_names:
             at = time.monotonic()
-            ended = f"Loading {shown} ended after {at - began_at:.1f} s."
+            ended = f"Loading {printed_names} ended after {at - began_at:.1f} s."
             output.print(f"Loading {names} on demand." if names else ended, highlight=False, soft_wrap=True)
-            shown, began_at = names, at
+            printed_names, began_at = names, at
         time.sleep(LOADING_POLL_S)
 
 

@@ -194,9 +194,9 @@ class OnDemandEngines:
         run.task = asyncio.create_task(self._keep(run), name=f"engine of {shape.name}")
 
     async def _find_place(self, shape: ModelShape) -> Start | Full:
-        asked = await asyncio.to_thread(self._read_asked_degrees, shape.name)
+        requested_degrees = await asyncio.to_thread(self._read_requested_degrees, shape.name)
         while True:
-            survey = await self._survey(shape, asked)
+            survey = await self._survey(shape, requested_degrees)
             engines = [await self._describe(run) for run in self._runs.values()]
             decision = decide(shape.name, survey, engines)
             if not isinstance(decision, MakeRoom) or self._stopping.is_set():
@@ -207,17 +207,17 @@ class OnDemandEngines:
                 run.ending.set()
             await asyncio.gather(*(run.task for run in runs if run.task), return_exceptions=True)
 
-    async def _survey(self, shape: ModelShape, asked: dict[str, int]) -> Survey:
+    async def _survey(self, shape: ModelShape, requested_degrees: dict[str, int]) -> Survey:
         """Plan a base model once, which takes seconds; only the free memory of GPUs needs the child process again."""
-        key = shape.name, tuple(sorted(asked.items()))
+        key = shape.name, tuple(sorted(requested_degrees.items()))
         survey = self._surveys.get(key)
         if survey is None or (survey.has_gpus and not survey.is_budget):
-            survey = self._surveys[key] = await survey_layouts(self._settings, shape, asked)
+            survey = self._surveys[key] = await survey_layouts(self._settings, shape, requested_degrees)
         elif not survey.is_budget:
             return replace(survey, slots=[read_host_memory()[0]])
         return survey
 
-    def _read_asked_degrees(self, name: str) -> dict[str, int]:
+    def _read_requested_degrees(self, name: str) -> dict[str, int]:
         """The degrees of parallelism of the oldest waiting creation that asks for any."""
         for request in self._futures.list_pending(name, CREATIONS):
             body = self._futures.bodies([request.request_id]).get(request.request_id, b"{}")
@@ -334,7 +334,7 @@ def _forget(request: Pending) -> Settlement:
     return Settlement(request.request_id, effects=[deletion(request.request_id)])
 
 
-async def survey_layouts(settings: Settings, shape: ModelShape, asked: dict[str, int]) -> Survey:
+async def survey_layouts(settings: Settings, shape: ModelShape, requested_degrees: dict[str, int]) -> Survey:
     """What a base model needs and what this machine has. Raises SettingsError if it cannot be planned.
 
     The backend `fake` computes nothing: its models take the bytes of their files, of `on_demand_bytes` if it is set.
@@ -342,9 +342,9 @@ async def survey_layouts(settings: Settings, shape: ModelShape, asked: dict[str,
     budget = int(settings.on_demand_bytes)
     if settings.backend == "fake":
         num_bytes = sum(file.stat().st_size for file in Path(shape.path).glob("*.safetensors"))
-        return Survey([EngineLayout(1, num_bytes, asked)], [budget] if budget else [], is_budget=True)
+        return Survey([EngineLayout(1, num_bytes, requested_degrees)], [budget] if budget else [], is_budget=True)
     values = settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token", "sampler_api_key"})
-    spec = {"name": shape.name, "path": shape.path, "settings": values, "degrees": asked}
+    spec = {"name": shape.name, "path": shape.path, "settings": values, "degrees": requested_degrees}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tinsmith.engine.layouts"),
         stdin=asyncio.subprocess.PIPE,

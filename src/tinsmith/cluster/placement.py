@@ -70,8 +70,8 @@ def decide(base_model: str, survey: Survey, engines: Sequence[PlacedEngine]) -> 
     if not survey.slots:
         return Start(survey.layouts[0], ())
     # What is measured as free does not contain the memory that ready engines have.
-    taken = [engine for engine in engines if survey.is_budget or not engine.is_ready]
-    free = _add(survey.slots, taken, -1)
+    occupants = [engine for engine in engines if survey.is_budget or not engine.is_ready]
+    free = _add(survey.slots, occupants, -1)
     if placed := _place(survey.layouts, free):
         return replace(placed, has_gpus=survey.has_gpus)
     idle = sorted((engine for engine in engines if not engine.use), key=lambda engine: -engine.idle_s)

@@ -56,21 +56,20 @@ def read_memory(settings: Settings) -> tuple[list[int], list[int], bool]:
 
 
 def list_layouts(
-    settings: Settings, shape: ModelShape, totals: list[int], asked: Mapping[str, int], *, has_gpus: bool
+    settings: Settings, shape: ModelShape, totals: list[int], requested_degrees: Mapping[str, int], *, has_gpus: bool
 ) -> list[EngineLayout]:
     """The ways to divide a model over devices with `totals` bytes, in order of preference. Degrees that a client asked
     for, or else those of the settings, leave one way. Raises SettingsError if the model cannot be divided so.
     """
-    given = {name: value for name in DEGREES if (value := getattr(settings, name))}
-    named = {**given, **asked}
+    fixed_degrees = {name: value for name in DEGREES if (value := getattr(settings, name))} | requested_degrees
     try:
         model = read_directory(Path(shape.path))
     except SettingsError:
-        if any(degree > 1 for degree in named.values()):
+        if any(degree > 1 for degree in fixed_degrees.values()):
             raise
         return [EngineLayout(1, _estimate_bytes(shape, totals[0], has_gpus=has_gpus), Degrees().settings)]
-    if named or settings.shard_base:
-        data, tensor, context, experts, pipeline = (named.get(name, 1) for name in DEGREES)
+    if fixed_degrees or settings.shard_base:
+        data, tensor, context, experts, pipeline = (fixed_degrees.get(name, 1) for name in DEGREES)
         degrees = Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
         num_devices = len(totals) if has_gpus else degrees.devices
         if problem := find_problem(model, degrees, num_devices, quantize=settings.quantize):

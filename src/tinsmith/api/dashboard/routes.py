@@ -228,11 +228,11 @@ def _choose_by_value(call: Call, query: RunSearchQuery, columns: Sequence[str]) 
     chosen = [row for row in values.values() if run_filter.fits(row)]
     if not is_stored_order:
         chosen = sort_by_value(chosen, query.sort, query.order == "desc")
-    asked = {*run_filter.names, *group, *(() if is_stored_order else (query.sort,))}
+    queried_names = {*run_filter.names, *group, *(() if is_stored_order else (query.sort,))}
     answer: JsonObject = {
         "considered": len(rows),
         "of": total,
-        "unknown": sorted(asked - {name for row in values.values() for name in row}) if rows else [],
+        "unknown": sorted(queried_names - {name for row in values.values() for name in row}) if rows else [],
         "runs": [],
     }
     page = slice(query.offset, query.offset + query.limit)
@@ -241,8 +241,8 @@ def _choose_by_value(call: Call, query: RunSearchQuery, columns: Sequence[str]) 
         ordered = groups if is_stored_order else sort_groups(groups, query.sort, query.order == "desc")
         answer["groups"] = ordered[page]
     else:
-        shown = [described[str(row["id"])] for row in chosen[page]]
-        answer["runs"] = _show_runs(call, query, shown, columns, values)
+        page_runs = [described[str(row["id"])] for row in chosen[page]]
+        answer["runs"] = _show_runs(call, query, page_runs, columns, values)
     if query.names:
         answer["names"] = list_names(values.values(), _list_settings(rows))
     count = len(groups) if group else len(chosen)
@@ -276,13 +276,13 @@ def _show_runs(
     if query.outlines:
         model_ids = [str(run["model_id"]) for run in described]
         outlines = call.services.curves.outlines(model_ids, OUTLINE_METRICS, OUTLINE_VALUES)
-    shown: list[JsonObject] = []
+    entries: list[JsonObject] = []
     for run in described:
         model_id = str(run["model_id"])
-        shown.append(run | {"outline": outlines.get(model_id)})
+        entries.append(run | {"outline": outlines.get(model_id)})
         if columns:
-            shown[-1]["values"] = {name: values[model_id].get(name) for name in columns}
-    return shown
+            entries[-1]["values"] = {name: values[model_id].get(name) for name in columns}
+    return entries
 
 
 @operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))

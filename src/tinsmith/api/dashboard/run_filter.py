@@ -168,27 +168,27 @@ class _Parser:
         sign = self._take()
         if sign.kind != "operator":
             raise _error(sign.position, f"one of {_OPERATORS} is expected after {name}, not {_quote(sign)}")
-        wanted = self._take()
-        if wanted.kind not in ("number", "double", "single") and not _is_word(wanted):
+        target = self._take()
+        if target.kind not in ("number", "double", "single") and not _is_word(target):
             raise _error(
-                wanted.position, f"a number or text is expected after {name} {sign.text}, not {_quote(wanted)}"
+                target.position, f"a number or text is expected after {name} {sign.text}, not {_quote(target)}"
             )
-        return _compare(name, sign.text, wanted.text)
+        return _compare(name, sign.text, target.text)
 
 
-def _compare(name: str, sign: str, wanted: str) -> Condition:
+def _compare(name: str, sign: str, target: str) -> Condition:
     if positive := _NEGATIONS.get(sign):
-        fits = _compare(name, positive, wanted)
+        fits = _compare(name, positive, target)
         return lambda values: not fits(values)
-    text, wanted_number = wanted.casefold(), to_number(wanted)
+    text, target_number = target.casefold(), to_number(target)
 
     def fits_one(value: float | str) -> bool:
         if sign == "~":
             return text in _text_of(value).casefold()
-        if wanted_number is None:
+        if target_number is None:
             return isinstance(value, str) and _ORDERS[sign](value.casefold(), text)
         number = to_number(value) if isinstance(value, str) else value
-        return number is not None and _ORDERS[sign](number, wanted_number)
+        return number is not None and _ORDERS[sign](number, target_number)
 
     def fits_any(values: Values) -> bool:
         value = values.get(name)

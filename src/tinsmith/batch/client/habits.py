@@ -93,10 +93,10 @@ def name_arguments(
     ):
         name = getattr(function, "__name__", "the function")
         raise ValueError(f"{option} has {len(values)} values, and {name!r} has no names for all of them; use {by_name}")
-    named = dict(zip([parameter.name for parameter in parameters], values, strict=True))
-    if twice := sorted(named.keys() & {*(kwargs or {})}):
+    kwargs_by_name = dict(zip([parameter.name for parameter in parameters], values, strict=True))
+    if twice := sorted(kwargs_by_name.keys() & {*(kwargs or {})}):
         raise ValueError(f"{option} and {by_name} both have {twice}; give each argument once")
-    return {**named, **(kwargs or {})}
+    return {**kwargs_by_name, **(kwargs or {})}
 
 
 def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:

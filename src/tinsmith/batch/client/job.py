@@ -117,13 +117,13 @@ class CommittedRows:
         yield from islice(self._published, part.rows - num_read)
         self._at = begin + part.rows
 
-    def following(self, begun: Row, num_read: int) -> Iterator[Row]:
+    def following(self, batch_in_reading: Row, num_read: int) -> Iterator[Row]:
         """Once the parts are deleted: what is left of a batch of which so many rows were read, and the rows of those
         that were committed after it, in input order. Raises NotFoundError."""
         published = self._open_published()
         for batch in self.batches():
             part = self.part(batch)
-            num_rows, later = part.rows if part else 0, batch["commit_number"] - begun["commit_number"]
+            num_rows, later = part.rows if part else 0, batch["commit_number"] - batch_in_reading["commit_number"]
             yield from islice(
                 islice(published, num_rows), num_read if later == 0 else 0 if later > 0 else num_rows, None
             )
