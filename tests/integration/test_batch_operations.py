@@ -109,7 +109,7 @@ def test_a_model_that_is_not_there_is_named(client: Client, tmp_path: Path) -> N
 
 
 def test_a_cancelled_job_gives_up_its_samples(client: Client, server: LiveServer, tmp_path: Path) -> None:
-    rows = [{"ids": [index + 1]} for index in range(2000)]
+    rows = [{"ids": [index % 60 + 1]} for index in range(20_000)]
     sample = batch.Sample(model=FAKE, tokens_column="ids", max_tokens=3)
     job = run(client, rows, sample, tmp_path / "out.jsonl", batch_size=200)
     session = f"session_id = 'bulk-job-{int(job)}-1'"

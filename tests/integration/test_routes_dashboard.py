@@ -228,12 +228,10 @@ def test_runs_are_grouped_with_mean_and_deviation(harness: Harness) -> None:
     assert single["groups"][0]["columns"]["loss"]["deviation"] is None and single["cursor"]["total_count"] == 6
 
 
-def test_warnings_are_of_ones_own_runs_and_of_a_full_machine(
-    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warnings_are_of_ones_own_runs_and_of_a_full_machine(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def warned(key: str = ALICE) -> list[tuple[str, str | None]]:
-        found = harness.get("dashboard/warnings", key).json()["warnings"]
-        return [(warning["kind"], warning["run"]) for warning in found]
+        warnings = harness.get("dashboard/warnings", key).json()["warnings"]
+        return [(warning["kind"], warning["run"]) for warning in warnings]
 
     monkeypatch.setattr(dashboard_warnings, "FULL", 2.0)
     run, healthy = create_named_run(harness, "fragile"), harness.model()
@@ -248,12 +246,7 @@ def test_warnings_are_of_ones_own_runs_and_of_a_full_machine(
     harness.services.models._db.execute(MODELS.update().values(last_request_at=time.time() - 90_000))
     assert warned() == [], "not of yesterday's runs"
     monkeypatch.setattr(dashboard_warnings, "FULL", 0.0)
-    memory = tmp_path / "meminfo"
-    memory.write_text("MemTotal: 1000 kB\nMemAvailable: 40 kB\n")
-    assert dashboard_warnings.read_memory(memory) == (40 * 1024, 1000 * 1024)
-    memory.write_text("nothing")
-    assert dashboard_warnings.read_memory(memory) is None
-    assert ("disk nearly full", None) in warned(BOB)
+    assert {("disk nearly full", None), ("memory nearly full", None)} <= set(warned(BOB))
 
 
 def test_a_filter_names_the_place_of_its_mistake(harness: Harness) -> None:

@@ -24,7 +24,7 @@ def read_host_memory(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> tuple[in
 def _read_available(meminfo: Path) -> int:
     """The host's available bytes; 0 if Linux does not say."""
     try:
-        lines = meminfo.read_text().splitlines()
+        lines = meminfo.read_text().split("\n")
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return 0
@@ -34,7 +34,7 @@ def _read_cgroup(cgroup: Path) -> tuple[int, int]:
     """The limit of this container's memory and the bytes in use that it cannot reclaim; zeros without a limit."""
     try:
         limit = int((cgroup / "memory.max").read_text())
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().strip().split("\n"))
         return limit, int((cgroup / "memory.current").read_text()) - int(statistics["inactive_file"])
     except (OSError, ValueError, KeyError):
         return 0, 0

@@ -12,6 +12,7 @@ from tinsmith.api.openapi import LIST, fields, listing
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.services import Services
 from tinsmith.db.database import now
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.store.curves import CLIENT, SERVER, Point
 from tinsmith.store.overview import Row
 from tinsmith.store.run_health import NUM_POINTS, list_run_warnings
@@ -68,9 +69,9 @@ def list_machine_warnings(directory: Path) -> list[JsonObject]:
     disk = shutil.disk_usage(directory)
     if disk.total and disk.used / disk.total >= FULL:
         entries.append(_describe_full("disk", disk.free, disk.total))
-    memory = read_memory()
-    if memory is not None and memory[0] / memory[1] <= 1 - FULL:
-        entries.append(_describe_full("memory", *memory))
+    free_bytes, total_bytes = read_host_memory()
+    if free_bytes / total_bytes <= 1 - FULL:
+        entries.append(_describe_full("memory", free_bytes, total_bytes))
     return entries
 
 
@@ -78,13 +79,3 @@ def _describe_full(what: str, free: int, total: int) -> JsonObject:
     kind = f"{what} nearly full"
     text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the server's {what} are free"
     return {"key": kind, "kind": kind, "text": text, "run": None, "name": None}
-
-
-def read_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int] | None:
-    """The available and the total memory of this machine in bytes; None where the system does not tell."""
-    try:
-        lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
-    return (available, total) if total else None
