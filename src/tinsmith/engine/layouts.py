@@ -61,7 +61,8 @@ def list_layouts(
     """The ways to divide a model over devices with `totals` bytes, in order of preference. Degrees that a client asked
     for, or else those of the settings, leave one way. Raises SettingsError if the model cannot be divided so.
     """
-    fixed_degrees = {name: value for name in DEGREES if (value := getattr(settings, name))} | requested_degrees
+    fixed_degrees = {name: value for name in DEGREES if (value := getattr(settings, name))}
+    fixed_degrees |= requested_degrees
     try:
         model = read_directory(Path(shape.path))
     except SettingsError:
