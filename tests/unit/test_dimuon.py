@@ -20,7 +20,7 @@ from support.tolerances import rounding
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, TrainedModel, initialise_weights
-from tinsmith.backends.torch.optim import RMS, orthogonalise, step_adapters
+from tinsmith.backends.torch.optim import RMS, orthogonalise, prepare_step
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
@@ -68,7 +68,7 @@ def test_steps_equal_float64(beta1: float) -> None:
     gradients = [gradient_of(tuned, seed) for seed in range(3)]
     for gradient in gradients:
         tuned.gradient_P = gradient.clone()
-        step_adapters([(tuned, DimuonParams(0.01, beta1))])
+        prepare_step([(tuned, DimuonParams(0.01, beta1))]).apply()
     assert float(tuned.step) == 3
     for name, pair in tuned.adapter.weights.items():
         for side, matrix in enumerate(pair):
@@ -94,7 +94,7 @@ def test_steps_equal_torchs_muon() -> None:
         muon.step()
         tuned.gradient_P = torch.zeros(layout.numel)
         layout.views(tuned.gradient_P)["x"][0].copy_(gradient)
-        step_adapters([(tuned, DimuonParams(0.01))])
+        prepare_step([(tuned, DimuonParams(0.01))]).apply()
     # torch's own works in bfloat16; each of three steps adds the rate times its rounding.
     tolerance = 3 * 0.01 * 0.2 * math.sqrt(24) * rounding(torch.bfloat16, sums=1, length=1)
     torch.testing.assert_close(ours, matrix.detach(), atol=tolerance, rtol=0)
@@ -124,7 +124,7 @@ def test_a_step_is_about_as_large_as_one_of_adamw() -> None:
     tuned = make_trained(1)
     before = tuned.adapter.flat_P.clone()
     tuned.gradient_P = gradient_of(tuned, 2)
-    step_adapters([(tuned, DimuonParams(0.01))])
+    prepare_step([(tuned, DimuonParams(0.01))]).apply()
     for a, b in tuned.adapter.layout.views(tuned.adapter.flat_P - before).values():
         for change in (a, b):
             assert 0.5 * RMS < float(change.norm() / change.numel() ** 0.5) / 0.01 < 1.3 * RMS
@@ -133,13 +133,13 @@ def test_a_step_is_about_as_large_as_one_of_adamw() -> None:
 def test_a_matrix_without_a_gradient_does_not_move_and_a_step_without_one_coasts() -> None:
     tuned = make_trained(1)
     before = tuned.adapter.flat_P.clone()
-    (metrics,) = step_adapters([(tuned, DimuonParams(0.1))])
+    (metrics,) = prepare_step([(tuned, DimuonParams(0.1))]).apply()
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
     assert torch.equal(tuned.adapter.flat_P, before)
     tuned.gradient_P = gradient_of(tuned, 0)
-    step_adapters([(tuned, DimuonParams(0.1))])
+    prepare_step([(tuned, DimuonParams(0.1))]).apply()
     moved = tuned.adapter.flat_P.clone()
-    step_adapters([(tuned, DimuonParams(0.1))])
+    prepare_step([(tuned, DimuonParams(0.1))]).apply()
     assert not torch.equal(tuned.adapter.flat_P, moved), "momentum goes on"
 
 
@@ -153,8 +153,8 @@ def test_both_families_step_in_one_call_and_each_as_if_alone() -> None:
     for _ in range(3):
         for i, (tuned, other) in enumerate(zip(together, separate, strict=True)):
             tuned.gradient_P, other.gradient_P = gradient_of(tuned, i), gradient_of(tuned, i)
-            step_adapters([(other, kinds[i][1])])
-        step_adapters([(tuned, params) for tuned, (_, params) in zip(together, kinds, strict=True)])
+            prepare_step([(other, kinds[i][1])]).apply()
+        prepare_step([(tuned, params) for tuned, (_, params) in zip(together, kinds, strict=True)]).apply()
     for tuned, other in zip(together, separate, strict=True):
         assert torch.equal(tuned.adapter.flat_P, other.adapter.flat_P)
         assert torch.equal(tuned.adapter.compute_P, tuned.adapter.flat_P)
@@ -163,11 +163,11 @@ def test_both_families_step_in_one_call_and_each_as_if_alone() -> None:
 def test_a_gradient_that_is_not_finite_is_dropped_and_nothing_else_changes() -> None:
     tuned, other = make_trained(0), make_trained(1)
     tuned.gradient_P, other.gradient_P = gradient_of(tuned, 0), gradient_of(other, 1)
-    step_adapters([(tuned, DimuonParams(0.1))])
+    prepare_step([(tuned, DimuonParams(0.1))]).apply()
     assert tuned.moments is not None
     before = [tuned.adapter.flat_P.clone(), tuned.moments[0].clone()]
     tuned.gradient_P = torch.full_like(tuned.adapter.flat_P, float("nan"))
-    first, second = step_adapters([(tuned, DimuonParams(0.1)), (other, DimuonParams(0.1))])
+    first, second = prepare_step([(tuned, DimuonParams(0.1)), (other, DimuonParams(0.1))]).apply()
     assert isinstance(first, NonFiniteGradientError) and isinstance(second, dict)
     assert tuned.gradient_P is None and float(tuned.step) == 1
     assert all(torch.equal(a, b) for a, b in zip(before, [tuned.adapter.flat_P, tuned.moments[0]], strict=True))

@@ -23,7 +23,7 @@ from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.matmul import HAS_ONEDNN, _suits_onednn
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.optim import norms_and_steps, step_adapters
+from tinsmith.backends.torch.optim import norms_and_steps, prepare_step
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -278,7 +278,7 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
             optimizer.param_groups[0].update(lr=rate, betas=(beta1, 0.95), eps=1e-8, weight_decay=decay)
             optimizer.step()
             params.append(AdamParams(rate, beta1, 0.95, 1e-8, decay, clip))
-        outcomes = step_adapters(list(zip(models, params, strict=True)))
+        outcomes = prepare_step(list(zip(models, params, strict=True))).apply()
         assert all(isinstance(outcome, dict) for outcome in outcomes)
     for t, p in zip(models, references, strict=True):
         torch.testing.assert_close(t.adapter.flat_P, p.detach(), rtol=1e-5, atol=1e-6)
@@ -287,10 +287,10 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
 def test_a_step_without_a_gradient_is_a_step_with_zero() -> None:
     model = make_trained(0)
     before = model.adapter.flat_P.clone()
-    (metrics,) = step_adapters([(model, AdamParams(0.1))])
+    (metrics,) = prepare_step([(model, AdamParams(0.1))]).apply()
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
     assert torch.equal(model.adapter.flat_P, before)
-    step_adapters([(model, AdamParams(0.1, weight_decay=0.5))])
+    prepare_step([(model, AdamParams(0.1, weight_decay=0.5))]).apply()
     torch.testing.assert_close(model.adapter.flat_P, before * 0.95)
 
 

@@ -219,9 +219,7 @@ class Ranks:
 
     def receive_from(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         """Fill the contiguous tensor with the next message of `send_to_first`."""
-        with self._convert_errors("a message"):
-            dist.recv(x, src=rank, group=self._all)
-        return x
+        return self._receive(x, rank, self._all)
 
     def send(self, x: torch.Tensor, *, forward: bool) -> dist.Work:
         """Begin to send to the same rank of the next stage, or of the previous one. The tensor must not change until
@@ -239,8 +237,11 @@ class Ranks:
     def receive(self, x: torch.Tensor, *, forward: bool) -> torch.Tensor:
         """Fill the tensor with the next message in this direction."""
         group, _ = self._neighbour(forward)
+        return self._receive(x, self._neighbour(not forward)[1], group)
+
+    def _receive(self, x: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         with self._convert_errors("a message"):
-            dist.recv(x, src=self._neighbour(not forward)[1], group=group)
+            dist.recv(x, src=rank, group=group)
         return x
 
     def finish(self, handle: dist.Work) -> None:

@@ -12,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +19,7 @@ import numpy as np
 import structlog
 import torch
 
-from tinsmith.backends import Capture, MicroBatches
+from tinsmith.backends import MicroBatches
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.element_shards import RankShard
 from tinsmith.backends.distributed.model import ShardedBase, load_base
@@ -115,23 +114,13 @@ class RankBackend(TorchBackend):
 
     def collect_moments(self, model_id: str) -> None:
         """Bring a model's moments to rank 0's host, for the capture or the checkpoint that it makes next."""
-        trained = self._model(model_id)
+        trained, self._collected = self._model(model_id), None
         if trained.shard is not None and trained.moments is not None:
-            num_elements = trained.adapter.flat_P.numel()
-            self._collected = self._shard.collect(trained.moments, num_elements)
+            self._collected = self._shard.collect(trained.moments, trained.adapter.flat_P.numel())
 
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        with memory_errors(self._base.device):
-            trained = self._with_all_moments(self._model(model_id)).copy(gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
-
-    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        trained = self._with_all_moments(self._model(model_id))
-        trained = trained if optimizer else replace(trained, gradient_P=None)
-        self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
-
-    def _with_all_moments(self, trained: TrainedModel) -> TrainedModel:
-        """The model with the moments that were collected, if there are any."""
+    def _whole_model(self, model_id: str) -> TrainedModel:
+        """The model with the moments that were collected: those of all ranks."""
+        trained = self._model(model_id)
         if trained.shard is None:
             return trained
         moments, self._collected = self._collected, None
@@ -150,9 +139,9 @@ class RankBackend(TorchBackend):
             raise MemoryError(problems[0])
         return prepared
 
-    def _trained_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
+    def _build_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
         shard = self._shard if OPTIMIZERS[optimizer_type].is_elementwise and self.ranks.degrees.devices > 1 else None
-        return replace(super()._trained_model(adapter, optimizer_type), shard=shard)
+        return replace(super()._build_model(adapter, optimizer_type), shard=shard)
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if isinstance(self._base, ShardedBase):

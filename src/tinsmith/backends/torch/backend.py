@@ -353,7 +353,7 @@ class TorchBackend:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
         adapter = self._adapter(spec, layout, initialise_weights(layout, seed, self._home))
-        self._add_model(model_id, self._trained_model(adapter, optim.check_optimizer_type(optimizer_type)))
+        self._add_model(model_id, self._build_model(adapter, optim.check_optimizer_type(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -402,7 +402,7 @@ class TorchBackend:
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
-            trained = self._model(model_id).copy(gradient=gradient)
+            trained = self._whole_model(model_id).copy(gradient=gradient)
         return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
 
     def capture_version(self, version_id: str) -> Capture:
@@ -412,9 +412,13 @@ class TorchBackend:
         return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        trained = self._model(model_id)
+        trained = self._whole_model(model_id)
         trained = trained if optimizer else replace(trained, gradient_P=None)
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
+
+    def _whole_model(self, model_id: str) -> TrainedModel:
+        """The model with all of its moments, for a capture or a checkpoint."""
+        return self._model(model_id)
 
     def _write(
         self, trained: TrainedModel, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
@@ -451,7 +455,7 @@ class TorchBackend:
             fresh = layout.views(initialise_weights(layout, seed, self._home).cpu())
             pairs |= {name: fresh[name] for name in missing}
         adapter = self._adapter(spec, layout, checkpoint.fill_buffer(layout, pairs, self._home, factor))
-        trained = self._trained_model(adapter, optim.check_optimizer_type(optimizer_type))
+        trained = self._build_model(adapter, optim.check_optimizer_type(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
             checkpoint.load_gradient(trained, directory)
@@ -509,7 +513,7 @@ class TorchBackend:
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: checkpoint.Tensor) -> Adapter:
         return Adapter(spec, layout, flat_P, self._base.dtype)
 
-    def _trained_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
+    def _build_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
         return TrainedModel(adapter, optimizer_type=optimizer_type)
 
     def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool, exported: bool = False) -> None:

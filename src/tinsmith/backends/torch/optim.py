@@ -122,16 +122,9 @@ class PreparedStep(NamedTuple):
         return self.outcomes
 
 
-def step_adapters(
-    requests: Sequence[tuple[TrainedModel, OptimParams]],
-) -> list[dict[str, float] | NonFiniteGradientError]:
-    """One step of checked requests. All or nothing."""
-    return prepare_step(requests).apply()
-
-
 @torch.no_grad()
 def prepare_step(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
-    """Everything that allocates memory for a step of checked requests."""
+    """Everything that allocates memory for a step of checked requests, so that the step is all or nothing."""
     if not requests:
         return PreparedStep((), [], ())
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
