@@ -273,7 +273,8 @@ class OnDemandEngines:
             await self._supervisor.release(seat, "failed", reason)
             await self._refuse(shape, EngineFailedError(f"base model {shape.name!r} could not be loaded: {reason}"))
         else:
-            has_requests = any(row.kind not in QUIET_KINDS for row in self._futures.list_waiting([shape.name]))
+            waiting = await asyncio.to_thread(self._futures.list_waiting, [shape.name])
+            has_requests = any(row.kind not in QUIET_KINDS for row in waiting)
             await self._supervisor.release(seat, "restarting" if has_requests else "stopped", reason)
 
     # Requests that no engine answers.

@@ -63,6 +63,14 @@ from tinsmith.db.factory import open_database, open_mailbox
 from tinsmith.db.postgres import ENGINE_CONNECTIONS, LEASE_CONNECTIONS, PostgresTimeouts
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
 from tinsmith.engine.faults import EngineFaultError, classify
+from tinsmith.engine.layouts import (
+    MIN_CONTEXT,
+    MIN_RANK,
+    build_workload,
+    has_degrees,
+    read_architecture,
+    read_degrees,
+)
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.settling import IterationFailedError
@@ -71,11 +79,10 @@ from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, Ve
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.losses import loss_registry
-from tinsmith.plan.architecture import Architecture, read_directory
+from tinsmith.plan.architecture import Architecture
 from tinsmith.plan.degrees import (
     Degrees,
     Plan,
-    Workload,
     choose,
     describe_degrees,
     evaluate,
@@ -83,7 +90,6 @@ from tinsmith.plan.degrees import (
     find_problem,
     gib,
 )
-from tinsmith.plan.memory import DTYPE_BYTES, choose_dtype
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
@@ -140,10 +146,6 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
     raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
 
 
-MIN_RANK, MIN_CONTEXT = 8, 256
-"""The smallest adapter rank and context for which an engine is useful."""
-
-
 def check_device(settings: ModelSettings) -> None:
     """Raises SettingsError if the settings name a GPU that this machine lacks."""
     name, _, index = settings.device.partition(":")
@@ -161,18 +163,18 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     """The settings with the degrees of parallelism that the plan chooses for the free memory of the GPUs, unless some
     are given, or the engine has not several GPUs to itself. The log has the choice and its reasons.
     """
-    if settings.shard_base or any(getattr(settings, name) for name in DEGREES):
+    if has_degrees(settings):
         return settings
     if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) * settings.machines < 2:
         return settings
     try:
         if problem := _reason_for_one_device(settings, shape):
             raise SettingsError(problem)
-        model = _read_architecture(shape)
+        model = read_architecture(shape)
     except SettingsError as error:
         log.info("one device is used", devices=len(free), reason=str(error))
         return settings
-    workload = _build_workload(model, settings, len(free) * settings.machines, min(free), cuda=True)
+    workload = build_workload(model, settings, len(free) * settings.machines, min(free), cuda=True)
     plan = choose(model, workload)
     if not plan.fits:
         plan = choose(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT))
@@ -215,17 +217,6 @@ def _free_bytes(settings: Settings) -> list[int]:
     return [int(word) for word in probe.stdout.split()]
 
 
-def _read_architecture(shape: ModelShape) -> Architecture:
-    """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
-    model = read_directory(Path(shape.path))
-    return model if shape.vision is not None else replace(model, vision_parameters=0, tower_activations=0.0)
-
-
-def _read_degrees(settings: ModelSettings) -> Degrees:
-    data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
-    return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
-
-
 def check_machines(settings: Settings, kind: str) -> None:
     """Raises SettingsError if this engine cannot have ranks on several machines."""
     if settings.machines == 1:
@@ -234,7 +225,7 @@ def check_machines(settings: Settings, kind: str) -> None:
         "a dedicated sampler runs on one machine": kind == SAMPLER,
         "several machines are for one engine with one base model": settings.num_engines * len(settings.models) > 1,
         f"backend {settings.backend!r} runs on one machine": settings.resolved_backend != "sharded",
-        find_machine_problem(_read_degrees(settings), settings.machines): True,
+        find_machine_problem(read_degrees(settings), settings.machines): True,
     }
     if reason := next((reason for reason, holds in problems.items() if holds and reason), None):
         raise SettingsError(f"machines is {settings.machines}: {reason}")
@@ -242,7 +233,7 @@ def check_machines(settings: Settings, kind: str) -> None:
 
 def check_fit(settings: Settings, shape: ModelShape) -> None:
     """Raises SettingsError with the reason or the missing memory."""
-    degrees = _read_degrees(settings)
+    degrees = read_degrees(settings)
     if settings.memory_budget and settings.resolved_backend != "torch":
         raise SettingsError(
             f"memory_budget is for an engine on one device with backend 'torch'; this one has "
@@ -251,7 +242,7 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     if settings.resolved_backend not in ("torch", "sharded"):
         return
     try:
-        model = _read_architecture(shape)
+        model = read_architecture(shape)
     except SettingsError as error:
         log.debug("the plan does not support this model", base_model=shape.name, reason=str(error))
         return
@@ -272,17 +263,8 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
 
 def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
     memory_bytes, cuda = _device_memory(settings, degrees.devices // settings.machines)
-    workload = _build_workload(model, settings, degrees.devices, memory_bytes, cuda=cuda)
+    workload = build_workload(model, settings, degrees.devices, memory_bytes, cuda=cuda)
     return evaluate(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT), degrees)
-
-
-def _build_workload(
-    model: Architecture, settings: ModelSettings, devices: int, memory_bytes: int, *, cuda: bool
-) -> Workload:
-    dtype_setting = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
-    dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored_dtype)
-    workload = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
-    return replace(workload, machines=settings.machines)
 
 
 def _device_memory(settings: Settings, devices: int) -> tuple[int, bool]:

@@ -12,20 +12,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tinsmith.base_models import read_shape
 from tinsmith.cluster.placement import EngineLayout
-from tinsmith.engine.__main__ import MIN_CONTEXT, MIN_RANK
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, evaluate, find_problem
 from tinsmith.plan.memory import DTYPE_BYTES, FACTOR, choose_dtype, reserve_bytes
 from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.settings import Settings
-from tinsmith.settings.groups import DEGREES
+from tinsmith.settings.groups import DEGREES, ModelSettings
 from tinsmith.types import ModelShape
+
+MIN_RANK, MIN_CONTEXT = 8, 256
+"""The smallest adapter rank and context for which an engine is useful."""
 
 
 def main() -> None:
@@ -61,25 +63,48 @@ def list_layouts(
     """The ways to divide a model over devices with `totals` bytes, in order of preference. Degrees that a client asked
     for, or else those of the settings, leave one way. Raises SettingsError if the model cannot be divided so.
     """
-    fixed_degrees = {name: value for name in DEGREES if (value := getattr(settings, name))}
-    fixed_degrees |= requested_degrees
+    settings = settings.model_copy(update=dict(requested_degrees))
+    degrees = read_degrees(settings)
     try:
-        model = read_directory(Path(shape.path))
+        model = read_architecture(shape)
     except SettingsError:
-        if any(degree > 1 for degree in fixed_degrees.values()):
+        if degrees.devices > 1 or degrees.experts > 1:
             raise
         return [EngineLayout(1, _estimate_bytes(shape, totals[0], has_gpus=has_gpus), Degrees().settings)]
-    if fixed_degrees or settings.shard_base:
-        data, tensor, context, experts, pipeline = (fixed_degrees.get(name, 1) for name in DEGREES)
-        degrees = Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
+    if has_degrees(settings):
         num_devices = len(totals) if has_gpus else degrees.devices
         if problem := find_problem(model, degrees, num_devices, quantize=settings.quantize):
             raise SettingsError(f"base model {shape.name!r} cannot be divided as asked: {problem}")
-        workload = _build_workload(model, settings, degrees.devices, min(totals), has_gpus=has_gpus)
+        workload = _least_workload(model, settings, degrees.devices, min(totals), has_gpus=has_gpus)
         return [_layout(evaluate(model, workload, degrees), has_gpus=has_gpus)]
     counts = [count for count in range(1, len(totals) + 1) if count == 1 or _may_divide(settings, shape)]
-    plans = (choose(model, _build_workload(model, settings, count, min(totals), has_gpus=has_gpus)) for count in counts)
+    plans = (choose(model, _least_workload(model, settings, count, min(totals), has_gpus=has_gpus)) for count in counts)
     return list(_drop_useless([_layout(plan, has_gpus=has_gpus) for plan in plans]))
+
+
+def read_architecture(shape: ModelShape) -> Architecture:
+    """The planner's architecture of a served base model. Raises SettingsError for families that it does not know."""
+    model = read_directory(Path(shape.path))
+    return model if shape.vision is not None else replace(model, vision_parameters=0, tower_activations=0.0)
+
+
+def read_degrees(settings: ModelSettings) -> Degrees:
+    data, tensor, context, experts, pipeline = (getattr(settings, name) or 1 for name in DEGREES)
+    return Degrees(data, tensor, settings.shard_base, context, experts, pipeline)
+
+
+def has_degrees(settings: ModelSettings) -> bool:
+    """Whether the settings say how to divide a model, so that no plan chooses it."""
+    return settings.shard_base or any(getattr(settings, name) for name in DEGREES)
+
+
+def build_workload(
+    model: Architecture, settings: ModelSettings, devices: int, memory_bytes: int, *, cuda: bool
+) -> Workload:
+    dtype_setting = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
+    dtype = choose_dtype(dtype_setting, cuda=cuda, stored=model.stored_dtype)
+    workload = Workload(devices, memory_bytes, dtype=dtype, quantize=settings.quantize, cuda=cuda)
+    return replace(workload, machines=settings.machines)
 
 
 def _may_divide(settings: Settings, shape: ModelShape) -> bool:
@@ -101,21 +126,11 @@ def _drop_useless(layouts: list[EngineLayout]) -> Iterator[EngineLayout]:
             yield layout
 
 
-def _build_workload(
+def _least_workload(
     model: Architecture, settings: Settings, devices: int, memory_bytes: int, *, has_gpus: bool
 ) -> Workload:
-    dtype_setting = settings.dtype if settings.dtype in DTYPE_BYTES else "auto"  # the backend refuses others
-    dtype = choose_dtype(dtype_setting, cuda=has_gpus, stored=model.stored_dtype)
-    return Workload(
-        devices,
-        memory_bytes,
-        rank=MIN_RANK,
-        context=MIN_CONTEXT,
-        dtype=dtype,
-        quantize=settings.quantize,
-        cuda=has_gpus,
-        machines=1,
-    )
+    workload = build_workload(model, settings, devices, memory_bytes, cuda=has_gpus)
+    return replace(workload, rank=MIN_RANK, context=MIN_CONTEXT)
 
 
 def _layout(plan: Plan, *, has_gpus: bool) -> EngineLayout:
