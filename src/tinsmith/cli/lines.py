@@ -62,8 +62,8 @@ def report_on_demand(loading: Callable[[], str], output: Console) -> None:
     while True:
         if (names := loading()) != printed_names:
             at = time.monotonic()
-            ended = f"Loading {printed_names} ended after {at - began_at:.1f} s."
-            output.print(f"Loading {names} on demand." if names else ended, highlight=False, soft_wrap=True)
+            end_line = f"Loading {printed_names} ended after {at - began_at:.1f} s."
+            output.print(f"Loading {names} on demand." if names else end_line, highlight=False, soft_wrap=True)
             printed_names, began_at = names, at
         time.sleep(LOADING_POLL_S)
 

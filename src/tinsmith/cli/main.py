@@ -122,9 +122,9 @@ def _option(name: str, group: str | None) -> inspect.Parameter:
     help_text = escape(" ".join((field.description or "").split()) + default)
     option = typer.Option(flag, help=help_text, rich_help_panel=group)
     model = typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help=MODEL_HELP, rich_help_panel=group)
-    many = get_origin(field.annotation) is tuple
-    annotation = Annotated[list[str] | None, model if name == "models" else option]
-    annotation = annotation if many else Annotated[kind | None, option]
+    is_repeated = get_origin(field.annotation) is tuple
+    repeated = Annotated[list[str] | None, model if name == "models" else option]
+    annotation = repeated if is_repeated else Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

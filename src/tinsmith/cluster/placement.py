@@ -83,9 +83,9 @@ def decide(base_model: str, survey: Survey, engines: Sequence[PlacedEngine]) -> 
     else:
         return Full(_explain(base_model, survey, free, engines))
     for engine in list(ending):
-        others = [other for other in ending if other is not engine]
-        if _place(survey.layouts, _add(free, others, +1)):
-            ending = others
+        remaining = [other for other in ending if other is not engine]
+        if _place(survey.layouts, _add(free, remaining, +1)):
+            ending = remaining
     return MakeRoom([engine.base_model for engine in ending])
 
 

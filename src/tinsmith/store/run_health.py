@@ -58,8 +58,8 @@ def list_run_warnings(
     since = last_request_at if oldest_waiting_at is None else oldest_waiting_at
     waited_s = at - max([since, *(point.recorded_at for point in trained[-1:])])
     if status.name in ("running", "idle") and trained and waited_s > max(STALLED_S, STALLED_STEPS * _step_s(trained)):
-        what = "its client asked for nothing" if oldest_waiting_at is None else "a request has waited"
-        warnings.append(RunWarning("stalled", f"{what} for {waited_s / 60:.0f} min, and no step has ended since"))
+        stall = "its client asked for nothing" if oldest_waiting_at is None else "a request has waited"
+        warnings.append(RunWarning("stalled", f"{stall} for {waited_s / 60:.0f} min, and no step has ended since"))
     return warnings
 
 

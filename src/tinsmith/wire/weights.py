@@ -122,8 +122,8 @@ class ParallelismBody(ClosedBody):
         if self.num_gpus is None:
             return degrees
         group = math.prod(size for name, size in degrees.items() if name not in ("expert_parallel", "data_parallel"))
-        data, rest = divmod(self.num_gpus, group)
-        if rest or degrees.get("data_parallel", data) != data:
+        data, remainder = divmod(self.num_gpus, group)
+        if remainder or degrees.get("data_parallel", data) != data:
             raise UserError(
                 f"parallelism_config.num_gpus is {self.num_gpus}, which the other degrees do not divide: {degrees}; "
                 "give their product, or leave num_gpus out"

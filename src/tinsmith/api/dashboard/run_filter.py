@@ -187,8 +187,8 @@ def _compare(name: str, sign: str, target: str) -> Condition:
             return text in _text_of(value).casefold()
         if target_number is None:
             return isinstance(value, str) and _ORDERS[sign](value.casefold(), text)
-        number = to_number(value) if isinstance(value, str) else value
-        return number is not None and _ORDERS[sign](number, target_number)
+        value_number = to_number(value) if isinstance(value, str) else value
+        return value_number is not None and _ORDERS[sign](value_number, target_number)
 
     def fits_any(values: Values) -> bool:
         value = values.get(name)

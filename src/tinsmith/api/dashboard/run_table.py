@@ -58,8 +58,8 @@ def list_values(run: JsonObject, logged: Point | None, trained: Point | None) ->
     if isinstance(settings, Mapping):
         for name, value in settings.items():
             if name not in _DESCRIBED:
-                number = to_number(str(value))
-                values[str(name)] = str(value) if number is None else number
+                setting_number = to_number(str(value))
+                values[str(name)] = str(value) if setting_number is None else setting_number
     for name, key in FACTS.items():
         fact = run[key]
         if isinstance(fact, int | float | str) and fact != "":
@@ -75,11 +75,11 @@ def list_values(run: JsonObject, logged: Point | None, trained: Point | None) ->
     return values
 
 
-def split_names(field: str, text: str, most: int) -> list[str]:
-    """Names separated by commas; a comma within a name is written %2C. Raises RequestError for more than `most`."""
+def split_names(field: str, text: str, max_names: int) -> list[str]:
+    """Names separated by commas; a comma within a name is written %2C. Raises RequestError beyond `max_names`."""
     names = list(dict.fromkeys(unquote(part).strip() for part in text.split(",") if part.strip()))
-    if len(names) > most:
-        raise RequestError(field, f"{field} has {len(names)} names; at most {most} are possible")
+    if len(names) > max_names:
+        raise RequestError(field, f"{field} has {len(names)} names; at most {max_names} are possible")
     return names
 
 
@@ -119,10 +119,10 @@ def _label(value: Value | None) -> str:
 
 def _summarise(values: Sequence[Value]) -> JsonObject:
     """The mean and sample standard deviation (None of one value), or the common value and how many there are."""
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    if numbers and len(numbers) == len(values):
-        deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
-        return {"mean": statistics.fmean(numbers), "deviation": deviation, "count": len(numbers)}
+    numeric_values = [float(value) for value in values if isinstance(value, int | float)]
+    if numeric_values and len(numeric_values) == len(values):
+        deviation = statistics.stdev(numeric_values) if len(numeric_values) > 1 else None
+        return {"mean": statistics.fmean(numeric_values), "deviation": deviation, "count": len(numeric_values)}
     labels = {_label(value) for value in values}
     return {"value": values[0] if len(labels) == 1 else None, "different": len(labels), "count": len(values)}
 

@@ -75,7 +75,7 @@ def list_machine_warnings(directory: Path) -> list[JsonObject]:
     return entries
 
 
-def _describe_full(what: str, free: int, total: int) -> JsonObject:
-    kind = f"{what} nearly full"
-    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the server's {what} are free"
+def _describe_full(resource: str, free: int, total: int) -> JsonObject:
+    kind = f"{resource} nearly full"
+    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the server's {resource} are free"
     return {"key": kind, "kind": kind, "text": text, "run": None, "name": None}

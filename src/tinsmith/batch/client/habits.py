@@ -46,18 +46,21 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     ValueError for two that contradict each other."""
     ours = dict(options)
     num_proc = ours.pop("num_proc", None)
-    least, most = _least_and_most(ours.pop("concurrency", None))
-    if num_proc is not None and most not in (None, num_proc):
+    min_workers, max_workers = _least_and_most(ours.pop("concurrency", None))
+    if num_proc is not None and max_workers not in (None, num_proc):
         raise ValueError(
             f"num_proc is {num_proc!r} and concurrency is {options['concurrency']!r}; they are one option: give one"
         )
     stated = ours.pop("min_concurrency", None)
-    if None not in (stated, least) and stated != least:
+    if None not in (stated, min_workers) and stated != min_workers:
         raise ValueError(
             f"min_concurrency is {stated!r} and concurrency is {options['concurrency']!r}; give the minimum once"
         )
-    least = least if stated is None else stated
-    values = {"concurrency": num_proc if most is None else most, "min_concurrency": None if least == 1 else least}
+    min_workers = min_workers if stated is None else stated
+    values = {
+        "concurrency": num_proc if max_workers is None else max_workers,
+        "min_concurrency": None if min_workers == 1 else min_workers,
+    }
     return ours | {name: value for name, value in values.items() if value is not None}
 
 
@@ -99,8 +102,8 @@ def name_arguments(
     return {**kwargs_by_name, **(kwargs or {})}
 
 
-def refuse_unknown(unknown: Sequence[str], known: Sequence[str]) -> None:
+def refuse_unknown(unknown: Sequence[str], option_names: Sequence[str]) -> None:
     """Raises NotSupportedError if there are options that no method has."""
     if unknown:
         advice = "".join(f". In place of {name}: {ADVICE[name]}" for name in unknown if name in ADVICE)
-        raise NotSupportedError(f"map has no option {list(unknown)}; it has {list(known)}{advice}")
+        raise NotSupportedError(f"map has no option {list(unknown)}; it has {list(option_names)}{advice}")

@@ -127,8 +127,8 @@ def spec_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises NotSupportedError for an option that no method has."""
-    known = sorted(JobOptions.__annotations__)
-    habits.refuse_unknown(sorted(set(options) - set(known)), known)
+    option_names = sorted(JobOptions.__annotations__)
+    habits.refuse_unknown(sorted(set(options) - set(option_names)), option_names)
 
 
 def check_step_options(options: Mapping[str, Any], method: str, is_class: bool) -> None:

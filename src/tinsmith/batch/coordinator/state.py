@@ -375,10 +375,10 @@ class BatchJobs:
     def list_commits(self, job_id: int, after: int, limit: int, order: str = "rows") -> list[CommittedBatch]:
         """The committed batches after a row, in the order of their rows, or after a number of a commit, in the order
         of commits. A number that was read has no lower one after it: the job's row is locked while it is given."""
-        place = STATES.c.commit_number if order == "commits" else STATES.c.start_idx
+        position = STATES.c.commit_number if order == "commits" else STATES.c.start_idx
         query = sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts, STATES.c.commit_number)
-        is_later = sa.and_(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", place > after)
-        rows = self._db.rows(query.where(is_later).order_by(place).limit(limit))
+        is_later = sa.and_(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", position > after)
+        rows = self._db.rows(query.where(is_later).order_by(position).limit(limit))
         return [CommittedBatch(RowRange(row.start_idx, row.end_idx), row.parts, row.commit_number) for row in rows]
 
     def list_committed_batches(
