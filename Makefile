@@ -19,7 +19,7 @@ VERSIONED := $(addprefix tests/unit/test_,families.py start_check.py wrappers.py
 	$(addprefix tests/e2e/test_,journeys.py sampling_live.py numerics_live.py)
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
-	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy mutants \
+	test-clients test-sdks test-newest test-oldest test-families test-ranks test-gpu test-harness test-vllm test-sglang test-ray test-benchmarks test-browser test-fuzz lint-deploy mutants \
 	format bench bench-quick bench-gpu release clean
 
 demo: $(STAMP)
@@ -94,6 +94,10 @@ test-oldest: $(STAMP)
 # vLLM's versions and the pinned ones do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
 	$(PYTEST) tests/e2e/test_vllm_export.py tests/e2e/test_vllm_sampler.py
+
+# The same of SGLANG_PYTHON, an interpreter that has SGLang; on a CPU without its CUDA kernels.
+test-sglang: $(STAMP)
+	$(PYTEST) tests/e2e/test_sglang_sampler.py
 
 # The benchmarks that are no part of `make bench`, each as small as it gets; what they find is not looked at.
 test-benchmarks: $(STAMP)

@@ -4,9 +4,9 @@
     python benchmarks/batch_models.py --sizes m50 --rows 500 --runs 5
 
 Answers have a long tail: `/v1/batches` and `/v1/completions` get 4 to 256 tokens a request, `Sample` and the SDK
-stop at words that end an answer after 64 to 128 tokens on average and 256 at most. The ways alternate, so that the machine's
-state is the same for all. Prints tokens per second (medians) and their ratios to the client's, of runs next to each
-other. A job's time includes its start and its outputs.
+stop at words that end an answer after 64 to 128 tokens on average and 256 at most. The ways alternate, so that the
+machine's state is the same for all. Prints tokens per second (medians) and their ratios to the client's, of runs next
+to each other. A job's time includes its start and its outputs.
 """
 
 from __future__ import annotations

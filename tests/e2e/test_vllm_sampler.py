@@ -11,9 +11,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -28,33 +26,35 @@ from recipes.table import ROWS
 from recipes.workplace import make_workplace
 from support import external_engines
 from support.live import API_KEY, LiveServer, serving
-from tinsmith.backends import Backend, run_to_end
+from support.real_engines import (
+    BOUND,
+    DRAWN,
+    PATIENCE_S,
+    PROMPT,
+    VERSIONS,
+    Pair,
+    agree,
+    answers,
+    logprobs_of,
+    make_sample,
+    train,
+)
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.with_remote_sampler import memory_directory, with_remote_sampler
 from tinsmith.base_models import eos_token_ids, nano, read_shape
-from tinsmith.samplers import Sampler
-from tinsmith.samplers.remote.client import ExternalSampler, RemoteEngine
+from tinsmith.samplers.remote.client import RemoteEngine
 from tinsmith.samplers.remote.dialect import EngineRequest, PromptScoring
 from tinsmith.samplers.remote.vllm import VllmDialect
 from tinsmith.types import (
-    AdamParams,
     Adjustments,
-    Datum,
     LoraSpec,
-    OptimStep,
-    Pass,
-    Sample,
-    SampleResult,
     SamplingParams,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-BOUND = 1e-4
 OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16", "--max-lora-rank", "32")
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-PATIENCE_S = 600.0
-PROMPT = np.random.default_rng(0).integers(3, 500, 24).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +65,6 @@ def python() -> str:
     return interpreter
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The same versions in both samplers: `layers` without and `everything` with an adapter of the unembedding."""
-
-    backend: Backend
-    local: Sampler
-    vllm: ExternalSampler
-
-
 @pytest.fixture(scope="module")
 def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp("vllm")
@@ -82,48 +73,14 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     memory = memory_directory(directory, "pair")
     engine = RemoteEngine(directory / "adapters", directory / "log", memory, python=python, options=OPTIONS)
     backend = with_remote_sampler(trainer, "vllm", engine, shape, eos_token_ids(shape))
-    vllm = backend.sampler
     try:
         for name, unembed, seed in (("layers", False, 1), ("other", False, 2), ("everything", True, 3)):
             train(backend, name, LoraSpec(rank=8, seed=seed, train_unembed=unembed))
-        yield Pair(backend, trainer.sampler, vllm)
+        yield Pair(backend, trainer.sampler, backend.sampler)
     finally:
-        vllm.close()
+        backend.sampler.close()
         # Adapters lie in memory wherever a file system there can be written to.
         assert memory is None or not list((directory / "adapters").iterdir())
-
-
-def train(backend: Backend, name: str, spec: LoraSpec) -> None:
-    tokens = np.random.default_rng(spec.seed).integers(3, 500, 40).astype(np.int32)
-    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(39, np.float32)}
-    backend.create_model(name, spec)
-    for _ in range(3):
-        run_to_end(backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)]))
-        backend.optim_step([OptimStep("o", name, AdamParams(1e-2))])
-    backend.publish(name, name)
-
-
-def answers(sampler: Sampler, *samples: Sample, submitted: int = 0) -> list[SampleResult]:
-    """Of these samples, of which the last `submitted` already are."""
-    outcomes: dict[str, object] = {}
-    for sample in samples[: len(samples) - submitted]:
-        sampler.submit(sample)
-    deadline = time.monotonic() + PATIENCE_S
-    while sampler.has_work and time.monotonic() < deadline:
-        outcomes.update(sampler.step())
-    results = [outcomes[sample.request_id] for sample in samples]
-    assert all(isinstance(result, SampleResult) for result in results), results
-    return cast("list[SampleResult]", results)
-
-
-def make_sample(name: str, version: str | None, n: int = 1, prompt: np.ndarray = PROMPT, **options: object) -> Sample:
-    fields = set(SamplingParams.__dataclass_fields__)
-    params = {"max_tokens": 8, "temperature": 0.0} | {key: value for key, value in options.items() if key in fields}
-    sample_options = {key: value for key, value in options.items() if key not in fields}
-    return Sample(name, version, prompt, n, SamplingParams(**params), **sample_options)  # pyright: ignore[reportArgumentType]
-
-
-VERSIONS = [None, "layers", "other", "everything"]
 
 
 def test_greedy_answers_and_all_logprobs_are_ours(pair: Pair) -> None:
@@ -140,34 +97,10 @@ def test_greedy_answers_and_all_logprobs_are_ours(pair: Pair) -> None:
     samples += [make_sample(f"tokens-{v}", v, max_tokens=24, stop_tokens=(34, 77, 81)) for v in VERSIONS]
     last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
     samples += [make_sample(f"last-{v}", v, **last) for v in VERSIONS]
-    for sample, ours, theirs in zip(samples, answers(pair.local, *samples), answers(pair.vllm, *samples), strict=True):
+    for sample, ours, theirs in zip(
+        samples, answers(pair.local, *samples), answers(pair.external, *samples), strict=True
+    ):
         agree(sample.request_id, ours, theirs)
-
-
-def agree(name: str, ours: SampleResult, theirs: SampleResult) -> None:
-    (our_sequence,), (their_sequence,) = ours.sequences, theirs.sequences
-    assert their_sequence.tokens_T.tolist() == our_sequence.tokens_T.tolist(), name
-    assert their_sequence.stop_reason == our_sequence.stop_reason, name
-    pairs = [(our_sequence.logprobs_T, their_sequence.logprobs_T), (ours.prompt_logprobs_T, theirs.prompt_logprobs_T)]
-    pairs.append((ours.target_prompt, theirs.target_prompt))  # pyright: ignore[reportArgumentType]
-    for our_values, their_values in ((our_sequence.topk, their_sequence.topk), (ours.topk_prompt, theirs.topk_prompt)):
-        if our_values is not None and their_values is not None:
-            np.testing.assert_array_equal(their_values.token_ids_Tk, our_values.token_ids_Tk, err_msg=name)
-            pairs.append((our_values.logprobs_Tk, their_values.logprobs_Tk))
-    for our_values, their_values in pairs:
-        assert (our_values is None) == (their_values is None), name
-        if our_values is not None and their_values is not None:
-            np.testing.assert_allclose(their_values, our_values, atol=BOUND, rtol=0, err_msg=name)
-
-
-DRAWN = {
-    "temperature 1": {"temperature": 1.0},
-    "temperature 0.7": {"temperature": 0.7},
-    "temperature 2": {"temperature": 2.0},
-    "top_p": {"temperature": 1.0, "top_p": 0.5},
-    "top_k": {"temperature": 1.0, "top_k": 3},
-    "min_p": {"temperature": 1.0, "adjustments": Adjustments(min_p=0.2)},
-}
 
 
 @pytest.mark.parametrize("version", ["layers", "everything"])
@@ -176,8 +109,8 @@ def test_drawn_answers_have_our_logprobs_and_seeds_repeat_them(pair: Pair, versi
         make_sample(f"{name}-{i}", version, 3, seed=5, **options) for name, options in DRAWN.items() for i in range(2)
     ]
     samples += [make_sample("streamed", version, 3, seed=5, temperature=0.7, stream=True)]
-    results = dict(zip([sample.request_id for sample in samples], answers(pair.vllm, *samples), strict=True))
-    assert pair.vllm.partials()
+    results = dict(zip([sample.request_id for sample in samples], answers(pair.external, *samples), strict=True))
+    assert pair.external.partials()
     tokens = {name: [s.tokens_T.tolist() for s in result.sequences] for name, result in results.items()}
     assert tokens["streamed"] == tokens["temperature 0.7-0"]
     for name, options in DRAWN.items():
@@ -188,27 +121,14 @@ def test_drawn_answers_have_our_logprobs_and_seeds_repeat_them(pair: Pair, versi
     assert len({tuple(tokens_of_sequence) for tokens_of_sequence in tokens["temperature 2-0"]}) == 3
 
 
-def logprobs_of(pair: Pair, version: str | None, tokens_T: np.ndarray, temperature: float) -> Sequence[float]:
-    """By the torch backend's sampler, from the whole vocabulary."""
-    all_tokens = np.concatenate([PROMPT, tokens_T]).astype(np.int32)
-    (result,) = answers(
-        pair.local, make_sample("whole", version, prompt=all_tokens, max_tokens=1, topk_prompt_logprobs=512)
-    )
-    assert result.topk_prompt is not None
-    ids, logprobs = result.topk_prompt.token_ids_Tk[len(PROMPT) :], result.topk_prompt.logprobs_Tk[len(PROMPT) :]
-    scaled = logprobs.astype(np.float64) / temperature
-    total = np.log(np.exp(scaled).sum(1))
-    return [float(scaled[at][ids[at] == token][0] - total[at]) for at, token in enumerate(tokens_T)]
-
-
 def test_versions_alternate_and_never_mix(pair: Pair) -> None:
     samples = [make_sample(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in VERSIONS]
     ours = {version: answers(pair.local, make_sample("one", version, max_tokens=8))[0] for version in VERSIONS}
-    for sample, theirs in zip(samples, answers(pair.vllm, *samples), strict=True):
+    for sample, theirs in zip(samples, answers(pair.external, *samples), strict=True):
         agree(sample.request_id, ours[sample.version_id], theirs)
     pair.backend.publish("other", "layers")  # the same name, other weights
     (ours_now,) = answers(pair.local, make_sample("now", "layers", max_tokens=8))
-    (theirs_now,) = answers(pair.vllm, make_sample("now", "layers", max_tokens=8))
+    (theirs_now,) = answers(pair.external, make_sample("now", "layers", max_tokens=8))
     agree("replaced", ours_now, theirs_now)
     pair.backend.publish("layers", "layers")
 
@@ -225,7 +145,7 @@ def shape_of(value: object) -> object:
 
 
 def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: Path) -> None:
-    answers(pair.vllm, make_sample("up", None))
+    answers(pair.external, make_sample("up", None))
     dialect = VllmDialect(frozenset({2}), 512)
     params = SamplingParams(max_tokens=3, temperature=1.0)
     ask = EngineRequest("id", None, PROMPT.tolist(), params, 3, seed=3, topk=2)
@@ -237,7 +157,7 @@ def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: P
     requests = [("/v1/completions", body) for body in bodies]
     requests += [("/v1/load_lora_adapter", {"lora_name": "none", "lora_path": str(tmp_path / "none")})]
     requests += [("/v1/unload_lora_adapter", {"lora_name": "none"})]
-    real = cast(str, pair.vllm._connection.url)
+    real = cast(str, pair.external._connection.url)
     fake = external_engines.Engine(vocab_size=512, context=2048)
     with external_engines.running("vllm", fake):
         for path, body in requests:
@@ -288,20 +208,20 @@ def test_a_trainer_and_vllm_take_turns_on_a_device(pair: Pair, shared: Pair) -> 
     """The answers are those of a trainer that never slept, and no request is lost in between."""
 
     def is_sleeping() -> bool:
-        return httpx.get(f"{shared.vllm.address}/is_sleeping").json()["is_sleeping"]
+        return httpx.get(f"{shared.external.address}/is_sleeping").json()["is_sleeping"]
 
     (base,) = answers(pair.local, make_sample("base", None))
-    agree("base", base, answers(shared.vllm, make_sample("up", None))[0])
+    agree("base", base, answers(shared.external, make_sample("up", None))[0])
     for turn in range(2):
         name, spec = f"turn-{turn}", LoraSpec(rank=8, seed=turn, train_unembed=False)
         assert not is_sleeping()
         queued = make_sample(f"queued-{turn}", None)
-        shared.vllm.submit(queued)
+        shared.external.submit(queued)
         train(shared.backend, name, spec)
         assert is_sleeping()
         train(pair.backend, name, spec)
         (ours,) = answers(pair.local, make_sample("ours", name, max_tokens=16))
-        theirs, late = answers(shared.vllm, make_sample(f"its-{turn}", name, max_tokens=16), queued, submitted=1)
+        theirs, late = answers(shared.external, make_sample(f"its-{turn}", name, max_tokens=16), queued, submitted=1)
         agree(name, ours, theirs)
         agree("queued", base, late)
 

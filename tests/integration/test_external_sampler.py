@@ -147,6 +147,15 @@ def test_a_penalty_changes_what_is_drawn(open_setup: Open) -> None:
     assert repeated.sequences[0].stop_reason in ("stop", "length")
 
 
+def test_penalties_are_refused_where_sglang_applies_them_a_token_late(open_setup: Open) -> None:
+    setup = open_setup("sglang", Fake(counts_newest_token=False))
+    penalised = sample("late", temperature=0.0, adjustments=Adjustments(presence_penalty=0.5))
+    biased = sample("biased", temperature=0.0, adjustments=Adjustments(logit_bias=((3, 1.0),)))
+    outcomes = setup.run(penalised, biased)
+    assert isinstance(outcomes["late"], NotSupportedError) and "--disable-overlap-schedule" in str(outcomes["late"])
+    assert isinstance(outcomes["biased"], SampleResult)
+
+
 @pytest.mark.parametrize("dialect", [VllmDialect, SglangDialect])
 def test_a_logprob_that_is_equal_by_chance_is_not_taken_for_the_mode(
     dialect: type[VllmDialect] | type[SglangDialect],
@@ -292,6 +301,8 @@ def test_a_budget_that_is_a_target_is_ignored(kind: str, open_setup: Open) -> No
 
 def test_a_seed_is_refused_where_none_is_known(open_setup: Open) -> None:
     setup = open_setup("sglang", Fake(deterministic=False))
+    early = setup.run(sample("early"))["early"]  # submitted before the engine was up
+    assert isinstance(early, NotSupportedError) and "enable-deterministic-inference" in str(early)
     setup.answer(sample("up", seed=None))
     with pytest.raises(NotSupportedError, match="enable-deterministic-inference"):
         setup.sampler.submit(sample("seeded"))
@@ -569,12 +580,13 @@ def test_sglang_without_seeds_does_not_stream(open_setup: Open) -> None:
 @pytest.mark.parametrize(
     ("version", "modules", "is_taken"),
     [("0.5.18", ("all",), True), ("0.5.10.post1", ("q_proj", "lm_head"), True), ("0.5.18", ("q_proj",), False),
-     ("0.5.9", ("all",), False), ("", ("all",), False)],
+     ("0.5.9", ("all",), False), ("", ("all",), False), ("0.5.23 torch_native", ("all",), False)],
 )  # fmt: skip
 def test_sglang_takes_unembeddings_where_it_can(
     version: str, modules: tuple[str, ...], is_taken: bool, open_setup: Open
 ) -> None:
-    setup = open_setup("sglang", Fake(version=version, lora_target_modules=modules))
+    number, _, lora_backend = version.partition(" ")
+    setup = open_setup("sglang", Fake(version=number, lora_target_modules=modules, lora_backend=lora_backend))
     setup.publish("v", 0.4)
     capture_version = setup.trainer.capture_version
 

@@ -72,6 +72,8 @@ class Engine:
     """The hub that adapters are downloaded from, HF_ENDPOINT of a real engine."""
     version: str = "0.5.18"
     lora_target_modules: tuple[str, ...] = ("all",)
+    lora_backend: str = "csgmv"
+    counts_newest_token: bool = True
     incremental: bool = False
     """Whether SGLang runs with --incremental-streaming-output."""
     cut_after: int = 0
@@ -418,7 +420,8 @@ def sglang_app(engine: Engine) -> Starlette:
 
     async def server_info(_: Request) -> Response:
         info = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic, "version": engine.version}
-        info["lora_target_modules"] = list(engine.lora_target_modules)
+        info |= {"lora_target_modules": list(engine.lora_target_modules), "lora_backend": engine.lora_backend}
+        info["disable_overlap_schedule"] = engine.counts_newest_token
         return JSONResponse({**info, "context_length": engine.context})
 
     async def load(request: Request) -> Response:

@@ -34,6 +34,7 @@ from tinsmith.base_models import nano
 from tinsmith.base_models.nano import PromptExample, Split, draw
 from tinsmith.errors import SettingsError
 from tinsmith.exchange.metrics import RunMetrics
+from tinsmith.settings.environment import demo_environment
 
 SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
 RL_TASK, RL_STEPS, RL_PROMPTS, RL_GROUP, RL_RATE = "add", 24, 16, 8, 1e-3
@@ -293,7 +294,7 @@ def _running_server(data_dir: Path) -> Iterator[str]:
     log_path = data_dir / "server.log"
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=demo_environment(), start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         _await_answer(process, url, log_path)

@@ -22,6 +22,9 @@ MALLOC_TUNABLES = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
+DEVICE_SETTINGS = frozenset(f"{PREFIX}{name}" for name in ("DEVICE", "DTYPE", "LOG_LEVEL"))
+"""The settings in the environment that the demo's server takes."""
+
 CACHED_MATMULS = 128
 """Most compiled matrix products in an engine's caches."""
 
@@ -97,6 +100,13 @@ def role_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(PREFIX) and name not in RAY_ACTOR_VARIABLES
     }
+
+
+def demo_environment() -> dict[str, str]:
+    """Return the environment of the demo's own server. The settings in this one are another server's, whose address,
+    database and models a demo must not use (in a container, all interfaces); only those of the device are kept.
+    """
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) or name in DEVICE_SETTINGS}
 
 
 def ray_variables(token_path: Path | None = None) -> dict[str, str]:

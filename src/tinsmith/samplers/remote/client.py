@@ -447,6 +447,8 @@ class ExternalSampler:
                 )
 
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
+        # A request that came before the engine was up was checked without what the engine reports of itself.
+        self._dialect.check(job.sample.params, alternatives=job.sample.prompt_alt_tokens_k)
         publish = partial(self._publish, job)
         if job.version is None:
             return await job.translator.result(self, None, publish, by_token=False)

@@ -10,8 +10,11 @@ end with the new tokens, and `completion_tokens` tells how many there are in all
 
 Adapters of the unembedding are for versions that apply them to tied embeddings, too, taken to begin with 0.5.10.
 Logprobs of prompts with such an adapter were wrong in some versions, so these prompts are scored token by token.
+Its default, overlapped schedule applies penalties a token late (0.5.23), so they are for --disable-overlap-schedule.
+With --lora-backend torch_native (0.5.23), the first token of an answer gets the adapter of another request in its
+batch, so there such adapters are refused; by their sources, the other backends assign the rows correctly.
 
-Written after published sources of versions up to 0.5.18; no SGLang was run. This module knows no connection.
+SGLang 0.5.23 was run on a CPU, without seeds and sleep. This module knows no connection.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ MAX_TARGET_IDS = 4096
 """The most target ids of one request; the reply has a logprob for each id at each position."""
 
 MIN_UNEMBEDDING_VERSION = (0, 5, 10)
+MIXING_LORA_BACKEND = "torch_native"
+"""It takes rows of the unembedding for rows of the batch, so that requests get each other's adapters."""
+
 MAX_REPLY_LOGPROBS = 2**20
 MAX_PENALTY = 2.0
 
@@ -71,6 +77,7 @@ class SglangDialect(Dialect):
         "--sampling-defaults": "openai",
     }
     _deterministic = True
+    _counts_newest_token = True
 
     def learn(self, answers: Sequence[Json]) -> None:
         model, server = answers
@@ -82,8 +89,13 @@ class SglangDialect(Dialect):
             )
         targets = server.get("lora_target_modules") or ["all"]
         version = _version(str(server.get("version", "")))
-        self.takes_unembeddings = not {"all", "lm_head"}.isdisjoint(targets) and version >= MIN_UNEMBEDDING_VERSION
+        self.takes_unembeddings = (
+            not {"all", "lm_head"}.isdisjoint(targets)
+            and version >= MIN_UNEMBEDDING_VERSION
+            and server.get("lora_backend") != MIXING_LORA_BACKEND
+        )
         self._deterministic = bool(server.get("enable_deterministic_inference"))
+        self._counts_newest_token = bool(server.get("disable_overlap_schedule"))
         self.max_context_length = cast("int | None", server.get("context_length"))
 
     def learn_mode(self, drawn: Sequence[float], scored: Sequence[float]) -> None:
@@ -98,6 +110,11 @@ class SglangDialect(Dialect):
         for name in ("presence_penalty", "frequency_penalty"):
             if abs(getattr(adjustments, name)) > MAX_PENALTY:
                 raise NotSupportedError(f"{name} is {getattr(adjustments, name)}; SGLang knows penalties from -2 to 2")
+            if getattr(adjustments, name) and not self._counts_newest_token:
+                raise NotSupportedError(
+                    f"{name} is not supported by this SGLang, whose schedule applies penalties a token late: start it "
+                    "with --disable-overlap-schedule"
+                )
         if not params.stop_eos and (params.stop_tokens or params.stop_strings):
             raise NotSupportedError(
                 "stops without end tokens are not supported where SGLang samples: its ignore_eos ignores stops, too"
