@@ -17,7 +17,7 @@ import { drawNotify, watch } from "./warnings.js";
 
 const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
-let shown = null;
+let current = null;
 let hasKey = false;
 let following = null;
 
@@ -60,9 +60,9 @@ addEventListener("keydown", (event) => {
 
 async function route({ focus = true } = {}) {
   if (!hasKey) return;
-  shown?.abort();
-  shown = new AbortController();
-  const { signal } = shown;
+  current?.abort();
+  current = new AbortController();
+  const { signal } = current;
   const [name, ...rest] = parts();
   drawNav(name);
   delete main.dataset.colour;
@@ -72,7 +72,7 @@ async function route({ focus = true } = {}) {
     await PAGES[name].show(main, rest, signal);
   } catch (error) {
     if (signal.aborted || error.name === "AbortError") return;
-    shown.abort();
+    current.abort();
     failed(error);
   }
   if (focus) main.querySelector("h1")?.focus({ preventScroll: true });
@@ -102,7 +102,7 @@ async function begin() {
 
 // Asks for a key, which is sent only to this server.
 function askForKey(reason) {
-  shown?.abort();
+  current?.abort();
   followMachine(false);
   const ended = hasKey && key.get();
   hasKey = false;

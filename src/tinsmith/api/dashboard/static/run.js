@@ -10,6 +10,7 @@ import { figuresIn } from "./figures.js";
 import { lineage } from "./lineage.js";
 import { csvOf, download, lineOf, metricsOf, rewardless } from "./metrics.js";
 import { nameOf, statusOf } from "./overview.js";
+import { playgroundOf } from "./playground.js";
 import { facts } from "./table.js";
 
 const HINT = `from tinsmith.exchange.metrics import RunMetrics
@@ -64,6 +65,7 @@ export async function showRun(main, id, signal) {
   };
   const lookAtRun = async () => {
     const run = await get(path`/dashboard/runs/${id}`, signal);
+    drawCompare(run.base_model, (base) => h("a", { href: playgroundOf(base, `tinker://${id}`) }, "Compare with its base model"));
     drawAbout(run, () => describe(run, () => edit(run, lookAtRun)));
     heading.textContent = `Run ${nameOf(run)}`;
   };
@@ -72,7 +74,7 @@ export async function showRun(main, id, signal) {
     drawLinks(links, () => lineage(id, links));
   };
   const lookAtCheckpoints = async () => {
-    const found = await get(path`/training_runs/${id}/checkpoints`, signal);
+    const found = await get(`/dashboard/checkpoints?${new URLSearchParams({ run_id: id, limit: 500 })}`, signal);
     drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
   };
   const name = `run-${shortId(id).replaceAll(":", "-")}`;
@@ -81,6 +83,9 @@ export async function showRun(main, id, signal) {
     button("JSON", () => download(`${name}.json`, "application/json", JSON.stringify(points.all(), null, 1)), { class: "plain", "aria-label": "Download all metrics as JSON" }),
   ];
   controls.append(h("span", {}, "Download", files), h("a", { href: `#/samples?${new URLSearchParams({ run: id })}` }, "Samples of this run"));
+  const compare = h("div", { class: "uses" });
+  const drawCompare = keep(compare);
+  controls.append(compare);
   const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Lineage", related));
   await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints), poll(signal, 30, lookAtLinks)]);
 }
