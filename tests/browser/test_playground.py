@@ -1,4 +1,4 @@
-"""The playground in Chromium, on a live server: conversations with several models, tools, tokens, and lines for training."""
+"""The playground in Chromium, on a live server: conversations with several models, tools, tokens, and saved lines."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(browser: Bro
     browser.one("#result1-0").send_keys("sunny")
     browser.click(".results button", "Send the result")
     browser.until(lambda: len(browser.all(".message.assistant .about")) == 2, "the answer to the result")
-    assert browser.text(".message.tool").startswith("result of weather")
+    assert browser.text(".message.returned").startswith("result of weather")
     line = json.loads(copied_text(browser, "Copy conversation 1 as a JSON line"))
     user, call, result, answer = line["messages"]
     assert (user["role"], call["role"], answer["role"]) == ("user", "assistant", "assistant")

@@ -108,7 +108,7 @@ function actions(row, again) {
 
 function nameCell(row) {
   const { name } = partsOf(row);
-  return h("span", { title: row.tinker_path }, name, copyButton(`the path of ${name}`, row.tinker_path));
+  return h("span", { title: row.tinker_path }, name, " ", copyButton(`the path of ${name}`, row.tinker_path));
 }
 
 function runCell(row) {

@@ -97,7 +97,7 @@ function drawTurn(turn, name, isLast) {
   const title = TITLES[message.role](message);
   const copy = message.content ? copyButton(`the text of the ${title}`, message.content) : null;
   const body = message.role === "assistant" ? drawAnswer(turn, name, isLast) : h("p", { class: "text" }, message.content);
-  return h("div", { class: `message ${message.role}` }, h("p", { class: "quiet" }, title, " ", copy), body);
+  return h("div", { class: `message ${message.role === "tool" ? "returned" : message.role}` }, h("p", { class: "quiet" }, title, " ", copy), body);
 }
 
 // Makes a column. `read` returns {params, system, tools, toolChoice}; it may throw. `remove` is called with the column.

@@ -1,7 +1,7 @@
 // Routing, the key and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
 
 import { ApiError, forgetKey, get, key, shareKey } from "./api.js";
-import { button, h, page, put, tell } from "./dom.js";
+import { button, copyText, h, page, put, tell } from "./dom.js";
 import account from "./account.js";
 import checkpoints from "./checkpoints.js";
 import jobs from "./jobs.js";
@@ -168,5 +168,6 @@ document.querySelector("a.skip").addEventListener("click", (event) => {
 });
 listen(Object.fromEntries(Object.entries(PAGES).map(([name, { title }]) => [name, title])));
 drawTheme();
+document.getElementById("link").addEventListener("click", () => copyText(location.href));
 drawNotify(document.getElementById("notify"), tell);
 shareKey().then(begin);

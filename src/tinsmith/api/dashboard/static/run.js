@@ -1,10 +1,9 @@
 // The page of one run: properties, curves in groups, and checkpoints.
 
-import { copyButton } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { curve } from "./charts.js";
 import { listed } from "./checkpoints.js";
-import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
+import { button, code, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
 import { count, seconds, shortId, when } from "./format.js";
 import { figuresIn } from "./figures.js";
 import { lineage } from "./lineage.js";
@@ -54,7 +53,7 @@ export async function showRun(main, id, signal) {
       const line = lineOf(all, metric, start);
       return { metric, args: [line.xs, line.values, line] };
     }));
-    if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
+    if (rewardless(metrics)) keepHint(true, () => empty("This run logs no reward. Three lines in the training loop show it here:", HINT, "the lines that log a reward"));
     else put(hint);
   }
   const keepHint = keep(hint);
@@ -119,7 +118,7 @@ function describe(run, change) {
     ["Project", run.project_id],
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
-    ["Path", h("span", {}, h("code", {}, `tinker://${run.model_id}`), copyButton("the path of the run", `tinker://${run.model_id}`))],
+    ["Path", code(`tinker://${run.model_id}`, "the path of the run")],
     ["Notes", notes ? h("pre", { class: "notes" }, notes) : null],
     ...Object.entries(metadata).map(([name, value]) => [name, value]),
   ]);

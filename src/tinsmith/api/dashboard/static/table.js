@@ -22,7 +22,7 @@ export function table(caption, columns, rows, { sorted = null, none = "Nothing h
 
 function cell(column, row, index) {
   const text = column.copy?.(row);
-  const inside = text ? h("span", {}, column.cell(row), copyButton(`${column.label.toLowerCase()} ${text}`, text)) : column.cell(row);
+  const inside = text ? h("span", {}, column.cell(row), " ", copyButton(`${column.label.toLowerCase()} ${text}`, text)) : column.cell(row);
   const attributes = { class: column.number ? "number" : column.kind, "data-label": column.label };
   return index === 0 ? h("th", { scope: "row", ...attributes }, inside) : h("td", attributes, inside);
 }
@@ -50,5 +50,5 @@ export function pager({ offset, limit, total_count: total }, move) {
 
 export function facts(pairs) {
   const present = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h("dl", { class: "facts" }, present.map(([name, value]) => h("div", { class: ["CODE", "PRE"].includes(value.tagName) ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
+  return h("dl", { class: "facts" }, present.map(([name, value]) => h("div", { class: ["CODE", "PRE"].includes(value.tagName) || value.className === "code-line" ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
 }
