@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from axe_core_python.selenium import Axe
 from selenium.webdriver.common.keys import Keys
 from tinker import types
 
@@ -85,7 +86,7 @@ def test_columns_are_added_and_removed(browser: Browser) -> None:
     assert len(browser.all(".column")) == 3
 
 
-def test_a_tool_is_called_and_its_result_continues_the_conversation(browser: Browser) -> None:
+def test_a_tool_is_called_and_its_result_continues_the_conversation(alice: Site, browser: Browser) -> None:
     open_playground(browser, f"models={BASE.replace('/', '%252F')}&max_tokens=120&tool_choice=required")
     browser.click(".definitions summary")
     browser.click("button", "Insert an example")
@@ -100,6 +101,11 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(browser: Bro
     browser.one("#result1-0").send_keys("sunny")
     browser.click(".results button", "Send the result")
     browser.until(lambda: len(browser.all(".message.assistant .about")) == 2, "the answer to the result")
+    assert browser.driver.switch_to.active_element.get_attribute("aria-label") == "Conversation 1", "the focus stays"
+    for theme in ("light", "dark"):
+        browser.driver.execute_script("tinsmithTheme.set(arguments[0])", theme)
+        assert Axe().run(browser.driver)["violations"] == [], theme
+    browser.driver.execute_script("tinsmithTheme.set('system')")
     assert browser.text(".message.returned").startswith("result of weather")
     line = json.loads(copied_text(browser, "Copy conversation 1 as a JSON line"))
     user, call, result, answer = line["messages"]
@@ -112,6 +118,9 @@ def test_a_tool_is_called_and_its_result_continues_the_conversation(browser: Bro
         "content": "sunny",
     }
     assert line["tools"][0]["function"]["name"] == "weather"
+    tokenizer = alice.model.get_tokenizer()
+    text = tokenizer.apply_chat_template(line["messages"], tools=line["tools"], tokenize=False)
+    assert call["tool_calls"][0]["function"]["arguments"] in text and "<tool_response>\nsunny\n" in text
 
 
 @pytest.mark.parametrize(("tools", "words"), [("{", "not JSON"), ('[{"name": "weather"}]', "must be a list of")])

@@ -213,6 +213,23 @@ def test_waiting_replaces_one_card_of_a_notebook(monkeypatch: pytest.MonkeyPatch
     assert "10/10 batches" in kernel.states[-1][1]["text/plain"] and terminal.getvalue() == ""
 
 
+@pytest.mark.extended
+def test_a_kernel_replaces_the_state() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    lines = [
+        "from tinsmith.runtime import notebook",
+        "notebook.EVERY_S = 0",
+        "with notebook.LiveDisplay() as display:",
+        "    display.show('first', notebook.card('first', {}))",
+        "    display.show('last', notebook.card('last', {}))",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\n".join(lines))])
+    nbclient.NotebookClient(book, timeout=120).execute()
+    (output,) = book.cells[0].outputs
+    assert output["data"] == {"text/html": card("last", {}), "text/plain": "last"}
+
+
 def test_states_in_quick_succession_are_skipped_but_never_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([100.0, 100.0, *[100.01] * 50])
     monkeypatch.setattr(notebook, "time", SimpleNamespace(monotonic=lambda: next(moments)))

@@ -110,7 +110,7 @@ export class Column {
     this.unanswered = [];
     this.stopper = null;
     this.input = h("input", { id: `model${number}`, list: "models", value: model, spellcheck: "false", autocomplete: "off", on: { change } });
-    this.thread = h("div", { class: "thread", role: "group", "aria-label": `Conversation ${number}` });
+    this.thread = h("div", { class: "thread", tabindex: "-1", role: "group", "aria-label": `Conversation ${number}` });
     const attributes = (what) => ({ class: "plain", "aria-label": `${what} ${number}` });
     this.drop = button("Remove", () => remove(this), attributes("Remove column"));
     this.halt = button("Stop", () => this.stop(), { ...attributes("Stop column"), hidden: true });
@@ -141,10 +141,13 @@ export class Column {
     return this.turns.at(-1)?.message.tool_calls || [];
   }
 
+  // Draws the conversation, and gives its place the focus that a removed or hidden button had.
   draw(...more) {
+    const focused = [this.thread, this.uses, this.halt].some((place) => place.contains(document.activeElement)) ? document.activeElement : null;
     put(this.thread, this.turns.map((turn, index) => drawTurn(turn, this.model, index === this.turns.length - 1)), more);
     this.uses.hidden = !this.turns.length || this.isCompletion || Boolean(this.stopper);
     this.halt.hidden = !this.stopper;
+    if (focused && !focused.checkVisibility()) (this.thread.childElementCount ? this.thread : this.input).focus();
   }
 
   // Sends a message of the user. Returns whether it was answered.
