@@ -110,9 +110,9 @@ class Dataset:
 
     def _repr_html_(self) -> str:
         """The source and the steps. Nothing is read."""
-        limit = None if self._limit is None else f"the first {self._limit:,} rows"
+        limit = None if self._limit is None else f"{self._limit:,}"
         source = self.path or type(self.reader).__name__
-        facts = {"Source": source, "Format": self.input_format, "Limit": limit, "Steps": ", ".join(self._step_names)}
+        facts = {"Source": source, "Format": self.input_format, "Row limit": limit, "Steps": ", ".join(self._step_names)}
         note = f"{NO_OUTPUT}." if self._forgotten else ""
         return notebook.card("Data set", facts, note=note)
 

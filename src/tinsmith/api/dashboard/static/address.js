@@ -18,13 +18,13 @@ export function addressed(defaults) {
   }
   const set = (changes) => {
     Object.assign(values, changes);
-    const kept = queryOf();
+    const address = queryOf();
     for (const [name, value] of Object.entries(values)) {
-      if (value === defaults[name] || (value === "" && !defaults[name])) kept.delete(name);
-      else kept.set(name, String(value));
+      if (value === defaults[name] || (value === "" && !defaults[name])) address.delete(name);
+      else address.set(name, String(value));
     }
     const page = location.hash.split("?")[0] || "#/overview";
-    history.replaceState(null, "", kept.size ? `${page}?${kept}` : page);
+    history.replaceState(null, "", address.size ? `${page}?${address}` : page);
   };
   return { values, set };
 }

@@ -51,9 +51,9 @@ async function setTtl(row, again) {
     h("label", { class: "check", for: "forever" }, forever, "Do not expire"),
   ];
   const read = () => ({ ttl_seconds: forever.checked ? null : Math.round(Number(days.value) * DAY_S) });
-  const asked = await question(`When does ${partsOf(row).name} expire?`, body, "Set", { read });
-  if (!asked) return;
-  await ask("PUT", at(row, "/ttl"), asked);
+  const expiry = await question(`When does ${partsOf(row).name} expire?`, body, "Set", { read });
+  if (!expiry) return;
+  await ask("PUT", at(row, "/ttl"), expiry);
   tell("The expiry is set.");
   await again();
 }
@@ -122,7 +122,7 @@ function metricsCell({ metrics }) {
   return entries.length ? h("span", {}, entries.map(([name, value]) => [h("span", { class: "metric", title: name }, `${METRICS[name] || name} ${number(value)}`), " "])) : "-";
 }
 
-const NONE = "No checkpoints yet. A training client saves them; the first line's can be continued, the second's sampled:";
+const NONE = "No checkpoints yet. The first line saves one to continue from, the second one to sample:";
 const NEXT = 'training_client.save_state("NAME")\ntraining_client.save_weights_for_sampler("NAME")';
 
 export function listed(checkpoints, again, none = [NONE, NEXT]) {

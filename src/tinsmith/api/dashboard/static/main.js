@@ -73,13 +73,13 @@ async function route({ focus = true } = {}) {
   } catch (error) {
     if (signal.aborted || error.name === "AbortError") return;
     current.abort();
-    failed(error);
+    showFailure(error);
   }
   if (focus) main.querySelector("h1")?.focus({ preventScroll: true });
   if (focus) scrollTo(0, 0);
 }
 
-function failed(error) {
+function showFailure(error) {
   if (error.status === 401) return;
   const text = error instanceof ApiError ? error.message : `The dashboard failed: ${error.message}`;
   page(main, error.status === 404 ? "Not found" : "Something went wrong", h("p", {}, text), button("Try again", () => route()));
@@ -96,7 +96,7 @@ async function begin() {
   } catch (error) {
     if (error.status === 401) return;
     hasKey = true;
-    failed(error);
+    showFailure(error);
   }
 }
 

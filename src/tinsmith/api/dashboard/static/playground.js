@@ -86,7 +86,7 @@ function settings(values) {
 class Columns {
   constructor(signal, read, change) {
     this.all = [];
-    this.made = 0;
+    this.numbered = 0;
     this.context = { signal, read, change };
     this.place = h("div", { class: "columns" });
     this.more = button("Add a model", () => this.add(this.all[0].model));
@@ -94,8 +94,8 @@ class Columns {
 
   add(model) {
     const { signal, read, change } = this.context;
-    this.made += 1;
-    const column = new Column(this.made, model, signal, read, (gone) => this.remove(gone), change);
+    this.numbered += 1;
+    const column = new Column(this.numbered, model, signal, read, (dropped) => this.remove(dropped), change);
     this.all.push(column);
     this.place.append(column.place);
     this.tidy();
