@@ -51,6 +51,7 @@ MESSAGE_BATCH = {"requests": [{"custom_id": "a", "params": {"model": MODEL, **RO
 QUERY: Mapping[str, str] = {
     "/audit": "?event_type=all&event_date=2020-01-01",
     "/dashboard/samples": "?limit=5",
+    "/dashboard/checkpoints": "?search=a&limit=5&offset=0",
     "/sessions": "?limit=5&offset=0",
     "/billing/usage/events": "?starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z",
     "/training_runs": "?limit=5&offset=0",

@@ -174,6 +174,7 @@ def test_no_route_and_no_sweep_scans_a_growing_table(harness: Harness, tmp_path:
     services = harness.services
     for path in (
         "dashboard/queue",
+        "dashboard/checkpoints?search=a+b",
         "dashboard/timeline?minutes=60",
         "dashboard/machine",
         "dashboard/overview",

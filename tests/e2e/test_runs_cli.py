@@ -154,6 +154,12 @@ def test_a_run_shows_whether_it_runs_is_done_or_has_diverged(runs: Runs) -> None
                 runs._step(client, rate)
             run_id = client.get_info().model_id
             assert tinsmith.console_url(client) == f"{runs.server.url}/#/runs/{quote(run_id, safe='')}"
+            card = tinsmith.show(client)
+            assert (card.run_id, card.base_model, card.step) == (run_id, "tinsmith/nano", STEPS)
+            assert card.status in repr(card) and "loss_per_token" in card.metrics
+            assert (
+                f'href="{card.url}"' in card._repr_html_() and tinsmith.show(run_id, runs.server.url, API_KEY) == card
+            )
             running = runs.json("runs", "show", run_id)
             assert isinstance(running, dict) and running["status"] == ("running" if rate < 1 else "diverged")
             return run_id

@@ -55,8 +55,9 @@ def test_a_job_from_data_set_to_file(client: Client, tmp_path: Path, capsys: pyt
     assert (progress.status, progress.batches, progress.batches_done) == ("SUCCEEDED", 25, 25)
     assert (progress.rows_ok, progress.rows_failed, progress.rows) == (50, 0, 50)
     assert progress.rows_per_second > 0 and progress.tokens_per_second > 0
-    bar = capsys.readouterr().err
-    assert f"Job {job.job_id}: 100%" in bar and "25/25" in bar and "rows/s" in bar
+    assert capsys.readouterr().err == "", "progress is for a terminal or a notebook"
+    card = job._repr_html_()
+    assert f"{client.base_url}/#/jobs/{int(job)}" in card and "25 of 25" in card and "rows/s" in card
     assert list(job.errors()) == []
     assert int(job) in [listed_job["job_id"] for listed_job in client.jobs()]
     with pytest.raises(FileExistsError, match="if_exists"):

@@ -21,7 +21,7 @@ from tinsmith.api.dashboard.machine import Utilisation
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.db.schema import BATCH_JOBS, FUTURES, MODELS
+from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, FUTURES, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.store.curves import Curves
 from tinsmith.store.database_counts import DatabaseCounts
@@ -32,6 +32,62 @@ from tinsmith.types import tokens_digest
 
 FILES = Path(routes.__file__).parent / "static"
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
+
+
+# Checkpoints.
+
+
+def log_step(harness: Harness, model_id: str, step: int, loss: float) -> None:
+    with harness.services.models._db.write() as connection:
+        execute(
+            connection, Curves(harness.services.models._db).step_statement(model_id, step, {"loss_per_token": loss})
+        )
+
+
+def test_a_checkpoint_has_the_metrics_of_the_step_at_which_it_was_saved(harness: Harness) -> None:
+    model_id = harness.model()
+    log_step(harness, model_id, 1, 2.5)
+    log_step(harness, model_id, 2, 2.0)
+    harness.ok("log_metrics", {"model_id": model_id, "step": 2, "metrics": {"reward": 0.5}})
+    path = harness.checkpoint(model_id, name="early")
+    log_step(harness, model_id, 3, 1.0)
+    harness.ok("log_metrics", {"model_id": model_id, "step": 3, "metrics": {"reward": 0.9}})
+    harness.checkpoint(model_id, name="late")
+    page = harness.get("dashboard/checkpoints").json()
+    late, early = page["checkpoints"]
+    assert (late["step"], late["metrics"]) == (3, {"reward": 0.9, "loss_per_token": 1.0})
+    assert (early["step"], early["metrics"]) == (2, {"reward": 0.5, "loss_per_token": 2.0})
+    assert early["tinker_path"] == path and page["cursor"]["total_count"] == 2
+    # One of an earlier release has no step: times tell what its run had.
+    harness.services.models._db.execute(CHECKPOINTS.update().values(step=None))
+    early = harness.get("dashboard/checkpoints").json()["checkpoints"][1]
+    assert (early["step"], early["metrics"]) == (2, {"reward": 0.5, "loss_per_token": 2.0})
+    assert harness.client.get("/api/v1/dashboard/checkpoints", headers={"X-API-Key": BOB}).json()["checkpoints"] == []
+
+
+def test_a_copy_of_a_checkpoint_has_its_step(harness: Harness) -> None:
+    model_id = harness.model()
+    log_step(harness, model_id, 7, 2.0)
+    path = harness.save_checkpoint(model_id, name="one")
+    harness.ok("copy_weights", {"source_path": path, "destination_project_id": "p"})
+    assert [row["step"] for row in harness.get("dashboard/checkpoints").json()["checkpoints"]] == [7, 7]
+
+
+def test_checkpoints_are_searched_by_words_and_by_run(harness: Harness) -> None:
+    first, second = harness.model(), harness.model()
+    harness.checkpoint(first, name="final_a")
+    harness.checkpoint(second, name="final-b")
+    harness.client.put(f"/api/v1/dashboard/runs/{second}", json={"name": "Sweep"}, headers={"X-API-Key": ALICE})
+
+    def search(query: str) -> list[str]:
+        rows = harness.get(f"dashboard/checkpoints?{query}").json()["checkpoints"]
+        return [row["checkpoint_id"].partition("/")[2] for row in rows]
+
+    assert search("search=FINAL+tiny") == ["final-b", "final_a"]
+    assert search("search=l_a") == ["final_a"], "an underscore is no wildcard"
+    assert search("search=sweep") == ["final-b"], "the name of its run"
+    assert search(f"run_id={first}") == search(f"search=tinker://{first}/weights") == ["final_a"]
+    assert search("search=nothing") == []
 
 
 # Metrics.

@@ -323,6 +323,7 @@ MAY_ASK = {
     "engine/transfer.py",
     "exchange/metrics.py",
     "exchange/merging.py",  # no requests: it uses huggingface_hub's function that splits files
+    "exchange/run_cards.py",
     "exchange/trajectories.py",
     "exchange/transfer.py",
     "samplers/remote/connection.py",

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "runtime", "settings"},
     "store": VALUES | {"db", "runtime", "storage", "telemetry"},
     "auth": {"db", "errors", "store"},
-    "exchange": VALUES | {"settings", "storage", "store"},
+    "exchange": VALUES | {"runtime", "settings", "storage", "store"},
     "cluster": VALUES | {"auth", "base_models", "db", "losses", "runtime", "settings", "store", "telemetry", "wire"},
     "batch": VALUES
     | {"auth", "base_models", "chat", "cluster", "db", "runtime", "settings", "storage", "store", "wire"},

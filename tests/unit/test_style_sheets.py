@@ -6,8 +6,11 @@ import re
 from collections import defaultdict
 from importlib.resources import files
 
-SHEETS = ("charts.css", "figures.css", "style.css", "tables.css")
-"""theme.css has the basics, which others refine, and narrow.css the changes for narrow screens."""
+REFINED = {"theme.css", "narrow.css", "uplot.min.css"}
+"""theme.css has the basics, which others refine, and narrow.css the changes for narrow screens; the last is uPlot's."""
+
+STATIC = files("tinsmith.api.dashboard") / "static"
+SHEETS = sorted({file.name for file in STATIC.iterdir() if file.name.endswith(".css")} - REFINED)
 
 _MEDIA = re.compile(r"@media[^{]*\{(?:[^{}]|\{[^{}]*\})*\}")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -17,7 +20,7 @@ _CLASS = re.compile(r"\.([a-zA-Z][\w-]*)")
 
 def styled_classes(sheet: str) -> set[str]:
     """The classes that a sheet styles wherever they are: those of selectors for one element, on every screen."""
-    text = _MEDIA.sub("", _COMMENT.sub("", (files("tinsmith.api.dashboard") / "static" / sheet).read_text()))
+    text = _MEDIA.sub("", _COMMENT.sub("", (STATIC / sheet).read_text()))
     selectors = [selector.strip() for group in _SELECTORS.findall(text) for selector in group.split(",")]
     simple = [selector for selector in selectors if not re.search(r"[\s>+~@]", selector)]
     return {name for selector in simple for name in _CLASS.findall(selector)}
@@ -29,3 +32,8 @@ def test_two_style_sheets_style_no_class_alike() -> None:
         for name in styled_classes(sheet):
             sheets_by_class[name].append(sheet)
     assert {name: sheets for name, sheets in sheets_by_class.items() if len(sheets) > 1} == {}
+
+
+def test_the_page_loads_every_style_sheet() -> None:
+    loaded = re.findall(r'href="/dashboard/([\w.]+\.css)"', (STATIC / "index.html").read_text())
+    assert sorted(loaded) == sorted({*SHEETS, *REFINED})

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
+from tinsmith.api.dashboard import checkpoints as dashboard_checkpoints
 from tinsmith.api.dashboard import machine
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
@@ -74,6 +75,7 @@ OPERATIONS = tuple(
         metrics,
         dashboard,
         machine,
+        dashboard_checkpoints,
         dashboard_samples,
         dashboard_warnings,
         batch,

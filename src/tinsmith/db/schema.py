@@ -185,6 +185,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("optimizer_type", sa.String(16), nullable=False),
     sa.Column("public", sa.Boolean, nullable=False),
     sa.Column("user_metadata", sa.JSON),
+    sa.Column("step", sa.BigInteger),  # the optimizer steps before it was saved; null if there were none
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("expires_at", sa.Float),
     sa.Index("ix_checkpoints_tenant_created", "tenant_id", "created_at"),

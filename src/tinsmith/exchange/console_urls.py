@@ -35,7 +35,12 @@ def console_url(run: object, base_url: str = "") -> ConsoleUrl:
     The server is `base_url`, or the client's, or TINKER_BASE_URL, or one on this machine. Raises UserError for anything
     else, and for a training client whose model the server has not created.
     """
-    server = base_url or _server_of(run) or client_address()[0]
+    return run_url(*locate_run(run, base_url))
+
+
+def locate_run(run: object, base_url: str = "") -> tuple[str, str]:
+    """The server and the id of a run that is named as `console_url` takes it."""
+    server = (base_url or _server_of(run) or client_address()[0]).rstrip("/")
     if isinstance(run, str):
         run_id = run.removeprefix(SCHEME).partition("/")[0]
     else:
@@ -47,7 +52,7 @@ def console_url(run: object, base_url: str = "") -> ConsoleUrl:
         run_id = str(get_info().model_id)
     if not run_id:
         raise UserError("console_url got an empty id of a run")
-    return run_url(server, run_id)
+    return server, run_id
 
 
 def _server_of(client: object) -> str:

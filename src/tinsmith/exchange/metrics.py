@@ -24,6 +24,7 @@ import numpy as np
 
 from tinsmith.errors import UserError, refusal
 from tinsmith.exchange.console_urls import run_url
+from tinsmith.runtime import notebook
 from tinsmith.settings.environment import client_address
 from tinsmith.types import tokens_digest
 
@@ -58,6 +59,13 @@ class RunMetrics:
         self._is_unreachable = False
         self._warned: set[str] = set()
         atexit.register(self.close)
+
+    def __repr__(self) -> str:
+        return f"RunMetrics({self.model_id!r}, base_url={self._url!r}, num_waiting={self.num_waiting})"
+
+    def _repr_html_(self) -> str:
+        facts = {"Server": self._url, "Points that wait": self.num_waiting}
+        return notebook.card(f"Metrics of run {self.model_id}", facts, link=run_url(self._url, self.model_id))
 
     @property
     def num_waiting(self) -> int:

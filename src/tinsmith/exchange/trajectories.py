@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tinsmith.errors import refusal
+from tinsmith.runtime import notebook
 
 if TYPE_CHECKING:
     import tinker
@@ -44,6 +45,22 @@ class CapturedTrajectory:
     logprobs: list[float]
     version_spans: list[dict[str, Any]]
     chunks: list[dict[str, Any]]
+
+    def __repr__(self) -> str:
+        return (
+            f"CapturedTrajectory({self.trajectory_id!r}, session={self.session!r}, reward={self.reward}, "
+            f"{len(self.tokens)} tokens, {sum(self.sampled)} sampled, {self.num_exchanges} exchanges)"
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "Session": self.session,
+            "Reward": self.reward,
+            "Exchanges": self.num_exchanges,
+            "Tokens": f"{len(self.tokens):,}, of which {sum(self.sampled):,} were sampled",
+            "Weights": ", ".join(self.versions),
+        }
+        return notebook.card(f"Trajectory {self.trajectory_id}", facts)
 
     def datum(self, advantage: float) -> tinker.Datum:
         """For importance_sampling, ppo and similar losses: the advantage at every sampled token, and 0 elsewhere."""

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import CHECKPOINTS, MODELS, PENDING_SAVE
+from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, MODELS, PENDING_SAVE
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import entry
@@ -43,7 +43,9 @@ class CheckpointRef:
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """With `keep_last`, its completion expires older private checkpoints of its run and kind beyond that number."""
+    """With `keep_last`, its completion expires older private checkpoints of its run and kind beyond that number.
+    Without `step`, its step is the run's newest.
+    """
 
     ref: CheckpointRef
     tenant_id: str
@@ -53,6 +55,7 @@ class NewCheckpoint:
     user_metadata: Mapping[str, str] | None = None
     ttl_s: float | None = None
     keep_last: int = 0
+    step: int | None = None
 
     def run(self, session_id: str) -> NewModel:
         """A run that only holds this checkpoint."""
@@ -79,6 +82,7 @@ class Checkpoint:
     optimizer_type: str
     public: bool
     user_metadata: Mapping[str, str] | None
+    step: int | None
     created_at: float
     expires_at: float | None
 
@@ -169,6 +173,19 @@ class Checkpoints:
         if project_id is not None:
             of_tenant &= CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
         rows, total = self._db.page(_newest_first(of_tenant), limit, offset)
+        return [Checkpoint(**row._mapping) for row in rows], total
+
+    def page_of_words(
+        self, tenant_id: str, words: Sequence[str], run_id: str | None, limit: int, offset: int
+    ) -> tuple[list[Checkpoint], int]:
+        """A page of the tenant's checkpoints (of one run), newest first, and their total. Each word must be part of the
+        path, the base model or the metadata of the run.
+        """
+        condition = CHECKPOINTS.c.tenant_id == tenant_id
+        if run_id is not None:
+            condition &= CHECKPOINTS.c.training_run_id == run_id
+        matches = (_contains(tenant_id, word) for word in words)
+        rows, total = self._db.page(_newest_first(sa.and_(condition, *matches)), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
 
     def search(self, tenant_id: str, search: CheckpointSearch) -> tuple[list[Checkpoint], bool]:
@@ -398,6 +415,17 @@ def _newest_first(condition: sa.ColumnElement[bool]) -> sa.Select:
     return sa.select(CHECKPOINTS).where(condition, visible()).order_by(CHECKPOINTS.c.created_at.desc())
 
 
+def _contains(tenant_id: str, word: str) -> sa.ColumnElement[bool]:
+    """The condition that a word is part of the path of a checkpoint, its base model or its run's metadata."""
+    path = "tinker://" + CHECKPOINTS.c.training_run_id + "/" + CHECKPOINTS.c.kind + "/" + CHECKPOINTS.c.name
+    metadata = sa.func.lower(sa.cast(MODELS.c.user_metadata, sa.Text))
+    of_tenant = MODELS.c.tenant_id == tenant_id
+    of_runs = sa.select(MODELS.c.model_id).where(of_tenant, metadata.contains(word.lower(), autoescape=True))
+    columns = (sa.func.lower(column) for column in (path, CHECKPOINTS.c.base_model))
+    texts = [column.contains(word.lower(), autoescape=True) for column in columns]
+    return sa.or_(*texts, CHECKPOINTS.c.training_run_id.in_(of_runs))
+
+
 def visible() -> sa.ColumnElement[bool]:
     """The condition that a checkpoint is completed and not expired."""
     unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
@@ -414,6 +442,13 @@ def _row(new: NewCheckpoint) -> dict[str, object]:
         "optimizer_type": new.optimizer_type,
         "public": False,
         "user_metadata": new.user_metadata,
+        "step": _newest_step(new.ref.training_run_id) if new.step is None else new.step,
         "created_at": created_at,
         "expires_at": None if new.ttl_s is None else created_at + new.ttl_s,
     }
+
+
+def _newest_step(model_id: str) -> sa.ScalarSelect[int]:
+    """The number of a run's newest optimizer step. A save runs after the steps before it are settled."""
+    points = (CURVE_POINTS.c.model_id == model_id) & (CURVE_POINTS.c.source == "server")
+    return sa.select(sa.func.max(CURVE_POINTS.c.step)).where(points).scalar_subquery()

@@ -131,6 +131,24 @@ class Curves:
                         points_of[model_id, source] = [Point(*row) for row in reversed(rows)]
         return points_of
 
+    def points_of_saves(self, saves: Sequence[tuple[str, int | None, float]]) -> list[list[Point]]:
+        """For each save, given by run, step and time, the newest point of each source at its step or before. A save
+        without a step has those that were recorded by its time.
+        """
+        columns = [CURVE_POINTS.c[name] for name in Point.__dataclass_fields__]
+        points: list[list[Point]] = []
+        with self._db.read() as connection:
+            for model_id, step, saved_at in saves:
+                is_before = CURVE_POINTS.c.recorded_at <= saved_at if step is None else CURVE_POINTS.c.step <= step
+                queries = [
+                    sa.select(*columns).where(_is_of(model_id, source), is_before) for source in (CLIENT, SERVER)
+                ]
+                rows = [
+                    connection.execute(query.order_by(CURVE_POINTS.c.step.desc()).limit(1)).first() for query in queries
+                ]
+                points.append([Point(*row) for row in rows if row is not None])
+        return points
+
     def outlines(self, model_ids: Sequence[str], names: Sequence[str], max_points: int) -> dict[str, Outline]:
         """For each run, the first of `names` that it has, at up to `max_points` evenly spaced steps with the last."""
         outline_of: dict[str, Outline] = {}

@@ -63,7 +63,7 @@ def get_training_run(call: Call, _query: ScopeQuery) -> JsonObject:
 def list_run_checkpoints(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     checkpoints = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
-    return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints]}
+    return {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in checkpoints]}
 
 
 class CheckpointsQuery(PageQuery, ProjectQuery):
@@ -79,7 +79,7 @@ class CheckpointsQuery(PageQuery, ProjectQuery):
 def list_checkpoints(call: Call, query: CheckpointsQuery) -> JsonObject:
     checkpoints, total = call.services.checkpoints.page(call.tenant_id, query.limit, query.offset, query.project_id)
     return {
-        "checkpoints": [_checkpoint(checkpoint) for checkpoint in checkpoints],
+        "checkpoints": [describe_checkpoint(checkpoint) for checkpoint in checkpoints],
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
 
@@ -133,7 +133,7 @@ def search_checkpoints(call: Call, request: SearchCheckpointsRequest) -> JsonObj
     checkpoints, has_more = call.services.checkpoints.search(call.tenant_id, search)
     last = checkpoints[-1] if has_more else None
     cursor = last and {"last_created_at": iso(last.created_at), "last_checkpoint_uuid": str(uuid.UUID(last.directory))}
-    return {"checkpoints": [_checkpoint(project_id) for project_id in checkpoints], "next_cursor": cursor}
+    return {"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in checkpoints], "next_cursor": cursor}
 
 
 def _cursor(call: Call, cursor: CheckpointCursorBody | None) -> tuple[float, str] | None:
@@ -233,7 +233,7 @@ def ref_of(call: Call) -> CheckpointRef:
 def _run(call: Call, model: Model) -> JsonObject:
     newest: dict[str, JsonObject] = {}
     for checkpoint in call.services.checkpoints.of_run(call.tenant_id, model.model_id):  # newest first
-        newest.setdefault(checkpoint.kind, _checkpoint(checkpoint))
+        newest.setdefault(checkpoint.kind, describe_checkpoint(checkpoint))
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
@@ -248,7 +248,7 @@ def _run(call: Call, model: Model) -> JsonObject:
     }
 
 
-def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
+def describe_checkpoint(checkpoint: Checkpoint) -> JsonObject:
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": CHECKPOINT_TYPES[checkpoint.kind],
@@ -310,6 +310,7 @@ def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
             optimizer_type=source.optimizer_type,
             user_metadata=source.user_metadata,
             ttl_s=ttl_s,
+            step=source.step,
         )
         # Its run has the source run's metadata (such as its renderer) if that run is readable.
         is_readable = source.tenant_id in (call.tenant_id, granted_by)

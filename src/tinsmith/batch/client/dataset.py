@@ -53,7 +53,11 @@ from tinsmith.batch.operations.base import RowOperation
 from tinsmith.batch.stages import INTERPRETER, STAGE_OPTIONS, split, worker_options
 from tinsmith.batch.types import CHAIN, JobSpec, Row, pack_payload
 from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.runtime import notebook
 from tinsmith.storage.locations import locations
+
+SHOWN_CHARACTERS = 200
+"""The most characters of a reader in a `repr`: a list of rows may be long."""
 
 Mapped = Callable[..., object] | RowOperation | Sequence[RowOperation]
 
@@ -100,7 +104,27 @@ class Dataset:
         return str(self.reader.to_dict()["format"])
 
     def __repr__(self) -> str:
-        return f"Dataset({self.reader!r})"
+        steps = f", steps={list(self._step_names)}" if self._steps else ""
+        limit = "" if self._limit is None else f", limit={self._limit}"
+        return f"Dataset({_shorten(repr(self.reader))}{steps}{limit})"
+
+    def _repr_html_(self) -> str:
+        """The source and the steps. Nothing is read."""
+        limit = None if self._limit is None else f"{self._limit:,}"
+        source = self.path or type(self.reader).__name__
+        facts = {
+            "Source": source,
+            "Format": self.input_format,
+            "Row limit": limit,
+            "Steps": ", ".join(self._step_names),
+        }
+        note = f"{NO_OUTPUT}." if self._forgotten else ""
+        return notebook.card("Data set", facts, note=note)
+
+    @property
+    def _step_names(self) -> tuple[str, ...]:
+        parts = [part for step in self._steps for part in step.get("steps") or [step]]
+        return tuple(str(part.get("name") or part.get("operation") or part.get("type")) for part in parts)
 
     def __len__(self) -> int:
         """The number of input rows."""
@@ -182,10 +206,10 @@ class Dataset:
         from tinsmith.batch.client.ray_data import to_ray
 
         if self._steps:
-            names = [str(step.get("name") or step.get("type")) for step in self._steps]
+            names = list(self._step_names)
             raise NotSupportedError(
-                f"to_ray reads rows, and this data set has the steps {names}, which jobs run; write it to a file, and "
-                "read that with batch.load(PATH).to_ray()"
+                f"to_ray reads rows, and this data set has the steps {names}, which jobs run; write it "
+                "to a file, and read that with batch.load(PATH).to_ray()"
             )
         return to_ray(self.reader, self._limit)
 
@@ -373,7 +397,7 @@ class Dataset:
 
     def _follow(self, job: Job) -> Job:
         if self._options.get("stream", True):
-            job.wait(progress=True)
+            job.wait()
         return job
 
     def write_json(self, path: str, column: str | list[str] | None = None, *, rows_per_file: int | None = None) -> Job:
@@ -437,6 +461,11 @@ class Dataset:
             return read_job({**values, **worker_options(stages)})
         except UserError as error:
             raise ValueError(str(error)) from None
+
+
+def _shorten(text: str) -> str:
+    """A text of which a line shows enough."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _take_stage_options(options: dict[str, Any]) -> dict[str, Any]:

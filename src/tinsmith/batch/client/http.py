@@ -71,8 +71,12 @@ class Client:
         """The statuses of jobs, newest first."""
         return self._call("GET", JOBS, query={"limit": limit})["jobs"]
 
-    def status(self, job_id: int) -> Status:
-        return self._call("GET", f"{JOBS}/{job_id}")
+    def __repr__(self) -> str:
+        return f"Client({self.base_url!r})"
+
+    def status(self, job_id: int, patience_s: float | None = None) -> Status:
+        """With `patience_s`, in place of the client's, fails after that time without an answer."""
+        return self._call("GET", f"{JOBS}/{job_id}", patience_s=patience_s)
 
     def batches(self, job_id: int, offset: int = 0) -> list[Status]:
         """A page of the job's batches."""
@@ -150,11 +154,13 @@ class Client:
         query: Mapping[str, int | str] | None = None,
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        patience_s: float | None = None,
     ) -> Any:  # noqa: ANN401
-        until = time.monotonic() + self.patience_s
+        until = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
+        timeout_s = REQUEST_TIMEOUT_S if patience_s is None else patience_s
         while True:
             try:
-                response = self._http.request(method, path, params=query, json=body, headers=headers)
+                response = self._http.request(method, path, params=query, json=body, headers=headers, timeout=timeout_s)
             except httpx.TransportError as error:
                 if time.monotonic() > until:
                     raise TinsmithError(f"no connection to {self.base_url}: {error}{HINT}") from None

@@ -14,12 +14,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.client.shipped_writers import ShippedWriter, client_writer
@@ -36,11 +34,14 @@ from tinsmith.batch.formats.registry import (
 )
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, RowRange, part_base, staging_of
 from tinsmith.batch.worker.io_operations import delete_staging
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.runtime import notebook
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join
 
 POLL_S = 0.5
+LOOK_S = 5.0
+"""How long a notebook waits for the state of a job that it shows."""
 ORDERS = ("input", "any")
 ERRORS_PAGE = 1000
 """Failed rows in one request."""
@@ -235,6 +236,31 @@ class Progress:
             f"{self.rows_failed} failed{retried}{workers}"
         )
 
+    @property
+    def share(self) -> float:
+        """The share of the batches that are done, 0 to 1; 1 for a job without rows that has succeeded."""
+        return self.batches_done / self.batches if self.batches else float(self.status == "SUCCEEDED")
+
+    def facts(self) -> dict[str, object]:
+        """What a notebook shows, by name."""
+        rows = "not yet counted" if self.rows is None else f"{self.rows_ok:,} of {self.rows:,}"
+        is_running = self.status == "RUNNING"
+        left = None if self.seconds_left is None or not is_running else f"about {self.seconds_left:.0f} s"
+        rates = f"{self.rows_per_second:.1f} rows/s, {self.tokens_per_second:.0f} tokens/s"
+        return {
+            "Status": self.status,
+            "Batches": f"{self.batches_done:,} of {self.batches:,}",
+            "Rows": rows,
+            "Failed rows": self.rows_failed or None,
+            "Speed": rates if self.rows_per_second else None,
+            "Left": left,
+            "Workers": self.workers if is_running else None,
+            "Retried batches": self.retried or None,
+        }
+
+    def _repr_html_(self) -> str:
+        return notebook.card("Progress of a bulk job", self.facts(), share=self.share)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -251,6 +277,17 @@ class Report:
     tokens_in: int
     tokens_out: int
     cost: float
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "Waited": f"{self.seconds_waiting:.1f} s",
+            "Ran": f"{self.seconds:.1f} s, {self.worker_hours:.3g} worker-hours",
+            "Rows": f"{self.rows_ok:,}, and {self.rows_failed:,} failed",
+            "Batches": f"{self.batches:,} in {self.tries:,} tries",
+            "Tokens": f"{self.tokens_in:,} in, {self.tokens_out:,} out",
+            "Cost": f"{self.cost:.4g}",
+        }
+        return notebook.card("Report of a bulk job", facts)
 
 
 class Job:
@@ -269,6 +306,25 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.job_id})"
 
+    def _repr_html_(self) -> str:
+        """The job's state now, or the reason why it is unknown."""
+        try:
+            return self._card(self._client.status(self.job_id, LOOK_S))
+        except TinsmithError as error:
+            return notebook.card(f"Bulk job {self.job_id}", {}, link=self._page, note=str(error))
+
+    @property
+    def _page(self) -> str:
+        return f"{self._client.base_url}/#/jobs/{self.job_id}"
+
+    def _card(self, status: Status) -> str:
+        progress, name = progress_of(status), status.get("name")
+        title = f"Bulk job {self.job_id}: {name}" if name else f"Bulk job {self.job_id}"
+        outputs = ", ".join(output["path"] for output in status.get("outputs") or ())
+        facts = {**progress.facts(), "Pool": status.get("pool"), "Waiting": status.get("waiting"), "Outputs": outputs}
+        note = "" if status["status"] == "SUCCEEDED" else status.get("error") or ""
+        return notebook.card(title, facts, link=self._page, share=progress.share, note=note)
+
     def status(self) -> Status:
         return self._client.status(self.job_id)
 
@@ -281,10 +337,11 @@ class Job:
         """The published outputs; empty before the job has succeeded."""
         return [OutputInfo.from_dict(output) for output in self.status()["outputs"]]
 
-    def wait(self, *, progress: bool = False, check: bool = True) -> Status:
-        """Waits until the job has ended. With `check`, raises JobFailedError unless it succeeded."""
+    def wait(self, *, progress: bool = True, check: bool = True) -> Status:
+        """Waits until the job has ended, and shows its progress in a notebook and in a terminal. With `check`, raises
+        JobFailedError unless it succeeded."""
         statuses = self._client.statuses(self.job_id)
-        (status,) = deque(_show_progress(self.job_id, statuses) if progress else statuses, maxlen=1)
+        (status,) = deque(self._show_progress(statuses) if progress else statuses, maxlen=1)
         if check and status["status"] != "SUCCEEDED":
             raise JobFailedError(status)
         return status
@@ -315,6 +372,16 @@ class Job:
             tokens_out=tokens_out,
             cost=tokens_cost + worker_hours * per_worker_hour,
         )
+
+    def _show_progress(self, statuses: Iterable[Status]) -> Iterator[Status]:
+        """Yield the statuses and show them."""
+        with notebook.LiveDisplay() as display:
+            for status in statuses:
+                progress = progress_of(status)
+                batches = f"{progress.batches_done}/{progress.batches} batches"
+                line = f"Job {self.job_id} {notebook.text_bar(progress.share)} {batches}, {progress}"
+                display.show(line, self._card(status))
+                yield status
 
     def cancel(self) -> Status:
         """Cancels the job; its committed batches stay readable. `wait(check=False)` waits for the end."""
@@ -534,24 +601,3 @@ def _lifecycle_events(status: Status) -> list[Row]:
         events.append((status["ended_at"], status["status"] + error))
     no_worker = dict.fromkeys(("worker_id", "stream", "batch_idx", "attempt_id"))
     return [{**no_worker, "at": at, "text": text} for at, text in events]
-
-
-def _show_progress(job_id: int, statuses: Iterable[Status]) -> Iterator[Status]:
-    """Yield the statuses and show them as a bar of batches in a terminal or a notebook."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a notebook without widgets shows plain text
-        from tqdm.auto import tqdm
-
-    bar: Any = None
-    try:
-        for status in statuses:
-            now = progress_of(status)
-            if bar is None:
-                bar = tqdm(total=now.batches, initial=now.batches_done, desc=f"Job {job_id}", unit="batch", leave=True)
-            bar.total = now.batches
-            bar.n = now.batches if now.status == "SUCCEEDED" else now.batches_done
-            bar.set_postfix_str(str(now))
-            yield status
-    finally:
-        if bar is not None:
-            bar.close()

@@ -30,6 +30,7 @@ from tinsmith.batch.types import (
     RowRange,
 )
 from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.runtime import notebook
 
 ROWS = 10
 """The rows of a dry run."""
@@ -51,6 +52,13 @@ class DryRun:
 
     rows: list[Row]
     errors: list[RowFailure] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"DryRun({len(self.rows)} rows, {len(self.errors)} failed)"
+
+    def _repr_html_(self) -> str:
+        failures = [{"row": error.idx, "error": error.error_type, "message": error.message} for error in self.errors]
+        return notebook.table("Results", self.rows) + (notebook.table("Failed rows", failures) if failures else "")
 
     def check(self) -> DryRun:
         """Raises RowFailedError for the first failed row."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from tinsmith.batch.client.http import Client
 from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.runtime import notebook
 
 DEFAULT_UPDATE_MODE = "rolling"
 
@@ -54,6 +55,11 @@ class PoolRequest:
     """A request to the server, with its result."""
 
     result: Any
+
+    def _repr_html_(self) -> str:
+        if isinstance(self.result, list):
+            return notebook.table("Pools", self.result)
+        return notebook.card("Pool", {"Name": self.result})
 
 
 def pool_status(pool_names: str | Sequence[str] | None = None) -> PoolRequest:

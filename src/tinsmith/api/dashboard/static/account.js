@@ -2,7 +2,7 @@
 
 import { get, poll } from "./api.js";
 import { stacked } from "./charts.js";
-import { empty, h, keep, page, put, section, state } from "./dom.js";
+import { code, empty, h, keep, page, put, section, state } from "./dom.js";
 import { bytes, count, percent, when } from "./format.js";
 import { isNumber } from "./scale.js";
 import { KINDS, iso, tokenBars } from "./overview.js";
@@ -58,7 +58,7 @@ export default {
         found.takes_any_key
           ? h("p", {}, "This server has no keys. It listens only on this machine, and all clients belong to the tenant ", h("code", {}, found.tenant_id), ".")
           : table(`Keys of ${found.tenant_id}`, KEYS, found.keys),
-        h("p", { class: "quiet" }, "The server's operator creates and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
+        h("p", { class: "quiet" }, "The server's operator creates and revokes keys: ", code("tinsmith keys create TENANT", "the command that creates a key"), " ", code("tinsmith keys revoke KEY_ID", "the command that revokes a key")),
       ]);
     };
     const tokens = async () => {

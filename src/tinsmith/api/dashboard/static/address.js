@@ -1,6 +1,6 @@
 // The query in the address of a page, after the hash: what is filtered, sorted and chosen, so that a link shows the same.
 
-import { button, tell } from "./dom.js";
+export { copyButton, copyText } from "./dom.js";
 
 export const queryOf = () => new URLSearchParams(location.hash.split("?")[1] || "");
 
@@ -18,13 +18,13 @@ export function addressed(defaults) {
   }
   const set = (changes) => {
     Object.assign(values, changes);
-    const kept = queryOf();
+    const address = queryOf();
     for (const [name, value] of Object.entries(values)) {
-      if (value === defaults[name] || (value === "" && !defaults[name])) kept.delete(name);
-      else kept.set(name, String(value));
+      if (value === defaults[name] || (value === "" && !defaults[name])) address.delete(name);
+      else address.set(name, String(value));
     }
     const page = location.hash.split("?")[0] || "#/overview";
-    history.replaceState(null, "", kept.size ? `${page}?${kept}` : page);
+    history.replaceState(null, "", address.size ? `${page}?${address}` : page);
   };
   return { values, set };
 }
@@ -38,22 +38,3 @@ export const splitNames = (text) => text.split(",").filter(Boolean).map((name) =
     return name;
   }
 });
-
-// Copies a text; a page without a secure context has no clipboard, where the text is selected instead.
-export async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch {
-    const area = document.createElement("textarea");
-    area.value = text;
-    (document.querySelector("dialog[open]") || document.body).append(area);
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    if (!done) return tell("The browser does not allow copying.", "error");
-  }
-  tell("Copied.");
-}
-
-// A button that copies the text that `read` returns.
-export const copyButton = (what, read, label = "Copy") => button(label, () => copyText(typeof read === "function" ? read() : read), { class: "plain copy", "aria-label": `Copy ${what}`, title: `Copy ${what}` });

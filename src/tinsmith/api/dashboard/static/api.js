@@ -72,13 +72,12 @@ export function path(parts, ...ids) {
   return parts.reduce((whole, part, index) => whole + encodeURIComponent(ids[index - 1]) + part);
 }
 
-export async function ask(method, where, body, signal) {
+async function send(method, where, body, signal) {
   const headers = { "X-API-Key": key.get() || ANY };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const url = where.startsWith("/oai/") ? where : `/api/v1${where}`;
-  let answer;
   try {
-    answer = await fetch(url, {
+    return await fetch(url, {
       method,
       headers,
       signal,
@@ -90,10 +89,48 @@ export async function ask(method, where, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server does not respond.");
   }
+}
+
+// Reads an answer's JSON. Raises ApiError for a refusal, and asks for a key if it was about the key.
+async function read(answer, signal) {
   const content = await answer.json().catch(() => ({}));
   if (answer.ok) return content;
   if (answer.status === 401 && !signal?.aborted) dispatchEvent(new CustomEvent("keyneeded", { detail: content.detail }));
   throw new ApiError(answer.status, content.detail || content.error?.message || `The server returned status ${answer.status}.`);
+}
+
+export async function ask(method, where, body, signal) {
+  return read(await send(method, where, body, signal), signal);
+}
+
+// Sends a request whose answer is a stream of events, and yields the content of each. Raises ApiError if the stream has
+// an error or ends early.
+export async function* stream(where, body, signal) {
+  const answer = await send("POST", where, body, signal);
+  if (!answer.ok) await read(answer, signal);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let isDone = false;
+  try {
+    while (!isDone) {
+      const { value, done } = await reader.read();
+      if (done) throw new ApiError(0, "The answer ended early.");
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        const text = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5)).join("\n").trim();
+        isDone ||= text === "[DONE]";
+        if (!text || isDone) continue;
+        const content = JSON.parse(text);
+        if (content.error) throw new ApiError(answer.status, content.error.message);
+        yield content;
+      }
+    }
+  } catch (error) {
+    throw error instanceof TypeError ? new ApiError(0, "The connection to the server broke.") : error;
+  } finally {
+    reader.cancel().catch(() => {});
+  }
 }
 
 export const get = (where, signal) => ask("GET", where, undefined, signal);

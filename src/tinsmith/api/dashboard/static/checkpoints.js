@@ -1,13 +1,16 @@
 // The page of checkpoints: a list, with actions.
 
-import { addressed, copyButton, copyText } from "./address.js";
+import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
-import { button, h, keep, page, question, state, tell } from "./dom.js";
-import { bytes, shortId, when } from "./format.js";
+import { button, copyButton, h, keep, page, question, snippet, state, tell } from "./dom.js";
+import { bytes, count, number, shortId, when } from "./format.js";
+import { playgroundOf } from "./playground.js";
 import { pager, table } from "./table.js";
 
 const LIMIT = 50;
 const DAY_S = 86400;
+const TYPING_MS = 250; // a search waits until nothing was typed for so long
+const METRICS = { loss_per_token: "loss per token", loss_per_datum: "loss per datum", grad_norm: "gradient norm", "ppo_kl:mean": "KL" };
 
 const partsOf = (row) => {
   const [run, kind, name] = row.tinker_path.replace("tinker://", "").split("/");
@@ -48,9 +51,9 @@ async function setTtl(row, again) {
     h("label", { class: "check", for: "forever" }, forever, "Do not expire"),
   ];
   const read = () => ({ ttl_seconds: forever.checked ? null : Math.round(Number(days.value) * DAY_S) });
-  const asked = await question(`When does ${partsOf(row).name} expire?`, body, "Set", { read });
-  if (!asked) return;
-  await ask("PUT", at(row, "/ttl"), asked);
+  const expiry = await question(`When does ${partsOf(row).name} expire?`, body, "Set", { read });
+  if (!expiry) return;
+  await ask("PUT", at(row, "/ttl"), expiry);
   tell("The expiry is set.");
   await again();
 }
@@ -63,65 +66,112 @@ async function remove(row, again) {
   await again();
 }
 
-// The lines that continue from a checkpoint, or sample it.
-function snippetOf(row) {
-  const use = row.checkpoint_type === "training"
-    ? `client = service.create_training_client_from_state_with_optimizer("${row.tinker_path}")`
-    : `client = service.create_sampling_client(model_path="${row.tinker_path}")`;
-  return `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}")\n${use}`;
+// The lines that continue from a checkpoint or sample it, and the commands that export it.
+function usesOf(row) {
+  const target = `"${row.tinker_path}"`;
+  const service = `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}")`;
+  const isTraining = row.checkpoint_type === "training";
+  const server = `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=...`;
+  return [
+    isTraining && ["Continue training", `${service}\nclient = service.create_training_client_from_state_with_optimizer(${target})`],
+    row.checkpoint_type !== "external" && ["Sample", `${service}\nclient = service.create_sampling_client(model_path=${target})`],
+    ["Download as an adapter of PEFT", `${server}\ntinsmith checkpoints pull ${target} adapter`],
+    ["Merge into the base model", `${server}\ntinsmith checkpoints merge ${target} merged --dtype bfloat16`],
+    ["Put the merged model on the Hugging Face hub", "hf upload YOUR_NAME/YOUR_MODEL merged"],
+  ].filter(Boolean);
 }
 
-async function showUse(row) {
-  const lines = snippetOf(row);
-  if (await question(`Use ${partsOf(row).name}`, h("pre", { class: "snippet" }, lines), "Copy")) await copyText(lines);
+function showUses(row) {
+  const body = usesOf(row).map(([title, lines]) => [h("h3", {}, title), snippet(lines, `the lines: ${title}`)]);
+  return question(`Use ${partsOf(row).name}`, body.flat(), "Close", { isNotice: true });
 }
 
 function actions(row, again) {
   const { name } = partsOf(row);
-  const one = (text, what, attributes = {}) => button(text, what, { class: "plain", "aria-label": `${text} ${name}`, ...attributes });
+  const action = (text, act, attributes = {}) => button(text, act, { class: "plain", "aria-label": `${text} ${name}`, ...attributes });
+  const link = (text, label, ...models) => h("a", { href: playgroundOf(...models), "aria-label": label, title: label }, text);
+  const samples = [
+    link("Sample", `Sample ${name} in the playground`, row.tinker_path),
+    link("Compare", `Compare ${name} with its base model`, row.base_model, row.tinker_path),
+  ];
   return h(
     "div",
     { class: "row-actions" },
-    one("Use", () => showUse(row)),
-    one("Download", () => download(row)),
-    one(row.public ? "Unpublish" : "Publish", () => setPublic(row, again)),
-    one("Expiry", () => setTtl(row, again)),
-    one("Delete", () => remove(row, again), { class: "plain danger" }),
+    row.checkpoint_type === "external" ? null : samples,
+    action("Use", () => showUses(row)),
+    action("Download", () => download(row)),
+    action(row.public ? "Unpublish" : "Publish", () => setPublic(row, again)),
+    action("Expiry", () => setTtl(row, again)),
+    action("Delete", () => remove(row, again), { class: "plain danger" }),
   );
 }
 
-export function listed(checkpoints, again) {
+function nameCell(row) {
+  const { name } = partsOf(row);
+  return h("span", { title: row.tinker_path }, name, " ", copyButton(`the path of ${name}`, row.tinker_path));
+}
+
+function runCell(row) {
+  const { run } = partsOf(row);
+  return h("a", { href: `#${path`/runs/${run}`}`, title: run }, shortId(run));
+}
+
+// The metrics at the step of the save.
+function metricsCell({ metrics }) {
+  const entries = Object.entries(metrics || {});
+  return entries.length ? h("span", {}, entries.map(([name, value]) => [h("span", { class: "metric", title: name }, `${METRICS[name] || name} ${number(value)}`), " "])) : "-";
+}
+
+const NONE = "No checkpoints yet. The first line saves one to continue from, the second one to sample:";
+const NEXT = 'training_client.save_state("NAME")\ntraining_client.save_weights_for_sampler("NAME")';
+
+export function listed(checkpoints, again, none = [NONE, NEXT]) {
   const columns = [
-    { label: "Name", cell: (row) => [h("span", { title: row.tinker_path }, partsOf(row).name), copyButton(`the path of ${partsOf(row).name}`, row.tinker_path)] },
+    { label: "Name", cell: nameCell },
     { label: "Kind", cell: (row) => row.checkpoint_type },
-    { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${partsOf(row).run}`}`, title: partsOf(row).run }, shortId(partsOf(row).run)) },
+    { label: "Run", kind: "mono", cell: runCell },
+    { label: "Step", number: true, cell: (row) => count(row.step) },
+    { label: "Metrics at that step", kind: "metrics", cell: metricsCell },
     { label: "Size", number: true, cell: (row) => bytes(row.size_bytes) },
     { label: "Saved", number: true, cell: (row) => when(row.time) },
     { label: "Expires", number: true, cell: (row) => (row.expires_at ? when(row.expires_at) : "never") },
     { label: "Access", cell: (row) => state(row.public ? "public" : "private") },
     { label: "Actions", cell: (row) => actions(row, again) },
   ];
-  return table("Checkpoints", columns, checkpoints, { none: "No checkpoints yet. training_client.save_state(name) creates one to continue from, save_weights_for_sampler(name) one to sample." });
+  return table("Checkpoints", columns, checkpoints, { none: none[0], next: none[1] });
 }
 
 export default {
   title: "Checkpoints",
   async show(main, _parts, signal) {
-    const { values, set } = addressed({ offset: 0 });
+    const { values, set } = addressed({ search: "", offset: 0 });
     const list = h("div");
     const pages = h("div");
     const draw = keep(list);
     const drawPages = keep(pages);
     const look = async () => {
-      const found = await get(`/checkpoints?limit=${LIMIT}&offset=${values.offset}`, signal);
-      draw(found.checkpoints, () => listed(found.checkpoints, look));
+      const { search, offset } = values;
+      const answer = await get(`/dashboard/checkpoints?${new URLSearchParams({ search, limit: LIMIT, offset })}`, signal);
+      if (search !== values.search || offset !== values.offset) return;
+      const none = search ? [`No checkpoint has all of these words: ${search}`] : undefined;
+      draw([answer.checkpoints, search], () => listed(answer.checkpoints, look, none));
       const move = (to) => {
         set({ offset: to });
         return look();
       };
-      drawPages(found.cursor, () => pager(found.cursor, move));
+      drawPages(answer.cursor, () => pager(answer.cursor, move));
     };
-    page(main, "Checkpoints", list, pages);
+    let timer;
+    const typed = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => {
+        set({ search: input.value.trim(), offset: 0 });
+        look().catch((error) => error.name === "AbortError" || tell(error.message, "error"));
+      }, TYPING_MS);
+    };
+    const input = h("input", { id: "search", type: "search", maxlength: 200, placeholder: "name, run, path, base model or metadata", value: values.search, on: { input: typed } });
+    const search = h("div", { class: "tools" }, h("label", { for: "search" }, "Search"), input);
+    page(main, "Checkpoints", search, list, pages);
     await poll(signal, 5, look);
   },
 };

@@ -49,8 +49,9 @@ export function section(title, ...children) {
   return h("section", {}, h("h2", {}, title), ...children);
 }
 
-export function empty(text) {
-  return h("p", { class: "empty" }, text);
+// What a list without rows says. `next` are the lines that make the first row, `what` names them.
+export function empty(text, next = "", what = "the lines") {
+  return next ? h("div", { class: "empty" }, h("p", {}, text), snippet(next, what)) : h("p", { class: "empty" }, text);
 }
 
 export function state(text) {
@@ -70,19 +71,45 @@ export function button(text, act, attributes = {}) {
   return h("button", { type: "button", ...attributes, on: { click } }, text);
 }
 
+// Copies a text; a page without a secure context has no clipboard, where the text is selected instead.
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    (document.querySelector("dialog[open]") || document.body).append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    if (!done) return tell("The browser does not allow copying.", "error");
+  }
+  tell("Copied.");
+}
+
+// A button that copies a text, or the text that `read` returns.
+export const copyButton = (what, read, label = "Copy") => button(label, () => copyText(typeof read === "function" ? read() : read), { class: "plain copy", "aria-label": `Copy ${what}`, title: `Copy ${what}` });
+
+// A text of one line, such as an id, a path or a command, with its button.
+export const code = (text, what) => h("span", { class: "code-line" }, h("code", {}, text), copyButton(what, text));
+
+// Lines of code with their button.
+export const snippet = (text, what) => h("div", { class: "snippet-box" }, h("pre", { class: "snippet" }, text), copyButton(what, text));
+
 // Replaces the children only if their data has changed, which preserves focus and selection.
 export function keep(element) {
-  let shown;
+  let drawn;
   return (data, make) => {
     const text = JSON.stringify(data);
-    if (text === shown) return;
-    shown = text;
+    if (text === drawn) return;
+    drawn = text;
     put(element, make(data));
   };
 }
 
-// Asks a question in a dialog. Resolves to the result of `read` when confirmed, otherwise to null.
-export function question(title, body, confirm, { danger = false, read = () => true } = {}) {
+// Asks a question in a dialog. Resolves to the result of `read` when confirmed, otherwise to null. A notice has only one
+// button.
+export function question(title, body, confirm, { danger = false, isNotice = false, read = () => true } = {}) {
   return new Promise((resolve) => {
     const before = document.activeElement;
     const id = `q${Date.now()}`;
@@ -94,11 +121,11 @@ export function question(title, body, confirm, { danger = false, read = () => tr
       h(
         "div",
         { class: "actions" },
-        h("button", { value: "no", type: "button", class: "plain", on: { click: () => dialog.close("no") } }, "Cancel"),
+        isNotice ? null : h("button", { value: "no", type: "button", class: "plain", on: { click: () => dialog.close("no") } }, "Cancel"),
         h("button", { value: "yes", class: danger ? "danger" : "primary" }, confirm),
       ),
     );
-    const dialog = h("dialog", { "aria-labelledby": id }, form);
+    const dialog = h("dialog", { "aria-labelledby": id, class: isNotice ? "wide" : null }, form);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       dialog.close("yes");

@@ -2,9 +2,10 @@
 
 import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
-import { button, h, keep, page, question, section, state, tell } from "./dom.js";
+import { button, code, h, keep, page, question, section, state, tell } from "./dom.js";
 import { bytes, count, counted, percent, seconds, some, when } from "./format.js";
 import { isNumber } from "./scale.js";
+import { firstJob } from "./starts.js";
 import { facts, pager, table } from "./table.js";
 
 const LIMIT = 50;
@@ -45,9 +46,11 @@ async function showList(main, signal) {
   const pages = h("div");
   const draw = keep(list);
   const drawPages = keep(pages);
+  let model = null;
   const look = async () => {
     const found = await get(`/batch/jobs?limit=${LIMIT}&offset=${values.offset}`, signal);
-    draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk jobs yet. tinsmith batch submit creates one." }));
+    if (!found.jobs.length) model ||= (await get("/dashboard/overview", signal)).engines[0]?.base_model;
+    draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk jobs yet. In a terminal:", next: firstJob(model || "BASE_MODEL") }));
     const move = (to) => {
       set({ offset: to });
       return look();
@@ -80,7 +83,7 @@ function describe(job, writers) {
     ["Submitted", moment(job.created_at)],
     ["Duration", isNumber(took(job)) ? seconds(took(job)) : null],
     ["Speed", speed(job)],
-    ["Writes to", h("code", {}, writers.map((writer) => writer.path).join(", ") || "-")],
+    ["Writes to", writers.length ? writers.map((writer) => h("div", {}, code(writer.path, "the path of the output"))) : "-"],
     ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
     ["Error", job.error ? h("pre", { class: "trace" }, job.error.trim()) : null],
   ]);
@@ -100,7 +103,7 @@ function firstError(error) {
 }
 
 const OUTPUTS = [
-  { label: "Path", kind: "mono", cell: (row) => row.path },
+  { label: "Path", kind: "mono", cell: (row) => row.path, copy: (row) => row.path },
   { label: "Rows", number: true, cell: (row) => count(row.rows) },
   { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
 ];

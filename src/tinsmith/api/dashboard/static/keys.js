@@ -16,11 +16,12 @@ const row = (keys, text) => h("div", {}, h("dt", {}, keys), h("dd", {}, text));
 
 function help(titles) {
   const pages = Object.entries(PAGES).map(([letter, name]) => row(`g ${letter}`, titles[name] || name));
-  return question("Keyboard shortcuts", h("dl", { class: "facts keys" }, pages, OTHERS.map(([keys, text]) => row(keys, text))), "Close");
+  return question("Keyboard shortcuts", h("dl", { class: "facts keys" }, pages, OTHERS.map(([keys, text]) => row(keys, text))), "Close", { isNotice: true });
 }
 
 // `titles` are the pages' titles by name.
 export function listen(titles) {
+  document.getElementById("shortcuts").addEventListener("click", () => help(titles));
   let begun = 0;
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, textarea, select, dialog")) return;

@@ -1,7 +1,7 @@
 // Routing, the key and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
 
 import { ApiError, forgetKey, get, key, shareKey } from "./api.js";
-import { button, h, page, put, tell } from "./dom.js";
+import { button, copyText, h, page, put, tell } from "./dom.js";
 import account from "./account.js";
 import checkpoints from "./checkpoints.js";
 import jobs from "./jobs.js";
@@ -17,7 +17,7 @@ import { drawNotify, watch } from "./warnings.js";
 
 const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
-let shown = null;
+let current = null;
 let hasKey = false;
 let following = null;
 
@@ -60,9 +60,9 @@ addEventListener("keydown", (event) => {
 
 async function route({ focus = true } = {}) {
   if (!hasKey) return;
-  shown?.abort();
-  shown = new AbortController();
-  const { signal } = shown;
+  current?.abort();
+  current = new AbortController();
+  const { signal } = current;
   const [name, ...rest] = parts();
   drawNav(name);
   delete main.dataset.colour;
@@ -72,14 +72,14 @@ async function route({ focus = true } = {}) {
     await PAGES[name].show(main, rest, signal);
   } catch (error) {
     if (signal.aborted || error.name === "AbortError") return;
-    shown.abort();
-    failed(error);
+    current.abort();
+    showFailure(error);
   }
   if (focus) main.querySelector("h1")?.focus({ preventScroll: true });
   if (focus) scrollTo(0, 0);
 }
 
-function failed(error) {
+function showFailure(error) {
   if (error.status === 401) return;
   const text = error instanceof ApiError ? error.message : `The dashboard failed: ${error.message}`;
   page(main, error.status === 404 ? "Not found" : "Something went wrong", h("p", {}, text), button("Try again", () => route()));
@@ -96,13 +96,13 @@ async function begin() {
   } catch (error) {
     if (error.status === 401) return;
     hasKey = true;
-    failed(error);
+    showFailure(error);
   }
 }
 
 // Asks for a key, which is sent only to this server.
 function askForKey(reason) {
-  shown?.abort();
+  current?.abort();
   followMachine(false);
   const ended = hasKey && key.get();
   hasKey = false;
@@ -168,5 +168,6 @@ document.querySelector("a.skip").addEventListener("click", (event) => {
 });
 listen(Object.fromEntries(Object.entries(PAGES).map(([name, { title }]) => [name, title])));
 drawTheme();
+document.getElementById("link").addEventListener("click", () => copyText(location.href));
 drawNotify(document.getElementById("notify"), tell);
 shareKey().then(begin);

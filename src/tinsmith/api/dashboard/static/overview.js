@@ -5,6 +5,7 @@ import { stacked } from "./charts.js";
 import { empty, h, keep, page, put, section, state } from "./dom.js";
 import { ago, bytes, count, number, short, when } from "./format.js";
 import { isNumber } from "./scale.js";
+import { firstRun } from "./starts.js";
 import { table } from "./table.js";
 
 const HOUR_MS = 3600e3;
@@ -86,7 +87,7 @@ export function statusOf(row) {
   return label;
 }
 
-export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, nameOf(row)) };
+export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, nameOf(row)), copy: (row) => row.model_id };
 
 const NEWEST = [
   RUN_LINK,
@@ -97,11 +98,8 @@ const NEWEST = [
   { label: "Last request", number: true, cell: (row) => ago(row.last_request_at) },
 ];
 
-// The section shown while the server has no runs.
-function firstRun() {
-  const lines = `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=...\npython first.py   # of the README; or any loop of the tinker SDK`;
-  return section("First run", h("div", { class: "empty" }, h("p", {}, "No training runs yet. In a terminal:"), h("pre", {}, lines)));
-}
+// The section of a server without runs.
+const startSection = () => section("First run", empty("No training runs yet. In a terminal:", firstRun(), "the lines of a first run"));
 
 export default {
   title: "Overview",
@@ -119,7 +117,7 @@ export default {
     const drawFirst = keep(first);
     const look = async () => {
       const found = await get("/dashboard/overview", signal);
-      drawFirst(found.counts?.runs === 0, (none) => (none ? firstRun() : null));
+      drawFirst(found.counts?.runs === 0, (none) => (none ? startSection() : null));
       drawCounts(found.counts, () => cards(found));
       drawEngines(found.engines, () => table("Base models", reasoned(BASES, found.engines), found.engines));
       drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, found.seats), found.seats, { none: "No engine is running." }));

@@ -1,99 +1,131 @@
-// The page that samples one prompt from several models side by side, token by token.
+// The page that converses with several models side by side, token by token.
 
-import { ask, get } from "./api.js";
-import { button, h, page, put, tell } from "./dom.js";
-import { count, counted, seconds } from "./format.js";
-import { endedBy, legend, tokens } from "./tokens.js";
+import { addressed, joinNames, splitNames } from "./address.js";
+import { get } from "./api.js";
+import { Column, compact, indented } from "./conversation.js";
+import { button, h, page, tell } from "./dom.js";
+import { legend } from "./tokens.js";
 
 const MOST_COLUMNS = 4;
-const TOP = 5; // alternatives per token
+const SHORT = 500; // characters of a text that is in the address
+const PARAMS = ["temperature", "top_p", "max_tokens", "seed"];
+const DEFAULTS = { models: "", system: "", prompt: "", tools: "", tool_choice: "auto", temperature: "0.7", top_p: "1", max_tokens: "256", seed: "", stop: "", chat: "on" };
+const FIRST_PROMPT = "Say hello.";
+const EXAMPLE = [{ type: "function", function: { name: "weather", description: "The weather of a city.", parameters: { type: "object", properties: { city: { type: "string", maxLength: 20 } }, required: ["city"], additionalProperties: false } } }];
 
-function field(id, label, attributes) {
-  const input = h("input", { id, ...attributes });
+// The address of the playground with these models.
+export const playgroundOf = (...models) => `#/playground?${new URLSearchParams({ models: joinNames(models) })}`;
+
+function field(id, label, input) {
   return { input, place: h("div", { class: "field" }, h("label", { for: id }, label), input) };
 }
 
-const settings = () => ({
-  temperature: field("temperature", "Temperature", { type: "number", min: 0, max: 10, step: "any", value: "0.7" }),
-  top_p: field("top_p", "Top-p", { type: "number", min: 0.01, max: 1, step: "any", value: "1" }),
-  max_tokens: field("max_tokens", "Max tokens", { type: "number", min: 1, step: 1, value: "48" }),
-  seed: field("seed", "Seed", { type: "number", step: 1, placeholder: "random" }),
-  stop: field("stop", "Stop sequences", { type: "text", placeholder: "text, or \\n" }),
+const inputs = (values) => ({
+  temperature: h("input", { id: "temperature", type: "number", min: 0, max: 10, step: "any", value: values.temperature }),
+  top_p: h("input", { id: "top_p", type: "number", min: 0.01, max: 1, step: "any", value: values.top_p }),
+  max_tokens: h("input", { id: "max_tokens", type: "number", min: 1, step: 1, value: values.max_tokens }),
+  seed: h("input", { id: "seed", type: "number", step: 1, placeholder: "random", value: values.seed }),
+  stop: h("input", { id: "stop", type: "text", placeholder: "text, or \\n", value: values.stop }),
 });
+const LABELS = { temperature: "Temperature", top_p: "Top-p", max_tokens: "Max tokens", seed: "Seed", stop: "Stop sequence" };
 
-function paramsOf(fields) {
-  const params = {};
-  for (const name of ["temperature", "top_p", "max_tokens", "seed"]) {
-    if (fields[name].input.value !== "") params[name] = Number(fields[name].input.value);
-  }
-  const stop = fields.stop.input.value.replaceAll("\\n", "\n");
-  if (stop) params.stop = [stop];
-  return params;
-}
-
-function column(number, first, removed) {
-  const input = h("input", { id: `model${number}`, list: "models", value: first, spellcheck: "false", autocomplete: "off" });
-  const answer = h("div", { class: "result" });
-  const drop = button("Remove", () => removed(made), { class: "plain", "aria-label": `Remove column ${number}` });
-  const made = {
-    input,
-    answer,
-    drop,
-    place: h(
-      "section",
-      { class: "column", "aria-label": `Column ${number}` },
-      h("div", { class: "field" }, h("label", { for: `model${number}` }, `Model ${number}`), input),
-      answer,
-      drop,
-    ),
-  };
-  return made;
-}
-
-// Reads the tokens of a choice in the format of either endpoint.
-function tokensOf(choice) {
-  const chat = choice.logprobs?.content;
-  if (chat) {
-    return chat.map((one) => ({
-      text: one.token,
-      logprob: one.logprob,
-      others: one.top_logprobs.map((other) => ({ text: other.token, logprob: other.logprob })),
-    }));
-  }
-  const { tokens: texts = [], token_logprobs: logprobs = [], top_logprobs: tops = [] } = choice.logprobs || {};
-  return texts.map((text, index) => ({
-    text,
-    logprob: logprobs[index],
-    others: Object.entries(tops[index] || {})
-      .map(([other, logprob]) => ({ text: other, logprob }))
-      .sort((a, b) => b.logprob - a.logprob)
-      .slice(0, TOP),
-  }));
-}
-
-async function sample(one, body, chat, signal) {
-  const model = one.input.value.trim();
-  const started = performance.now();
-  put(one.answer, h("p", { class: "quiet" }, "Sampling"));
-  one.answer.setAttribute("aria-busy", "true");
+// Reads definitions of tools. An error says what is wrong.
+function toolsOf(text) {
+  if (!text.trim()) return [];
+  let tools;
   try {
-    const asked = { model, ...body, ...(chat ? { logprobs: true, top_logprobs: TOP, separate_reasoning: false } : { logprobs: TOP }) };
-    const found = await ask("POST", chat ? "/oai/api/v1/chat/completions" : "/oai/api/v1/completions", asked, signal);
-    const [choice] = found.choices;
-    const took = (performance.now() - started) / 1000;
-    const about = `${count(found.usage?.prompt_tokens)} prompt + ${counted(found.usage?.completion_tokens, "sampled token")}, ${seconds(took)}${endedBy(choice.finish_reason)}`;
-    const text = chat ? choice.message.content : choice.text;
-    put(
-      one.answer,
-      h("p", { class: "text" }, text || "(no text)"),
-      h("p", { class: "quiet about" }, about),
-      tokens(`response of ${model}`, tokensOf(choice)),
-    );
+    tools = JSON.parse(text);
   } catch (error) {
-    if (error.name !== "AbortError") put(one.answer, h("p", { class: "warning", role: "alert" }, error.message));
-  } finally {
-    one.answer.removeAttribute("aria-busy");
+    throw new Error(`The tools are not JSON: ${error.message}`);
   }
+  const isTool = (tool) => tool?.type === "function" && typeof tool.function?.name === "string";
+  if (!Array.isArray(tools) || !tools.every(isTool)) throw new Error('The tools must be a list of {"type": "function", "function": {"name": ...}}.');
+  return tools;
+}
+
+// The fields of all columns. `read` returns their values, `address` those that fit into the address.
+function settings(values) {
+  const system = h("textarea", { id: "system", rows: 2, value: values.system });
+  const tools = h("textarea", { id: "tools", rows: 5, value: indented(values.tools), spellcheck: "false", placeholder: "a JSON list of OpenAI's function tools" });
+  const choices = ["auto", "required", "none"].map((name) => h("option", { value: name, selected: name === values.tool_choice }, name));
+  const choice = h("select", { id: "tool_choice" }, choices);
+  const params = inputs(values);
+  const chat = h("input", { id: "chat", type: "checkbox", checked: values.chat === "on" });
+  const example = () => {
+    tools.value = JSON.stringify(EXAMPLE, null, 1);
+  };
+  const definitions = h(
+    "details",
+    { class: "definitions", open: Boolean(values.tools) },
+    h("summary", {}, "Tools"),
+    h("div", { class: "params" }, field("tools", "Definitions", tools).place, field("tool_choice", "Tool choice", choice).place),
+    button("Insert an example", example, { class: "plain" }),
+  );
+  const chatFields = h("div", { class: "chat-fields", hidden: !chat.checked }, field("system", "System prompt", system).place, definitions);
+  chat.addEventListener("change", () => {
+    chatFields.hidden = !chat.checked;
+  });
+  const read = () => {
+    const numbers = PARAMS.filter((name) => params[name].value !== "").map((name) => [name, Number(params[name].value)]);
+    const stop = params.stop.value.replaceAll("\\n", "\n");
+    return { params: { ...Object.fromEntries(numbers), ...(stop ? { stop: [stop] } : {}) }, system: system.value, tools: toolsOf(tools.value), toolChoice: choice.value };
+  };
+  const short = (text) => (text.length <= SHORT ? text : "");
+  const address = () => ({
+    ...Object.fromEntries(Object.entries(params).map(([name, input]) => [name, input.value])),
+    system: short(system.value),
+    tools: short(compact(tools.value)),
+    tool_choice: choice.value,
+    chat: chat.checked ? "on" : "off",
+  });
+  const paramFields = h("div", { class: "params" }, Object.entries(params).map(([name, input]) => field(name, LABELS[name], input).place));
+  return { read, address, isChat: () => chat.checked, chatFields, paramFields, chatField: h("label", { class: "check", for: "chat" }, chat, "With the model's chat template") };
+}
+
+// The columns, with the buttons that depend on how many there are.
+class Columns {
+  constructor(signal, read, change) {
+    this.all = [];
+    this.numbered = 0;
+    this.context = { signal, read, change };
+    this.place = h("div", { class: "columns" });
+    this.more = button("Add a model", () => this.add(this.all[0].model));
+  }
+
+  add(model) {
+    const { signal, read, change } = this.context;
+    this.numbered += 1;
+    const column = new Column(this.numbered, model, signal, read, (dropped) => this.remove(dropped), change);
+    this.all.push(column);
+    this.place.append(column.place);
+    this.tidy();
+  }
+
+  remove(column) {
+    column.stop();
+    this.all.splice(this.all.indexOf(column), 1);
+    column.place.remove();
+    this.tidy();
+    this.more.focus();
+  }
+
+  tidy() {
+    for (const column of this.all) column.drop.hidden = this.all.length < 2;
+    this.more.disabled = this.all.length >= MOST_COLUMNS;
+    this.place.dataset.columns = this.all.length;
+    this.context.change();
+  }
+}
+
+// Sends the message to every column that does not wait for the results of its calls.
+async function sendTo(columns, fields, prompt) {
+  fields.read(); // refuses wrong tools before anything is sent
+  if (!fields.isChat()) return Promise.all(columns.map((column) => column.complete(prompt.value)));
+  const ready = columns.filter((column) => !column.calls.length && !column.stopper);
+  if (!ready.length) throw new Error("Every conversation waits for the results of its calls, or for its answer.");
+  const answered = await Promise.all(ready.map((column) => column.send(prompt.value)));
+  if (answered.some(Boolean)) prompt.value = "";
+  return answered;
 }
 
 export default {
@@ -101,71 +133,46 @@ export default {
   async show(main, _parts, signal) {
     const { data: models } = await get("/oai/api/v1/models", signal);
     if (!models.length) throw new Error("the server has no base model");
-    const fields = settings();
-    const system = h("textarea", { id: "system", rows: 2 });
-    const prompt = h("textarea", { id: "prompt", rows: 4, value: "Say hello." });
-    const chat = h("input", { id: "chat", type: "checkbox", checked: true });
-    const systemField = h("div", { class: "field" }, h("label", { for: "system" }, "System"), system);
-    chat.addEventListener("change", () => {
-      systemField.hidden = !chat.checked;
-    });
-    const columns = [];
-    const place = h("div", { class: "columns" });
-    const tidy = () => {
-      for (const one of columns) one.drop.hidden = columns.length < 2;
-      more.disabled = columns.length >= MOST_COLUMNS;
-      place.dataset.columns = columns.length;
-    };
-    let made = 0;
-    const add = (model) => {
-      made += 1;
-      const one = column(made, model, (gone) => {
-        columns.splice(columns.indexOf(gone), 1);
-        gone.place.remove();
-        tidy();
-        more.focus();
-      });
-      columns.push(one);
-      place.append(one.place);
-      tidy();
-    };
-    const more = button("Add a model", () => add(models[0].id));
+    const { values, set } = addressed(DEFAULTS);
+    const fields = settings(values);
+    const prompt = h("textarea", { id: "prompt", rows: 3, value: values.prompt || FIRST_PROMPT });
+    const checkpoint = models.find((model) => model.id.startsWith("tinker://"));
+    const first = values.models ? splitNames(values.models).slice(0, MOST_COLUMNS) : [models[0].id, (checkpoint || models[0]).id];
+    let isReady = false;
+    const remember = () => isReady && set({ ...fields.address(), models: joinNames(columns.all.map((column) => column.model)) });
+    const columns = new Columns(signal, fields.read, remember);
     const run = async () => {
-      if (!prompt.value) return tell("Write a prompt first.", "error");
-      const params = paramsOf(fields);
-      const messages = [{ role: "user", content: prompt.value }];
-      if (system.value) messages.unshift({ role: "system", content: system.value });
-      const body = chat.checked ? { ...params, messages } : { ...params, prompt: prompt.value };
+      if (!prompt.value) return tell("Write a message first.", "error");
+      if (columns.all.every((column) => !column.turns.length)) set({ prompt: prompt.value.length <= SHORT ? prompt.value : "" });
+      remember();
       go.disabled = true;
-      await Promise.all(columns.map((one) => sample(one, body, chat.checked, signal)));
-      go.disabled = false;
-      if (!signal.aborted) tell("Done");
+      try {
+        await sendTo(columns.all, fields, prompt);
+        if (!signal.aborted) tell("Done");
+      } catch (error) {
+        tell(error.message, "error");
+      } finally {
+        go.disabled = false;
+      }
     };
-    const go = h("button", { class: "primary" }, "Sample");
-    const form = h(
-      "form",
-      {
-        class: "ask",
-        on: {
-          submit: (event) => {
-            event.preventDefault();
-            run();
-          },
-          keydown: (event) => {
-            if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
-          },
-        },
-      },
-      systemField,
-      h("div", { class: "field" }, h("label", { for: "prompt" }, "Prompt"), prompt),
-      h("div", { class: "params" }, Object.values(fields).map((one) => one.place)),
-      h("label", { class: "check", for: "chat" }, chat, "With the model's chat template"),
-      h("div", { class: "actions" }, go, more),
-    );
-    const known = h("datalist", { id: "models" }, models.map((one) => h("option", { value: one.id })));
-    page(main, "Playground", form, known, legend(), place);
-    const checkpoint = models.find((one) => one.id.startsWith("tinker://"));
-    add(models[0].id);
-    add((checkpoint || models[0]).id);
+    const go = h("button", { class: "primary" }, "Send");
+    const restart = button("New conversation", () => {
+      for (const column of columns.all) column.clear();
+      prompt.focus();
+    });
+    const submit = (event) => {
+      event.preventDefault();
+      run();
+    };
+    const keydown = (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    };
+    const message = h("div", { class: "field" }, h("label", { for: "prompt" }, "Message"), prompt);
+    const actions = h("div", { class: "actions" }, go, columns.more, restart);
+    const form = h("form", { class: "ask", on: { submit, keydown } }, fields.chatFields, message, fields.paramFields, fields.chatField, actions);
+    const names = h("datalist", { id: "models" }, models.map((model) => h("option", { value: model.id })));
+    page(main, "Playground", form, names, legend(), columns.place);
+    for (const model of first) columns.add(model);
+    isReady = true;
   },
 };

@@ -11,7 +11,7 @@ const KINDS = [{ name: "your tokens", style: "s1" }, { name: "other tenants' tok
 const SHOWN = 20;
 
 const WAITING = [
-  { label: "Run or sampler", kind: "mono", cell: (row) => h("span", { title: row.lane }, shortId(row.lane)) },
+  { label: "Run or sampler", kind: "mono", cell: (row) => h("span", { title: row.lane }, shortId(row.lane)), copy: (row) => row.lane },
   { label: "Operation", cell: (row) => row.kind?.replaceAll("_", " ") },
   { label: "Base model", cell: (row) => row.base_model },
   { label: "Requests", number: true, cell: (row) => count(row.requests) },

@@ -1,15 +1,15 @@
 // The page of one run: properties, curves in groups, and checkpoints.
 
-import { copyButton } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
 import { curve } from "./charts.js";
 import { listed } from "./checkpoints.js";
-import { button, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
+import { button, code, empty, h, keep, page, put, question, section, state, tell } from "./dom.js";
 import { count, seconds, shortId, when } from "./format.js";
 import { figuresIn } from "./figures.js";
 import { lineage } from "./lineage.js";
 import { csvOf, download, lineOf, metricsOf, rewardless } from "./metrics.js";
 import { nameOf, statusOf } from "./overview.js";
+import { playgroundOf } from "./playground.js";
 import { facts } from "./table.js";
 
 const HINT = `from tinsmith.exchange.metrics import RunMetrics
@@ -53,7 +53,7 @@ export async function showRun(main, id, signal) {
       const line = lineOf(all, metric, start);
       return { metric, args: [line.xs, line.values, line] };
     }));
-    if (rewardless(metrics)) keepHint(true, () => h("div", { class: "empty" }, h("p", {}, "This run logs no reward. Three lines in the training loop show it here:"), h("pre", {}, HINT)));
+    if (rewardless(metrics)) keepHint(true, () => empty("This run logs no reward. Three lines in the training loop show it here:", HINT, "the lines that log a reward"));
     else put(hint);
   }
   const keepHint = keep(hint);
@@ -64,6 +64,7 @@ export async function showRun(main, id, signal) {
   };
   const lookAtRun = async () => {
     const run = await get(path`/dashboard/runs/${id}`, signal);
+    drawCompare(run.base_model, (base) => h("a", { href: playgroundOf(base, `tinker://${id}`) }, "Compare with its base model"));
     drawAbout(run, () => describe(run, () => edit(run, lookAtRun)));
     heading.textContent = `Run ${nameOf(run)}`;
   };
@@ -72,7 +73,7 @@ export async function showRun(main, id, signal) {
     drawLinks(links, () => lineage(id, links));
   };
   const lookAtCheckpoints = async () => {
-    const found = await get(path`/training_runs/${id}/checkpoints`, signal);
+    const found = await get(`/dashboard/checkpoints?${new URLSearchParams({ run_id: id, limit: 500 })}`, signal);
     drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
   };
   const name = `run-${shortId(id).replaceAll(":", "-")}`;
@@ -81,6 +82,9 @@ export async function showRun(main, id, signal) {
     button("JSON", () => download(`${name}.json`, "application/json", JSON.stringify(points.all(), null, 1)), { class: "plain", "aria-label": "Download all metrics as JSON" }),
   ];
   controls.append(h("span", {}, "Download", files), h("a", { href: `#/samples?${new URLSearchParams({ run: id })}` }, "Samples of this run"));
+  const compare = h("div", { class: "uses" });
+  const drawCompare = keep(compare);
+  controls.append(compare);
   const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Lineage", related));
   await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints), poll(signal, 30, lookAtLinks)]);
 }
@@ -114,7 +118,7 @@ function describe(run, change) {
     ["Project", run.project_id],
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
-    ["Path", h("span", {}, h("code", {}, `tinker://${run.model_id}`), copyButton("the path of the run", `tinker://${run.model_id}`))],
+    ["Path", code(`tinker://${run.model_id}`, "the path of the run")],
     ["Notes", notes ? h("pre", { class: "notes" }, notes) : null],
     ...Object.entries(metadata).map(([name, value]) => [name, value]),
   ]);

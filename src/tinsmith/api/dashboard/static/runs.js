@@ -10,13 +10,14 @@ import { count, counted } from "./format.js";
 import { isNumber } from "./scale.js";
 import { RUN_LINK, nameOf } from "./overview.js";
 import { showRun } from "./run.js";
+import { firstRun } from "./starts.js";
 import { pager, table } from "./table.js";
 
 const LIMIT = 50;
 const OUTLINE_S = 30;
 const TYPING_MS = 250;
 const DEFAULTS = { search: "", filter: "", sort: "created_at", order: "desc", columns: joinNames(USUAL), group: "", offset: 0 };
-const EMPTY = "No runs yet. A training client creates one: python first.py (of the README), with TINKER_BASE_URL set to this server.";
+const EMPTY = "No runs yet. A training client creates one. In a terminal:";
 
 // The first column: a box for comparisons, and the name as a link.
 const first = (chosen, choose) => ({
@@ -55,7 +56,7 @@ function tableOf(found, values, context, sorted) {
     return table("Groups of runs", columns, found.groups || [], { sorted, none });
   }
   const columns = [first(context.chosen, context.choose), ...names.map((name) => columnOf(name, context, isNumeric(found.runs, name)))];
-  return table("Runs", columns, found.runs, { sorted, none });
+  return table("Runs", columns, found.runs, { sorted, none, next: none === EMPTY ? firstRun() : "" });
 }
 
 // What the server says about a choice: unknown names, and runs that it did not consider.

@@ -2,9 +2,10 @@
 
 import { addressed } from "./address.js";
 import { ask, get, path, poll } from "./api.js";
-import { button, h, keep, page, section, state, tell } from "./dom.js";
+import { button, code, h, keep, page, section, state, tell } from "./dom.js";
 import { bytes, count, number, shortId, when } from "./format.js";
 import { RUN_LINK, statusOf as runStatus } from "./overview.js";
+import { firstRun } from "./starts.js";
 import { facts, table } from "./table.js";
 
 const LIMIT = 50;
@@ -19,6 +20,7 @@ const COLUMNS = [
     label: "Session",
     kind: "mono",
     cell: (row) => h("a", { href: `#${path`/sessions/${row.session_id}`}`, title: row.session_id }, row.display_name || shortId(row.session_id)),
+    copy: (row) => row.session_id,
   },
   { label: "State", cell: (row) => state(statusOf(row)) },
   { label: "Project", cell: (row) => row.project_id || "-" },
@@ -49,8 +51,8 @@ async function showList(main, signal) {
     const cursor = cursors[cursors.length - 1];
     if (cursor) asked.cursor = cursor;
     const found = await ask("POST", "/sessions/search", asked, signal);
-    const none = values.search ? "No session's name matches all of these words." : "No sessions yet. A client opens one.";
-    draw(found.sessions, () => table("Sessions", COLUMNS, found.sessions, { none }));
+    const none = values.search ? "No session's name matches all of these words." : "No sessions yet. A client opens one. In a terminal:";
+    draw(found.sessions, () => table("Sessions", COLUMNS, found.sessions, { none, next: values.search ? "" : firstRun() }));
     drawPages([cursors.length, found.next_cursor], () => buttons(found.next_cursor));
   };
   const buttons = (next) =>
@@ -105,7 +107,7 @@ async function showSession(main, id, signal) {
         ["Runs", count(session.training_run_ids?.length)],
         ["Samplers", count(session.sampler_ids?.length)],
         ...Object.entries(session.user_metadata || {}),
-        ["Id", h("code", {}, id)],
+        ["Id", code(id, "the id of the session")],
       ]),
     );
     const found = await get(`/dashboard/runs?${new URLSearchParams({ search: id, limit: LIMIT })}`, signal);

@@ -1,11 +1,12 @@
 // Tables with a caption, headers that sort, and pages.
 
-import { button, empty, h } from "./dom.js";
+import { button, copyButton, empty, h } from "./dom.js";
 import { count } from "./format.js";
 
-// A column is {label, cell, number?, sort?}. `sorted` is {by, order, change} if the server sorts.
-export function table(caption, columns, rows, { sorted = null, none = "Nothing here yet." } = {}) {
-  if (!rows.length) return empty(none);
+// A column is {label, cell, number?, sort?, copy?}; `copy` returns the text of its button. `sorted` is {by, order, change}
+// if the server sorts. Without rows, `none` is the text, and `next` the lines that make the first row.
+export function table(caption, columns, rows, { sorted = null, none = "Nothing here yet.", next = "" } = {}) {
+  if (!rows.length) return empty(none, next);
   return h(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
@@ -20,7 +21,8 @@ export function table(caption, columns, rows, { sorted = null, none = "Nothing h
 }
 
 function cell(column, row, index) {
-  const inside = column.cell(row);
+  const text = column.copy?.(row);
+  const inside = text ? h("span", {}, column.cell(row), " ", copyButton(`${column.label.toLowerCase()} ${text}`, text)) : column.cell(row);
   const attributes = { class: column.number ? "number" : column.kind, "data-label": column.label };
   return index === 0 ? h("th", { scope: "row", ...attributes }, inside) : h("td", attributes, inside);
 }
@@ -28,9 +30,9 @@ function cell(column, row, index) {
 function head(column, sorted) {
   const attributes = { scope: "col", class: column.number ? "number" : null };
   if (!column.sort || !sorted) return h("th", attributes, column.label);
-  const mine = sorted.by === column.sort;
-  const order = mine && sorted.order === "desc" ? "asc" : "desc";
-  attributes["aria-sort"] = mine ? (sorted.order === "desc" ? "descending" : "ascending") : "none";
+  const isSorted = sorted.by === column.sort;
+  const order = isSorted && sorted.order === "desc" ? "asc" : "desc";
+  attributes["aria-sort"] = isSorted ? (sorted.order === "desc" ? "descending" : "ascending") : "none";
   return h("th", attributes, button(column.label, () => sorted.change(column.sort, order), { class: "sort" }));
 }
 
@@ -47,6 +49,6 @@ export function pager({ offset, limit, total_count: total }, move) {
 }
 
 export function facts(pairs) {
-  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h("dl", { class: "facts" }, shown.map(([name, value]) => h("div", { class: ["CODE", "PRE"].includes(value.tagName) ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
+  const present = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h("dl", { class: "facts" }, present.map(([name, value]) => h("div", { class: ["CODE", "PRE"].includes(value.tagName) || value.className === "code-line" ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
 }
