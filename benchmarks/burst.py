@@ -5,7 +5,7 @@
     python benchmarks/burst.py --backend torch --size 256    # with tinsmith/nano
 
 The ways take turns, round by round, so that a noisy neighbour disturbs all alike. A burst is `--size` samples sent at
-once; its time ends with the last result. A pass is a `forward` of 16 x 2,048 tokens. Prints a table of medians; with
+once; its time ends with the last result. A pass is a `forward` of 64 x 2,048 tokens. Prints a table of medians; with
 --json FILE also writes the figures.
 """
 
@@ -31,7 +31,7 @@ from tinker import types
 MODEL = "tinsmith/nano"
 POLLS = {"poll each": False, "poll session": True}
 BODIES = {"plain": False, "zstd": True}
-ROWS, LENGTH = 16, 2048
+ROWS, LENGTH = 64, 2048
 
 
 def open_service(stack: contextlib.ExitStack, url: str, flags: dict[str, bool]) -> tinker.ServiceClient:

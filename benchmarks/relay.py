@@ -60,7 +60,11 @@ async def relay(target_port: int, round_trip_s: float, bytes_per_s: float) -> No
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(round_trip_s)  # TCP's handshake
-        target_reader, target_writer = await asyncio.open_connection("127.0.0.1", target_port)
+        try:
+            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", target_port)
+        except OSError:
+            writer.close()
+            return
         await asyncio.gather(up.carry(reader, target_writer), down.carry(target_reader, writer))
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0, backlog=1024)
