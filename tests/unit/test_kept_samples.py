@@ -125,6 +125,15 @@ def test_samples_of_a_run_are_those_of_its_weights_and_those_it_trained_on(db: D
     assert list(samples.read("bob", samples.list_positions("alice", 9))) == [], "positions of another tenant"
 
 
+def test_training_on_an_answer_is_not_that_on_a_later_one_with_the_same_tokens(db: Database) -> None:
+    request_id = keep(db, 0, prompt=[1], answer=[2], run="a", weights="w")
+    created_at = KeptSamples(db).get("alice", request_id)[0].created_at
+    early = TrainedAnswer("alice", tokens_digest([1], [2]), "a", 1, 0.5, np.zeros(1, np.float32))
+    for trained_at, step in ((created_at - 1, None), (created_at + 1, 1)):
+        KeptSamples(db).note_training([replace(early, trained_at=trained_at)])
+        assert KeptSamples(db).notes("alice", [request_id])[request_id, 0].step == step
+
+
 def test_weights_have_the_steps_before_their_publish_or_save(db: Database) -> None:
     path = "tinker://run/sampler_weights/a"
     point = {"model_id": "run", "source": "server", "metrics": {}}

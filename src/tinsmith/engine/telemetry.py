@@ -342,10 +342,8 @@ class Recorder:
             digest = tokens_digest(datum.tokens_N, targets[-1:].astype(np.int32))
             tail = slice(max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS), None)
             advantage = float(advantages_N[at].mean(dtype=np.float64))
-            of_tokens = logprobs_N[tail], advantages_N[tail]
-            self._trained.append(
-                TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, *of_tokens)
-            )
+            answer = TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, logprobs_N[tail])
+            self._trained.append(replace(answer, advantages=advantages_N[tail], trained_at=now()))
 
     @property
     def _keeps_samples(self) -> bool:

@@ -13,6 +13,7 @@ reward: the engine notes the first training step, and a reward is final after it
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -59,7 +60,7 @@ class KeptSequence:
 @dataclass(frozen=True, slots=True)
 class TrainedAnswer:
     """Training on an answer; `logprobs` are the policy's at the last trained positions, before the step, and
-    `advantages` those of the same positions.
+    `advantages` those of the same positions. Samples that began after `trained_at` are others with the same tokens.
     """
 
     tenant_id: str
@@ -69,6 +70,7 @@ class TrainedAnswer:
     advantage: float
     logprobs: F32
     advantages: F32 | None = None
+    trained_at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,9 @@ _ANSWER = KEPT_ANSWERS.update().where(
     KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), KEPT_ANSWERS.c.digest == sa.bindparam("of_digest")
 )
 _TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs", "advantages")}
-_TRAIN = Statement(_ANSWER.where(_NOT_TRAINED).values(_TRAINED))
+_TRAIN = Statement(
+    _ANSWER.where(_NOT_TRAINED, KEPT_ANSWERS.c.created_at <= sa.bindparam("trained_at")).values(_TRAINED)
+)
 _REWARD = Statement(
     _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED)).values(reward=sa.bindparam("reward"))
 )
@@ -287,7 +291,8 @@ class KeptSamples:
                     "logprobs": _pack_floats(answer.logprobs),
                     "advantages": None if answer.advantages is None else _pack_floats(answer.advantages),
                 }
-                _TRAIN.count(connection, values | {"of_tenant": answer.tenant_id, "of_digest": answer.digest})
+                of_answer = {"of_tenant": answer.tenant_id, "of_digest": answer.digest}
+                _TRAIN.count(connection, values | of_answer | {"trained_at": answer.trained_at})
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of kept answers by digest; returns how many changed. After training, a reward is final."""

@@ -246,9 +246,9 @@ def write_question(tokenizer: ModelTokenizer | None, prompt_T: I32, ends: Common
     if not body.strip():
         return _shorten(spell(tokenizer, prompt_T).strip())
     head, tail = spell(tokenizer, prompt_T[:before]), spell(tokenizer, prompt_T[stop:])
-    if re.match(r"\w", body) and (word := re.search(r"\w+$", head)):
+    if re.match(r"\w", body) and (word := re.search(r"\w+\Z", head)):
         body = word[0] + body
-    if re.search(r"\w$", body) and (word := re.match(r"\w+", tail)):
+    if re.search(r"\w\Z", body) and (word := re.match(r"\w+", tail)):
         body += word[0]
     return _shorten(body.strip())
 
