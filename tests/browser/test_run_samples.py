@@ -165,7 +165,9 @@ def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(rl_run: TrainedRu
     assert browser.text(label).startswith("3 of 3: after 2 steps, trained on in step 3"), browser.text(label)
     rewards = rl_run.rewards["What is 30 - 4?", 2]
     assert f"({min(rewards):g} to {max(rewards):g})" in browser.text(label)
-    assert "What is 30 - 4?" in browser.text(".whole-prompt")
+    assert browser.text(".question-text") == "What is 30 - 4?"
+    browser.click(".whole-prompt summary")
+    browser.until(lambda: "assistant" in browser.text(".whole-prompt"), "the whole prompt")
     first_answers = [element.text for element in browser.all(".turn.sampled .tokens")]
     slider = browser.one("#at-step")
     slider.send_keys(Keys.ARROW_LEFT)

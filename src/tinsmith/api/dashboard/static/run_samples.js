@@ -152,7 +152,10 @@ async function showPrompt(main, run, prompt, signal) {
     };
     const loaded = await Promise.all(ids.map(read));
     if (current !== turn) return;
-    drawQuestion(prompt, () => h("details", { class: "whole-prompt", open: true }, h("summary", {}, `Prompt, ${counted(group.prompt_tokens, "token")}`), h("div", { class: "turn" }, drawPrompt("Prompt", loaded[0]))));
+    drawQuestion([prompt, group.question], () => [
+      h("p", { class: "question-text", tabindex: "0", role: "group", "aria-label": "Question" }, group.question || "(prompt without text)"),
+      h("details", { class: "whole-prompt" }, h("summary", {}, `Whole prompt, ${counted(group.prompt_tokens, "token")}`), h("div", { class: "turn" }, drawPrompt("Prompt", loaded[0]))),
+    ]);
     drawAnswers([ids, notes], () => drawStep(loaded));
   };
   const drawStep = (loaded) => {
