@@ -422,10 +422,10 @@ class TenantSettings(SettingsGroup):
     """Samples of each tenant kept for the dashboard; 0 keeps none."""
 
     kept_samples_of_run: int = Field(default=500, ge=1, le=2000)
-    """Samples kept of each run, and as many of weights without a run: the newest half, and older ones of all steps."""
+    """Samples kept of each run, and of weights without a run."""
 
     kept_samples_days: float = Field(default=7.0, gt=0)
-    """How long samples are kept for the dashboard."""
+    """How long samples are kept."""
 
     warnings_url: SecretStr = SecretStr("")
     """Address (http or https) that gets each warning of the dashboard once, as a POST of JSON; empty posts none."""
