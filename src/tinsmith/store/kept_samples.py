@@ -307,13 +307,7 @@ class KeptSamples:
         columns = [KEPT_ANSWERS.c[name] for name in AnswerNotes.__dataclass_fields__]
         query = sa.select(*columns).where(KEPT_ANSWERS.c.tenant_id == tenant_id).order_by(KEPT_ANSWERS.c.position)
         parts = (self._db.rows(query.where(KEPT_ANSWERS.c.request_id.in_(ids))) for ids in chunks(request_ids))
-        return {
-            (request_id, number): AnswerNotes(
-                request_id, number, *rest, _unpack_floats(logprobs), _unpack_floats(advantages)
-            )
-            for rows in parts
-            for request_id, number, *rest, logprobs, advantages in rows
-        }
+        return {(row.request_id, row.number): _unpack_notes(row) for rows in parts for row in rows}
 
     # Steps of weights.
 
@@ -416,6 +410,11 @@ def _select_stored(connection: sa.Connection, trained: Sequence[TrainedAnswer]) 
             query = sa.select(KEPT_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
             stored |= {(tenant_id, digest) for digest in connection.scalars(query)}
     return (answer for answer in trained if (answer.tenant_id, answer.digest) in stored)
+
+
+def _unpack_notes(row: Any) -> AnswerNotes:  # noqa: ANN401  a row of the columns
+    arrays = {name: _unpack_floats(getattr(row, name)) for name in ("logprobs", "advantages")}
+    return AnswerNotes(**{**row._mapping, **arrays})
 
 
 def _pack_floats(values: F32) -> bytes:

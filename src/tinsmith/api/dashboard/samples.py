@@ -101,9 +101,9 @@ def sample(call: Call) -> JsonObject:
 
 def _training(sequence: KeptSequence, notes: AnswerNotes | None) -> JsonObject:
     """Return the notes of an answer. `training_logprobs` and `advantages` have one entry per kept token."""
-    names: tuple[str, ...] = ("reward", "run", "step", "advantage", "training_logprobs", "advantages")
+    names = ("reward", "run", "step", "advantage", "training_logprobs", "advantages")
     if notes is None:
-        return dict.fromkeys(names)
+        return dict[str, object](dict.fromkeys(names))
     num_tokens, num_stored = sequence.num_tokens or len(sequence.tokens), len(sequence.tokens)
     placed = [list_placed(values, num_tokens, num_stored) for values in (notes.logprobs, notes.advantages)]
     return dict(zip(names, (notes.reward, notes.model_id, notes.step, notes.advantage, *placed), strict=True))
