@@ -152,7 +152,7 @@ def test_filters_and_pages_of_other_lists_are_in_the_address(alice: Site, browse
     browser.driver.refresh()
     browser.until(lambda: len(browser.all("tbody tr")) == 1, "the session")
     browser.open("samples?sort=length&order=asc&text=hello", "Samples")
-    browser.until(lambda: browser.all("article.group"), "the samples")
+    browser.until(lambda: browser.all(".opener"), "the samples")
     assert browser.one("#search").get_attribute("value") == "hello"
     browser.one("#sort").send_keys("Step")
     browser.until(lambda: "sort=step" in browser.driver.current_url, "the address")

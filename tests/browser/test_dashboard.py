@@ -751,11 +751,10 @@ def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, brows
 
 def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browser: Browser) -> None:
     browser.open("samples", "Samples")
-    prompts = "article.group .prompt"
-    browser.until(
-        lambda: "user\nSay hello.\nassistant" in [element.text for element in browser.all(prompts)], "the prompt"
-    )
-    assert [row for row in rows(browser) if row.startswith("hello")]
+    openers = ".opener"
+    browser.until(lambda: [one for one in browser.all(openers) if "Say hello." in one.text], "the prompt")
+    browser.driver.execute_script("document.querySelectorAll('.opener').forEach((opener) => opener.click())")
+    browser.until(lambda: [row for row in rows(browser) if row.startswith("hello")], "the answer")
     browser.open(f"samples/{alice.sample}", "Sample ")
     browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
     assert len(browser.all(".turn.sampled")) == 2

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import sqlalchemy as sa
 
@@ -26,9 +25,7 @@ from tinsmith.db.statements import execute
 from tinsmith.store.curves import Curves
 from tinsmith.store.database_counts import DatabaseCounts
 from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.kept_samples import KeptSequence, SampleContent, TrainedAnswer, keep_sample, new_sample
 from tinsmith.store.recent_steps import RecentStep
-from tinsmith.types import tokens_digest
 
 FILES = Path(routes.__file__).parent / "static"
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
@@ -635,95 +632,6 @@ def test_without_keys_the_tenant_is_local(tmp_path: Path) -> None:
         assert (tenant["tenant_id"], tenant["takes_any_key"], tenant["keys"]) == ("local", True, [])
     finally:
         close(harness)
-
-
-# Samples.
-
-
-def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
-    content = SampleContent([1, 2], 0, {"temperature": 0.5}, [KeptSequence([3], [-0.25], "stop")])
-    with harness.services.models._db.write() as connection:
-        for statement in keep_sample(new_sample("s:sample:0:0", "alice", "s", BASE, None), content, 10):
-            execute(connection, statement)
-    (listed,) = harness.get("dashboard/samples").json()["samples"]
-    assert listed["request_id"] == "s:sample:0:0" and listed["answer_begins"] is None
-    sample_detail = harness.get("dashboard/samples/s:sample:0:0").json()
-    assert sample_detail["prompt"] == {"tokens": [1, 2], "pieces": None, "text": None}
-    sequence = {"tokens": [3], "pieces": None, "text": None, "logprobs": [-0.25], "stop_reason": "stop"}
-    unknown = dict.fromkeys(("reward", "run", "step", "advantage", "training_logprobs"))
-    assert sample_detail["sequences"] == [sequence | unknown]
-    assert sample_detail["params"] == {"temperature": 0.5} and sample_detail["turns_before"] == []
-    assert harness.get("dashboard/samples?search=" + "x" * 201).status_code == 400
-
-
-def keep_group(harness: Harness, request_id: str, prompt: list[int], answers: list[list[int]]) -> list[str]:
-    """Store a sample with these answers; return their digests."""
-    digests = [tokens_digest(prompt, answer) for answer in answers]
-    sequences = [
-        KeptSequence(answer, [-0.5] * len(answer), "stop", digest, len(answer))
-        for answer, digest in zip(answers, digests, strict=True)
-    ]
-    with harness.services.models._db.write() as connection:
-        sample = new_sample(request_id, "alice", "s", BASE, "s:train:0/sampler/1")
-        for statement in keep_sample(sample, SampleContent(prompt, 0, {}, sequences), 10):
-            execute(connection, statement)
-    return digests
-
-
-def read_groups(harness: Harness, query: str = "", key: str = ALICE) -> list[list[str]]:
-    answer = harness.get(f"dashboard/groups{query}", key)
-    assert answer.status_code == 200, answer.text
-    return [
-        [f"{group_answer['request_id']}/{group_answer['number']}" for group_answer in group["answers"]]
-        for group in answer.json()["groups"]
-    ]
-
-
-def test_answers_to_one_prompt_are_a_group_with_what_became_of_them(harness: Harness) -> None:
-    first, second = keep_group(harness, "a", [1, 2], [[3], [4, 5]])
-    (third,) = keep_group(harness, "b", [1, 2], [[6]])
-    (other,) = keep_group(harness, "c", [9], [[3]])
-    rewards = {first: 0.0, second: 1.0, third: 0.5, other: 3.0, "0" * 32: 9.0}
-    body = {"rewards": [{"digest": digest, "reward": reward} for digest, reward in rewards.items()]}
-    assert harness.ok("dashboard/samples/rewards", body, BOB) == {"updated": 0}
-    for _ in range(2):
-        assert harness.ok("dashboard/samples/rewards", body) == {"updated": 4}
-    logprobs = np.array([-0.25, -0.75], np.float32)
-    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 7, 0.5, logprobs)])
-    harness.services.kept_samples.note_training([TrainedAnswer("alice", second, "r:train:0", 8, 0.1, logprobs)])
-    assert read_groups(harness) == [["c/0"], ["b/0", "a/0", "a/1"]]
-    assert read_groups(harness, "?sort=spread") == [["b/0", "a/0", "a/1"], ["c/0"]]
-    assert read_groups(harness, "?sort=reward&order=asc&limit=1") == [["b/0", "a/0", "a/1"]]
-    assert read_groups(harness, "?least=2") == [["c/0"]] and read_groups(harness, "?most=-1") == []
-    assert read_groups(harness, "?run=r:train:0") == read_groups(harness, "?step=7") == [["b/0", "a/0", "a/1"]]
-    assert read_groups(harness, "?run=s:train:0&step=8") == [] and read_groups(harness, "?text=4+5") != []
-    assert read_groups(harness, key=BOB) == []
-    row = harness.get("dashboard/groups?step=7").json()["groups"][0]["answers"][2]
-    assert (row["reward"], row["advantage"], row["run"], row["tokens"]) == (1.0, 0.5, "r:train:0", 2)
-    sequence = harness.get("dashboard/samples/a").json()["sequences"][1]
-    assert (sequence["reward"], sequence["step"], sequence["training_logprobs"]) == (1.0, 7, [-0.25, -0.75])
-
-
-@pytest.mark.parametrize("query", ["sort=none", "order=up", "least=x", "step=nan", "text=" + "x" * 201])
-def test_groups_that_cannot_be_asked_for_are_refused(harness: Harness, query: str) -> None:
-    keep_group(harness, "a", [1, 2], [[3]])
-    assert harness.get(f"dashboard/groups?{query}").status_code == 400
-
-
-@pytest.mark.parametrize("body", [{}, {"rewards": []}, {"rewards": [{"digest": "x" * 32, "reward": 1}]}])
-def test_rewards_that_are_none_are_refused(harness: Harness, body: object) -> None:
-    assert harness.post("dashboard/samples/rewards", body).status_code == 400
-
-
-def test_notes_of_answers_go_with_their_samples(harness: Harness) -> None:
-    kept_samples = harness.services.kept_samples
-    (digest,) = keep_group(harness, "old", [1], [[2]])
-    for index in range(10):
-        keep_group(harness, f"new{index}", [index], [[3]])
-    assert kept_samples.set_rewards("alice", {digest: 1.0}) == 0, "its sample is not kept any more"
-    assert len(kept_samples.notes("alice", [f"new{index}" for index in range(10)])) == 10
-    kept_samples.sweep(1e12)
-    assert kept_samples.notes("alice", ["new1"]) == {}
 
 
 def test_a_link_to_an_archive_leads_to_it(harness: Harness) -> None:

@@ -27,7 +27,7 @@ from tinsmith.engine.telemetry import BURST_OF_SAMPLES, FULL_BURST_AFTER_S, Reco
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.losses.divergence import measure_divergence, summarize_divergence
 from tinsmith.store.curves import Curves, Point
-from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.kept_samples import KeptSamples, SampleLimits
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import (
@@ -260,7 +260,7 @@ def policy_pass(*advantages: float) -> Pass:
 
 
 def test_a_point_has_the_lengths_and_the_entropy_of_what_was_trained_on(bench: Bench) -> None:
-    recorder = Recorder(BASE, Records(bench.db, 1))
+    recorder = Recorder(BASE, Records(bench.db, SampleLimits(1, 1)))
     for advantages in ((1.0, 1.0, 1.0), (0.0, -0.5, 0.0), (0.0, 0.0, 0.0)):
         result = PassResult((np.zeros(4, np.float32),), {"loss:sum": 1.0})
         recorder.record_pass(pending("forward_backward"), policy_pass(*advantages), result)
@@ -275,7 +275,7 @@ def test_a_point_has_the_lengths_and_the_entropy_of_what_was_trained_on(bench: B
 
 
 def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Bench) -> None:
-    records = Records(bench.db, 9)
+    records = Records(bench.db, SampleLimits(9, 9))
     keeper, recorder = SampleRecorder(records), Recorder(BASE, records)
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     request = Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=(SMALL, LARGE))
@@ -294,7 +294,8 @@ def test_an_answer_that_was_sampled_and_trained_on_is_shown_with_both(bench: Ben
     recorder.flush()
     ((_, note),) = records.samples.notes("alice", ["None:1"]).items()
     assert (note.model_id, note.step, note.advantage) == (RUN, 1, 2.0)
-    assert note.logprobs == [-2.5, -3.5]
+    assert note.logprobs is not None and note.logprobs.tolist() == [-2.5, -3.5]
+    assert note.advantages is not None and note.advantages.tolist() == [1.0, 3.0]
     _, content = records.samples.get("alice", "None:1")
     assert [(image.start, image.width, image.data) for image in content.images] == [(0, 2, "aW1n"), (1, 3, "")]
 
@@ -314,7 +315,7 @@ class NoDatabase:
 
 
 def test_a_snapshot_is_recorded_with_its_run_and_its_time(bench: Bench) -> None:
-    records = bench.engine._recorder._records = Records(bench.db, 0)
+    records = bench.engine._recorder._records = Records(bench.db, SampleLimits(0, 0))
     model, began = bench.model(), now()
     for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
         bench.step(model, seq_id)
@@ -328,7 +329,7 @@ def test_a_snapshot_is_recorded_with_its_run_and_its_time(bench: Bench) -> None:
 
 
 def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
-    records = Records(bench.db, 1)
+    records = Records(bench.db, SampleLimits(1, 1))
     records.curves = records.recent_steps = NoDatabase()  # type: ignore[assignment]
     recorder = Recorder(BASE, records)
     recorder.record_pass(pending("forward_backward"), pass_of("custom"), PassResult((), {"loss:sum": 1.0}))
@@ -341,7 +342,7 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     monkeypatch.setattr(telemetry, "MAX_POINTS", 20)
     monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
     monkeypatch.setattr("tinsmith.store.curves.KEPT_POINTS", 10)
-    recorder = Recorder(BASE, Records(bench.db, 1))
+    recorder = Recorder(BASE, Records(bench.db, SampleLimits(1, 1)))
     max_points = 0
     for seq_id in range(1, 101):
         metrics = {"loss:sum": float(seq_id), "tokens:sum": 1.0}
@@ -375,7 +376,7 @@ def test_steps_record_tokens_by_tenant(bench: Bench) -> None:
 
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
-    recorder = Recorder(BASE, Records(bench.db, 1))
+    recorder = Recorder(BASE, Records(bench.db, SampleLimits(1, 1)))
     requests = [pending("forward", f"s:train:{index}", seq_id=index) for index in range(telemetry.MAX_NAMED_MODELS + 5)]
     recorder.record_duration(Step(passes=tuple(requests)), 0.1)
     recorder.flush()
@@ -395,8 +396,8 @@ def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
     kept_samples = KeptSamples(bench.db)
     page, total = kept_samples.page("alice", 10, 0)
     assert [kept_sample.request_id for kept_sample, _ in page] == [
-        f"{sampler}:{seq_id}" for seq_id in (4, 3, 2)
-    ] and total == 3
+        f"{sampler}:{seq_id}" for seq_id in (4, 3, 0)
+    ] and total == 3, "the newest two, and of the older ones one of each weights"
     sample, content = kept_samples.get("alice", f"{sampler}:4")
     assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
     assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3
@@ -405,20 +406,66 @@ def test_samples_are_kept_with_prompts_and_answers(bench: Bench) -> None:
 
 
 def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
-    keeper = SampleRecorder(Records(bench.db, 1000))
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(1000, 1000)))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
-    request_template = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
 
     def count_recorded(tenant: str) -> int:
         requests = (pending("sample", None, tenant=tenant, seq_id=seq_id) for seq_id in range(200))
-        return sum(keeper.begin(request, session, request_template) is not None for request in requests)
+        templates = (Sample("r", None, np.array([seq_id], np.int32), 1, SamplingParams()) for seq_id in range(200))
+        pairs = zip(requests, templates, strict=True)
+        return sum(keeper.begin(request, session, template) is not None for request, template in pairs)
 
     assert telemetry.BURST_OF_SAMPLES <= count_recorded("alice") < 150
     assert count_recorded("bob") >= telemetry.BURST_OF_SAMPLES
 
 
+def test_a_burst_of_single_samples_is_kept_as_whole_groups(bench: Bench) -> None:
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(1000, 1000)))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, "s:sample:0", RUN, None, 0.0, 0)
+    recorded: dict[int, int] = {}
+    for seq_id in range(800):  # 100 prompts, each asked 8 times, not one after another
+        prompt = seq_id % 100
+        template = Sample("r", None, np.array([prompt], np.int32), 1, SamplingParams())
+        record = keeper.begin(pending("sample", None, seq_id=seq_id), session, template, "s:sample:0")
+        if record is not None:
+            recorded[prompt] = recorded.get(prompt, 0) + 1
+            assert (record.sample.model_id, record.sample.weights) == (RUN, "s:sample:0")
+    assert len(recorded) >= telemetry.BURST_OF_SAMPLES
+    assert list(recorded.values())[:32] == [8] * 32, "every request of a group that was begun"
+    assert len(recorded) < 60
+
+
+def test_samples_of_inflight_weights_name_the_publish_that_answered(bench: Bench) -> None:
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(9, 9)))
+    template = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+    inflight = SamplingSession("s:sample:0", "s", "alice", BASE, None, f"{RUN}:inflight", RUN, None, 0.0, 0)
+    base = SamplingSession("s:sample:1", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    saved = SamplingSession(
+        "s:sample:2", "s", "alice", BASE, f"tinker://{RUN}/sampler_weights/a", "v", None, None, 0.0, 0
+    )
+    records = [
+        keeper.begin(pending("sample", None, seq_id=index), session, template, weights)
+        for index, (session, weights) in enumerate(
+            [(inflight, "s:sample:7"), (base, BASE), (saved, f"tinker://{RUN}/sampler_weights/a")]
+        )
+    ]
+    assert [(record.sample.weights, record.sample.model_id) for record in records if record] == [
+        ("s:sample:7", RUN),
+        (None, ""),
+        (f"tinker://{RUN}/sampler_weights/a", RUN),
+    ]
+
+
+def test_the_digest_of_a_prompt_covers_its_images(bench: Bench) -> None:
+    digests = {
+        telemetry._digest_prompt(Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=images))
+        for images in ((), (SMALL,), (LARGE,), (SMALL, LARGE))
+    }
+    assert len(digests) == 4
+
+
 def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
-    keeper = SampleRecorder(Records(bench.db, 0))
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(0, 0)))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
     request = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
     assert keeper.begin(pending("sample", None), session, request) is None
@@ -426,7 +473,7 @@ def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
 
 
 def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
-    keeper = SampleRecorder(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(9, 9)))
     session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
     prompt = np.arange(10_000, dtype=np.int32)
     recording = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
@@ -440,18 +487,18 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     sample, content = KeptSamples(bench.db).get("alice", "None:1")
     assert (sample.prompt_tokens, sample.sampled_tokens, sample.num_sequences) == (10_000, 100_000, 20)
     assert content.prompt_cut == 10_000 - len(content.prompt) and content.prompt[-1] == 9999
-    assert len(content.sequences) == 8 and len(content.sequences[0].tokens) == 2048
+    assert len(content.sequences) == 16 and len(content.sequences[0].tokens) == 2048
     assert content.sequences[0].logprobs[0] is None
 
 
 def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: now[0])
-    keeper = SampleRecorder(Records(bench.db, 9))
+    keeper = SampleRecorder(Records(bench.db, SampleLimits(9, 9)))
     for index in range(1000):
-        assert keeper._take_allowance(f"tenant-{index}")
+        assert keeper._take_allowance(f"tenant-{index}", None, np.array([1], np.int32))
         now[0] += 1.0
     assert len(keeper._allowances) <= FULL_BURST_AFTER_S + 1
-    for _ in range(int(BURST_OF_SAMPLES)):
-        assert keeper._take_allowance("tenant-0")
-    assert not keeper._take_allowance("tenant-0"), "one that is used keeps its debt"
+    for prompt in range(int(BURST_OF_SAMPLES)):
+        assert keeper._take_allowance("tenant-0", None, np.array([prompt], np.int32))
+    assert not keeper._take_allowance("tenant-0", None, np.array([99], np.int32)), "one that is used keeps its debt"

@@ -24,6 +24,7 @@ from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import FutureOutcome, Futures, NewFuture
+from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
@@ -109,7 +110,7 @@ class Bench:
             self.directories("snapshots"),
             CustomLosses(self.db),
             Ownership(self.db, BASE, ENGINE),
-            Records(self.db, kept_samples=3),
+            Records(self.db, SampleLimits(of_run=3, of_tenant=9)),
         )
         self.engine = Engine(SHAPE, self.backend, stores, self.mailbox, self.settings)
         self.engine._snapshots._share = 1e9  # snapshots are due as soon as they are taken

@@ -137,7 +137,7 @@ def store_sample(harness: Harness, tenant_id: str, session_id: str, request_id: 
     """Store a sample as the engine does."""
     content = SampleContent([1, 2], 0, {}, [KeptSequence([3], [-0.5], "stop")])
     with harness.services.models._db.write() as connection:
-        for statement in keep_sample(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
+        for statement in keep_sample(new_sample(request_id, tenant_id, session_id, BASE, None), content):
             execute(connection, statement)
 
 

@@ -386,9 +386,13 @@ KEPT_SAMPLES = sa.Table(
     sa.Column("num_sequences", sa.Integer, nullable=False),
     sa.Column("content", sa.LargeBinary, nullable=False),  # tokens, logprobs and parameters: JSON, zstd
     sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("model_id", sa.String(128), nullable=False, server_default=""),  # the run of the weights; empty: none
+    sa.Column("prompt_digest", sa.String(32), nullable=False, server_default=""),  # of all its tokens and images
     sa.Index("ix_kept_samples_tenant", "tenant_id", "position"),
     sa.Index("ix_kept_samples_request", "request_id"),
     sa.Index("ix_kept_samples_created", "created_at"),
+    # Of all that decides which samples stay, so that their content is not read for it.
+    sa.Index("ix_kept_samples_run", "tenant_id", "model_id", "position", "weights", "prompt_digest"),
     sqlite_autoincrement=True,
 )
 
@@ -407,10 +411,12 @@ KEPT_ANSWERS = sa.Table(
     sa.Column("advantage", sa.Float),  # mean over the trained tokens
     sa.Column("logprobs", sa.LargeBinary),  # of the last tokens, in training: float32, zstd
     sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("advantages", sa.LargeBinary),  # of the same tokens: float32, zstd
     sa.Index("ix_kept_answers_digest", "tenant_id", "digest"),
     sa.Index("ix_kept_answers_request", "request_id"),
     sa.Index("ix_kept_answers_tenant", "tenant_id", "created_at"),
     sa.Index("ix_kept_answers_created", "created_at"),
+    sa.Index("ix_kept_answers_run", "tenant_id", "model_id"),
     sqlite_autoincrement=True,
 )
 

@@ -101,6 +101,7 @@ from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
+from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
@@ -543,7 +544,7 @@ def open_stores(database: Database, settings: Settings, ownership: Ownership, tr
         snapshots=open_directories(settings, "snapshots"),
         custom_losses=CustomLosses(database),
         ownership=ownership,
-        records=Records(database, settings.kept_samples),
+        records=Records(database, SampleLimits(settings.kept_samples_of_run, settings.kept_samples)),
         profiles=Profiles(database),
         tracing=tracing or Tracing(),
     )

@@ -389,7 +389,7 @@ class Sampling:
                 sample = read_sample(body, request.request_id, version.version_id, self.vision)
                 sample = replace(sample, cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
-                record = self._sample_recorder.begin(request, sampler, sample)
+                record = self._sample_recorder.begin(request, sampler, sample, version.weight_version)
                 self._running[request.request_id] = _RunningSample(
                     request,
                     len(sample.prompt_T),

@@ -16,6 +16,7 @@ looked up once: an update takes a microsecond or two, and some run in every deco
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import time
 from collections import OrderedDict
@@ -46,9 +47,12 @@ from tinsmith.store.kept_samples import (
     KeptSamples,
     KeptSequence,
     SampleContent,
+    SampleLimits,
     TrainedAnswer,
     keep_sample,
     new_sample,
+    run_of_weights,
+    thin_samples,
 )
 from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
@@ -180,12 +184,22 @@ MAX_NAMED_MODELS = 64
 MAX_ANSWERS = 16_384
 """Answers whose lengths are kept between two optimizer steps."""
 
-MAX_TRAINED = 256
+MAX_TRAINED = 4096
 """Trained answers recorded at one flush, about once a second."""
 
 SAMPLES_PER_S = 2.0
 BURST_OF_SAMPLES = 32.0
-"""Rate limit for keeping samples of one tenant: a burst of this many, then SAMPLES_PER_S."""
+"""Rate limit for keeping samples of one tenant: a burst of this many, then SAMPLES_PER_S. A group of samples of one
+prompt and weights counts once, so that a recipe that asks for its answers one by one has whole groups."""
+
+MAX_GROUP_SAMPLES = 16
+"""Samples of one group that count once."""
+
+MAX_GROUPS = 64
+"""Groups of a tenant that may get further samples; the least recently sampled is dropped first."""
+
+MAX_UNTHINNED = 64
+"""Samples of a run that are kept until what exceeds the limits is deleted; fewer if the limits are small."""
 
 FULL_BURST_AFTER_S = BURST_OF_SAMPLES / SAMPLES_PER_S
 """After this long without a sample a tenant has its full burst again."""
@@ -265,8 +279,12 @@ class _Run:
 
 @dataclass(slots=True)
 class _Allowance:
+    """The samples that a tenant may have at once, those of each group, and those of each run since it was thinned."""
+
     samples: float
     at: float
+    groups: OrderedDict[tuple[str | None, str], int] = field(default_factory=OrderedDict)
+    unthinned: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,13 +296,13 @@ class SampleRecord:
 
 
 class Records:
-    """The stores of records, and how many samples of each tenant are kept; 0 keeps none."""
+    """The stores of records, and how many samples are kept."""
 
-    def __init__(self, db: Database, kept_samples: int) -> None:
+    def __init__(self, db: Database, limits: SampleLimits) -> None:
         self.curves = Curves(db)
         self.recent_steps = RecentSteps(db)
         self.samples = KeptSamples(db)
-        self.kept_samples = kept_samples
+        self.sample_limits = limits
 
 
 class Recorder:
@@ -322,15 +340,14 @@ class Recorder:
             if request.kind == "forward" or not self._keeps_samples or len(self._trained) >= MAX_TRAINED:
                 continue
             digest = tokens_digest(datum.tokens_N, targets[-1:].astype(np.int32))
-            tail = logprobs_N[max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS) :]
+            tail = slice(max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS), None)
             advantage = float(advantages_N[at].mean(dtype=np.float64))
-            self._trained.append(
-                TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, tail)
-            )
+            answer = TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, logprobs_N[tail])
+            self._trained.append(replace(answer, advantages=advantages_N[tail], trained_at=now()))
 
     @property
     def _keeps_samples(self) -> bool:
-        return self._records is not None and self._records.kept_samples > 0
+        return self._records is not None and self._records.sample_limits.of_tenant > 0
 
     def record_step(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
         """Statements for the transaction that settles an optimizer step."""
@@ -420,15 +437,23 @@ class SampleRecorder:
     """Keeps samples; none without records."""
 
     def __init__(self, records: Records | None) -> None:
-        self._max_samples = records.kept_samples if records else 0
+        self._limits = records.sample_limits if records else SampleLimits(0, 0)
+        self._thin_after = max(1, min(MAX_UNTHINNED, self._limits.of_run // 16, self._limits.of_tenant // 16))
         self._allowances: OrderedDict[str, _Allowance] = OrderedDict()  # least recently used first
 
-    def begin(self, request: Pending, sampler: SamplingSession, requested: Sample) -> SampleRecord | None:
-        """A sample to keep; None if the rate limit is exceeded."""
-        if not self._max_samples or not self._take_allowance(request.tenant_id):
+    def begin(
+        self, request: Pending, sampler: SamplingSession, requested: Sample, weight_version: str | None = None
+    ) -> SampleRecord | None:
+        """A sample to keep; None if the rate limit is exceeded. `weight_version` names the weights that answer, where
+        it differs from the session's.
+        """
+        weights = None if sampler.version_id is None and sampler.model_path is None else weight_version
+        weights = weights or sampler.model_path or sampler.version_id
+        if not self._limits.of_tenant or not self._take_allowance(request.tenant_id, weights, requested.prompt_T):
             return None
-        weights = sampler.model_path or sampler.version_id
-        sample = new_sample(request.request_id, request.tenant_id, request.session_id, sampler.base_model, weights)
+        run = run_of_weights(sampler.model_id, sampler.model_path)
+        tenant_id = request.tenant_id
+        sample = new_sample(request.request_id, tenant_id, request.session_id, sampler.base_model, weights, run)
         return SampleRecord(sample, requested)
 
     def record(self, sample_record: SampleRecord, result: SampleResult) -> list[Effect]:
@@ -449,10 +474,22 @@ class SampleRecorder:
             prompt_tokens=len(requested.prompt_T),
             sampled_tokens=sum(len(sequence.tokens_T) for sequence in sequences),
             num_sequences=len(sequences),
+            prompt_digest=_digest_prompt(requested),
         )
-        return keep_sample(sample, content, self._max_samples)
+        return [*keep_sample(sample, content), *self._thin(sample)]
 
-    def _take_allowance(self, tenant_id: str) -> bool:
+    def _thin(self, sample: KeptSample) -> list[Effect]:
+        """Statements that thin the sample's run: for its first sample in a while, and then for every few."""
+        allowance = self._allowances.get(sample.tenant_id)
+        if allowance is not None:
+            unthinned = allowance.unthinned.get(sample.model_id, self._thin_after) + 1
+            allowance.unthinned[sample.model_id] = unthinned
+            if unthinned < self._thin_after:
+                return []
+            allowance.unthinned[sample.model_id] = 0
+        return thin_samples(sample.tenant_id, sample.model_id, self._limits)
+
+    def _take_allowance(self, tenant_id: str, weights: str | None, prompt_T: I32) -> bool:
         now_s = time.monotonic()
         allowance = self._allowances.setdefault(tenant_id, _Allowance(BURST_OF_SAMPLES, now_s))
         grown = allowance.samples + SAMPLES_PER_S * (now_s - allowance.at)
@@ -460,10 +497,28 @@ class SampleRecorder:
         self._allowances.move_to_end(tenant_id)
         while now_s - next(iter(self._allowances.values())).at >= FULL_BURST_AFTER_S:  # their burst is full
             self._allowances.popitem(last=False)
-        if allowance.samples < 1:
-            return False
-        allowance.samples -= 1
+        group = weights, tokens_digest(prompt_T)
+        num_samples = allowance.groups.get(group, 0)
+        if num_samples % MAX_GROUP_SAMPLES == 0:
+            if allowance.samples < 1:
+                return False
+            allowance.samples -= 1
+        allowance.groups[group] = num_samples + 1
+        allowance.groups.move_to_end(group)
+        if len(allowance.groups) > MAX_GROUPS:
+            allowance.groups.popitem(last=False)
         return True
+
+
+def _digest_prompt(requested: Sample) -> str:
+    """The digest of a prompt, with its images: other images have the same tokens in their place."""
+    digest = tokens_digest(requested.prompt_T)
+    if not requested.images:
+        return digest
+    of_images = hashlib.blake2b(digest.encode(), digest_size=16)
+    for image in requested.images:
+        of_images.update(hashlib.blake2b(image.data, digest_size=16).digest())
+    return of_images.hexdigest()
 
 
 def _build_kept_sequence(prompt_T: I32, sequence: SampledSequence) -> KeptSequence:

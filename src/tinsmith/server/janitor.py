@@ -33,7 +33,6 @@ from tinsmith.runtime.clocks import WatchedClock
 from tinsmith.server.warning_posts import WARNINGS_S, WarningPoster, has_warnings_url
 from tinsmith.storage.directories import Directories
 from tinsmith.store import usage
-from tinsmith.store.kept_samples import RETENTION_S
 from tinsmith.store.models import unload_request
 
 TryLock = Callable[[], AbstractContextManager[bool]]
@@ -98,7 +97,7 @@ class Janitor:
             Part("sequences", services.sequences.sweep),
             Part("checkpoints", self._delete_checkpoints),
             Part("files", services.files.sweep_expired),
-            Part("kept_samples", lambda: services.kept_samples.sweep(now() - RETENTION_S)),
+            Part("kept_samples", self._delete_kept_samples),
             Part("responses", services.responses.sweep),
             Part("exchanges", services.exchanges.sweep),
             Part("engines", engines.delete_unused),
@@ -221,6 +220,9 @@ class Janitor:
         candidates = directories.old(UNREFERENCED_AGE_S)  # before the rows are read: later rows name newer directories
         for directory in directories.discard_all(candidates, but=referenced()):
             log.info("an unreferenced directory of an engine was deleted", directory=directory)
+
+    def _delete_kept_samples(self) -> None:
+        self._services.kept_samples.sweep(now() - self._settings.kept_samples_days * DAY_S)
 
     def _delete_audit_entries(self) -> None:
         self._services.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)

@@ -1,7 +1,11 @@
-"""Kept samples: prompts and answers of the recent samples of each tenant, for the dashboard.
+"""Kept samples: prompts and answers of each run and tenant, for the dashboard.
 
-The transaction that settles a sample adds it and deletes the tenant's oldest beyond a limit; all are deleted after
-RETENTION_S. A sample continues a conversation if its prompt begins with an earlier prompt and one of its answers.
+The transaction that settles a sample adds it. Some of these transactions also delete what exceeds the limits: of a run,
+its newest samples stay, and of the older ones as many of each weight version, those whose prompts have the smallest
+digests, so that the same prompts stay at every step. Beyond the tenant's limit its oldest samples go. The janitor
+deletes by age. Samples of weights without a run (base models) count as those of one run with an empty model_id.
+
+A sample continues a conversation if its prompt begins with an earlier prompt and one of its answers.
 
 Each kept answer has its own row, found by the digest of all its tokens, which records training on it and the client's
 reward: the engine notes the first training step, and a reward is final after it.
@@ -9,8 +13,10 @@ reward: the engine notes the first training step, and a reward is final after it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,19 +24,24 @@ import orjson
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db.database import Database, now
-from tinsmith.db.schema import KEPT_ANSWERS, KEPT_SAMPLES
+from tinsmith.db.database import Database, chunks, now
+from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, KEPT_ANSWERS, KEPT_SAMPLES, SAMPLERS
 from tinsmith.db.statements import Bound, Effect, Statement
 from tinsmith.errors import NotFoundError
-from tinsmith.types import F32
-
-RETENTION_S = 86400.0
+from tinsmith.store.curves import SERVER
+from tinsmith.types import F32, tokens_digest
 
 MAX_PROMPT_TOKENS = 8192
 """Only the end of a longer prompt is kept."""
 
-MAX_SEQUENCES = 8
+MAX_SEQUENCES = 16
 MAX_SEQUENCE_TOKENS = 2048
+SAMPLES_OF_READ = 50
+"""Samples whose content is in memory at once while many are read."""
+
+PATH_PREFIX = "tinker://"
+"""Of the names of weights that are checkpoints."""
+
 MAX_IMAGES_BYTES = 1 << 20
 """Most bytes of all images of a sample; further images are kept without their content."""
 
@@ -48,7 +59,9 @@ class KeptSequence:
 
 @dataclass(frozen=True, slots=True)
 class TrainedAnswer:
-    """Training on an answer; `logprobs` are the policy's at the last trained positions, before the step."""
+    """Training on an answer; `logprobs` are the policy's at the last trained positions, before the step, and
+    `advantages` those of the same positions. Samples that began after `trained_at` are others with the same tokens.
+    """
 
     tenant_id: str
     digest: str
@@ -56,11 +69,15 @@ class TrainedAnswer:
     step: int
     advantage: float
     logprobs: F32
+    advantages: F32 | None = None
+    trained_at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerNotes:
-    """The reward and training of a kept answer. None: not reported, or not trained on."""
+    """The reward and training of a kept answer. None: not reported, or not trained on. `advantage` is the mean over the
+    trained positions; `logprobs` and `advantages` are of the last of these.
+    """
 
     request_id: str
     number: int
@@ -68,7 +85,8 @@ class AnswerNotes:
     model_id: str | None
     step: int | None
     advantage: float | None
-    logprobs: Sequence[float | None] | None
+    logprobs: F32 | None
+    advantages: F32 | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +116,9 @@ class SampleContent:
 
 @dataclass(frozen=True, slots=True)
 class KeptSample:
-    """A sample without its content."""
+    """A sample without its content. `model_id` is the run of its weights, or empty; `prompt_digest` covers all tokens
+    and images of its prompt.
+    """
 
     request_id: str
     tenant_id: str
@@ -109,37 +129,79 @@ class KeptSample:
     sampled_tokens: int
     num_sequences: int
     created_at: float
+    model_id: str = ""
+    prompt_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLimits:
+    """Most samples that are kept of a run, and of a tenant; 0 of a tenant keeps none."""
+
+    of_run: int
+    of_tenant: int
 
 
 _ALL_SAMPLES = KEPT_SAMPLES.alias("others")
 
 
-def _of_nth_newest(name: str) -> sa.ScalarSelect[Any]:
-    """A column of the tenant's sample that has `newer` newer ones."""
-    column = sa.select(_ALL_SAMPLES.c[name]).where(_ALL_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
-    column = column.order_by(_ALL_SAMPLES.c.position.desc())
-    return column.offset(sa.bindparam("newer", type_=sa.Integer)).limit(1).scalar_subquery()
+_OF_TENANT = _ALL_SAMPLES.c.tenant_id == sa.bindparam("tenant_id")
+_OF_RUN = _OF_TENANT & (_ALL_SAMPLES.c.model_id == sa.bindparam("model_id"))
+
+
+def _nth_newest(condition: sa.ColumnElement[bool], name: str) -> sa.ScalarSelect[Any]:
+    """The position of the sample that has `name` newer ones among those of the condition; null if there are fewer."""
+    positions = sa.select(_ALL_SAMPLES.c.position).where(condition).order_by(_ALL_SAMPLES.c.position.desc())
+    return positions.offset(sa.bindparam(name, type_=sa.Integer)).limit(1).scalar_subquery()
+
+
+def _exceeding_of_run() -> sa.ColumnElement[bool]:
+    """The condition of a run's samples that exceed its limit."""
+    oldest_of_newest = _nth_newest(_OF_RUN, "newer")
+    ranked = sa.select(
+        _ALL_SAMPLES.c.position,
+        sa.func.row_number()
+        .over(
+            partition_by=_ALL_SAMPLES.c.weights,
+            order_by=[_ALL_SAMPLES.c.prompt_digest, _ALL_SAMPLES.c.position],
+        )
+        .label("place"),
+    )
+    ranked = ranked.where(_OF_RUN, _ALL_SAMPLES.c.position <= oldest_of_newest).subquery("ranked")
+    staying = sa.select(ranked.c.position).order_by(ranked.c.place, ranked.c.position.desc())
+    staying = staying.limit(sa.bindparam("older", type_=sa.Integer))
+    return (
+        (KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
+        & (KEPT_SAMPLES.c.model_id == sa.bindparam("model_id"))
+        & (KEPT_SAMPLES.c.position <= oldest_of_newest)
+        & KEPT_SAMPLES.c.position.not_in(staying)
+    )
+
+
+def _deletions(exceeding: sa.ColumnElement[bool]) -> list[Statement]:
+    """Statements that delete the samples of a condition and their answers."""
+    of_answer = KEPT_ANSWERS.c.tenant_id == sa.bindparam("tenant_id")
+    request_ids = sa.select(KEPT_SAMPLES.c.request_id).where(exceeding)
+    return [
+        Statement(KEPT_ANSWERS.delete().where(of_answer, KEPT_ANSWERS.c.request_id.in_(request_ids))),
+        Statement(KEPT_SAMPLES.delete().where(exceeding)),
+    ]
 
 
 _ADD = Statement(KEPT_SAMPLES.insert())
-_THIN = Statement(
-    KEPT_SAMPLES.delete().where(
-        KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"),
-        KEPT_SAMPLES.c.position < _of_nth_newest("position"),
-    )
-)
-_THIN_ANSWERS = Statement(
-    KEPT_ANSWERS.delete().where(
-        KEPT_ANSWERS.c.tenant_id == sa.bindparam("tenant_id"),
-        KEPT_ANSWERS.c.created_at < _of_nth_newest("created_at"),
-    )
+_ADD_ANSWER = Statement(KEPT_ANSWERS.insert())
+_THIN_RUN = _deletions(_exceeding_of_run())
+_THIN_TENANT = _deletions(
+    (KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"))
+    & (KEPT_SAMPLES.c.position <= _nth_newest(_OF_TENANT, "limit"))
 )
 _NOT_TRAINED = KEPT_ANSWERS.c.model_id.is_(None)
 _ANSWER = KEPT_ANSWERS.update().where(
     KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), KEPT_ANSWERS.c.digest == sa.bindparam("of_digest")
 )
-_TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs")}
-_TRAIN = Statement(_ANSWER.where(_NOT_TRAINED).values(_TRAINED))
+_TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs", "advantages")}
+_TRAIN = Statement(
+    _ANSWER.where(_NOT_TRAINED, KEPT_ANSWERS.c.created_at <= sa.bindparam("trained_at")).values(_TRAINED)
+)
 _REWARD = Statement(
     _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED)).values(reward=sa.bindparam("reward"))
 )
@@ -162,7 +224,35 @@ class KeptSamples:
             )
         query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(condition).order_by(KEPT_SAMPLES.c.position.desc())
         rows, total = self._db.page(query, limit, offset)
-        return [(KeptSample(*fields), _unpack_content(packed)) for *fields, packed in rows], total
+        return [_unpack(row) for row in rows], total
+
+    def list_positions(self, tenant_id: str, limit: int, model_id: str = "") -> list[int]:
+        """The positions of the tenant's newest samples, oldest first: all, or those of a run, which are sampled from
+        its weights, or in a group (the same prompt and weights) with an answer that it trained on.
+        """
+        of_tenant = KEPT_SAMPLES.c.tenant_id == tenant_id
+        newest_first = KEPT_SAMPLES.c.position.desc()
+        positions = sa.select(KEPT_SAMPLES.c.position).order_by(newest_first).limit(limit)
+        if not model_id:
+            return self._db.scalars(positions.where(of_tenant))[::-1]
+        is_of_run = (KEPT_ANSWERS.c.tenant_id == tenant_id) & (KEPT_ANSWERS.c.model_id == model_id)
+        others = sa.select(sa.func.coalesce(_ALL_SAMPLES.c.weights, ""), _ALL_SAMPLES.c.prompt_digest)
+        trained = others.where(
+            _ALL_SAMPLES.c.tenant_id == tenant_id,
+            _ALL_SAMPLES.c.request_id.in_(sa.select(KEPT_ANSWERS.c.request_id).where(is_of_run)),
+        )
+        group = sa.tuple_(sa.func.coalesce(KEPT_SAMPLES.c.weights, ""), KEPT_SAMPLES.c.prompt_digest)
+        sampled = self._db.scalars(positions.where(of_tenant, KEPT_SAMPLES.c.model_id == model_id))
+        trained_on = self._db.scalars(positions.where(of_tenant, group.in_(trained)))
+        return sorted({*sampled, *trained_on})[-limit:]
+
+    def read(self, tenant_id: str, positions: Sequence[int]) -> Iterator[tuple[KeptSample, SampleContent]]:
+        """Read the samples at these positions, in their order, a few at a time."""
+        for start in range(0, len(positions), SAMPLES_OF_READ):
+            chunk = positions[start : start + SAMPLES_OF_READ]
+            is_chosen = (KEPT_SAMPLES.c.tenant_id == tenant_id) & KEPT_SAMPLES.c.position.in_(chunk)
+            query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(is_chosen).order_by(KEPT_SAMPLES.c.position)
+            yield from map(_unpack, self._db.rows(query))
 
     def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
         of_request = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)
@@ -170,8 +260,7 @@ class KeptSamples:
         row = self._db.first(query.order_by(KEPT_SAMPLES.c.position.desc()))
         if row is None:
             raise NotFoundError(f"sample {request_id!r} is not kept; only recent samples are")
-        *fields, packed = row
-        return KeptSample(*fields), _unpack_content(packed)
+        return _unpack(row)
 
     def list_earlier_turns(self, sample: KeptSample, content: SampleContent) -> list[str]:
         """The earlier turns of the sample's conversation among the kept samples of its session, oldest first."""
@@ -194,15 +283,16 @@ class KeptSamples:
     def note_training(self, trained: Sequence[TrainedAnswer]) -> None:
         """Record training on answers. Only the first training step of an answer is recorded."""
         with self._db.write() as connection:
-            for answer in trained:
-                packed = zstandard.ZstdCompressor(level=1).compress(answer.logprobs.astype("<f4").tobytes())
+            for answer in _select_stored(connection, trained):
                 values = {
                     "model_id": answer.model_id,
                     "step": answer.step,
                     "advantage": answer.advantage,
-                    "logprobs": packed,
+                    "logprobs": _pack_floats(answer.logprobs),
+                    "advantages": None if answer.advantages is None else _pack_floats(answer.advantages),
                 }
-                _TRAIN.count(connection, values | {"of_tenant": answer.tenant_id, "of_digest": answer.digest})
+                of_answer = {"of_tenant": answer.tenant_id, "of_digest": answer.digest}
+                _TRAIN.count(connection, values | of_answer | {"trained_at": answer.trained_at})
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of kept answers by digest; returns how many changed. After training, a reward is final."""
@@ -215,48 +305,139 @@ class KeptSamples:
     def notes(self, tenant_id: str, request_ids: Sequence[str]) -> dict[tuple[str, int], AnswerNotes]:
         """The notes on kept answers, by request_id and number of the sequence."""
         columns = [KEPT_ANSWERS.c[name] for name in AnswerNotes.__dataclass_fields__]
-        of_requests = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.request_id.in_(request_ids)
-        rows = self._db.rows(sa.select(*columns).where(of_requests).order_by(KEPT_ANSWERS.c.position))
-        return {
-            (request_id, index): AnswerNotes(request_id, index, reward, run, step, advantage, _unpack_logprobs(packed))
-            for request_id, index, reward, run, step, advantage, packed in rows
-        }
+        query = sa.select(*columns).where(KEPT_ANSWERS.c.tenant_id == tenant_id).order_by(KEPT_ANSWERS.c.position)
+        parts = (self._db.rows(query.where(KEPT_ANSWERS.c.request_id.in_(ids))) for ids in chunks(request_ids))
+        return {(row.request_id, row.number): _unpack_notes(row) for rows in parts for row in rows}
+
+    # Steps of weights.
+
+    def weights_steps(self, tenant_id: str, samples: Sequence[KeptSample]) -> dict[str, int]:
+        """The optimizer steps that the weights of samples had had, by the name of the weights: those before the publish
+        or save of the weights. Weights without a run, and those of other tenants, are left out.
+
+        Steps are those of the run's points, so that a run of more than curves.MAX_POINTS steps has some steps only.
+        """
+        run_of = {sample.weights: sample.model_id for sample in samples if sample.weights and sample.model_id}
+        created_at = self._list_creation_times(tenant_id, list(run_of))
+        points: dict[str, list[tuple[float, int]]] = {}
+        with self._db.read() as connection:
+            for model_id in {run_of[weights] for weights in created_at}:
+                columns = CURVE_POINTS.c.recorded_at, CURVE_POINTS.c.step
+                of_run = (CURVE_POINTS.c.model_id == model_id) & (CURVE_POINTS.c.source == SERVER)
+                query = sa.select(*columns).where(of_run).order_by(CURVE_POINTS.c.step)
+                points[model_id] = [(row.recorded_at, row.step) for row in connection.execute(query)]
+        steps: dict[str, int] = {}
+        for weights, at in created_at.items():
+            of_run_points = points[run_of[weights]]
+            index = bisect_right(of_run_points, at, key=lambda point: point[0])
+            steps[weights] = of_run_points[index - 1][1] if index else 0
+        return steps
+
+    def _list_creation_times(self, tenant_id: str, weights: Sequence[str]) -> dict[str, float]:
+        """When weights were published, or saved: those of the tenant that still have a row."""
+        times: dict[str, float] = {}
+        for chunk in chunks([name for name in weights if not name.startswith(PATH_PREFIX)]):
+            is_chosen = (SAMPLERS.c.tenant_id == tenant_id) & SAMPLERS.c.sampling_session_id.in_(chunk)
+            query = sa.select(SAMPLERS.c.sampling_session_id, SAMPLERS.c.created_at).where(is_chosen)
+            times |= {row.sampling_session_id: row.created_at for row in self._db.rows(query)}
+        paths = {name for name in weights if name.startswith(PATH_PREFIX)}
+        for run_ids in chunks(sorted({run_of_weights(None, path) for path in paths})):
+            is_chosen = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.training_run_id.in_(run_ids)
+            columns = (CHECKPOINTS.c[name] for name in ("training_run_id", "kind", "name", "created_at"))
+            for row in self._db.rows(sa.select(*columns).where(is_chosen)):
+                path = f"{PATH_PREFIX}{row.training_run_id}/{row.kind}/{row.name}"
+                if path in paths:
+                    times[path] = row.created_at
+        return times
 
 
-def keep_sample(sample: KeptSample, content: SampleContent, max_samples: int) -> list[Effect]:
-    """Statements for the transaction that settles the sample; they keep at most `max_samples` samples of the tenant."""
+def keep_sample(sample: KeptSample, content: SampleContent) -> list[Effect]:
+    """Statements for the transaction that settles the sample. The content has the sample's digest of the prompt, unless
+    the prompt was cut.
+    """
     packed = zstandard.ZstdCompressor(level=1).compress(orjson.dumps(content))
-    answers = [
-        {
-            "tenant_id": sample.tenant_id,
-            "request_id": sample.request_id,
-            "number": index,
-            "digest": sequence.digest,
-            "num_tokens": sequence.num_tokens,
-            "created_at": sample.created_at,
-        }
-        for index, sequence in enumerate(content.sequences)
-        if sequence.digest
-    ]
-    oldest = {"tenant_id": sample.tenant_id, "newer": max_samples - 1}
+    if not sample.prompt_digest:
+        sample = replace(sample, prompt_digest=tokens_digest(content.prompt))
     return [
         Bound(_ADD, {**asdict(sample), "content": packed}),
-        Bound(_THIN, oldest),
-        *([KEPT_ANSWERS.insert().values(answers)] if answers else []),
-        Bound(_THIN_ANSWERS, oldest),
+        *(
+            Bound(
+                _ADD_ANSWER,
+                {
+                    "tenant_id": sample.tenant_id,
+                    "request_id": sample.request_id,
+                    "number": index,
+                    "digest": sequence.digest,
+                    "num_tokens": sequence.num_tokens,
+                    "created_at": sample.created_at,
+                },
+            )
+            for index, sequence in enumerate(content.sequences)
+            if sequence.digest
+        ),
     ]
 
 
-def _unpack_logprobs(packed: bytes | None) -> list[float | None] | None:
-    if packed is None:
-        return None
-    values = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), "<f4")
-    return [round(float(value), 6) if np.isfinite(value) else None for value in values]
+def thin_samples(tenant_id: str, model_id: str, limits: SampleLimits) -> list[Effect]:
+    """Statements that delete what exceeds the limits of a run and of its tenant."""
+    newest = -(-limits.of_run // 2)
+    of_run = {"tenant_id": tenant_id, "model_id": model_id, "newer": newest, "older": limits.of_run - newest}
+    of_tenant = {"tenant_id": tenant_id, "limit": limits.of_tenant}
+    return [
+        *(Bound(statement, of_run) for statement in _THIN_RUN),
+        *(Bound(statement, of_tenant) for statement in _THIN_TENANT),
+    ]
 
 
-def new_sample(request_id: str, tenant_id: str, session_id: str, base_model: str, weights: str | None) -> KeptSample:
+def run_of_weights(model_id: str | None, model_path: str | None) -> str:
+    """The run of weights: that of their publish or of the path of their checkpoint; empty without a run."""
+    if model_id:
+        return model_id
+    if model_path is None or not model_path.startswith(PATH_PREFIX):
+        return ""
+    return model_path.removeprefix(PATH_PREFIX).partition("/")[0]
+
+
+def _select_stored(connection: sa.Connection, trained: Sequence[TrainedAnswer]) -> Iterator[TrainedAnswer]:
+    """Yield the answers that are kept and not yet trained on, since most of a large batch are not kept."""
+    digests_by_tenant: dict[str, list[str]] = {}
+    for answer in trained:
+        digests_by_tenant.setdefault(answer.tenant_id, []).append(answer.digest)
+    stored: set[tuple[str, str]] = set()
+    for tenant_id, digests in digests_by_tenant.items():
+        for chunk in chunks(digests):
+            is_chosen = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.digest.in_(chunk)
+            query = sa.select(KEPT_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
+            stored |= {(tenant_id, digest) for digest in connection.scalars(query)}
+    return (answer for answer in trained if (answer.tenant_id, answer.digest) in stored)
+
+
+def _unpack_notes(row: Any) -> AnswerNotes:  # noqa: ANN401  a row of the columns
+    arrays = {name: _unpack_floats(getattr(row, name)) for name in ("logprobs", "advantages")}
+    return AnswerNotes(**{**row._mapping, **arrays})
+
+
+def _pack_floats(values: F32) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(values.astype("<f4").tobytes())
+
+
+def _unpack_floats(packed: bytes | None) -> F32 | None:
+    return None if packed is None else np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), "<f4")
+
+
+def new_sample(
+    request_id: str, tenant_id: str, session_id: str, base_model: str, weights: str | None, model_id: str = ""
+) -> KeptSample:
     """A sample that has not been settled."""
-    return KeptSample(request_id, tenant_id, session_id, base_model, weights, 0, 0, 0, now())
+    return KeptSample(request_id, tenant_id, session_id, base_model, weights, 0, 0, 0, now(), model_id)
+
+
+def _unpack(row: Sequence[Any]) -> tuple[KeptSample, SampleContent]:
+    *fields, packed = row
+    sample, content = KeptSample(*fields), _unpack_content(packed)
+    if not sample.prompt_digest:  # stored before there was one
+        sample = replace(sample, prompt_digest=tokens_digest(content.prompt))
+    return sample, content
 
 
 def _unpack_content(packed: bytes) -> SampleContent:

@@ -1,32 +1,46 @@
-"""Kept samples for the dashboard: a list, groups of samples of one prompt, and one sample token by token.
+"""Kept samples for the dashboard: a list, groups of answers to one prompt, one sample token by token, and files.
 
-A group has the kept samples that share prompt, weights and session. Its answers carry notes on top of the sample: the
-client's reward, and from training on it the run, the step, the advantage and the logprobs. Filters and sorting cover
-the newest `MAX_GROUPED` samples of the tenant. All data belongs to the caller.
+A group (`sample_groups`) has the kept answers to one prompt by one weight version. They carry notes on top of the
+sample: the client's reward, and from training on it the run, the step, the advantage and the logprobs. Filters and
+sorting cover the newest samples of the run or the tenant (`MAX_GROUPED`). All data belongs to the caller.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import Field
+from starlette.responses import Response, StreamingResponse
 
 from tinsmith.api.access import Access
 from tinsmith.api.dashboard.routes import Search, SearchQuery
-from tinsmith.api.declaration import operation
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields, listing, ref
+from tinsmith.api.dashboard.sample_export import write_json_lines, write_parquet
+from tinsmith.api.dashboard.sample_groups import (
+    AnswerGroup,
+    CommonEnds,
+    GroupAnswer,
+    find_common_ends,
+    find_tokenizer,
+    list_placed,
+    mean,
+    read_groups,
+    spell,
+    summarize,
+    summarize_steps,
+    write_question,
+)
+from tinsmith.api.declaration import ThreadPool, operation
+from tinsmith.api.openapi import ANYTHING, COUNT, FILE_TYPE, LIST, TEXT, fields, listing, ref
 from tinsmith.api.queries import Order, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.chat.tokenizer import ModelTokenizer
-from tinsmith.errors import NotFoundError, NotSupportedError
 from tinsmith.store.kept_samples import AnswerNotes, KeptSample, KeptSequence, SampleContent
-from tinsmith.wire.fields import ClosedBody, Number, OneOf, Text, iso
+from tinsmith.wire.fields import ClosedBody, Number, OneOf, Query, Text, iso
 
 PREVIEW_TOKENS = 24
-MAX_GROUPED = 1000
 MAX_STEP = 2**53 - 1
 
 
@@ -41,11 +55,21 @@ def samples(call: Call, query: SearchQuery) -> JsonObject:
     rows, total = call.services.kept_samples.page(call.tenant_id, query.limit, query.offset, query.search)
     return {
         "samples": [
-            _sample_fields(sample) | _preview(_find_tokenizer(call, sample.base_model), content)
+            _sample_fields(sample) | _preview(find_tokenizer(call, sample.base_model), content)
             for sample, content in rows
         ],
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
-        "kept": call.services.settings.kept_samples,
+        "limits": _limits(call),
+    }
+
+
+def _limits(call: Call) -> JsonObject:
+    """How many samples are kept, and for how long; 0 of a tenant: none."""
+    settings = call.services.settings
+    return {
+        "of_tenant": settings.kept_samples,
+        "of_run": settings.kept_samples_of_run,
+        "days": settings.kept_samples_days,
     }
 
 
@@ -58,7 +82,7 @@ def samples(call: Call, query: SearchQuery) -> JsonObject:
 def sample(call: Call) -> JsonObject:
     store = call.services.kept_samples
     row, content = store.get(call.tenant_id, call.path["request_id"])
-    tokenizer = _find_tokenizer(call, row.base_model)
+    tokenizer = find_tokenizer(call, row.base_model)
     notes = store.notes(call.tenant_id, [row.request_id])
     return _sample_fields(row) | {
         "prompt": _tokens(tokenizer, content.prompt),
@@ -76,17 +100,13 @@ def sample(call: Call) -> JsonObject:
 
 
 def _training(sequence: KeptSequence, notes: AnswerNotes | None) -> JsonObject:
-    """Return the notes of an answer. `training_logprobs` has one entry per kept token."""
-    fields: JsonObject = {"reward": None, "run": None, "step": None, "advantage": None, "training_logprobs": None}
+    """Return the notes of an answer. `training_logprobs` and `advantages` have one entry per kept token."""
+    names = ("reward", "run", "step", "advantage", "training_logprobs", "advantages")
     if notes is None:
-        return fields
-    fields |= {"reward": notes.reward, "run": notes.model_id, "step": notes.step, "advantage": notes.advantage}
-    if notes.logprobs is not None:
-        # The logprobs end at the answer's last token, which is not kept if the answer was truncated.
-        before = sequence.num_tokens - len(notes.logprobs)
-        at = (index - before for index in range(len(sequence.tokens)))
-        fields["training_logprobs"] = [notes.logprobs[index] if index >= 0 else None for index in at]
-    return fields
+        return dict[str, object](dict.fromkeys(names))
+    num_tokens, num_stored = sequence.num_tokens or len(sequence.tokens), len(sequence.tokens)
+    placed = [list_placed(values, num_tokens, num_stored) for values in (notes.logprobs, notes.advantages)]
+    return dict(zip(names, (notes.reward, notes.model_id, notes.step, notes.advantage, *placed), strict=True))
 
 
 class AnswerRewardBody(ClosedBody):
@@ -115,49 +135,28 @@ def rewards(call: Call, request: AnswerRewardsRequest) -> JsonObject:
 # Groups.
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    sample: KeptSample
-    content: SampleContent
-    sequence_index: int
-    notes: AnswerNotes | None
-
-    @property
-    def sequence(self) -> KeptSequence:
-        return self.content.sequences[self.sequence_index]
-
-    @property
-    def length(self) -> int:
-        return self.sequence.num_tokens or len(self.sequence.tokens)
-
-    def note(self, name: str) -> float | None:
-        return None if self.notes is None else getattr(self.notes, name)
-
-
-SORTS: dict[str, Callable[[Sequence[_Answer]], float | None]] = {
-    "newest": lambda answers: max(answer.sample.created_at for answer in answers),
-    "reward": lambda answers: _mean([answer.note("reward") for answer in answers]),
-    "spread": lambda answers: _spread([answer.note("reward") for answer in answers]),
-    "advantage": lambda answers: max((abs(answer.note("advantage") or 0.0) for answer in answers), default=None),
-    "length": lambda answers: _mean([float(answer.length) for answer in answers]),
-    "step": lambda answers: max((float(answer.note("step") or 0) for answer in answers), default=None),
+SORTS: dict[str, Callable[[AnswerGroup], float | None]] = {
+    "newest": lambda group: group.newest.created_at,
+    "reward": lambda group: mean(group.values("reward")),
+    "spread": lambda group: _spread(group.values("reward")),
+    "advantage": lambda group: max(map(abs, group.values("advantage")), default=None),
+    "length": lambda group: mean([float(answer.num_tokens) for answer in group.answers]),
+    "step": lambda group: group.weights_step if group.step is None else group.step,
+    "divergence": lambda group: summarize(answer.divergence_sums() for answer in group.answers).kl,
 }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    reported = [value for value in values if value is not None]
-    return math.fsum(reported) / len(reported) if reported else None
-
-
-def _spread(values: Sequence[float | None]) -> float | None:
-    reported = [value for value in values if value is not None]
-    return max(reported) - min(reported) if reported else None
+def _spread(values: Sequence[float]) -> float | None:
+    return max(values) - min(values) if values else None
 
 
 class GroupsQuery(PageQuery):
-    """`least` and `most` bound the reward; `text` is part of prompt or answer."""
+    """`run` sampled or trained on the answers. `least` and `most` bound the reward; `text` is part of prompt or answer;
+    `prompt` is a group's `prompt_id`.
+    """
 
     run: Text | None = None
+    prompt: Annotated[str, Field(pattern="^([0-9a-f]{32})?$")] = ""
     step: Annotated[int, Field(ge=0, le=MAX_STEP)] | None = None
     least: Number | None = None
     most: Number | None = None
@@ -169,87 +168,128 @@ class GroupsQuery(PageQuery):
 @listing(
     "/dashboard/groups",
     "List stored responses by prompt",
-    answer=fields({"groups": LIST, "cursor": ref("Cursor")}),
+    answer=fields({"groups": LIST, "cursor": ref("Cursor")}, {"steps": LIST, "selection": ANYTHING}),
     query=GroupsQuery,
     filters=("?run={model_id}",),
 )
 def groups(call: Call, query: GroupsQuery) -> JsonObject:
-    """Return the groups with an answer that passes every filter. A group keeps all its answers."""
+    """Return the groups with an answer that passes every filter. A group keeps all its answers. For a run, `steps` has
+    numbers of the passing groups by optimizer step, and `selection` of all of them.
+    """
+    all_groups = read_groups(call, query.run or "")
     passes = _filter(call, query)
-    passing = [answers for answers in _group_answers(call) if any(passes(answer) for answer in answers)]
+    passing = [group for group in all_groups if passes(group)]
     # Groups without a value come last in both orders.
     sign = -1.0 if query.order == "desc" else 1.0
-    keyed = [(SORTS[query.sort](answers), answers) for answers in passing]
+    keyed = [(SORTS[query.sort](group), group) for group in passing]
     keyed.sort(key=lambda entry: math.inf if entry[0] is None else sign * entry[0])
-    ordered = [answers for _, answers in keyed]
-    return {
-        "groups": [_group(call, answers) for answers in ordered[query.offset : query.offset + query.limit]],
-        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": len(ordered)},
-        "kept": call.services.settings.kept_samples,
+    page = [group for _, group in keyed[query.offset : query.offset + query.limit]]
+    ends = find_common_ends(all_groups) if page else {}
+    answer: JsonObject = {
+        "groups": [_show_group(call, group, ends[group.newest.base_model, group.newest.model_id]) for group in page],
+        "cursor": {"offset": query.offset, "limit": query.limit, "total_count": len(passing)},
+        "limits": _limits(call),
     }
+    if query.run:
+        answers = [answer for group in passing for answer in group.answers]
+        answer["steps"] = summarize_steps(passing)
+        answer["selection"] = {
+            "answers": len(answers),
+            "reward": mean([answer.note("reward") for answer in answers]),
+            **asdict(summarize(answer.divergence_sums() for answer in answers)),
+        }
+    return answer
 
 
-def _group_answers(call: Call) -> Iterator[list[_Answer]]:
-    store = call.services.kept_samples
-    page, _ = store.page(call.tenant_id, MAX_GROUPED, 0)
-    notes = store.notes(call.tenant_id, [sample.request_id for sample, _ in page])
-    answers_by_prompt: dict[tuple[str, str | None, tuple[int, ...]], list[_Answer]] = {}
-    for sample, content in page:
-        key = sample.session_id, sample.weights, tuple(content.prompt)
-        answers_by_prompt.setdefault(key, []).extend(
-            _Answer(sample, content, index, notes.get((sample.request_id, index)))
-            for index in range(len(content.sequences))
-        )
-    return (answers for answers in answers_by_prompt.values() if answers)
+def _filter(call: Call, query: GroupsQuery) -> Callable[[AnswerGroup], bool]:
+    step, lower, upper, text = query.step, query.least, query.most, query.text.lower()
 
-
-def _filter(call: Call, query: GroupsQuery) -> Callable[[_Answer], bool]:
-    run, step, lower, upper, text = query.run, query.step, query.least, query.most, query.text.lower()
-
-    def passes(answer: _Answer) -> bool:
+    def passes(answer: GroupAnswer) -> bool:
         reward = answer.note("reward")
-        if run and run != (answer.notes and answer.notes.model_id) and run not in (answer.sample.weights or ""):
-            return False
         if step is not None and answer.note("step") != step:
             return False
         if lower is not None and (reward is None or reward < lower):
             return False
-        if upper is not None and (reward is None or reward > upper):
+        return upper is None or (reward is not None and reward <= upper)
+
+    def group_passes(group: AnswerGroup) -> bool:
+        if query.prompt and group.prompt_id != query.prompt:
             return False
-        return not text or text in _full_text(call, answer).lower()
+        passing = [answer for answer in group.answers if passes(answer)]
+        if not passing or not text:
+            return bool(passing)
+        tokenizer = find_tokenizer(call, group.newest.base_model)
+        if text in spell(tokenizer, group.prompt_T).lower():
+            return True
+        return any(text in spell(tokenizer, answer.tokens_T).lower() for answer in passing)
 
-    return passes
+    return group_passes
 
 
-def _full_text(call: Call, answer: _Answer) -> str:
-    """Return prompt and answer as text, for the search."""
-    tokens = [*answer.content.prompt, *answer.sequence.tokens]
-    return _decode(_find_tokenizer(call, answer.sample.base_model), tokens) or " ".join(map(str, tokens))
-
-
-def _group(call: Call, answers: Sequence[_Answer]) -> JsonObject:
-    first = answers[0]
-    tokenizer = _find_tokenizer(call, first.sample.base_model)
+def _show_group(call: Call, group: AnswerGroup, ends: CommonEnds) -> JsonObject:
+    newest = group.newest
+    tokenizer = find_tokenizer(call, newest.base_model)
+    requests = {answer.sample.request_id: answer.sample for answer in group.answers}
+    sums = [answer.divergence_sums() for answer in group.answers]
     return {
-        "prompt_ends": _decode(tokenizer, first.content.prompt[-4 * PREVIEW_TOKENS :]),
-        "prompt_tokens": first.sample.prompt_tokens,
-        "weights": first.sample.weights,
-        "base_model": first.sample.base_model,
-        "created_at": iso(max(answer.sample.created_at for answer in answers)),
+        "prompt_id": group.prompt_id,
+        "question": write_question(tokenizer, group.prompt_T, ends),
+        "is_whole_prompt": not ends.before and not ends.after,
+        "prompt_tokens": newest.prompt_tokens,
+        "run": newest.model_id or None,
+        "weights": newest.weights,
+        "weights_step": group.weights_step,
+        "step": group.step,
+        "base_model": newest.base_model,
+        "created_at": iso(newest.created_at),
+        "num_sampled": sum(sample.num_sequences for sample in requests.values()),
+        **asdict(summarize(sums)),
         "answers": [
             {
                 "request_id": answer.sample.request_id,
-                "number": answer.sequence_index,
-                "begins": _decode(tokenizer, answer.sequence.tokens[: 2 * PREVIEW_TOKENS]),
-                "tokens": answer.length,
-                "stop_reason": answer.sequence.stop_reason,
-                "logprob": _mean(answer.sequence.logprobs),
+                "number": answer.number,
+                "begins": spell(tokenizer, answer.tokens_T[: 2 * PREVIEW_TOKENS]),
+                "tokens": answer.num_tokens,
+                "stop_reason": answer.stop_reason,
+                "logprob": _finite_mean(answer),
                 **{name: answer.note(name) for name in ("reward", "advantage", "step")},
+                "kl": summarize([of_answer]).kl,
                 "run": answer.notes.model_id if answer.notes else None,
             }
-            for answer in answers
+            for answer, of_answer in zip(group.answers, sums, strict=True)
         ],
     }
+
+
+def _finite_mean(answer: GroupAnswer) -> float | None:
+    """The mean of the sampling logprobs."""
+    return mean([value if math.isfinite(value) else None for value in answer.logprobs_T.tolist()])
+
+
+# Files.
+
+
+class ExportQuery(Query):
+    format: Annotated[str, OneOf(("jsonl", "parquet"))] = "jsonl"
+
+
+@operation(
+    "GET",
+    "/dashboard/runs/{run_id}/samples",
+    "Download a run's stored samples",
+    answer=FILE_TYPE,
+    query=ExportQuery,
+    errors=(404, 501),
+    threads=ThreadPool.TRANSFERS,
+)
+def export(call: Call, query: ExportQuery) -> Response:
+    """Send one row for each stored answer that was sampled from the run's weights or trained on in it."""
+    model_id = call.path["run_id"]
+    call.services.overview.run(call.tenant_id, model_id)
+    write = write_parquet if query.format == "parquet" else write_json_lines
+    name = f"samples-{model_id.replace(':', '-')}.{query.format}"
+    headers = {"content-disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(write(call, model_id), media_type=FILE_TYPE, headers=headers)
 
 
 # Decoded text.
@@ -272,16 +312,6 @@ def _preview(tokenizer: ModelTokenizer | None, content: SampleContent) -> JsonOb
 
 def _decode(tokenizer: ModelTokenizer | None, tokens: Sequence[int]) -> str | None:
     return None if tokenizer is None else tokenizer.decode(tokens)
-
-
-def _find_tokenizer(call: Call, base_model: str) -> ModelTokenizer | None:
-    """Return the tokenizer of a base model, or None if the model is not served or has no tokenizer."""
-    try:
-        tokenizer = call.services.tokenizers.get(call.services.bases.get(base_model))
-        _ = tokenizer.backend_tokenizer
-    except (NotFoundError, NotSupportedError):
-        return None
-    return tokenizer
 
 
 def _tokens(tokenizer: ModelTokenizer | None, tokens: Sequence[int]) -> JsonObject:

@@ -10,6 +10,7 @@ import { lineage } from "./lineage.js";
 import { csvOf, download, lineOf, metricsOf, rewardless } from "./metrics.js";
 import { nameOf, statusOf } from "./overview.js";
 import { playgroundOf } from "./playground.js";
+import { runTabs } from "./run_samples.js";
 import { facts } from "./table.js";
 
 const HINT = `from tinsmith.exchange.metrics import RunMetrics
@@ -22,10 +23,10 @@ export function pointsOf(id, signal) {
   let cursor = 0;
   return {
     async look() {
-      const found = await get(`${path`/training_runs/${id}/metrics`}?after=${cursor}`, signal);
-      cursor = found.cursor;
-      for (const point of found.points) points.set(`${point.source} ${point.step}`, point);
-      return found.points.length > 0;
+      const content = await get(`${path`/training_runs/${id}/metrics`}?after=${cursor}`, signal);
+      cursor = content.cursor;
+      for (const point of content.points) points.set(`${point.source} ${point.step}`, point);
+      return content.points.length > 0;
     },
     all: () => [...points.values()].sort((a, b) => a.step - b.step),
   };
@@ -73,19 +74,19 @@ export async function showRun(main, id, signal) {
     drawLinks(links, () => lineage(id, links));
   };
   const lookAtCheckpoints = async () => {
-    const found = await get(`/dashboard/checkpoints?${new URLSearchParams({ run_id: id, limit: 500 })}`, signal);
-    drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
+    const { checkpoints } = await get(`/dashboard/checkpoints?${new URLSearchParams({ run_id: id, limit: 500 })}`, signal);
+    drawStored(checkpoints, () => listed(checkpoints, lookAtCheckpoints));
   };
   const name = `run-${shortId(id).replaceAll(":", "-")}`;
   const files = [
     button("CSV", () => download(`${name}.csv`, "text/csv", csvOf(points.all())), { class: "plain", "aria-label": "Download all metrics as CSV" }),
     button("JSON", () => download(`${name}.json`, "application/json", JSON.stringify(points.all(), null, 1)), { class: "plain", "aria-label": "Download all metrics as JSON" }),
   ];
-  controls.append(h("span", {}, "Download", files), h("a", { href: `#/samples?${new URLSearchParams({ run: id })}` }, "Samples of this run"));
+  controls.append(h("span", {}, "Download", files));
   const compare = h("div", { class: "uses" });
   const drawCompare = keep(compare);
   controls.append(compare);
-  const heading = page(main, `Run ${shortId(id)}`, about, controls, hint, groups, section("Checkpoints", stored), section("Lineage", related));
+  const heading = page(main, `Run ${shortId(id)}`, runTabs(id, "curves"), about, controls, hint, groups, section("Checkpoints", stored), section("Lineage", related));
   await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints), poll(signal, 30, lookAtLinks)]);
 }
 

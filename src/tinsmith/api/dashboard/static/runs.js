@@ -11,6 +11,7 @@ import { isNumber } from "./scale.js";
 import { RUN_LINK, nameOf } from "./overview.js";
 import { showRun } from "./run.js";
 import { firstRun } from "./starts.js";
+import { showRunSamples } from "./run_samples.js";
 import { pager, table } from "./table.js";
 
 const LIMIT = 50;
@@ -177,6 +178,7 @@ async function showList(main, signal) {
 
 function show(main, [id, ...others], signal) {
   if (id === "compare") return showComparison(main, others.slice(0, MOST_LINES), signal);
+  if (id && others[0] === "samples") return showRunSamples(main, id, others[1], signal);
   return id ? showRun(main, id, signal) : showList(main, signal);
 }
 

@@ -9,6 +9,8 @@ const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01]; // a token belongs to the first class
 
 const GAPS = [-0.5, -0.1, -0.02, 0.02, 0.1, 0.5]; // bounds of the training logprob minus the sampling logprob
 
+const RATIOS = [0.5, 0.8, 0.95, 1.05, 1.25, 2]; // bounds of the training probability over the sampling probability
+
 // Returns the index of a number among bounds; 0 is below the first.
 const among = (value, bounds) => bounds.filter((bound) => value >= bound).length;
 
@@ -17,7 +19,8 @@ const gapOf = (token) => (isNumber(token.trained) && isNumber(token.logprob) ? t
 function classes(token) {
   const gap = gapOf(token);
   const advantage = isNumber(token.advantage) ? `a${among(token.advantage, [-1, -0.3, -1e-9, 1e-9, 0.3, 1])}` : "";
-  return ["token", rank(token.logprob), gap === null ? "" : `g${among(gap, GAPS)}`, advantage].filter(Boolean).join(" ");
+  const divergence = gap === null ? [] : [`g${among(gap, GAPS)}`, `r${among(Math.exp(gap), RATIOS)}`];
+  return ["token", rank(token.logprob), ...divergence, advantage].filter(Boolean).join(" ");
 }
 
 const rank = (logprob) => {
@@ -25,6 +28,8 @@ const rank = (logprob) => {
   const at = STEPS.findIndex((bound) => Math.exp(logprob) >= bound);
   return `p${at < 0 ? STEPS.length : at}`;
 };
+
+const ratioOf = (token) => (gapOf(token) === null ? "-" : Math.exp(gapOf(token)).toFixed(3));
 
 const spelled = (text) => (!text ? "(empty)" : text.replaceAll("\n", "\\n").replaceAll("\t", "\\t"));
 
@@ -38,7 +43,7 @@ function inWords(token) {
   if (isNumber(token.id)) parts.push(`token ${token.id}`);
   if (!isNumber(token.logprob)) parts.push("no logprob");
   else parts.push(`logprob ${token.logprob.toFixed(3)} (${percent(Math.exp(token.logprob))})`);
-  if (gapOf(token) !== null) parts.push(`in training ${token.trained.toFixed(3)} (${signed(gapOf(token))})`);
+  if (gapOf(token) !== null) parts.push(`in training ${token.trained.toFixed(3)} (${signed(gapOf(token))}, ratio ${ratioOf(token)})`);
   if (isNumber(token.advantage)) parts.push(`advantage ${signed(token.advantage)}`);
   if (token.others?.length) {
     parts.push(`most likely: ${token.others.map((one) => `"${spelled(one.text)}" ${percent(Math.exp(one.logprob))}`).join(", ")}`);
@@ -93,19 +98,22 @@ function asTable(name, list) {
     { label: "Probability", number: true, cell: (row) => (isNumber(row.logprob) ? percent(Math.exp(row.logprob)) : "-") },
     { label: "In training", number: true, cell: (row) => (isNumber(row.trained) ? row.trained.toFixed(4) : "-") },
     { label: "Difference", number: true, cell: (row) => signed(gapOf(row)) },
+    { label: "Ratio", number: true, cell: ratioOf },
+    { label: "Advantage", number: true, cell: (row) => signed(row.advantage) },
     { label: "Most likely", cell: (row) => (row.others || []).map((one) => `${spelled(one.text)} ${percent(Math.exp(one.logprob))}`).join(", ") || "-" },
   ];
-  const trained = list.some((token) => isNumber(token.trained));
-  const shown = columns.filter(({ label }) => trained || !["In training", "Difference"].includes(label));
+  const isTrained = list.some((token) => isNumber(token.trained));
+  const visible = columns.filter(({ label }) => isTrained || !["In training", "Difference", "Ratio", "Advantage"].includes(label));
   const details = h("details", {}, h("summary", {}, "View as table", h("span", { class: "hidden" }, ` (${name})`)), numbers);
   details.addEventListener("toggle", () => {
-    if (details.open) put(numbers, table(`Tokens of ${name}`, shown, list.map((token, index) => ({ ...token, index }))));
+    if (details.open) put(numbers, table(`Tokens of ${name}`, visible, list.map((token, index) => ({ ...token, index }))));
   });
   return details;
 }
 
 const LEGENDS = {
   probability: ["Probability", "p", ["90 % and more", "50 %", "20 %", "5 %", "1 %", "less"]],
+  ratio: ["Ratio", "r", ["below 0.5", "0.5", "0.8", "about 1", "1.05", "1.25", "2 and more"]],
   gap: ["Training minus sampling logprob", "g", ["below -0.5", "-0.1", "-0.02", "about equal", "0.02", "0.1", "0.5 and more"]],
   advantage: ["Advantage", "a", ["below -1", "-0.3", "negative", "0", "positive", "0.3", "1 and more"]],
 };
@@ -115,14 +123,20 @@ export function legend(kind = "probability") {
   return h("p", { class: "legend" }, h("span", { class: "quiet" }, `${title}: `), names.map((name, index) => h("span", { class: `token ${letter}${index}` }, name)));
 }
 
-// Chooses what the colours of a page's tokens show, among the available numbers.
-export function colouring(place, kinds) {
-  const shown = h("div");
+// Chooses what the colours of a page's tokens show, among the available numbers; at first `first`, if it is one of them.
+// `changed` is told the choice.
+export function colouring(place, kinds, first = "", changed = () => {}) {
+  const legendPlace = h("div");
   const choose = (kind) => {
     place.dataset.colour = kind;
-    put(shown, legend(kind));
+    put(legendPlace, legend(kind));
   };
-  const one = (kind, index) => h("label", { for: `colour-${kind}` }, h("input", { id: `colour-${kind}`, type: "radio", name: "colour", checked: index === 0, on: { change: () => choose(kind) } }), LEGENDS[kind][0]);
-  choose(kinds[0]);
-  return h("div", { class: "colouring" }, kinds.length > 1 ? h("div", { class: "view", role: "radiogroup", "aria-label": "Colours of tokens" }, kinds.map(one)) : null, shown);
+  const initial = kinds.includes(first) ? first : kinds[0];
+  const change = (kind) => () => {
+    choose(kind);
+    changed(kind);
+  };
+  const choice = (kind) => h("label", { for: `colour-${kind}` }, h("input", { id: `colour-${kind}`, type: "radio", name: "colour", checked: kind === initial, on: { change: change(kind) } }), LEGENDS[kind][0]);
+  choose(initial);
+  return h("div", { class: "colouring" }, kinds.length > 1 ? h("div", { class: "view", role: "radiogroup", "aria-label": "Colours of tokens" }, kinds.map(choice)) : null, legendPlace);
 }

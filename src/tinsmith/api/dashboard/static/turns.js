@@ -13,7 +13,7 @@ const NO_THOUGHT = /^\s*(<think>\s*<\/think>)?\s*$/;
 
 // Returns turns {role, frame, body}; `frame` are the template's tokens. Without special tokens there is one turn.
 export function turnsOf(list) {
-  const found = [];
+  const turns = [];
   let turn = { role: "", frame: [], body: [] };
   let until = null; // the end of the role's name, while it is read
   for (const token of list) {
@@ -24,29 +24,29 @@ export function turnsOf(list) {
       turn.role += end < 0 ? text : text.slice(0, end);
       if (end >= 0) until = null;
     } else if (Object.hasOwn(OPENS, text)) {
-      if (turn.frame.length || turn.body.length) found.push(turn);
+      if (turn.frame.length || turn.body.length) turns.push(turn);
       turn = { role: "", frame: [token], body: [] };
       until = OPENS[text];
     } else if (CLOSES.includes(text)) turn.frame.push(token);
     else turn.body.push(token);
   }
-  found.push(turn);
-  return merged(found.map(folded));
+  turns.push(turn);
+  return mergeTurns(turns.map(foldBlank));
 }
 
 // Blank tokens and empty reasoning belong to the template.
-function folded({ role, frame, body }) {
+function foldBlank({ role, frame, body }) {
   const blank = NO_THOUGHT.test(body.map((token) => token.text).join(""));
   return { role: role.trim(), frame: blank ? [...frame, ...body] : frame, body: blank ? [] : body };
 }
 
 // A turn without a body is merged into the previous one, except the last, which the answer continues.
-function merged(turns) {
+function mergeTurns(turns) {
   return turns.filter((turn, index) => turn.role || turn.body.length || (index === 0 && turns.length === 1));
 }
 
-// Shows an answer. All of its tokens were sampled, so nothing is folded.
-export function shownAnswer(name, list) {
+// Draws an answer. All of its tokens were sampled, so nothing is folded.
+export function drawAnswer(name, list) {
   const calls = TOOL_CALL.test(list.map((token) => token.text).join(""));
   return h("div", { class: `part ${calls ? "tool" : ""}` }, calls ? h("p", { class: "quiet role" }, "calls a tool") : null, tokens(name, list));
 }
@@ -58,8 +58,8 @@ function kindOf({ role, body }) {
   return ["", role || "text"];
 }
 
-// Shows the turns of a list of tokens. `images` are {start, num_tokens, format, width, height, data} by position.
-export function shownTurns(name, list, images = []) {
+// Draws the turns of a list of tokens. `images` are {start, num_tokens, format, width, height, data} by position.
+export function drawTurns(name, list, images = []) {
   const placed = list.map((token, index) => ({ ...token, image: images.find((image) => index >= image.start && index < image.start + image.num_tokens), first: images.some((image) => image.start === index) }));
   return turnsOf(placed).map((turn) => {
     const [kind, title] = kindOf(turn);
