@@ -31,6 +31,7 @@ from tinsmith.cli.remote import (
     print_rows,
 )
 from tinsmith.errors import UserError
+from tinsmith.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tinsmith.batch.client.http import Client, Status
@@ -496,7 +497,7 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def _describe_output(info: Status) -> str:
-    return f"{info['path']}: {info['rows']} rows, {info['bytes']} bytes"
+    return f"{info['path']}: {info['rows']} rows, {format_bytes(info['bytes'])}"
 
 
 def _color_status(status: str) -> str:
