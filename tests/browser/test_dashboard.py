@@ -33,6 +33,7 @@ PAGES = {
     "runs": "Runs",
     "sessions": "Sessions",
     "queue": "Queue and packing",
+    "machine": "Machine",
     "checkpoints": "Checkpoints",
     "playground": "Playground",
     "samples": "Samples",
@@ -155,7 +156,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
         browser.driver.switch_to.active_element.send_keys(Keys.TAB)
         focused_texts.append(browser.driver.switch_to.active_element.text)
     assert focused_texts[0] == "Skip to content"
-    assert focused_texts[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
+    assert focused_texts[1 : len(PAGES) + 1] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
     links = browser.all("nav#nav a")
     links[1].send_keys(Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")

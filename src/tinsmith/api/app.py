@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
-from tinsmith.api.dashboard import machine
+from tinsmith.api.dashboard import machine, machine_history
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
 from tinsmith.api.dashboard import warnings as dashboard_warnings
@@ -74,6 +74,7 @@ OPERATIONS = tuple(
         metrics,
         dashboard,
         machine,
+        machine_history,
         dashboard_samples,
         dashboard_warnings,
         batch,

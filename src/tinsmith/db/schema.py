@@ -371,6 +371,33 @@ RECENT_STEPS = sa.Table(
     sqlite_autoincrement=True,
 )
 
+# What a machine did in a period: store/machine_history.py. The machine itself is the row without a base model.
+MACHINE_HISTORY = sa.Table(
+    "machine_history",
+    METADATA,
+    sa.Column("step_s", sa.Integer, primary_key=True, autoincrement=False),  # length of the period
+    sa.Column("began_at", sa.Float, primary_key=True),
+    sa.Column("holder", sa.String(512), primary_key=True),  # the server: host:id:directory
+    sa.Column("base_model", sa.String(512), primary_key=True),
+    *(
+        sa.Column(name, sa.Float, nullable=False, server_default="0")
+        for name in (
+            "observed_s",
+            "engine_s",  # of all its engines together
+            "training_s",
+            "sampling_s",
+            "loading_s",
+            "trained_tokens",
+            "sampled_tokens",
+            "memory_byte_s",  # bytes times seconds
+            "budget_byte_s",
+            "device_s",  # in which the utilisation was known
+            "device_busy_s",
+        )
+    ),
+    sa.Column("tenants", sa.JSON, nullable=False),  # tenant_id -> [trained tokens, sampled tokens]
+)
+
 KEPT_SAMPLES = sa.Table(
     "kept_samples",
     METADATA,

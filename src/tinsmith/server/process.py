@@ -72,6 +72,7 @@ from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import SWEEPS, ThreadPools, bound_starlette_threads, num_threads
 from tinsmith.server.janitor import Janitor
+from tinsmith.server.machine_history import MachineObserver
 from tinsmith.server.pending_responses import PendingResponses
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
@@ -85,6 +86,7 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recent_steps import RecentSteps
@@ -287,6 +289,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         _refuse_public_address(settings)
     versions, snapshots = (open_directories(settings, kind) for kind in ("versions", "snapshots"))
     janitor = Janitor(services, engines, versions, snapshots, lambda: database.try_lock("janitor"))
+    observer = MachineObserver(services.machine_history, meters, engines)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -295,6 +298,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
+        background.start("machine_history", partial(observer.run, services.threads.sweeps))
         _start(services, supervisor, on_demand, janitor, database, background)
         try:
             yield
@@ -394,6 +398,7 @@ def _services(
         implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
+        machine_history=MachineHistory(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         engines=EngineStatus(engines.queue_state, engine_router.for_run),
