@@ -34,6 +34,7 @@ from tinsmith.api.request import json_response, run
 from tinsmith.api.routes import (
     account,
     batch,
+    batch_outputs,
     checkpoints,
     downloads,
     external_uploads,
@@ -78,6 +79,7 @@ OPERATIONS = tuple(
         dashboard_samples,
         dashboard_warnings,
         batch,
+        batch_outputs,
         service,
         profiles,
         openapi,

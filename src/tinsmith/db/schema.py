@@ -520,6 +520,7 @@ BATCH_JOBS = sa.Table(
     sa.Column("worker_seconds", sa.Float, nullable=False, server_default="0"),  # of its workers that have ended
     sa.Column("paid_until", sa.JSON),  # the state of its rate limits: see RateLimits in batch/coordinator/job_run.py
     sa.Column("machines_set_aside", sa.JSON),  # where its function could not be set up: batch/coordinator/hosts.py
+    sa.Column("stage_figures", sa.JSON),  # what each stage did: batch/coordinator/stage_figures.py
     sa.Column("schemas", sa.JSON),  # the types of the committed rows of each output: batch/formats/schemas.py
     sa.Column("resume_from", sa.BigInteger),
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs

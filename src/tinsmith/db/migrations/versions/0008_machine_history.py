@@ -34,3 +34,5 @@ def upgrade() -> None:
             ),
             sa.Column("tenants", sa.JSON(), nullable=False),
         )
+    if "stage_figures" not in {column["name"] for column in inspector.get_columns("batch_job")}:
+        op.add_column("batch_job", sa.Column("stage_figures", sa.JSON()))
