@@ -64,7 +64,7 @@ def test_the_first_rows_of_an_output_are_shown(client: Client, tmp_path: Path, e
     file = read(client, f"{job.job_id}/download")
     assert file.content == (tmp_path / f"out.{ending}").read_bytes()
     assert f'filename="out.{ending}"' in file.headers["content-disposition"]
-    assert read(client, f"{job.job_id}/download?output=1").status_code == 404
+    assert read(client, f"{job.job_id}/download?output=1").status_code == 400
 
 
 def test_what_is_not_the_output_of_the_job_is_not_read(client: Client, tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Overview
-from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.recent_steps import RecentSteps
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.responses import Responses

@@ -151,10 +151,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
         "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
         "waiting": escape(status["waiting"] or ""),
-        **{
-            f"stage {index}": escape(_describe_stage(stage))
-            for index, stage in enumerate(status.get("stages") or [], 1)
-        },
+        **{f"stage {index}": escape(_describe_stage(stage)) for index, stage in enumerate(status["stages"], 1)},
         "created": _format_time(status["created_at"]),
         "started": _format_time(status["started_at"]),
         "ended": _format_time(status["ended_at"]),

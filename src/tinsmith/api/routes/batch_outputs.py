@@ -125,7 +125,7 @@ def _find_output(call: Call, index: int) -> tuple[Mapping[str, Any], Store, str]
     outputs = call.services.batch_jobs.outputs(job.job_id)
     output = next((entry for entry in outputs if entry["output_idx"] == index), None)
     if output is None:
-        raise NotFoundError(f"bulk job {job.job_id} has published no output {index}; it has {len(outputs)}")
+        raise UserError(f"output is {index}, and bulk job {job.job_id} has published {len(outputs)} outputs so far")
     spec = call.services.batch_jobs.spec(job.job_id)
     written, path = spec.batch_output_formats[index], str(output["path"])
     kind = str(written.get("format"))
