@@ -12,7 +12,7 @@ from support.browser import Browser
 from support.dashboard_data import BASE, Site
 from support.databases import database_url
 from tinsmith.db.factory import open_database
-from tinsmith.store.machine_history import MACHINE, MachineHistory, Work
+from tinsmith.store.machine_history import MACHINE, MachineHistory, MachineWork
 
 OTHER_SERVER = "there:1:/data"
 
@@ -29,10 +29,10 @@ def history(alice: Site) -> Iterator[None]:
         seconds = 600.0 if age > 86400 else 10.0
         wave = 1 + math.sin(age / 120)
         tokens = {"alice": (400 * wave * seconds, 30 * seconds), "bob": (200 * wave * seconds, 90 * seconds)}
-        observed = Work(seconds, seconds, 0.3 * seconds * wave, 0.2 * seconds, 0.02 * seconds, tenants=tokens)
+        observed = MachineWork(seconds, seconds, 0.3 * seconds * wave, 0.2 * seconds, 0.02 * seconds, tenants=tokens)
         observed.trained_tokens, observed.sampled_tokens = 600 * wave * seconds, 120 * seconds
         observed.memory_byte_s = (6 + wave) * 2**30 * seconds
-        machine = Work(seconds, device_s=seconds, device_busy_s=0.4 * wave * seconds)
+        machine = MachineWork(seconds, device_s=seconds, device_busy_s=0.4 * wave * seconds)
         records.add(OTHER_SERVER, now - age, {"org/large": observed, MACHINE: machine})
     yield
     database.close()

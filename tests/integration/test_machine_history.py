@@ -13,7 +13,7 @@ from support.http_harness import BASE, BOB, Harness, close, make_harness
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.database import now
 from tinsmith.server.machine_history import MachineObserver
-from tinsmith.store.machine_history import LEVELS, MachineHistory, Work
+from tinsmith.store.machine_history import LEVELS, MachineHistory, MachineWork
 from tinsmith.telemetry.metrics import OTHER, EngineCounts
 
 HERE = "here:1:/data"
@@ -36,8 +36,8 @@ def read(harness: Harness, key: str | None = None, span: str = "hour") -> dict[s
 def add_work(harness: Harness, tenants: dict[str, tuple[float, float]]) -> None:
     trained, sampled = (sum(pair[index] for pair in tenants.values()) for index in (0, 1))
     sums = {"training_s": 5.0, "sampling_s": 2.0, "loading_s": 1.0, "memory_byte_s": 10.0 * 2**30}
-    observed = Work(10.0, 10.0, trained_tokens=trained, sampled_tokens=sampled, tenants=tenants, **sums)
-    machine = Work(10.0, device_s=10.0, device_busy_s=2.5)
+    observed = MachineWork(10.0, 10.0, trained_tokens=trained, sampled_tokens=sampled, tenants=tenants, **sums)
+    machine = MachineWork(10.0, device_s=10.0, device_busy_s=2.5)
     harness.services.machine_history.add(HERE, now() - 30, {BASE: observed, "": machine})
 
 
@@ -100,7 +100,7 @@ def test_what_engines_count_is_recorded_once(harness: Harness) -> None:
     observer.observe()  # nothing is new
     engines.set_state(Seat(BASE), "ready")
     observer.observe()  # after a long sleep
-    total = Work()
+    total = MachineWork()
     for period in harness.services.machine_history.list_periods(LEVELS["month"], now()):
         if period.base_model == BASE:
             total.add(period.work)

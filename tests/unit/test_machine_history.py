@@ -10,22 +10,22 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database
 from tinsmith.db.schema import MACHINE_HISTORY
-from tinsmith.store.machine_history import LEVELS, MACHINE, SUMS, Level, MachineHistory, Work
+from tinsmith.store.machine_history import LEVELS, MACHINE, SUMS, Level, MachineHistory, MachineWork
 
 HERE, THERE = "here:1:/data", "there:2:/data"
 START = 1_700_000_000.0
 
 
-def work(seconds: float = 10.0, trained: float = 100.0, **values: float) -> Work:
+def work(seconds: float = 10.0, trained: float = 100.0, **values: float) -> MachineWork:
     tenants = {"alice": (trained * 0.75, 8.0), "bob": (trained * 0.25, 0.0)}
     sums = {"training_s": 4.0, "sampling_s": 3.0, "loading_s": 1.0, "memory_byte_s": seconds * 2**30} | values
-    return Work(
+    return MachineWork(
         observed_s=seconds, engine_s=seconds, trained_tokens=trained, sampled_tokens=8.0, tenants=tenants, **sums
     )
 
 
-def total_of(history: MachineHistory, level: Level, at: float, base_model: str = "base") -> Work:
-    total = Work()
+def total_of(history: MachineHistory, level: Level, at: float, base_model: str = "base") -> MachineWork:
+    total = MachineWork()
     for period in history.list_periods(level, at):
         if period.base_model == base_model:
             total.add(period.work)
@@ -38,14 +38,14 @@ def count_rows(db: Database) -> Counter[int]:
 
 
 def test_every_level_has_the_same_totals(db: Database) -> None:
-    history, generator, at, summed = MachineHistory(db), random.Random(0), START, Work()
+    history, generator, at, summed = MachineHistory(db), random.Random(0), START, MachineWork()
     for index in range(60):
         seconds = generator.uniform(5, 20)
         at += seconds
         observed = work(seconds, generator.randrange(1000), training_s=generator.uniform(0, 2 * seconds))
         summed.add(observed)
         history.add(
-            HERE if index % 2 else THERE, at, {"base": observed, "other": work(seconds), MACHINE: Work(seconds)}
+            HERE if index % 2 else THERE, at, {"base": observed, "other": work(seconds), MACHINE: MachineWork(seconds)}
         )
     for level in LEVELS.values():
         total = total_of(history, level, at)
@@ -86,13 +86,13 @@ def test_a_step_that_ends_fills_the_time_that_it_took(db: Database) -> None:
 
 def test_work_of_several_engines_is_spread_over_less_time(db: Database) -> None:
     history, at = MachineHistory(db), START
-    history.add(HERE, at, {"base": Work(observed_s=10.0, engine_s=20.0, training_s=20.0)})
+    history.add(HERE, at, {"base": MachineWork(observed_s=10.0, engine_s=20.0, training_s=20.0)})
     (period,) = history.list_periods(LEVELS["hour"], at)
     assert (period.work.training_s, period.work.idle_s) == (20.0, 0.0)
 
 
 def test_work_at_the_moment_of_the_last_reading_is_not_lost(db: Database) -> None:
     history = MachineHistory(db)
-    history.add(HERE, START, {"base": Work(trained_tokens=5.0, tenants={"alice": (5.0, 0.0)})})
+    history.add(HERE, START, {"base": MachineWork(trained_tokens=5.0, tenants={"alice": (5.0, 0.0)})})
     (period,) = history.list_periods(LEVELS["hour"], START)
     assert period.work.trained_tokens == 5.0 and period.work.tenants == {"alice": (5.0, 0.0)}

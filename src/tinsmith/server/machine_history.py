@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.api.dashboard.machine import Utilisation
 from tinsmith.cluster.engines import Engines
 from tinsmith.db.database import now
-from tinsmith.store.machine_history import MACHINE, MachineHistory, Work
+from tinsmith.store.machine_history import MACHINE, MachineHistory, MachineWork
 from tinsmith.telemetry.metrics import EngineCounts, ServerMeters
 
 OBSERVE_S = 10.0
@@ -80,15 +80,15 @@ class MachineObserver:
         self._history.add(self._engines.holder, now(), observations)
         self._counts, self._read_at = counts, read_at
 
-    def _observe_machine(self, elapsed_s: float) -> Work:
+    def _observe_machine(self, elapsed_s: float) -> MachineWork:
         shares = self._utilisation.list_shares()
-        work = Work(observed_s=elapsed_s)
+        work = MachineWork(observed_s=elapsed_s)
         if shares:
             work.device_s, work.device_busy_s = elapsed_s, elapsed_s * sum(shares) / len(shares)
         return work
 
 
-def _observe(counts: EngineCounts, before: EngineCounts, states: list[str], elapsed_s: float) -> Work:
+def _observe(counts: EngineCounts, before: EngineCounts, states: list[str], elapsed_s: float) -> MachineWork:
     """The work between two readings of a base model, whose engines have these states."""
     seconds = Counter(counts.seconds)
     seconds.subtract(before.seconds)
@@ -100,7 +100,7 @@ def _observe(counts: EngineCounts, before: EngineCounts, states: list[str], elap
         trained_before, sampled_before = before.tenants.get(tenant_id, (0.0, 0.0))
         if trained > trained_before or sampled > sampled_before:
             tenants[tenant_id] = trained - trained_before, sampled - sampled_before
-    return Work(
+    return MachineWork(
         observed_s=elapsed_s,
         engine_s=elapsed_s * len(states),
         training_s=training_s,

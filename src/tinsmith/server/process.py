@@ -289,7 +289,6 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         _refuse_public_address(settings)
     versions, snapshots = (open_directories(settings, kind) for kind in ("versions", "snapshots"))
     janitor = Janitor(services, engines, versions, snapshots, lambda: database.try_lock("janitor"))
-    observer = MachineObserver(services.machine_history, meters, engines)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -298,8 +297,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        background.start("machine_history", partial(observer.run, services.threads.sweeps))
-        _start(services, supervisor, on_demand, janitor, database, background)
+        _start(services, supervisor, on_demand, janitor, database, engines, background)
         try:
             yield
         finally:
@@ -321,10 +319,13 @@ def _start(
     on_demand: OnDemandEngines,
     janitor: Janitor,
     database: Database,
+    engines: Engines,
     background: Background,
 ) -> None:
     """Start the background work of this process's role."""
     supervisor.start(background)
+    observer = MachineObserver(services.machine_history, services.meters, engines)
+    background.start("machine_history", partial(observer.run, services.threads.sweeps))
     if services.bases.on_demand and services.settings.num_engines:
         background.start("engines_on_demand", on_demand.run)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
@@ -358,9 +359,8 @@ def _services(
     engine_router: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
-    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
-    files = Files(database, settings.storage_location("files"))
-    sessions, samplers = Sessions(database), SamplingSessions(database)
+    batch_jobs, batches, samplers = BatchJobs(database), OpenAIBatches(database), SamplingSessions(database)
+    sessions, files = Sessions(database), Files(database, settings.storage_location("files"))
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))

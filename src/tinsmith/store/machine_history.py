@@ -50,7 +50,7 @@ LEVELS: Mapping[str, Level] = {
 
 
 @dataclass(slots=True)
-class Work:
+class MachineWork:
     """Sums over a time, of one base model or, under `MACHINE`, of the machine; `_s` are seconds.
 
     `engine_s` is the time of all engines together, and `loading_s` also that of saving. `tenants` maps a tenant to its
@@ -70,7 +70,7 @@ class Work:
     device_busy_s: float = 0.0
     tenants: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, other: Work) -> None:
+    def add(self, other: MachineWork) -> None:
         for name in SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for tenant_id, (trained, sampled) in other.tenants.items():
@@ -82,7 +82,7 @@ class Work:
         return max(0.0, self.engine_s - self.training_s - self.sampling_s - self.loading_s)
 
 
-SUMS = tuple(entry.name for entry in fields(Work) if entry.name != "tenants")
+SUMS = tuple(entry.name for entry in fields(MachineWork) if entry.name != "tenants")
 _COLUMNS = [MACHINE_HISTORY.c[name] for name in (*SUMS, "tenants")]
 
 
@@ -92,14 +92,14 @@ class Period:
 
     began_at: float
     base_model: str
-    work: Work
+    work: MachineWork
 
 
 class MachineHistory:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def add(self, holder: str, at: float, observations: Mapping[str, Work]) -> None:
+    def add(self, holder: str, at: float, observations: Mapping[str, MachineWork]) -> None:
         """Add the work of each base model since the last observation of this server, up to the moment `at`."""
         with self._db.write() as connection:
             for level in LEVELS.values():
@@ -114,24 +114,24 @@ class MachineHistory:
         since = at - level.span_s - level.step_s
         query = sa.select(MACHINE_HISTORY.c.began_at, MACHINE_HISTORY.c.base_model, *_COLUMNS)
         query = query.where(MACHINE_HISTORY.c.step_s == level.step_s, MACHINE_HISTORY.c.began_at > since)
-        work_by_period: dict[tuple[float, str], Work] = defaultdict(Work)
+        work_by_period: dict[tuple[float, str], MachineWork] = defaultdict(MachineWork)
         for began_at, base_model, *values in self._db.rows(query):
             work_by_period[began_at, base_model].add(_work_of(values))
         return [Period(*key, work) for key, work in sorted(work_by_period.items())]
 
 
-def _work_of(values: Sequence[object]) -> Work:
+def _work_of(values: Sequence[object]) -> MachineWork:
     *sums, tenants = values
     assert isinstance(tenants, Mapping)
     pairs = {str(tenant_id): (float(trained), float(sampled)) for tenant_id, (trained, sampled) in tenants.items()}
-    return Work(**dict(zip(SUMS, sums, strict=True)), tenants=pairs)  # type: ignore[arg-type]
+    return MachineWork(**dict(zip(SUMS, sums, strict=True)), tenants=pairs)  # type: ignore[arg-type]
 
 
-def _add_to_row(connection: Connection, key: tuple[int, float, str, str], part: Work) -> None:
+def _add_to_row(connection: Connection, key: tuple[int, float, str, str], part: MachineWork) -> None:
     names = ("step_s", "began_at", "holder", "base_model")
     is_row = sa.and_(*(MACHINE_HISTORY.c[name] == value for name, value in zip(names, key, strict=True)))
     row = connection.execute(sa.select(*_COLUMNS).where(is_row)).first()
-    total = Work() if row is None else _work_of(tuple(row))
+    total = MachineWork() if row is None else _work_of(tuple(row))
     total.add(part)
     values = {name: getattr(total, name) for name in SUMS} | {"tenants": total.tenants}
     if row is None:
@@ -140,9 +140,9 @@ def _add_to_row(connection: Connection, key: tuple[int, float, str, str], part: 
         connection.execute(MACHINE_HISTORY.update().where(is_row).values(**values))
 
 
-def _split(work: Work, at: float, step_s: int) -> dict[float, Work]:
+def _split(work: MachineWork, at: float, step_s: int) -> dict[float, MachineWork]:
     """The parts of work that ended at `at`, by the beginnings of their periods."""
-    parts: dict[float, Work] = defaultdict(Work)
+    parts: dict[float, MachineWork] = defaultdict(MachineWork)
     engines = max(1.0, work.engine_s / work.observed_s if work.observed_s else 1.0)
     spans = {
         "training": max(work.observed_s, work.training_s / engines),

@@ -15,7 +15,7 @@ from pydantic import Field
 from tinsmith.api.openapi import COUNT, LIST, fields, listing, one_of
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.db.database import now
-from tinsmith.store.machine_history import LEVELS, MACHINE, Period, Work
+from tinsmith.store.machine_history import LEVELS, MACHINE, MachineWork, Period
 from tinsmith.telemetry.metrics import OTHER
 from tinsmith.wire.fields import Query
 
@@ -85,7 +85,7 @@ def _point(period: Period, sampled: float | None) -> JsonObject:
     }
 
 
-def _sampled(work: Work, tenant_id: str, is_operator: bool) -> float | None:
+def _sampled(work: MachineWork, tenant_id: str, is_operator: bool) -> float | None:
     """The sampled tokens that the caller may see; None if they are counted together with those of other tenants."""
     if is_operator:
         return work.sampled_tokens
@@ -96,9 +96,9 @@ def _sampled(work: Work, tenant_id: str, is_operator: bool) -> float | None:
 
 def _list_tenants(periods: Sequence[Period]) -> list[JsonObject]:
     """The tokens of each tenant in the span, with its share of both kinds; the most first."""
-    total = Work()
+    total = MachineWork()
     for period in periods:
-        total.add(Work(tenants=period.work.tenants))
+        total.add(MachineWork(tenants=period.work.tenants))
     trained = sum(pair[0] for pair in total.tenants.values()) or float("inf")
     sampled = sum(pair[1] for pair in total.tenants.values()) or float("inf")
     rows: list[JsonObject] = [
