@@ -42,8 +42,9 @@ def share_right(sampler: tinker.SamplingClient, tokenizer, examples: list[nano.P
     return sum(map(nano.PromptExample.is_right, examples, answers)) / len(examples)
 
 
-with tinker.ServiceClient() as service:
-    model = service.create_lora_training_client(BASE, rank=16, seed=1).result()
+with tinker.ServiceClient(display_name="pig latin") as service:
+    tags = {"tags": "sft,nano"}  # for the list of runs
+    model = service.create_lora_training_client(BASE, rank=16, seed=1, user_metadata=tags).result()
     tokenizer = model.get_tokenizer()
     held_out = [nano.draw("pig_latin", rng, "heldout") for _ in range(48)]
     before = share_right(model.save_weights_and_get_sampling_client().result(), tokenizer, held_out)

@@ -25,6 +25,7 @@ from support.dashboard_data import BASE, STRANGE_NAME, Site
 from support.databases import database_url
 from tinsmith.db.factory import open_database
 from tinsmith.db.schema import MODELS, RECENT_STEPS
+from tinsmith.runtime.sizes import format_bytes
 from tinsmith.store.recent_steps import RecentStep, RecentSteps
 
 PAGES = {
@@ -32,6 +33,7 @@ PAGES = {
     "runs": "Runs",
     "sessions": "Sessions",
     "queue": "Queue and packing",
+    "machine": "Machine",
     "checkpoints": "Checkpoints",
     "playground": "Playground",
     "samples": "Samples",
@@ -154,7 +156,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
         browser.driver.switch_to.active_element.send_keys(Keys.TAB)
         focused_texts.append(browser.driver.switch_to.active_element.text)
     assert focused_texts[0] == "Skip to content"
-    assert focused_texts[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
+    assert focused_texts[1 : len(PAGES) + 1] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
     links = browser.all("nav#nav a")
     links[1].send_keys(Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
@@ -458,7 +460,7 @@ def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
         "number": {0: "0", 0.5: "0.5000", 2296.7: "2,296.7", 12345678: "12,345,678", 1e-7: "1.00e-7", 2e12: "2.00e12"},
         "percent": {0: "0 %", 1: "100 %", 0.0001: "under 0.1 %", 0.9999: "over 99.9 %", 0.5: "50 %", 0.025: "2.5 %"},
         "seconds": {0: "0 ms", 0.0001: "under 1 ms", 0.9996: "1.0 s", 45: "45 s", 90: "2 min", 7200: "2 h"},
-        "bytes": {0: "0 B", 1023: "1023 B", 1048575: "1.0 MiB", 4 * 2**30: "4.0 GiB"},
+        "bytes": {size: format_bytes(size) for size in (0, 1023, 1024, 1048575, 131 * 2**30 + 2**29, 2**52)},
     }
     calls = [[name, value, text] for name, texts in written.items() for value, text in texts.items()]
     body = """

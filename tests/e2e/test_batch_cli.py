@@ -114,6 +114,7 @@ def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) 
     assert code == 0 and "[red]first" in out and "SUCCEEDED" in out and "4/4" in out
     code, out, _ = run("show", job_id)
     assert code == 0 and "4 of 4" in out and "12 ok, 0 failed, of 12" in out and str(tmp_path / "out.jsonl") in out
+    assert "step 1 (double) on CPU: 12 rows in, 12 out" in " ".join(out.split())
     code, out, _ = run("show", job_id, "--json")
     assert json.loads(out)["status"] == "SUCCEEDED"
 

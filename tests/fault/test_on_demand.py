@@ -118,7 +118,7 @@ def test_idle_engines_make_room_and_a_full_machine_says_what_runs(tmp_path: Path
         rows = {seat["base_model"]: seat["state"] for seat in server.get("dashboard/overview").json()["seats"]}
         assert rows == {"plain": "stopped", "org/one": "ready"}, "no model in training was loaded in the other"
         reason = failure(client, sample(client, "org/two"))
-        assert "'org/two' cannot be loaded now: it needs 1.0 GiB of memory, and 0.5 GiB is free" in reason
+        assert "'org/two' cannot be loaded now: it needs 1.0 GiB of memory, and 512.0 MiB is free" in reason
         assert "'org/one' with 1.0 GiB (1 loaded models, used " in reason
         assert "it can be loaded when 'org/one' is idle" in reason
         said = complete(server, "org/two")

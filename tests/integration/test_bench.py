@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import ClassVar
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -35,6 +36,8 @@ def test_two_servers_side_by_side(fake_server: LiveServer, other_server: LiveSer
     answer = run("--url", fake_server.url, "--url", other_server.url, "--json")
     assert answer.exit_code == 0, answer.output
     rows = json.loads(answer.stdout)
+    listed = httpx.get(f"{other_server.url}/api/v1/dashboard/runs", headers={"X-API-Key": API_KEY}).json()["runs"]
+    assert listed and {run["name"] for run in listed} == {"tinsmith bench"}
     assert [row["measure"] for row in rows] == [measure.name for measure in MEASURES]
     for row in rows:
         first, second = row["servers"]

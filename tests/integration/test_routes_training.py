@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import zstandard
 from starlette.testclient import TestClient
+from structlog.testing import capture_logs
 from tinker.types import GetInfoResponse, UntypedAPIFuture
 
 from support.http_harness import (
@@ -543,3 +544,15 @@ def test_unsupported_options_are_refused_by_name(harness: Harness, path: str, bo
     refusal = harness.result(future["request_id"])
     assert refusal["category"] == "user"
     assert "placement_config is not supported" in refusal["error"]
+
+
+def test_a_new_run_is_logged_once_with_the_address_of_its_page(harness: Harness) -> None:
+    session_id = harness.session()
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+    with capture_logs() as logs:
+        model_id = harness.ok("create_model", body)["model_id"]
+        assert harness.ok("create_model", body)["model_id"] == model_id
+        harness.ok("create_model", body | {"model_seq_id": 1, "base_model": "no/such"})
+    created = [entry for entry in logs if entry["event"] == "run created"]
+    page = f"http://127.0.0.1/#/runs/{model_id.replace(':', '%3A')}"
+    assert [(entry["log_level"], entry["base_model"], entry["page"]) for entry in created] == [("info", BASE, page)]

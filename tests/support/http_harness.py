@@ -48,6 +48,7 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Overview
 from tinsmith.store.recent_steps import RecentSteps
@@ -220,6 +221,7 @@ def make_harness(
         implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
+        machine_history=MachineHistory(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         engines=EngineStatus(lambda base_model: queue.get(base_model, ("active", None)), lambda _base_model: None),

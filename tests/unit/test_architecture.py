@@ -22,11 +22,11 @@ VALUES = {"errors", "types"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
-    "settings": {"errors"},
+    "settings": {"errors", "runtime"},
     "runtime": {"errors"},
     "losses": VALUES,
     "base_models": VALUES,
-    "plan": VALUES,
+    "plan": VALUES | {"runtime"},
     "wire": VALUES,
     "chat": VALUES | {"base_models", "wire"},
     "db": {"errors", "runtime"},

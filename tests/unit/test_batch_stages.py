@@ -227,6 +227,22 @@ def test_stages_give_what_one_process_gives(tmp_path: Path) -> None:
     assert "step 2 (explode): 6 batches in " in log and "step 4 (Add)" in log
 
 
+def begins_pair(row: dict[str, Any]) -> bool:
+    return row["n"] % 2 == 0
+
+
+def test_each_stage_counts_its_rows_and_time(tmp_path: Path) -> None:
+    staged = run(tmp_path, spec_of(tmp_path, data_set().filter(begins_pair, num_cpus=1).map(a, num_cpus=2)))
+    works = [result["outcome"]["stage_work"] for result in staged.values()]
+    counts = [[(work["stage"], work["rows_in"], work["rows_out"]) for work in of_batch] for of_batch in works]
+    assert counts == [[(0, 2, 1), (1, 1, 1)]] * 6
+    assert all(work["work_s"] > 0 and work["rows_failed"] == 0 for of_batch in works for work in of_batch)
+    (tmp_path / "one").mkdir()
+    together = run(tmp_path / "one", spec_of(tmp_path / "one", data_set().map(fail).map(a)))
+    (work,) = together[1]["outcome"]["stage_work"]
+    assert (work["stage"], work["rows_in"], work["rows_out"], work["rows_failed"]) == (0, 2, 1, 1)
+
+
 def meet_first(row: dict[str, Any], directory: str) -> dict[str, Any]:
     """Say that a row has begun."""
     import os
@@ -481,6 +497,8 @@ def test_a_job_with_stages_isolates_a_row_that_kills_one_and_is_resumed(tmp_path
         (tmp_path / "well").touch()
         _, resumed = complete(resume_from=job_id)
         assert (resumed.status, resumed.rows_ok) == ("SUCCEEDED", 12)
+        assert resumed.stage_figures is not None and len(resumed.stage_figures) == 2
+        assert sum(sums["rows_in"] for sums in resumed.stage_figures) <= 2 * 12 - 2, "what it took over is not its work"
         assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
             {"n": index, "m": index} for index in range(12)
         ]

@@ -109,7 +109,7 @@ def test_a_drained_sampler_keeps_its_samples_and_is_given_no_more_until_it_is_wo
     report = {"engine": "vLLM", "address": "http://there:1", "cannot_sleep": "", "versions": versions}
     rows.executors.report(sampler_0, report)
     assert json.loads(run("show", sampler_0, "--json").stdout).items() >= report.items()
-    assert "http://there:1" in (text := run("show", sampler_0).stdout) and "tinker://a/weights/b: 7 bytes" in text
+    assert "http://there:1" in (text := run("show", sampler_0).stdout) and "tinker://a/weights/b: 7 B" in text
     assert json.loads(run("sleep", sampler_0, "--json").stdout)["state"] == "sleeping"
     assert set(rows.executors.live(BASE)) == {sampler_1}
     assert (

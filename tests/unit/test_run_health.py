@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+from importlib.resources import files
+
 import pytest
 
+from tinsmith.api.dashboard.routes import OUTLINE_METRICS
+from tinsmith.api.dashboard.run_table import ALIASES
 from tinsmith.store.curves import Point
-from tinsmith.store.run_health import MIXED_GROUPS, describe_collapse, list_run_warnings
+from tinsmith.store.run_health import MIXED_GROUPS, REWARDS, describe_collapse, list_run_warnings
 from tinsmith.store.run_status import RunStatus
 
 NOW = 100_000.0
@@ -73,3 +79,10 @@ def test_a_run_is_stalled_after_far_longer_than_a_step() -> None:
 def test_a_status_that_is_a_failure_is_a_warning_with_its_reason() -> None:
     (warning,) = list_run_warnings(RunStatus("diverged", "grad_norm is not finite", 1.0), [], [], NOW, None, NOW)
     assert warning == ("diverged", "grad_norm is not finite")
+
+
+def test_pages_and_filters_look_for_the_names_of_a_reward_in_one_order() -> None:
+    script = (files("tinsmith.api.dashboard") / "static" / "metrics.js").read_text()
+    listed = re.search(r"const REWARDS = (\[.*?\]);", script)
+    assert listed is not None and tuple(json.loads(listed[1])) == REWARDS
+    assert (*ALIASES["reward"],) == REWARDS[1:] and OUTLINE_METRICS[: len(REWARDS)] == REWARDS

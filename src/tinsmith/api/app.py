@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
 from tinsmith.api.dashboard import checkpoints as dashboard_checkpoints
-from tinsmith.api.dashboard import machine
+from tinsmith.api.dashboard import machine, machine_history
 from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.dashboard import samples as dashboard_samples
 from tinsmith.api.dashboard import warnings as dashboard_warnings
@@ -35,6 +35,7 @@ from tinsmith.api.request import json_response, run
 from tinsmith.api.routes import (
     account,
     batch,
+    batch_outputs,
     checkpoints,
     downloads,
     external_uploads,
@@ -76,9 +77,11 @@ OPERATIONS = tuple(
         dashboard,
         machine,
         dashboard_checkpoints,
+        machine_history,
         dashboard_samples,
         dashboard_warnings,
         batch,
+        batch_outputs,
         service,
         profiles,
         openapi,

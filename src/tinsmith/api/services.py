@@ -35,6 +35,7 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recent_steps import RecentSteps
@@ -104,6 +105,7 @@ class Services:
     implicit_sessions: ImplicitSessions
     curves: Curves
     recent_steps: RecentSteps
+    machine_history: MachineHistory
     responses: Responses
     exchanges: Exchanges
     kept_samples: KeptSamples

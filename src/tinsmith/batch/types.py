@@ -172,6 +172,17 @@ class RowFailure:
 
 
 @dataclass(frozen=True)
+class StageWork:
+    """What one stage of the job did for a batch: the rows that came and went, and the seconds that it took."""
+
+    stage: int
+    rows_in: int
+    rows_out: int
+    rows_failed: int
+    work_s: float
+
+
+@dataclass(frozen=True)
 class AttemptOutcome:
     """The result of an assignment: parts and counts, or `error`, the traceback of the failure of the whole batch."""
 
@@ -183,6 +194,7 @@ class AttemptOutcome:
     tokens_in: int = 0
     tokens_out: int = 0
     row_failures: tuple[RowFailure, ...] = ()
+    stage_work: tuple[StageWork, ...] = ()
     error_type: str = ""
     error: str = ""
     final: bool = False
@@ -195,6 +207,7 @@ class AttemptOutcome:
             **vars(self),
             "parts": [part.to_dict() for part in self.parts],
             "row_failures": [vars(failure) for failure in self.row_failures],
+            "stage_work": [vars(work) for work in self.stage_work],
         }
 
     @classmethod
@@ -202,6 +215,7 @@ class AttemptOutcome:
         nested = {
             "parts": tuple(PartInfo.from_dict(part) for part in data["parts"]),
             "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),
+            "stage_work": tuple(StageWork(**work) for work in data.get("stage_work", ())),
         }
         return cls(**{**data, **nested})
 

@@ -31,6 +31,7 @@ from tinsmith.cli.remote import (
     print_rows,
 )
 from tinsmith.errors import UserError
+from tinsmith.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tinsmith.batch.client.http import Client, Status
@@ -150,6 +151,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
         "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
         "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
         "waiting": escape(status["waiting"] or ""),
+        **{f"stage {index}": escape(_describe_stage(stage)) for index, stage in enumerate(status["stages"], 1)},
         "created": _format_time(status["created_at"]),
         "started": _format_time(status["started_at"]),
         "ended": _format_time(status["ended_at"]),
@@ -495,8 +497,19 @@ def _confirm(question: str, yes: bool) -> None:
         raise UserError("nothing was done")
 
 
+def _describe_stage(stage: Status) -> str:
+    """A stage with what it computes on, and its figures once it has any."""
+    amounts = ", ".join(f"{name} {amount:g}" for name, amount in stage["resources"].items())
+    text = f"{stage['name']} on {stage['device']}{f' ({amounts})' if amounts else ''}"
+    if not stage["batches"]:
+        return f"{text}: no batch yet"
+    failed = f", {stage['rows_failed']} failed" if stage["rows_failed"] else ""
+    rates = f"; {stage['rows_per_s']:.3g} rows/s, {stage['busy']:.2g} busy" if stage["rows_per_s"] is not None else ""
+    return f"{text}: {stage['rows_in']} rows in, {stage['rows_out']} out{failed}, {stage['work_s']:.3g} s{rates}"
+
+
 def _describe_output(info: Status) -> str:
-    return f"{info['path']}: {info['rows']} rows, {info['bytes']} bytes"
+    return f"{info['path']}: {info['rows']} rows, {format_bytes(info['bytes'])}"
 
 
 def _color_status(status: str) -> str:

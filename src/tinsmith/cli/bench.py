@@ -142,6 +142,10 @@ class Comparison:
         return {"measure": self.measure.name, "unit": self.measure.unit, "servers": servers}
 
 
+RUN_METADATA = {"name": "tinsmith bench"}
+"""Its name in lists of runs."""
+
+
 class BenchClient(ABC):
     """A session on one server, and the measured work. Each measure returns its number of tokens."""
 
@@ -195,7 +199,7 @@ class SdkClient(BenchClient):
 
     @cached_property
     def training(self) -> tinker.TrainingClient:
-        created = self._service.create_lora_training_client(self.model, rank=self._rank)
+        created = self._service.create_lora_training_client(self.model, rank=self._rank, user_metadata=RUN_METADATA)
         return created.result(timeout=self._patience_s)
 
     @cached_property
@@ -258,6 +262,7 @@ class JsonClient(BenchClient):
     @cached_property
     def _model_id(self) -> str:
         body = {"session_id": self._session, "model_seq_id": 0, "base_model": self.model, "type": "create_model"}
+        body["user_metadata"] = RUN_METADATA
         created = self._post("create_model", body | {"lora_config": {"rank": self._rank}})
         result = self._result(created["request_id"])
         return str(created.get("model_id") or result["model_id"])

@@ -154,7 +154,7 @@ def merge(
     print_result(
         as_json,
         {**asdict(merged), "path": str(merged.path), "gguf": None if gguf is None else str(gguf)},
-        f"merged {merged.linears} linear layers: {merged.size_bytes} bytes of {merged.dtype} in {directory}",
+        f"merged {merged.linears} linear layers: {size(merged.size_bytes)} of {merged.dtype} in {directory}",
     )
 
 
@@ -168,7 +168,7 @@ def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool)
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
     with server() as client, _bar("pushing", as_json) as progress:
         answer = client.push(directory, fields, progress)
-    print_result(as_json, answer, f"{answer['tinker_path']}: {answer['size_bytes']} bytes on base {base}")
+    print_result(as_json, answer, f"{answer['tinker_path']}: {size(answer['size_bytes'])} on base {base}")
 
 
 def _base_directory(base: str) -> Path:

@@ -28,10 +28,10 @@ from tinsmith.plan.versions import (
     list_installed_versions,
     list_untested_versions,
 )
+from tinsmith.runtime.sizes import GIBIBYTE, format_bytes
 from tinsmith.settings import Settings
 from tinsmith.settings.environment import engine_environment
 
-GIBIBYTE = 1024**3
 SMALLEST_DISK_BYTES = GIBIBYTE
 
 TESTED_OF_SERVER = (
@@ -115,14 +115,14 @@ def _losses() -> Iterator[Finding]:
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Finding(total > 2 * GIBIBYTE, "memory", f"{total / GIBIBYTE:.1f} GiB, {os.cpu_count()} cores")
+    return Finding(total > 2 * GIBIBYTE, "memory", f"{format_bytes(total)}, {os.cpu_count()} cores")
 
 
 def _disk(data_dir: Path) -> Finding:
     existing = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     writable = os.access(existing, os.W_OK)
-    detail = f"{data_dir}: {free / GIBIBYTE:.1f} GiB free{'' if writable else ', but not writable'}"
+    detail = f"{data_dir}: {format_bytes(free)} free{'' if writable else ', but not writable'}"
     return Finding(writable and free > SMALLEST_DISK_BYTES, "data directory", detail)
 
 
@@ -147,7 +147,7 @@ def _models(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             size > 0,
             "model",
-            f"{shape.name}: {shape.arch}, {size / 1e6:.1f} MB of weights, vocabulary {shape.vocab_size}, "
+            f"{shape.name}: {shape.arch}, {format_bytes(size)} of weights, vocabulary {shape.vocab_size}, "
             f"context {shape.max_context_length}",
         )
 

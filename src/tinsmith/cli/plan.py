@@ -19,13 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
 from tinsmith import base_models
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read, read_directory, size_of_files
-from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit, gib
+from tinsmith.plan.degrees import MODES, Degrees, Plan, Workload, check, choose, describe_degrees, first_fit
 from tinsmith.plan.measurement import TRAINING_ROWS, measure_busy_share, measure_matmul
 from tinsmith.plan.memory import DTYPE_BYTES, QUANTISED_BYTES, choose_dtype
 from tinsmith.plan.speed import (
@@ -41,6 +39,7 @@ from tinsmith.plan.speed import (
     step_time,
     token_s,
 )
+from tinsmith.runtime.sizes import format_bytes, parse_bytes
 
 LARGEST_RANK = 256
 
@@ -154,12 +153,9 @@ def _workload(request: PlanRequest, model: Architecture) -> Workload:
 
 def _bytes_of(text: str) -> int:
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size <= 0:
-        raise SettingsError(f"--memory is {text!r}; write a size such as 80GB or 24GiB")
-    return size
+        return parse_bytes(text)
+    except ValueError:
+        raise SettingsError(f"--memory is {text!r}; write a size such as 80GB or 24GiB") from None
 
 
 def _this_machine() -> tuple[int, int, bool]:
@@ -190,10 +186,10 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """The memory of each device, by use."""
     needs = asdict(plan.needs)
     for name, label in ROWS.items():
-        yield label, gib(needs[name])
+        yield label, format_bytes(needs[name])
     for mode in MODES:
-        yield TOTALS[mode], gib(plan.needs.total(mode))
-    yield "available", gib(plan.workload.memory_bytes)
+        yield TOTALS[mode], format_bytes(plan.needs.total(mode))
+    yield "available", format_bytes(plan.workload.memory_bytes)
 
 
 def headline(plan: Plan) -> str:
@@ -212,7 +208,7 @@ def summary(plan: Plan) -> str:
         f"{model.model_type}: {billions(model.num_parameters)} parameters{active} in {workload.dtype}"
         f"{'' if workload.quantize == 'off' else ', ' + workload.quantize}; {workload.models} adapter(s) of rank "
         f"{workload.rank}, sequences of {workload.context_of(model)} tokens, {workload.devices} x "
-        f"{gib(workload.memory_bytes)}"
+        f"{format_bytes(workload.memory_bytes)}"
     )
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from tinsmith.errors import SettingsError, TinsmithError
+from tinsmith.runtime.sizes import format_bytes
 
 if TYPE_CHECKING:
     from tinsmith.exchange.transfer import TinkerServer
@@ -126,4 +126,4 @@ def format_duration(seconds: float) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else decimal(num_bytes)
+    return "" if num_bytes is None else format_bytes(num_bytes)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tinsmith.cli.database import DataDir, server_database
 from tinsmith.cli.remote import AsJson, output, print_json, print_rows, print_table
+from tinsmith.runtime.sizes import format_bytes
 
 app = typer.Typer(help="List, locate, drain and wake dedicated samplers, or have them sleep.", no_args_is_help=True)
 
@@ -55,7 +56,7 @@ def show(name: Name, as_json: AsJson = False, data_dir: DataDir = None) -> None:
 def _cell(value: object) -> str:
     """A property as text; versions have a line each."""
     if isinstance(value, list):
-        return "\n".join(f"{version['version']}: {version['bytes']} bytes" for version in value)
+        return "\n".join(f"{version['version']}: {format_bytes(version['bytes'])}" for version in value)
     return "" if value is None else str(value)
 
 

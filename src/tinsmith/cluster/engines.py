@@ -99,12 +99,12 @@ class Engines:
     def __init__(self, db: Database, holder: str, on_demand: Collection[str] = ()) -> None:
         """`on_demand` are the base models whose engines run only while they are used."""
         self._db = db
-        self._holder = holder
+        self.holder = holder
         self._on_demand = on_demand
 
     def id_of(self, seat: Seat) -> str:
         """The id of a seat, unique among all machines and the same for its successive engines."""
-        digest = hashlib.sha256(f"{self._holder}\n{seat.base_model}".encode()).hexdigest()[:12]
+        digest = hashlib.sha256(f"{self.holder}\n{seat.base_model}".encode()).hexdigest()[:12]
         return f"{seat.kind}-{seat.index}-{digest}"
 
     # Methods for the engine.
@@ -119,7 +119,7 @@ class Engines:
             epoch = connection.execute(query).scalar_one() + 1
             broken = sa.case((ENGINES.c.reason.startswith(NO_START), ENGINES.c.reason))
             values: dict[str, object] = {"pid": os.getpid(), "state": "loading", "reason": broken, "started_at": now()}
-            values |= {"holder": self._holder, "epoch": epoch, "address": None, "facts": sa.null()}
+            values |= {"holder": self.holder, "epoch": epoch, "address": None, "facts": sa.null()}
             values |= {"suspects": suspects} if suspects else {}
             update = ENGINES.update().where(ENGINES.c.engine_id == engine_id).values(**values)
             connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s))
@@ -182,6 +182,12 @@ class Engines:
         if kind is not None:
             query = query.where(ENGINES.c.kind == kind)
         return [EngineRow(**row._mapping) for row in self._db.rows(query)]
+
+    def list_running(self) -> list[tuple[str, str]]:
+        """The base model and the state of each process of this holder that runs or starts."""
+        has_ended = ENGINES.c.state.in_(("failed", "restarting", "stopped", "lost"))
+        query = sa.select(ENGINES.c.base_model, ENGINES.c.state).where(ENGINES.c.holder == self.holder, ~has_ended)
+        return [(base_model, state) for base_model, state in self._db.rows(query)]
 
     def is_unloaded(self, base_model: str) -> bool:
         """Whether a base model on demand has no engine, and none that starts."""

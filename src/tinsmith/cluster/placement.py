@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-GIBIBYTE = 2**30
+from tinsmith.runtime.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +110,19 @@ def _place(layouts: Sequence[EngineLayout], free: Sequence[int]) -> Start | None
 def _explain(base_model: str, survey: Survey, free: Sequence[int], engines: Sequence[PlacedEngine]) -> str:
     noun = "of a GPU" if survey.has_gpus else "of memory"
     needs = " or ".join(
-        f"{_gib(layout.num_bytes)} {noun}"
+        f"{format_bytes(layout.num_bytes)} {noun}"
         if layout.num_slots == 1
-        else f"{_gib(layout.num_bytes)} of each of {layout.num_slots} GPUs"
+        else f"{format_bytes(layout.num_bytes)} of each of {layout.num_slots} GPUs"
         for layout in survey.layouts
     )
-    room = ", ".join(_gib(max(0, num_bytes)) for num_bytes in free)
+    room = ", ".join(format_bytes(max(0, num_bytes)) for num_bytes in free)
     reason = f"base model {base_model!r} cannot be loaded now: it needs {needs}, and {room} is free"
     if not engines:
         return f"{reason}; no engine on demand runs that could make room"
     running = ", ".join(
-        f"{engine.base_model!r} with {_gib(engine.num_bytes)} ({engine.use or 'idle'})" for engine in engines
+        f"{engine.base_model!r} with {format_bytes(engine.num_bytes)} ({engine.use or 'idle'})" for engine in engines
     )
     used = [engine.base_model for engine in engines if engine.use]
     if not used or not _place(survey.layouts, _add(free, engines, +1)):
         return f"{reason}; on demand {running}, and it would not fit without them"
     return f"{reason}; on demand {running}; it can be loaded when {' or '.join(map(repr, used))} is idle"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIBIBYTE:.1f} GiB"

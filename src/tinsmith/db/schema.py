@@ -372,6 +372,33 @@ RECENT_STEPS = sa.Table(
     sqlite_autoincrement=True,
 )
 
+# What a machine did in a period: store/machine_history.py. The machine itself is the row without a base model.
+MACHINE_HISTORY = sa.Table(
+    "machine_history",
+    METADATA,
+    sa.Column("step_s", sa.Integer, primary_key=True, autoincrement=False),  # length of the period
+    sa.Column("began_at", sa.Float, primary_key=True),
+    sa.Column("holder", sa.String(512), primary_key=True),  # the server: host:id:directory
+    sa.Column("base_model", sa.String(512), primary_key=True),
+    *(
+        sa.Column(name, sa.Float, nullable=False, server_default="0")
+        for name in (
+            "observed_s",
+            "engine_s",  # of all its engines together
+            "training_s",
+            "sampling_s",
+            "loading_s",
+            "trained_tokens",
+            "sampled_tokens",
+            "memory_byte_s",  # bytes times seconds
+            "budget_byte_s",
+            "device_s",  # in which the utilisation was known
+            "device_busy_s",
+        )
+    ),
+    sa.Column("tenants", sa.JSON, nullable=False),  # tenant_id -> [trained tokens, sampled tokens]
+)
+
 KEPT_SAMPLES = sa.Table(
     "kept_samples",
     METADATA,
@@ -500,6 +527,7 @@ BATCH_JOBS = sa.Table(
     sa.Column("worker_seconds", sa.Float, nullable=False, server_default="0"),  # of its workers that have ended
     sa.Column("paid_until", sa.JSON),  # the state of its rate limits: see RateLimits in batch/coordinator/job_run.py
     sa.Column("machines_set_aside", sa.JSON),  # where its function could not be set up: batch/coordinator/hosts.py
+    sa.Column("stage_figures", sa.JSON),  # what each stage did: batch/coordinator/stage_figures.py
     sa.Column("schemas", sa.JSON),  # the types of the committed rows of each output: batch/formats/schemas.py
     sa.Column("resume_from", sa.BigInteger),
     sa.Column("root_job_id", sa.BigInteger),  # the first job of a chain of resumed jobs

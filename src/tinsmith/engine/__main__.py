@@ -88,11 +88,11 @@ from tinsmith.plan.degrees import (
     evaluate,
     find_machine_problem,
     find_problem,
-    gib,
 )
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
 from tinsmith.runtime.malloc import importing
+from tinsmith.runtime.sizes import format_bytes
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import RANK_ADDRESS_FILE, Settings
 from tinsmith.settings.groups import DEGREES, ModelSettings
@@ -180,7 +180,9 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if not plan.fits:
         plan = choose(model, replace(workload, rank=MIN_RANK, context=MIN_CONTEXT))
     layout = describe_degrees(plan.degrees)
-    log.info("layout chosen", layout=layout, devices=len(free), free=gib(min(free)), reason=" ".join(plan.reasons))
+    log.info(
+        "layout chosen", layout=layout, devices=len(free), free=format_bytes(min(free)), reason=" ".join(plan.reasons)
+    )
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
 
@@ -252,10 +254,11 @@ def check_fit(settings: Settings, shape: ModelShape) -> None:
     plan = _plan(model, settings, degrees)
     if plan.fits:
         return
-    total = gib(plan.needs.total("in turns"))
+    total = format_bytes(plan.needs.total("in turns"))
     problem = (
         f"{shape.name} over {describe_degrees(degrees)} needs {total} on each device, including a base of "
-        f"{gib(plan.needs.base)}; it has {gib(plan.workload.memory_bytes)}, {gib(plan.missing_bytes)} too little"
+        f"{format_bytes(plan.needs.base)}; it has {format_bytes(plan.workload.memory_bytes)}, "
+        f"{format_bytes(plan.missing_bytes)} too little"
     )
     if plan.workload.cuda:
         raise SettingsError(f"{problem}; `tinsmith doctor {shape.path} --gpus N --memory M` plans for more devices")

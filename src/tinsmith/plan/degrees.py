@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
+from tinsmith.runtime.sizes import format_bytes
 
 DEVICES_PER_MACHINE = 8
 """Tensor parallelism exchanges every layer's results, for which a network between machines is too slow: a tensor group
@@ -25,7 +26,6 @@ is on one machine.
 """
 
 DEFAULT_CONTEXT = 8192
-GIBIBYTE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,8 +393,9 @@ def check(model: Architecture, workload: Workload, degrees: Degrees) -> Plan:
     plan = evaluate(model, workload, degrees)
     if not plan.fits:
         raise SettingsError(
-            f"{describe_degrees(degrees)} does not fit: each device needs {gib(plan.needs.total('in turns'))} and has "
-            f"{gib(workload.memory_bytes)}, {gib(plan.missing_bytes)} less; {_advice(model, workload)}"
+            f"{describe_degrees(degrees)} does not fit: each device needs "
+            f"{format_bytes(plan.needs.total('in turns'))} and has {format_bytes(workload.memory_bytes)}, "
+            f"{format_bytes(plan.missing_bytes)} less; {_advice(model, workload)}"
         )
     return _explain(plan, chosen=False)
 
@@ -414,10 +415,6 @@ def describe_degrees(degrees: Degrees) -> str:
     return f"data parallel {degrees.data}{context}{stages} x tensor parallel {degrees.tensor}{experts}{shard}"
 
 
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIBIBYTE:.1f} GiB"
-
-
 def _explain(plan: Plan, *, chosen: bool) -> Plan:
     reasons = [*_reasons(plan), *([] if plan.fits else _suggest_changes(plan))]
     if plan.fits:
@@ -435,7 +432,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     model, workload, degrees = plan.model, plan.workload, plan.degrees
     unsplit = evaluate(model, workload, Degrees(workload.devices))
     if workload.devices == 1:
-        yield f"One device holds the base model ({gib(plan.needs.base)}) and everything else."
+        yield f"One device holds the base model ({format_bytes(plan.needs.base)}) and everything else."
         return
     if degrees.context > 1:
         rows = -(-workload.context_of(model) // degrees.context)
@@ -445,27 +442,28 @@ def _reasons(plan: Plan) -> Iterator[str]:
         )
     if not degrees.sharded:
         yield (
-            f"Each of {degrees.devices} devices holds the whole base ({gib(plan.needs.base)}) and trains a share of "
-            "each step's sequences."
+            f"Each of {degrees.devices} devices holds the whole base ({format_bytes(plan.needs.base)}) and trains a "
+            "share of each step's sequences."
         )
         return
-    room = gib(unsplit.workload.memory_bytes)
+    room = format_bytes(unsplit.workload.memory_bytes)
     how = "has no room for the rest" if not unsplit.fits else "has room for training and sampling in turns only"
-    yield f"The whole base takes {gib(unsplit.needs.base)}: a device of {room} then {how}."
+    yield f"The whole base takes {format_bytes(unsplit.needs.base)}: a device of {room} then {how}."
     if degrees.pipeline > 1:
         largest_stage = max(memory.stages_of(model, degrees.pipeline))
         yield (
             f"Pipeline parallel {degrees.pipeline}: a device holds at most {largest_stage} of {model.layers} layers "
-            f"({gib(plan.needs.base)}). Stages wait for each other at the ends of a step, and a sampled token goes "
-            "through one after another."
+            f"({format_bytes(plan.needs.base)}). Stages wait for each other at the ends of a step, and a sampled token "
+            "goes through one after another."
         )
     if degrees.tensor > 1:
-        yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {gib(plan.needs.base)}."
+        base = format_bytes(plan.needs.base)
+        yield f"Tensor parallel {degrees.tensor} cuts heads and MLPs, so each device holds {base}."
     if degrees.experts > 1:
         yield (
             f"Each of {degrees.experts} devices has {model.experts // degrees.experts} of the {model.experts} experts "
-            f"of a layer, so it holds {gib(plan.needs.base)}; tokens go to their experts and back, also in sampling, "
-            "where no layer is gathered for them."
+            f"of a layer, so it holds {format_bytes(plan.needs.base)}; tokens go to their experts and back, also in "
+            "sampling, where no layer is gathered for them."
         )
     if degrees.shard_base:
         problems = [find_problem(model, Degrees(1, tensor)) for tensor in range(2, DEVICES_PER_MACHINE + 1)]
@@ -483,7 +481,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 def _suggest_changes(plan: Plan) -> Iterator[str]:
     """Sentences about a model that does not fit: by how much, and which change would help."""
     needs, workload, model = plan.needs, plan.workload, plan.model
-    yield f"It does not fit: each device lacks {gib(plan.missing_bytes)}."
+    yield f"It does not fit: each device lacks {format_bytes(plan.missing_bytes)}."
     if not workload.cuda:
         return
     if (sufficient := _smallest_sufficient(model, workload)) is not None:
@@ -492,8 +490,8 @@ def _suggest_changes(plan: Plan) -> Iterator[str]:
     largest = max(needs.least_activations, needs.keys_and_values)
     if needs.fixed <= workload.memory_bytes and largest > workload.memory_bytes - needs.fixed:
         yield (
-            f"One sequence of {workload.context_of(model)} tokens takes {gib(largest)} on a device, however many there "
-            "are; choose a shorter context."
+            f"One sequence of {workload.context_of(model)} tokens takes {format_bytes(largest)} on a device, however "
+            "many there are; choose a shorter context."
         )
         return
     yield "It fits on no number of such devices; use devices with more memory, quantize, or choose a smaller model."

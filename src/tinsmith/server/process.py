@@ -72,6 +72,7 @@ from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import SWEEPS, ThreadPools, bound_starlette_threads, num_threads
 from tinsmith.server.janitor import Janitor
+from tinsmith.server.machine_history import MachineObserver
 from tinsmith.server.pending_responses import PendingResponses
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
@@ -85,6 +86,7 @@ from tinsmith.store.exchanges import Exchanges
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.machine_history import MachineHistory
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recent_steps import RecentSteps
@@ -295,7 +297,7 @@ def build(settings: Settings, prestarted: EngineProcess | None = None) -> Server
         bound_starlette_threads(settings.transfer_threads)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        _start(services, supervisor, on_demand, janitor, database, background)
+        _start(services, supervisor, on_demand, janitor, database, engines, background)
         try:
             yield
         finally:
@@ -317,10 +319,13 @@ def _start(
     on_demand: OnDemandEngines,
     janitor: Janitor,
     database: Database,
+    engines: Engines,
     background: Background,
 ) -> None:
     """Start the background work of this process's role."""
     supervisor.start(background)
+    observer = MachineObserver(services.machine_history, services.meters, engines)
+    background.start("machine_history", partial(observer.run, services.threads.sweeps))
     if services.bases.on_demand and services.settings.num_engines:
         background.start("engines_on_demand", on_demand.run)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
@@ -354,9 +359,8 @@ def _services(
     engine_router: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
-    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
-    files = Files(database, settings.storage_location("files"))
-    sessions, samplers = Sessions(database), SamplingSessions(database)
+    batch_jobs, batches, samplers = BatchJobs(database), OpenAIBatches(database), SamplingSessions(database)
+    sessions, files = Sessions(database), Files(database, settings.storage_location("files"))
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
@@ -394,6 +398,7 @@ def _services(
         implicit_sessions=ImplicitSessions(server_sessions),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
+        machine_history=MachineHistory(database),
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         engines=EngineStatus(engines.queue_state, engine_router.for_run),

@@ -16,8 +16,9 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinsmith.runtime.sizes import MEBIBYTE
+
 PREFIX = "TINSMITH_"
-MEBIBYTE = 1024 * 1024
 BUCKET_SCHEMES = ("s3", "gs")
 
 DEGREES = ("data_parallel", "tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel")

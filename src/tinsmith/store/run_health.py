@@ -28,6 +28,7 @@ LOST_SHARE = 0.3
 LOST_CHANGES = 3.0
 """A reward has collapsed if it lost this share of its best, and this many times its usual change between steps."""
 REWARDS = ("reward", "reward/mean", "mean_reward", "env/all/reward/total", "reward/total")
+"""The usual names of a reward, in the order in which every page and warning looks for them."""
 MIXED_GROUPS = "env/all/by_group/frac_mixed"
 """The cookbook's share of groups with different rewards."""
 

@@ -11,14 +11,16 @@ Labels are bounded: base models, kinds and outcomes are few, and tenants beyond 
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.samples import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
@@ -201,6 +203,21 @@ class RowCount:
     value: float
 
 
+@dataclass(slots=True)
+class EngineCounts:
+    """What the engines of a base model counted since the start of their server, and the memory that they hold now.
+
+    `seconds` are by kind of work, `tenants` are trained and sampled tokens.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    trained: float = 0.0
+    sampled: float = 0.0
+    tenants: dict[str, tuple[float, float]] = field(default_factory=dict)
+    memory_bytes: int = 0
+    budget_bytes: int = 0
+
+
 class ServerMeters:
     """The server's own counters, and the text of all metrics. Methods may be called from any thread."""
 
@@ -271,6 +288,17 @@ class ServerMeters:
                 holders[holder] = holders.get(holder, 0) + int(sample.value)
         return usage
 
+    def engine_counts(self) -> dict[str, EngineCounts]:
+        """The counts of this data directory's engines by base model."""
+        counts_by_model: dict[str, EngineCounts] = defaultdict(EngineCounts)
+        if self._directory is None:
+            return counts_by_model
+        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
+            for sample in metric.samples:
+                if sample.name in _COUNTED:
+                    _count_sample(counts_by_model[sample.labels["base_model"]], sample)
+        return counts_by_model
+
     def work_counts(self) -> dict[str, float]:
         """Counts since the start: stored requests, and tokens that the engines trained and sampled."""
         stored = (sample for metric in self._submitted.collect() for sample in metric.samples)
@@ -280,7 +308,7 @@ class ServerMeters:
         counts |= {"trained": 0.0, "sampled": 0.0}
         if self._directory is None:
             return counts
-        kinds = {"forward": "trained", "forward_backward": "trained", "sampled": "sampled"}
+        kinds = dict.fromkeys(_TRAINED, "trained") | {"sampled": "sampled"}
         for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
             for sample in metric.samples if metric.name == "tinsmith_engine_tokens" else ():
                 if name := kinds.get(sample.labels.get("kind", "")):
@@ -290,6 +318,34 @@ class ServerMeters:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Queries the database."""
         return generate_latest(self._registry)
+
+
+_COUNTED = (
+    "tinsmith_engine_step_seconds_sum",
+    "tinsmith_engine_tokens_total",
+    "tinsmith_engine_tenant_tokens_total",
+    "tinsmith_engine_memory_bytes",
+)
+_TRAINED = ("forward", "forward_backward")
+"""Kinds of tokens that are trained."""
+
+
+def _count_sample(counts: EngineCounts, sample: Sample) -> None:
+    labels, value = sample.labels, sample.value
+    if sample.name == "tinsmith_engine_step_seconds_sum":
+        counts.seconds[labels["work"]] += value
+    elif sample.name == "tinsmith_engine_memory_bytes":
+        if labels["holder"] == "budget":
+            counts.budget_bytes += int(value)
+        else:
+            counts.memory_bytes += int(value)
+    elif sample.name == "tinsmith_engine_tokens_total":
+        counts.trained += value if labels["kind"] in _TRAINED else 0.0
+        counts.sampled += value if labels["kind"] == "sampled" else 0.0
+    elif labels["kind"] in ("training", "sampled"):
+        trained, sampled = counts.tenants.get(labels["tenant"], (0.0, 0.0))
+        is_trained = labels["kind"] == "training"
+        counts.tenants[labels["tenant"]] = trained + value * is_trained, sampled + value * (not is_trained)
 
 
 class _RowCollector:

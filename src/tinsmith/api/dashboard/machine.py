@@ -42,6 +42,11 @@ class Utilisation:
         gpus = self._gpus()
         return {"gpus": gpus} if gpus else {"cpu": self._cpu()}
 
+    def list_shares(self) -> list[float]:
+        """The utilisation of each GPU, otherwise that of the CPUs; empty if neither is known."""
+        gpus, cpu = self._gpus(), self._cpu()
+        return gpus or ([] if cpu is None else [cpu])
+
     def _gpus(self) -> list[float]:
         try:
             nvml = importlib.import_module("pynvml")

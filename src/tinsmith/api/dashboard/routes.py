@@ -45,6 +45,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.store.curves import CLIENT, Outline, Point
 from tinsmith.store.overview import SORTS, Row
 from tinsmith.store.recent_steps import RecentStep
+from tinsmith.store.run_health import REWARDS
 from tinsmith.store.run_status import run_status, run_tags
 from tinsmith.wire.fields import NO_NUL, ClosedBody, iso, show, text_values, validation_error
 
@@ -129,7 +130,7 @@ MAX_LINKS = 100
 MAX_NOTES = 4000
 SESSION_COLUMNS = ("session_state", "session_reason", "finish_type", "session_ended_at")
 """Columns of a run's row that only its status is made of."""
-OUTLINE_METRICS = ("reward", "env/all/reward/total", "reward/total", "mean_reward", "loss_per_token", "loss_per_datum")
+OUTLINE_METRICS = (*REWARDS, "loss_per_token", "loss_per_datum")
 """Candidates, in order, for the one metric in the list of runs."""
 OUTLINE_VALUES = 32
 MAX_STEPS = 50

@@ -15,6 +15,7 @@ from tinsmith.api.dashboard.run_filter import Value, Values, to_number
 from tinsmith.api.request import JsonObject
 from tinsmith.errors import RequestError
 from tinsmith.store.curves import Point
+from tinsmith.store.run_health import REWARDS
 
 MAX_RUNS = 1000
 """The newest runs that a filter, an order or a group by value considers."""
@@ -41,7 +42,7 @@ FACTS = {
 ALIASES = {
     "loss": ("loss_per_token", "loss_per_datum", "train_mean_nll"),
     "lr": ("learning_rate", "optim/lr"),
-    "reward": ("env/all/reward/total", "reward/total", "mean_reward"),
+    "reward": REWARDS[1:],
     "tags": ("tag",),
 }
 _DESCRIBED = ("name", "tags")

@@ -13,6 +13,7 @@ from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.services import Services
 from tinsmith.db.database import now
 from tinsmith.runtime.host_memory import read_host_memory
+from tinsmith.runtime.sizes import format_bytes
 from tinsmith.store.curves import CLIENT, SERVER, Point
 from tinsmith.store.overview import Row
 from tinsmith.store.run_health import NUM_POINTS, list_run_warnings
@@ -77,5 +78,5 @@ def list_machine_warnings(directory: Path) -> list[JsonObject]:
 
 def _describe_full(resource: str, free: int, total: int) -> JsonObject:
     kind = f"{resource} nearly full"
-    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the server's {resource} are free"
+    text = f"{format_bytes(free)} of {format_bytes(total)} of the server's {resource} are free"
     return {"key": kind, "kind": kind, "text": text, "run": None, "name": None}

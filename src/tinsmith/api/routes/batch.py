@@ -28,6 +28,7 @@ from tinsmith.api.services import Services
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.rows import JobRecord
+from tinsmith.batch.coordinator.stage_figures import describe_stages
 from tinsmith.batch.coordinator.state import TERMINAL, WORK_FIELDS, IdempotentRequest
 from tinsmith.batch.job_identity import describe_job
 from tinsmith.batch.job_request import JOB_BODY, FormatBody, JobBody, check_paths
@@ -108,7 +109,7 @@ def jobs(call: Call, query: JobsQuery) -> JsonObject:
 
 @operation("GET", "/batch/jobs/{job_id}", "Read a bulk job", answer=ANYTHING)
 def job(call: Call) -> JsonObject:
-    return _describe(call.services, _job(call))
+    return _describe(call.services, find_job(call))
 
 
 class JobBatchesQuery(PageQuery):
@@ -123,20 +124,20 @@ class JobBatchesQuery(PageQuery):
     query=JobBatchesQuery,
 )
 def batches(call: Call, query: JobBatchesQuery) -> JsonObject:
-    job_record = _job(call)
+    job_record = find_job(call)
     return {"batches": call.services.batch_jobs.get_batch_states(job_record.job_id, query.limit, query.offset)}
 
 
 @operation("POST", "/batch/jobs/{job_id}/cancel", "Cancel a bulk job", answer=ANYTHING)
 def cancel(call: Call) -> JsonObject:
-    job_record = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
+    job_record = call.services.batch_jobs.cancel(call.tenant_id, find_job(call).job_id)
     call.services.coordinator.wake(job_record.job_id)
     return _describe(call.services, job_record)
 
 
 @operation("POST", "/batch/jobs/{job_id}/purge", "Delete the parts of a failed job", answer=ANYTHING)
 def purge(call: Call) -> JsonObject:
-    job_record = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
+    job_record = call.services.batch_jobs.purge(call.tenant_id, find_job(call).job_id)
     call.services.coordinator.sweep_soon()
     return _describe(call.services, job_record)
 
@@ -159,7 +160,7 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     function, submit a job with `resume_from` instead. A repeated request with the same `Idempotency-Key` returns the
     job of the first.
     """
-    old_job = _job(call)
+    old_job = find_job(call)
     repeatable = _read_idempotent_request(call, f"resume {old_job.job_id}")
     if (job_id := call.services.batch_jobs.find_repeated(call.tenant_id, repeatable)) is not None:
         return {"job_id": job_id}
@@ -190,7 +191,7 @@ def errors(call: Call, query: RowsQuery) -> JsonObject:
     """Return a page of failed rows in row order. `next` is the `after` of the next page, or null after the last one. A
     page of large rows may have fewer than `limit`.
     """
-    page, after = call.services.batch_jobs.row_errors_page(_job(call).job_id, query.limit, query.after)
+    page, after = call.services.batch_jobs.row_errors_page(find_job(call).job_id, query.limit, query.after)
     return {"errors": [error_row(error) for error in page], "next": after}
 
 
@@ -210,7 +211,7 @@ class PartsQuery(RowsQuery):
 def partial(call: Call, query: PartsQuery) -> JsonObject:
     """Return the parts of the committed batches, by default in row order. They are in the same storage as the
     outputs."""
-    job_record = _job(call)
+    job_record = find_job(call)
     spec = call.services.batch_jobs.spec(job_record.job_id)
     return {
         "outputs": spec.batch_output_formats,
@@ -238,7 +239,7 @@ class LogsQuery(Query):
 )
 def logs(call: Call, query: LogsQuery) -> JsonObject:
     """Return the workers with output, and the lines of one worker. Only its own server has the output."""
-    job_record = _job(call)
+    job_record = find_job(call)
     worker_logs = call.services.coordinator.logs
     after = query.after
     lines: list[JsonObject] = []
@@ -309,7 +310,8 @@ def resize_pool(call: Call, draft: Draft[ResizePoolRequest]) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
-def _job(call: Call) -> JobRecord:
+def find_job(call: Call) -> JobRecord:
+    """The job of a path. Raises NotFoundError."""
     return call.services.batch_jobs.find(call.tenant_id, _id(call.path["job_id"]))
 
 
@@ -338,8 +340,9 @@ def _describe(services: Services, job: JobRecord) -> JsonObject:
         **_summarize(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
         "machines_set_aside": job.machines_set_aside or [],
+        "stages": describe_stages(job, services.batch_jobs.stages(job.job_id), now()),
         "waiting": _explain_wait(services, job, workers),
-        "first_error": _short_error(error_row(first_errors[0])) if first_errors else None,
+        "first_error": shorten_error(error_row(first_errors[0])) if first_errors else None,
         "workers": [
             {name: worker[name] for name in ("worker_id", "kind", "state", "started_at")}
             | (work_by_worker.get(worker["worker_id"]) or dict.fromkeys(WORK_FIELDS, 0))
@@ -366,14 +369,15 @@ def _explain_wait(services: Services, job: JobRecord, workers: Sequence[Mapping[
     return f"{begin}: its machines have no room, or none has what the job or the pool asks for"
 
 
-def _short_error(error: JsonObject) -> JsonObject:
+def shorten_error(error: JsonObject) -> JsonObject:
     """Return a failed row for a status, which is sent often: the values of a large row are cut."""
     row = error["row"]
     if not isinstance(row, dict) or len(orjson.dumps(row)) <= MAX_SHOWN_ROW:
         return error
-    return {**error, "row": {name: _short(value) for name, value in list(row.items())[:MAX_SHOWN_COLUMNS]}}
+    return {**error, "row": {name: shorten(value) for name, value in list(row.items())[:MAX_SHOWN_COLUMNS]}}
 
 
-def _short(value: object) -> object:
+def shorten(value: object) -> object:
+    """A value, cut to the beginning of its JSON if that is long."""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return value if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}... ({len(text)} characters)"

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import structlog
+
 from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import ANYTHING, TEXT, fields
 from tinsmith.api.request import Call, Draft, JsonObject
 from tinsmith.api.routes.weights import exchange_token, find_loadable_checkpoint, load_into_model
 from tinsmith.api.submission import B, get_trainable_model
+from tinsmith.db.database import now
 from tinsmith.errors import TooManyRequestsError, UserError
+from tinsmith.exchange.console_urls import run_url
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import NewModel, unload_request
 from tinsmith.types import LoraSpec, ModelShape
 from tinsmith.wire.fields import Body, Position, Text, text_values
 from tinsmith.wire.weights import CreateModel, LoadWeights, optimizer_config
+
+log = structlog.get_logger()
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -141,12 +147,15 @@ def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str
         planned = plan(model_id, session.session_id)
         planned = replace(planned, engine_id=services.engines.engine_for_run(planned.base_model))
         services.quotas.admit(new)
+        began_at = now()
         model = services.models.create(planned, services.quotas.admission_of_models(call.tenant_id))
         if model.state == "copied":
             raise UserError(
                 f"model_seq_id {model_seq_id} is taken by a copied checkpoint ({model.reason}); use another one"
             )
         new = replace(new, base_model=model.base_model, engine_id=model.engine_id)
+        if model.created_at >= began_at:  # a repeated request gets the model of the first one
+            log.info("run created", base_model=model.base_model, page=run_url(str(call.request.base_url), model_id))
     except TooManyRequestsError:
         raise
     except UserError as error:

@@ -34,7 +34,6 @@ from tinsmith.backends.torch.memory import (
     Evictable,
     MemoryManager,
     StepMemory,
-    format_bytes,
     free_bytes,
     memory_errors,
     use_expandable_segments,
@@ -46,6 +45,7 @@ from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, T
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
+from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
 if TYPE_CHECKING:

@@ -31,10 +31,8 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import read_directory, tower_activations
-from tinsmith.plan.degrees import gib
 from tinsmith.plan.memory import Activations
-
-GIBIBYTE = 2**30
+from tinsmith.runtime.sizes import format_bytes
 
 MODELS_SHARE = 0.4
 """Share of the memory left by the base model; the rest is for activations, the KV cache and published versions."""
@@ -55,7 +53,7 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         text = str(error).strip().partition("\n")[0][:200] or "an allocation failed"
-        free = f"{device} has {free_bytes(device) / GIBIBYTE:.1f} GiB free"
+        free = f"{device} has {format_bytes(free_bytes(device))} free"
         raise MemoryError(f"{free} ({text})") from None
 
 
@@ -77,7 +75,6 @@ def use_expandable_segments() -> None:
 
 BASE, IMAGES, MODELS, VERSIONS, SAMPLING = "base", "images", "models", "versions", "sampling"
 ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
-MEBIBYTE = 2**20
 
 VERSIONS_SHARE = 0.1
 """Share of the memory left by the base model for published versions, with their derived copies."""
@@ -178,10 +175,6 @@ class MemoryManager:
             f"{name} {format_bytes(num_bytes)}" for name, num_bytes in self.bytes_by_holder().items() if num_bytes
         )
         return f"of the memory budget of {format_bytes(self.budget_bytes)}, {parts or 'nothing'} is held"
-
-
-def format_bytes(num_bytes: float) -> str:
-    return gib(num_bytes) if num_bytes >= 2**30 else f"{num_bytes / MEBIBYTE:.1f} MiB"
 
 
 STEP_ROWS, LARGE_MODEL_STEP_ROWS = 2048, 512

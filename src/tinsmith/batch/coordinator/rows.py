@@ -56,6 +56,8 @@ class JobRecord:
     worker_seconds: float
     paid_until: dict[str, float] | None
     machines_set_aside: list[dict[str, Any]] | None
+    stage_figures: list[dict[str, float]] | None
+    """The sums of `StageWork` of each stage over the committed batches."""
     schemas: list[Schema | None] | None
     """The types of the committed rows of each output; None until a coordinator has read them."""
     resume_from: int | None

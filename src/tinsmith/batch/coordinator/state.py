@@ -30,6 +30,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
+from tinsmith.batch.coordinator.error_kinds import ErrorKind, list_error_kinds
 from tinsmith.batch.coordinator.failures import BatchAction, choose_action
 from tinsmith.batch.coordinator.members import JobMembers, are_living, delete_lost_members, extend_leases
 from tinsmith.batch.coordinator.resumption import RESULTS, copy_chunk, find_source, is_of_root, lock_resumed_job
@@ -46,8 +47,10 @@ from tinsmith.batch.coordinator.rows import (
     release_batches,
     update_dispatched,
 )
+from tinsmith.batch.coordinator.stage_figures import add_stage_work, outline_stages
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merge_schemas
+from tinsmith.batch.stages import JobStage
 from tinsmith.batch.types import (
     MAX_RETRIES,
     PROCESS_DEATHS,
@@ -57,6 +60,7 @@ from tinsmith.batch.types import (
     OutputInfo,
     ProgramError,
     RowRange,
+    StageWork,
 )
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ACTIVE_JOB as ACTIVE
@@ -136,6 +140,8 @@ class Transition:
     """Whether a batch has failed, which fails the job."""
 
 
+MAX_OUTLINED_JOBS = 256
+"""Jobs whose stages are in memory, for their status."""
 WORK_FIELDS = ("batches", "rows", "first_row", "retried")
 _COUNTERS = ("total_batches", "completed_batches", *RESULTS)
 _PENDING = sa.literal_column("'PENDING'")
@@ -196,6 +202,7 @@ class BatchJobs:
         self.members = JobMembers(db)
         self._db = db
         self._changed: Callable[[int], None] | None = None
+        self._stages: dict[int, Sequence[JobStage]] = {}
 
     def on_change(self, callback: Callable[[int], None]) -> None:
         """Call `callback` with the id of every job that has changed, after the commit, on any thread."""
@@ -294,6 +301,16 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return JobSpec.from_dict(stored)
 
+    def stages(self, job_id: int) -> Sequence[JobStage]:
+        """The stages of a job, without their functions; of recent jobs from memory. Raises NotFoundError."""
+        stages = self._stages.pop(job_id, None)
+        if stages is None:
+            stages = outline_stages(self.spec(job_id))
+            if len(self._stages) >= MAX_OUTLINED_JOBS:
+                self._stages.pop(next(iter(self._stages)), None)
+        self._stages[job_id] = stages
+        return stages
+
     def tenant_of(self, job_id: int) -> str:
         """The tenant of a job. Raises NotFoundError."""
         tenant_id = self._db.scalar(sa.select(JOBS.c.tenant_id).where(JOBS.c.job_id == job_id))
@@ -348,6 +365,9 @@ class BatchJobs:
         last = page[-1]["row_idx"]
         query = sa.select(ROW_ERRORS.c.row_idx).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > last)
         return page, None if self._db.first(query.limit(1)) is None else last
+
+    def error_kinds(self, job_id: int) -> list[ErrorKind]:
+        return list_error_kinds(self._db, job_id)
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         return _row_dicts(
@@ -706,6 +726,7 @@ class _Attempts:
     _schemas: list[Schema | None] | None = None
     """The types of the rows of each output, merged; None if nothing has changed them."""
     _first_error: str = ""
+    _stage_work: list[StageWork] = field(default_factory=list)
 
     def settle(self, claim: Claim, outcome: AttemptOutcome | AttemptFailure) -> bool:
         """Store the result of an attempt. False if the batch is no longer this attempt's."""
@@ -723,6 +744,9 @@ class _Attempts:
     def job_changes(self) -> dict[str, object]:
         """The changed columns of the job, apart from its counters."""
         changes: dict[str, object] = {} if self._schemas is None else {"schemas": self._schemas}
+        if self._stage_work:
+            stored = self.connection.scalar(sa.select(JOBS.c.stage_figures).where(JOBS.c.job_id == self.job_id))
+            changes["stage_figures"] = add_stage_work(stored or [], self._stage_work)
         error = sa.func.coalesce(JOBS.c.error, self._first_error)  # by which the owner sees a member's failure
         return changes | ({"error": error} if self.failed else {})
 
@@ -752,6 +776,7 @@ class _Attempts:
         if _COMPLETE.count(self.connection, parameters) != 1:
             return False
         self.counts.update(completed_batches=1, **counts)
+        self._stage_work.extend(outcome.stage_work)
         if outcome.row_failures:
             gave_up = claim.retry_count > self.max_retries  # this attempt only recorded the failure of earlier ones
             attempts = claim.attempt_id - 1 if gave_up else claim.retry_count + 1

@@ -66,8 +66,9 @@ def loop_of(
         function_steps = [_build_step(function, spec, feed, event_loop.run) for function in functions]
         while (batch := feed.next_batch()) is not None:
             try:
-                for function_step in function_steps:
-                    function_step(batch)
+                with batch.measure():
+                    for function_step in function_steps:
+                        function_step(batch)
                 batch.saved = True
             except Exception as error:  # noqa: BLE001  a user's function raises what it likes
                 feed.fail_current(error)
@@ -90,7 +91,18 @@ async def _run_concurrently(
             else:
                 function_step = await thread.call(_build_step, step, spec, feed, thread.run)
                 async_steps.append(partial(thread.call, function_step))
-        await map_concurrently(async_steps, feed, operations.max_concurrent_batches(spec))
+        await map_concurrently([measured(0, async_steps)], feed, operations.max_concurrent_batches(spec))
+
+
+def measured(stage: int, steps: Sequence[AsyncStep]) -> AsyncStep:
+    """The steps of a stage as one step, whose work is recorded in the batch."""
+
+    async def run_steps(batch: BatchRows) -> None:
+        with batch.measure(stage):
+            for step in steps:
+                await step(batch)
+
+    return run_steps
 
 
 async def operate(step: list[RowOperation], channel: Channel, operations_before: int, batch: BatchRows) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ from tinsmith.batch.types import (
     ProgramError,
     Row,
     RowFailure,
+    StageWork,
     is_retried,
 )
 from tinsmith.batch.worker.marker import MAP, NO_ROW, READ, STORE, Marker
@@ -131,11 +133,23 @@ class BatchRows:
     row_errors: dict[int, BaseException] = field(default_factory=dict)
     """The first error of each failed row, by its position in `rows`."""
     tokens: tuple[int, int] = (0, 0)
+    stage_work: list[StageWork] = field(default_factory=list)
+    began_at: float = 0.0
+    """When the mapper took it, on the monotonic clock."""
     saved: bool = False
     error: BaseException | None = None
     """The error of the batch as a whole."""
     slot: int = MAP
     """The slot of the marker while it is mapped."""
+
+    @contextlib.contextmanager
+    def measure(self, stage: int = 0, began_at: float | None = None) -> Iterator[None]:
+        """Record what a stage does within the block, unless it fails as a whole. `began_at` is a monotonic time."""
+        rows_in, num_failed = len(self.results), len(self.row_errors)
+        began_at = time.monotonic() if began_at is None else began_at
+        yield
+        work_s, rows_failed = time.monotonic() - began_at, len(self.row_errors) - num_failed
+        self.stage_work.append(StageWork(stage, rows_in, len(self.results), rows_failed, work_s))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -365,6 +379,7 @@ class Feed:
             if batch.rows:
                 batch.slot = self._free_slots.pop()
                 self.marker.begin(batch.slot, batch.assignment)
+                batch.began_at = time.monotonic()
                 return batch
             self._to_store.put(batch)
 
@@ -397,7 +412,8 @@ class Feed:
             batch.saved, batch.error = True, row_count_error(len(results), len(batch.rows))
             return
         batch.tokens = tokens_in, tokens_out
-        batch.set_results(results, any_number)
+        with batch.measure(began_at=batch.began_at):
+            batch.set_results(results, any_number)
         batch.saved = True
 
     def fail_current(self, error: BaseException) -> bool:
@@ -515,6 +531,7 @@ class Feed:
             tokens_in=batch.tokens[0],
             tokens_out=batch.tokens[1],
             row_failures=tuple(failures),
+            stage_work=tuple(batch.stage_work),
         )
 
     def _write_parts(self, batch: BatchRows) -> tuple[PartInfo, ...]:

@@ -197,14 +197,16 @@ async def _run(
         await _start(stages, feed, launcher, crews)
         steps: list[AsyncStep] = []
         num_operations = 0
-        for stage in stages:
+        for index, stage in enumerate(stages):
             if stage.has_processes:
-                steps.append(_stage_step(crews[stage.first], spec, feed.marker))
+                steps.append(_stage_step(index, crews[stage.first], spec, feed.marker))
                 continue
             assert channel is not None, "a worker gives operations a channel"
+            operation_steps: list[AsyncStep] = []
             for step in map(operations.operations_of, stage.steps):
-                steps.append(partial(adapters.operate, step, channel, num_operations))
+                operation_steps.append(partial(adapters.operate, step, channel, num_operations))
                 num_operations += len(step)
+            steps.append(adapters.measured(index, operation_steps))
         min_rows = max_batches(stages) * spec.batch_size  # or else large batches would not overlap
         await map_concurrently([*steps, _unpack], feed, operations.max_concurrent_batches(spec), min_rows)
     except BaseException:
@@ -230,8 +232,9 @@ async def _start(
     await asyncio.gather(*(process.wait_until_ready() for crew in crews.values() for process in crew))
 
 
-def _stage_step(crew: Sequence[StageProcess], spec: JobSpec, marker: Marker) -> AsyncStep:
-    """A step that gives batches to the processes of a stage, as many to each as it runs at a time."""
+def _stage_step(index: int, crew: Sequence[StageProcess], spec: JobSpec, marker: Marker) -> AsyncStep:
+    """A step that gives batches to the processes of a stage, as many to each as it runs at a time. The time of its work
+    includes the way to the process and back, and no wait for one."""
     stage, free = crew[0].stage, asyncio.Queue[StageProcess]()
     for _ in range(spec.max_concurrent_batches if stage.is_async else 1):
         for process in crew:
@@ -244,7 +247,8 @@ def _stage_step(crew: Sequence[StageProcess], spec: JobSpec, marker: Marker) -> 
         process = await free.get()
         try:
             marker.end_wait(batch.slot, stage.first)
-            await process.map(batch)
+            with batch.measure(index):
+                await process.map(batch)
         finally:
             free.put_nowait(process)
 

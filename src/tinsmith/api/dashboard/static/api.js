@@ -3,7 +3,7 @@
 
 const NAME = "tinsmith.key";
 const ANSWER_MS = 200; // how long a new tab waits for the key of another
-const ANY = "tml-local"; // a server without keys accepts any key
+export const ANY = "tml-local"; // a server without keys accepts any key
 
 let memory = null;
 

@@ -47,7 +47,8 @@ export function curve(title, note, signal, view = {}, extras = {}) {
 }
 
 // Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to
-// below 1), `log` and `time` (xs are seconds); call `redraw` when it has changed. `heightOf` returns the height in
+// below 1), `log` and `time` (xs are seconds), or `clock` (xs are seconds since the epoch, and missing values are gaps):
+// {label(x), tick(x), ticks(low, high, width)}. Call `redraw` when it has changed. `heightOf` returns the height in
 // pixels; `tools` are elements of the caption.
 export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT, tools = null } = {}) {
   const latest = h("output", { class: "latest" });
@@ -145,9 +146,9 @@ function seriesOf(chart, view) {
   });
 }
 
-function lineOptions(index) {
+function lineOptions(index, spanGaps) {
   const stroke = colour(LINES[index]);
-  const base = { spanGaps: true, points: { show: false } };
+  const base = { spanGaps, points: { show: false } };
   return [
     { ...base, stroke, width: 1.75, points: { size: 5, fill: stroke } },
     { ...base, stroke, width: 0.5, alpha: 0.5 },
@@ -176,14 +177,14 @@ function options(width, height, said, chart, view) {
     height,
     padding: [10, 18, 0, 0],
     legend: { show: false },
-    cursor: { sync: { key: view.time ? "seconds" : "steps" }, y: false, drag: { x: true, y: false } },
+    cursor: { sync: { key: view.clock ? "clock" : view.time ? "seconds" : "steps" }, y: false, drag: { x: true, y: false } },
     scales: { x: { time: false, range: (_plot, low, high) => stepRange(low, high) }, y: { range: (_plot, low, high) => (view.log ? powerRange(low, high) : valueRange(low, high)) } },
     axes: [
       {
         ...axis,
         size: 28,
-        splits: (plot, _axis, low, high) => ticksOf(low, high, view.time ? 6 : mostSteps(plot.width, high), true),
-        values: (_plot, ticks) => ticks.map(view.time ? seconds : count),
+        splits: (plot, _axis, low, high) => (view.clock ? view.clock.ticks(low, high, plot.width) : ticksOf(low, high, view.time ? 6 : mostSteps(plot.width, high), true)),
+        values: (_plot, ticks) => ticks.map(view.clock ? view.clock.tick : view.time ? seconds : count),
       },
       {
         ...axis,
@@ -192,7 +193,7 @@ function options(width, height, said, chart, view) {
         values: (_plot, ticks) => (view.log ? ticks.map((tick) => number(10 ** tick)) : labelsOf(ticks, chart.exponent)),
       },
     ],
-    series: [{}, ...lines.flatMap(lineOptions)],
+    series: [{}, ...lines.flatMap((index) => lineOptions(index, !view.clock))],
     bands: lines.map((index) => ({ series: [4 * index + 4, 4 * index + 3], fill: faint(LINES[index]) })),
     hooks: { setCursor: [(plot) => said(plot.cursor.idx)] },
   };
@@ -208,7 +209,7 @@ function powerRange(low, high) {
 const mostSteps = (width, high) => Math.max(2, Math.floor(width / (TICK_PX + LETTER_PX * count(Math.ceil(high)).length)));
 
 const lastOf = (values) => values.findLastIndex(isNumber);
-const placeOf = (x, view) => (view.time ? `after ${seconds(x)}` : `step ${count(x)}`);
+const placeOf = (x, view) => (view.clock ? view.clock.label(x) : view.time ? `after ${seconds(x)}` : `step ${count(x)}`);
 
 // Returns the values at the cursor, or the last ones.
 function inFew(chart, index, view) {
@@ -237,13 +238,13 @@ function rowsOf(title, chart, view) {
   const rows = chart.xs.map((x, index) => ({ x, index }));
   const shown = rows.filter((_, index) => (chart.xs.length - 1 - index) % stride === 0);
   const columns = [
-    { label: view.time ? "Time" : "Step", number: true, cell: (row) => (view.time ? seconds(row.x) : count(row.x)) },
+    { label: view.time || view.clock ? "Time" : "Step", number: true, cell: (row) => (view.clock ? view.clock.label(row.x) : view.time ? seconds(row.x) : count(row.x)) },
     ...chart.raw.flatMap(({ values, low, high }, line) => [
       { label: chart.lines[line].name || title, number: true, cell: (row) => number(values[row.index]) },
       ...(low.some(isNumber) ? [{ label: "10th to 90th percentile", number: true, cell: (row) => `${number(low[row.index])} to ${number(high[row.index])}` }] : []),
     ]),
   ];
-  return table(`${title} by step`, columns, shown);
+  return table(`${title} by ${view.time || view.clock ? "time" : "step"}`, columns, shown);
 }
 
 // Stacked bars. `bars` are {label, parts} with a value per kind; `kinds` are {name, style}. Kinds without values are

@@ -26,14 +26,15 @@ export const number = known((value) => {
   return fixed(value, size < 1 ? 4 : size < 100 ? 3 : 1);
 });
 
+// The form of sizes.py, for the same sizes in the CLI and in messages.
 export const bytes = known((value) => {
   let unit = 0;
   let rest = value;
-  while (rest >= 1023.5 && unit < UNITS.length - 1) {
+  while (rest >= 1023.95 && unit < UNITS.length - 1) {
     rest /= 1024;
     unit += 1;
   }
-  return `${unit && rest < 99.95 ? rest.toFixed(1) : Math.round(rest)} ${UNITS[unit]}`;
+  return `${unit ? rest.toFixed(1) : Math.round(rest)} ${UNITS[unit]}`;
 });
 
 export const seconds = known((value) => {

@@ -1,9 +1,9 @@
-// The pages of bulk jobs: progress, failed rows and committed parts.
+// The pages of bulk jobs: progress, stages, outputs with their first rows, errors by kind and committed parts.
 
 import { addressed } from "./address.js";
-import { ask, get, path, poll } from "./api.js";
-import { button, code, h, keep, page, question, section, state, tell } from "./dom.js";
-import { bytes, count, counted, percent, seconds, some, when } from "./format.js";
+import { ANY, ApiError, ask, get, key, path, poll } from "./api.js";
+import { button, code, h, keep, page, put, question, section, state, tell } from "./dom.js";
+import { bytes, count, counted, number, percent, seconds, some, when } from "./format.js";
 import { isNumber } from "./scale.js";
 import { firstJob } from "./starts.js";
 import { facts, pager, table } from "./table.js";
@@ -11,6 +11,7 @@ import { facts, pager, table } from "./table.js";
 const LIMIT = 50;
 const MOST_ERRORS = 100;
 const MOST_PARTS = 100;
+const PREVIEW_ROWS = 10;
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
 const ended = (job) => ENDED.includes(job.status);
@@ -48,14 +49,14 @@ async function showList(main, signal) {
   const drawPages = keep(pages);
   let model = null;
   const look = async () => {
-    const found = await get(`/batch/jobs?limit=${LIMIT}&offset=${values.offset}`, signal);
-    if (!found.jobs.length) model ||= (await get("/dashboard/overview", signal)).engines[0]?.base_model;
-    draw(found.jobs, () => table("Bulk jobs", COLUMNS, found.jobs, { none: "No bulk jobs yet. In a terminal:", next: firstJob(model || "BASE_MODEL") }));
+    const listed = await get(`/batch/jobs?limit=${LIMIT}&offset=${values.offset}`, signal);
+    if (!listed.jobs.length) model ||= (await get("/dashboard/overview", signal)).engines[0]?.base_model;
+    draw(listed.jobs, () => table("Bulk jobs", COLUMNS, listed.jobs, { none: "No bulk jobs yet. In a terminal:", next: firstJob(model || "BASE_MODEL") }));
     const move = (to) => {
       set({ offset: to });
       return look();
     };
-    drawPages({ offset: values.offset, limit: LIMIT, total_count: found.total_count }, (cursor) => pager(cursor, move));
+    drawPages({ offset: values.offset, limit: LIMIT, total_count: listed.total_count }, (cursor) => pager(cursor, move));
   };
   page(main, "Bulk jobs", list, pages);
   await poll(signal, 2, look);
@@ -96,16 +97,34 @@ const ERRORS = [
   { label: "Attempts", number: true, cell: (row) => count(row.attempts) },
 ];
 
-function firstError(error) {
+function errorText(error) {
   const row = error.row === undefined ? "" : `row ${count(error.idx)} is ${JSON.stringify(error.row)}\n`;
-  const trace = error.traceback || [error.error_type, error.message].filter(Boolean).join(": ");
-  return h("details", { open: "" }, h("summary", {}, `Row ${count(error.idx)}, the first to fail`), h("pre", { class: "trace" }, row + trace));
+  return row + (error.traceback || [error.error_type, error.message].filter(Boolean).join(": "));
 }
+
+const firstError = (error) => h("details", { open: "" }, h("summary", {}, `Row ${count(error.idx)}, the first to fail`), h("pre", { class: "trace" }, errorText(error)));
 
 const OUTPUTS = [
   { label: "Path", kind: "mono", cell: (row) => row.path, copy: (row) => row.path },
   { label: "Rows", number: true, cell: (row) => count(row.rows) },
   { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
+];
+const KINDS = [
+  { label: "Rows", number: true, cell: (row) => count(row.rows) },
+  { label: "Error", cell: (row) => row.error_type },
+  { label: "Message", cell: (row) => row.head },
+  { label: "Example", cell: example },
+];
+const STAGES = [
+  { label: "Stage", cell: (row) => row.name },
+  { label: "Runs on", cell: (row) => (row.device === "service" ? "the service" : [row.device, resources(row)].filter(Boolean).join(", ")) },
+  { label: "Batches", number: true, cell: (row) => count(row.batches) },
+  { label: "Rows in", number: true, cell: (row) => count(row.rows_in) },
+  { label: "Rows out", number: true, cell: (row) => count(row.rows_out) },
+  { label: "Failed rows", number: true, cell: (row) => some(row.rows_failed) },
+  { label: "Time", number: true, cell: (row) => (row.batches ? seconds(row.work_s) : "-") },
+  { label: "Rows/s", number: true, cell: (row) => (row.batches ? number(row.rows_per_s) : "-") },
+  { label: "Busy", number: true, cell: (row) => (row.batches && isNumber(row.busy) ? row.busy.toFixed(2) : "-") },
 ];
 const PARTS = [
   { label: "Rows", number: true, cell: (row) => `${count(row.start_idx)} to ${count(row.end_idx)}` },
@@ -129,28 +148,75 @@ async function cancel(job) {
 async function resume(job) {
   const text = "A new job processes the remaining rows.";
   if (!(await question(`Resume job ${job.job_id}?`, h("p", {}, text), "Resume"))) return;
-  const made = await ask("POST", path`/batch/jobs/${job.job_id}/resume`, {});
-  location.hash = `#/jobs/${made.job_id}`;
+  const resumed = await ask("POST", path`/batch/jobs/${job.job_id}/resume`, {});
+  location.hash = `#/jobs/${resumed.job_id}`;
 }
 
 function actions(job, look) {
-  const found = [];
-  if (!ended(job)) found.push(button("Cancel the job", () => cancel(job).then(look), { class: "danger" }));
-  if (["FAILED", "CANCELLED"].includes(job.status)) found.push(button("Resume", () => resume(job), { class: "primary" }));
-  return found;
+  const buttons = [];
+  if (!ended(job)) buttons.push(button("Cancel the job", () => cancel(job).then(look), { class: "danger" }));
+  if (["FAILED", "CANCELLED"].includes(job.status)) buttons.push(button("Resume", () => resume(job), { class: "primary" }));
+  return buttons;
 }
 
 // Returns the sections of a job. Empty sections are omitted, and an ended job has no workers.
 
+const NAMES = { num_cpus: "CPUs", num_gpus: "GPUs", memory: "memory" };
+const resources = (stage) => Object.entries(stage.resources).map(([name, amount]) => (name === "memory" ? bytes(amount) : `${amount} ${NAMES[name] || name}`)).join(", ");
+
+function example({ example: error }) {
+  if (!error) return "-";
+  return h("details", {}, h("summary", {}, `Row ${count(error.idx)}`), h("pre", { class: "trace" }, errorText(error)));
+}
+
+function stages(job) {
+  if (!job.stages?.length) return null;
+  const note = "Busy is the mean number of batches that a stage worked on, and time is that of all its batches together.";
+  return section("Stages", table("Stages", STAGES, job.stages), h("p", { class: "quiet" }, note));
+}
+
+const asText = (value) => (value === null || value === undefined ? "-" : typeof value === "string" ? value : JSON.stringify(value));
+
+// Reads the first rows of an output into a place, or says why they cannot be read.
+async function preview(job, index, place) {
+  put(place, h("p", { class: "quiet", role: "status" }, "Reading the first rows."));
+  try {
+    const { columns, rows } = await get(path`/batch/jobs/${job.job_id}/preview` + `?output=${index}&rows=${PREVIEW_ROWS}`);
+    const cells = columns.map((name) => ({ label: name, cell: (row) => asText(row[name]) }));
+    put(place, rows.length ? table(`First rows of output ${index}`, cells, rows) : h("p", { class: "quiet" }, "The output has no rows."));
+  } catch (error) {
+    put(place, h("p", { class: "quiet" }, error.message));
+  }
+}
+
+async function download(job, index, name) {
+  const answer = await fetch(`/api/v1${path`/batch/jobs/${job.job_id}/download`}?output=${index}`, { headers: { "X-API-Key": key.get() || ANY }, credentials: "omit" });
+  if (!answer.ok) throw new ApiError(answer.status, (await answer.json().catch(() => ({}))).detail || `The server returned status ${answer.status}.`);
+  const url = URL.createObjectURL(await answer.blob());
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+function outputFiles(job) {
+  return job.outputs.map((output, index) => {
+    const place = h("div");
+    const details = h("details", {}, h("summary", {}, `First rows of ${output.path.split("/").filter(Boolean).at(-1) || output.path}`), place);
+    details.addEventListener("toggle", () => details.open && preview(job, index, place));
+    const name = output.path.split("/").at(-1);
+    return h("div", {}, name ? h("div", { class: "actions" }, button(`Download ${name}`, () => download(job, index, name))) : null, details);
+  });
+}
+
 function outputs(job) {
-  if (job.outputs.length) return section("Outputs", table("Outputs", OUTPUTS, job.outputs));
+  if (job.outputs.length) return section("Outputs", table("Outputs", OUTPUTS, job.outputs), outputFiles(job));
   return h("p", { class: "quiet" }, ended(job) ? "The job has ended without output." : "The outputs are published when all batches are done.");
 }
 
 const first = (most, all) => (all > most ? h("p", { class: "quiet" }, `The first ${count(most)} are shown.`) : null);
 
-function failedRows(job, errors) {
-  return errors.length ? section("Failed rows", table("Failed rows", ERRORS, errors), first(MOST_ERRORS, job.rows_failed), job.first_error && firstError(job.first_error)) : null;
+function failedRows(job, errors, kinds) {
+  const byKind = kinds.length ? [h("h3", {}, "By kind"), table("Errors by kind", KINDS, kinds), h("h3", {}, "By row")] : null;
+  return errors.length ? section("Failed rows", byKind, table("Failed rows", ERRORS, errors), first(MOST_ERRORS, job.rows_failed), job.first_error && firstError(job.first_error)) : null;
 }
 
 function partialResults(job, batches) {
@@ -161,16 +227,19 @@ function partialResults(job, batches) {
 const workers = (job) => (job.workers.length && !ended(job) ? section("Workers", table("Workers", WORKERS, job.workers)) : null);
 
 async function showJob(main, id, signal) {
-  const places = Array.from({ length: 6 }, () => h("div"));
-  const [drawAbout, drawActions, drawOutputs, drawErrors, drawParts, drawWorkers] = places.map(keep);
+  const places = Array.from({ length: 7 }, () => h("div"));
+  const [drawAbout, drawActions, drawStages, drawOutputs, drawErrors, drawParts, drawWorkers] = places.map(keep);
+  let failures = { key: "0", kinds: [] };
   places[1].className = "actions";
   const look = async () => {
     const job = await get(path`/batch/jobs/${id}`, signal);
     drawActions(job.status, () => actions(job, look));
+    drawStages([job.stages, job.status], () => stages(job));
     drawOutputs([job.outputs, job.status], () => outputs(job));
     drawWorkers([job.workers, job.status], () => workers(job));
     const { errors } = await get(path`/batch/jobs/${id}/errors` + `?limit=${MOST_ERRORS}`, signal);
-    drawErrors([errors, job.rows_failed, job.first_error], () => failedRows(job, errors));
+    if (String(job.rows_failed) !== failures.key) failures = { key: String(job.rows_failed), ...(await get(path`/batch/jobs/${id}/error_kinds`, signal)) };
+    drawErrors([errors, job.rows_failed, job.first_error, failures.kinds], () => failedRows(job, errors, failures.kinds));
     const { batches, outputs: writers } = await get(path`/batch/jobs/${id}/partial` + `?limit=${MOST_PARTS}`, signal);
     heading.textContent = job.name ? `Job ${id}: ${job.name}` : `Job ${id}`;
     drawAbout([job, writers], () => describe(job, writers || []));

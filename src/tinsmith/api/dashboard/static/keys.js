@@ -2,7 +2,7 @@
 
 import { h, question } from "./dom.js";
 
-const PAGES = { o: "overview", r: "runs", e: "sessions", q: "queue", c: "checkpoints", p: "playground", s: "samples", j: "jobs", k: "account" };
+const PAGES = { o: "overview", r: "runs", e: "sessions", q: "queue", m: "machine", c: "checkpoints", p: "playground", s: "samples", j: "jobs", k: "account" };
 const WAIT_MS = 1500;
 
 const OTHERS = [

@@ -6,6 +6,7 @@ import account from "./account.js";
 import checkpoints from "./checkpoints.js";
 import jobs from "./jobs.js";
 import { listen } from "./keys.js";
+import machine from "./machine.js";
 import overview from "./overview.js";
 import playground from "./playground.js";
 import queue from "./queue.js";
@@ -15,7 +16,7 @@ import sessions from "./sessions.js";
 import { follow } from "./strip.js";
 import { drawNotify, watch } from "./warnings.js";
 
-const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
+const PAGES = { overview, runs, sessions, queue, machine, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
 let current = null;
 let hasKey = false;

@@ -25,13 +25,13 @@ const kindOf = (info) => {
 
 // Sums tokens per period from usage events: {label, parts} in the order of KINDS.
 export function tokenBars(events, startMs, stepMs, bars, label) {
-  const found = Array.from({ length: bars }, (_, index) => ({ label: label(new Date(startMs + index * stepMs)), parts: [0, 0, 0, 0] }));
+  const periods = Array.from({ length: bars }, (_, index) => ({ label: label(new Date(startMs + index * stepMs)), parts: [0, 0, 0, 0] }));
   for (const event of events) {
     const kind = kindOf(event.event_info);
     const index = Math.floor((Date.parse(event.bucket_start) - startMs) / stepMs);
-    if (kind >= 0 && found[index] && isNumber(event.event_info.token_count)) found[index].parts[kind] += event.event_info.token_count;
+    if (kind >= 0 && periods[index] && isNumber(event.event_info.token_count)) periods[index].parts[kind] += event.event_info.token_count;
   }
-  return found;
+  return periods;
 }
 
 function card(name, value, note, href) {
@@ -116,19 +116,19 @@ export default {
     const first = h("div");
     const drawFirst = keep(first);
     const look = async () => {
-      const found = await get("/dashboard/overview", signal);
-      drawFirst(found.counts?.runs === 0, (none) => (none ? startSection() : null));
-      drawCounts(found.counts, () => cards(found));
-      drawEngines(found.engines, () => table("Base models", reasoned(BASES, found.engines), found.engines));
-      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, found.seats), found.seats, { none: "No engine is running." }));
+      const answer = await get("/dashboard/overview", signal);
+      drawFirst(answer.counts?.runs === 0, (none) => (none ? startSection() : null));
+      drawCounts(answer.counts, () => cards(answer));
+      drawEngines(answer.engines, () => table("Base models", reasoned(BASES, answer.engines), answer.engines));
+      drawSeats([answer.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, answer.seats), answer.seats, { none: "No engine is running." }));
       const newest = await get("/dashboard/runs?limit=6&sort=last_request_at", signal);
       drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Recent runs", NEWEST, newest.runs, { none: "No runs yet. A training client creates one." }));
     };
     const tokens = async () => {
       const end = (Math.floor(Date.now() / HOUR_MS) + 1) * HOUR_MS;
       const start = end - 24 * HOUR_MS;
-      const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
-      const bars = tokenBars(found.data, start, HOUR_MS, 24, (at) => at.toLocaleString("sv-SE").slice(11, 16));
+      const answer = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
+      const bars = tokenBars(answer.data, start, HOUR_MS, 24, (at) => at.toLocaleString("sv-SE").slice(11, 16));
       const total = bars.flatMap((bar) => bar.parts).reduce((sum, part) => sum + part, 0);
       const sum = () => [stacked("Tokens per hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`)];
       put(usage, total ? sum() : empty("No tokens were trained or sampled in the last 24 hours."));

@@ -8,7 +8,7 @@ import { table } from "./table.js";
 import { timeline } from "./timeline.js";
 
 const KINDS = [{ name: "your tokens", style: "s1" }, { name: "other tenants' tokens", style: "s3" }];
-const SHOWN = 20;
+const MOST_STEPS = 20;
 
 const WAITING = [
   { label: "Run or sampler", kind: "mono", cell: (row) => h("span", { title: row.lane }, shortId(row.lane)), copy: (row) => row.lane },
@@ -42,23 +42,23 @@ const ofOthers = (step) => Math.max(0, step.num_tokens - step.own_tokens);
 
 function inWords(passes, budget) {
   const total = passes.reduce((sum, step) => sum + step.num_tokens, 0);
-  const own = passes.reduce((sum, step) => sum + step.own_tokens, 0);
+  const yourTokens = passes.reduce((sum, step) => sum + step.own_tokens, 0);
   const fair = passes.reduce((sum, step) => sum + step.num_tokens / Math.max(1, step.num_tenants), 0);
   const size = total / passes.length;
   const last = passes.length > 1 ? `The last ${passes.length} steps with passes had ${count(Math.round(size))} tokens on average` : `The last step with passes had ${counted(total, "token")}`;
-  const mine = passes.some(ofOthers) ? ` ${percent(own / total)} of them were yours. An equal share would be ${percent(fair / total)}.` : "";
-  return `${last}, ${percent(size / budget)} of the ${count(budget)} that fit.${mine}`;
+  const yours = passes.some(ofOthers) ? ` ${percent(yourTokens / total)} of them were yours. An equal share would be ${percent(fair / total)}.` : "";
+  return `${last}, ${percent(size / budget)} of the ${count(budget)} that fit.${yours}`;
 }
 
-function engine(found, budget) {
-  const passes = found.steps.filter((step) => step.num_tokens).reverse();
+function engine(base, budget) {
+  const passes = base.steps.filter((step) => step.num_tokens).reverse();
   const bars = passes.map((step) => ({ label: clock(step.ended_at), parts: [step.own_tokens, ofOthers(step)] }));
-  const alone = found.steps.every((step) => step.num_tenants === 1 && !ofOthers(step));
+  const alone = base.steps.every((step) => step.num_tenants === 1 && !ofOthers(step));
   return section(
-    found.base_model,
-    h("p", {}, state(found.state), found.reason ? ` ${found.reason}` : ""),
+    base.base_model,
+    h("p", {}, state(base.state), base.reason ? ` ${base.reason}` : ""),
     passes.length ? [stacked("Tokens of the last steps with passes", KINDS, bars), h("p", {}, inWords(passes, budget))] : null,
-    table(`Last steps of ${found.base_model}`, STEPS.filter((column) => !(alone && column.shared)), found.steps.slice(0, SHOWN), { none: "This engine has not run a step yet." }),
+    table(`Last steps of ${base.base_model}`, STEPS.filter((column) => !(alone && column.shared)), base.steps.slice(0, MOST_STEPS), { none: "This engine has not run a step yet." }),
   );
 }
 
@@ -73,9 +73,9 @@ export default {
     page(main, "Queue and packing", section("Waiting requests", waiting), section("Timeline", times.figure), engines);
     const lookAtTimes = poll(signal, 5, times.look);
     await poll(signal, 2, async () => {
-      const found = await get("/dashboard/queue", signal);
-      drawWaiting([found.waiting, found.waiting.length ? found.now : 0], () => table("Waiting requests", WAITING, found.waiting, { none: "You have no waiting requests." }));
-      drawEngines(found.engines, () => found.engines.map((one) => engine(one, found.step_token_budget)));
+      const answer = await get("/dashboard/queue", signal);
+      drawWaiting([answer.waiting, answer.waiting.length ? answer.now : 0], () => table("Waiting requests", WAITING, answer.waiting, { none: "You have no waiting requests." }));
+      drawEngines(answer.engines, () => answer.engines.map((one) => engine(one, answer.step_token_budget)));
     });
     await lookAtTimes;
   },
