@@ -427,7 +427,7 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
 
 def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.engine.__main__._device_memory", lambda _settings, _devices: (2**30, True))
-    with pytest.raises(SettingsError, match=r"needs .* GiB on each device.*it has 1\.0 GiB, .* GiB too little"):
+    with pytest.raises(SettingsError, match=r"needs .* GiB on each device.*it has 1\.0 GiB, .* MiB too little"):
         check_fit(Settings(), shape)
     monkeypatch.setattr("tinsmith.engine.__main__._device_memory", lambda _settings, _devices: (8 * 2**30, True))
     check_fit(Settings(), shape)
