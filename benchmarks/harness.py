@@ -230,6 +230,11 @@ def _processor_ms() -> dict[str, float]:
     return ms_by_role
 
 
+def processor_seconds(pid: int) -> float:
+    """The processor time of a process so far."""
+    return _process_ms(pid) / 1000
+
+
 def _process_ms(pid: int) -> float:
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -21,8 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from burst import processor_seconds, run_server
-from harness import API_KEY, summarize_times
+from harness import API_KEY, processor_seconds, start_server, summarize_times
 
 MODEL = "tinsmith/nano"
 PER_MODEL = 500
@@ -184,7 +183,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # The futures wait until the end of the benchmark, and no client sends heartbeats meanwhile.
     os.environ |= {"TINSMITH_SEQ_GAP_S": "3600", "TINSMITH_SESSION_TIMEOUT_S": "-1"}
-    with run_server("fake") as (url, pid):
+    with start_server(None, "--backend", "fake") as server:
+        url, pid = server.url, server.pid
         figures = asyncio.run(measure(url, pid, args.polls, args.seconds))
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for name, value in figures.items():

@@ -23,6 +23,7 @@ from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.factory import open_database
 from tinsmith.engine.telemetry import Recorder, Records, SampleRecorder
 from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.kept_samples import SampleLimits
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import (
@@ -87,7 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(Path(directory))
-        records = Records(bench.db, 200)
+        records = Records(bench.db, SampleLimits(200, 200))
         recorder, keeper = Recorder(BASE, records), SampleRecorder(records)
         training_pass = Pass("r", MODEL, (), "cross_entropy", {}, forward_only=False)
         pass_result = PassResult((np.zeros(1, np.float32),) * 64, METRICS)

@@ -30,8 +30,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from burst import run_server
-from harness import API_KEY, summarize_times
+from harness import API_KEY, start_server, summarize_times
 from tinker import types
 
 MODEL = "tinsmith/nano"
@@ -227,7 +226,8 @@ def data_dir_of(pid: int) -> Path:
 
 
 def soak(args: argparse.Namespace) -> dict[str, object]:
-    with run_server(args.backend) as (url, pid):
+    with start_server(None, "--backend", args.backend) as server:
+        url, pid = server.url, server.pid
         data_dir = data_dir_of(pid)
         seconds = 60 * args.minutes
         command = [sys.executable, __file__, "--worker", url, "--deadline", str(time.time() + seconds)]

@@ -164,7 +164,7 @@ def test_the_documents_stay_short() -> None:
     # What benchmarks write, a page and a table, is as long as what they measured.
     written = {*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/benchmarks/gpu.md"}
     table = re.compile(r"<!-- targets.py writes .*?<!-- to here -->", re.DOTALL)
-    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 45_900
+    assert sum(len(table.sub("", path.read_text()).split()) for path in written) <= 46_500
 
 
 def test_links_between_documents_lead_somewhere() -> None:
