@@ -37,8 +37,8 @@ ROWS, LENGTH = 64, 2048
 def open_service(stack: contextlib.ExitStack, url: str, flags: dict[str, bool]) -> tinker.ServiceClient:
     """A client that behaves by these flags, whatever the server's are."""
     service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
-    config = service.holder.get_client_config()
-    service.holder._client_config = config.model_copy(update=dict(flags))
+    config = service.holder.get_client_config().model_copy(update=dict(flags))
+    service.holder._client_config = service.holder._constructor_kwargs["_client_config"] = config
     return service
 
 
