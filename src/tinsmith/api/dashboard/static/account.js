@@ -52,20 +52,20 @@ export default {
     const drawQuotas = keep(quotas);
     page(main, "Keys and usage", section(`Tokens in the last ${DAYS} days`, usage), section("Quotas", quotas), section("Keys", keys));
     const look = async () => {
-      const found = await get("/dashboard/tenant", signal);
-      drawQuotas(found.quotas, () => table("Quotas", LIMITS, found.quotas));
-      drawKeys([found.keys, found.takes_any_key], () => [
-        found.takes_any_key
-          ? h("p", {}, "This server has no keys. It listens only on this machine, and all clients belong to the tenant ", h("code", {}, found.tenant_id), ".")
-          : table(`Keys of ${found.tenant_id}`, KEYS, found.keys),
+      const answer = await get("/dashboard/tenant", signal);
+      drawQuotas(answer.quotas, () => table("Quotas", LIMITS, answer.quotas));
+      drawKeys([answer.keys, answer.takes_any_key], () => [
+        answer.takes_any_key
+          ? h("p", {}, "This server has no keys. It listens only on this machine, and all clients belong to the tenant ", h("code", {}, answer.tenant_id), ".")
+          : table(`Keys of ${answer.tenant_id}`, KEYS, answer.keys),
         h("p", { class: "quiet" }, "The server's operator creates and revokes keys: ", code("tinsmith keys create TENANT", "the command that creates a key"), " ", code("tinsmith keys revoke KEY_ID", "the command that revokes a key")),
       ]);
     };
     const tokens = async () => {
       const end = (Math.floor(Date.now() / DAY_MS) + 1) * DAY_MS;
       const start = end - DAYS * DAY_MS;
-      const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
-      const bars = tokenBars(found.data, start, DAY_MS, DAYS, (at) => at.toISOString().slice(0, 10));
+      const answer = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
+      const bars = tokenBars(answer.data, start, DAY_MS, DAYS, (at) => at.toISOString().slice(0, 10));
       const any = bars.some((bar) => bar.parts.some(Boolean));
       put(usage, any ? stacked("Tokens per day (UTC)", KINDS, bars) : empty(`No tokens were trained or sampled in the last ${DAYS} days.`));
     };

@@ -42,8 +42,8 @@ const drawnAs = (values, exponent, log) => (log ? values.map((value) => (isNumbe
 
 // One curve over steps. `update(steps, values, band)` redraws it; errors are shown in place of the chart.
 export function curve(title, note, signal, view = {}, extras = {}) {
-  const made = curves(title, note, signal, view, extras);
-  return { ...made, update: (steps, values, band = {}) => made.update([{ name: "", xs: steps, values, ...band }]) };
+  const curve = curves(title, note, signal, view, extras);
+  return { ...curve, update: (steps, values, band = {}) => curve.update([{ name: "", xs: steps, values, ...band }]) };
 }
 
 // Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to
@@ -84,7 +84,7 @@ export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT
   // A batch draws before it returns, so that errors are caught here.
   const change = (act) => chart.plot && guarded(() => chart.plot.batch(act));
   const draw = (drawn, shape) => {
-    const made = (plot, init) => {
+    const attach = (plot, init) => {
       chart.plot = plot;
       put(place, plot.root);
       plot.batch(init);
@@ -95,7 +95,7 @@ export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT
     }
     chart.shape = shape;
     if (chart.plot) chart.plot.batch(() => chart.plot.setData(drawn));
-    else new uPlot(options(width(), heightOf(), said, chart, view), drawn, made);
+    else new uPlot(options(width(), heightOf(), said, chart, view), drawn, attach);
   };
   const sizes = new ResizeObserver(() => change(() => chart.plot.setSize({ width: width(), height: heightOf() })));
   sizes.observe(place);
@@ -128,8 +128,8 @@ export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT
 function joined(chart) {
   const all = [...new Set(chart.lines.flatMap((line) => line.xs))].sort((a, b) => a - b);
   const over = (xs, values) => {
-    const found = new Map(xs.map((x, index) => [x, values?.[index] ?? null]));
-    return all.map((x) => found.get(x) ?? null);
+    const valueByX = new Map(xs.map((x, index) => [x, values?.[index] ?? null]));
+    return all.map((x) => valueByX.get(x) ?? null);
   };
   chart.xs = all;
   chart.raw = chart.lines.map((line) => ({ values: over(line.xs, line.values), low: over(line.xs, line.low), high: over(line.xs, line.high) }));
@@ -141,8 +141,8 @@ function seriesOf(chart, view) {
   const none = chart.xs.map(() => null);
   return chart.raw.flatMap((line) => {
     const smooth = (values) => (view.smooth ? smoothed(values, view.smooth) : values);
-    const shown = [smooth(line.values), view.smooth ? line.values : none, smooth(line.low), smooth(line.high)];
-    return shown.map((values) => drawnAs(values, chart.exponent, view.log));
+    const series = [smooth(line.values), view.smooth ? line.values : none, smooth(line.low), smooth(line.high)];
+    return series.map((values) => drawnAs(values, chart.exponent, view.log));
   });
 }
 
@@ -236,7 +236,7 @@ function inWords(title, { xs, values }, view) {
 function rowsOf(title, chart, view) {
   const stride = Math.max(1, Math.ceil(chart.xs.length / MOST_ROWS));
   const rows = chart.xs.map((x, index) => ({ x, index }));
-  const shown = rows.filter((_, index) => (chart.xs.length - 1 - index) % stride === 0);
+  const thinned = rows.filter((_, index) => (chart.xs.length - 1 - index) % stride === 0);
   const columns = [
     { label: view.time || view.clock ? "Time" : "Step", number: true, cell: (row) => (view.clock ? view.clock.label(row.x) : view.time ? seconds(row.x) : count(row.x)) },
     ...chart.raw.flatMap(({ values, low, high }, line) => [
@@ -244,7 +244,7 @@ function rowsOf(title, chart, view) {
       ...(low.some(isNumber) ? [{ label: "10th to 90th percentile", number: true, cell: (row) => `${number(low[row.index])} to ${number(high[row.index])}` }] : []),
     ]),
   ];
-  return table(`${title} by ${view.time || view.clock ? "time" : "step"}`, columns, shown);
+  return table(`${title} by ${view.time || view.clock ? "time" : "step"}`, columns, thinned);
 }
 
 // Stacked bars. `bars` are {label, parts} with a value per kind; `kinds` are {name, style}. Kinds without values are

@@ -63,11 +63,11 @@ export function groupColumnOf(name, groups) {
     number: groups.some((group) => isNumber(group.columns?.[name]?.mean)),
     sort: name,
     cell: ({ columns }) => {
-      const found = columns?.[name];
-      if (!found?.count) return "-";
-      if (!isNumber(found.mean)) return found.different === 1 ? valueText(found.value) : isNumber(found.different) ? `${count(found.different)} values` : "-";
-      const shown = (value) => (name === "duration" ? seconds(value) : number(value));
-      return h("span", { title: `mean of ${count(found.count)}${isNumber(found.deviation) ? ", with the standard deviation" : ""}` }, shown(found.mean), isNumber(found.deviation) ? h("span", { class: "quiet" }, ` \u00b1 ${shown(found.deviation)}`) : null);
+      const summary = columns?.[name];
+      if (!summary?.count) return "-";
+      if (!isNumber(summary.mean)) return summary.different === 1 ? valueText(summary.value) : isNumber(summary.different) ? `${count(summary.different)} values` : "-";
+      const format = (value) => (name === "duration" ? seconds(value) : number(value));
+      return h("span", { title: `mean of ${count(summary.count)}${isNumber(summary.deviation) ? ", with the standard deviation" : ""}` }, format(summary.mean), isNumber(summary.deviation) ? h("span", { class: "quiet" }, ` \u00b1 ${format(summary.deviation)}`) : null);
     },
   };
 }

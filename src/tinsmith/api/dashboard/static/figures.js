@@ -95,7 +95,7 @@ export function figuresIn(groups, make, signal, redraw) {
   const chosen = new Map([...splitNames(options.values.closed).map((name) => [name, false]), ...splitNames(options.values.open).map((name) => [name, true])]);
   let enlarged = null;
   const update = (one) => {
-    one.made.update(...one.args);
+    one.chart.update(...one.args);
     one.due = false;
   };
   const groupOf = ({ metric }) => (pins.has(metric.key) ? PINNED : metric.group);
@@ -104,7 +104,7 @@ export function figuresIn(groups, make, signal, redraw) {
     const words = search.value.trim().toLowerCase();
     for (const [name, group] of places) {
       const matching = group.members.filter((one) => one.text.includes(words));
-      for (const one of group.members) one.made.figure.hidden = !matching.includes(one);
+      for (const one of group.members) one.chart.figure.hidden = !matching.includes(one);
       group.part.hidden = !matching.length;
       group.part.open = words ? true : isOpen(name);
       group.size.textContent = ` (${count(matching.length)})`;
@@ -138,14 +138,14 @@ export function figuresIn(groups, make, signal, redraw) {
   const arrange = () => {
     const members = new Map([...pins].length ? [[PINNED, []]] : []);
     for (const one of figures.values()) members.set(groupOf(one), [...(members.get(groupOf(one)) || []), one]);
-    const kept = [...members].filter(([, all]) => all.length);
-    for (const [name, all] of kept) {
+    const filled = [...members].filter(([, all]) => all.length);
+    for (const [name, all] of filled) {
       const group = placeOf(name);
-      if (all.length !== group.members.length || all.some((one, index) => one !== group.members[index])) put(group.place, all.map((one) => one.made.figure));
+      if (all.length !== group.members.length || all.some((one, index) => one !== group.members[index])) put(group.place, all.map((one) => one.chart.figure));
       group.members = all;
     }
-    for (const name of [...places.keys()]) if (!kept.some(([one]) => one === name)) places.delete(name);
-    const parts = kept.map(([name]) => placeOf(name).part);
+    for (const name of [...places.keys()]) if (!filled.some(([one]) => one === name)) places.delete(name);
+    const parts = filled.map(([name]) => placeOf(name).part);
     if (parts.length !== groups.children.length || parts.some((part, index) => part !== groups.children[index])) put(groups, parts);
   };
   const pin = (key) => {
@@ -156,8 +156,8 @@ export function figuresIn(groups, make, signal, redraw) {
   const add = (metric) => {
     const pinned = button("Pin", () => pin(metric.key), { class: "plain", "aria-label": `Pin ${metric.title}` });
     const open = button("Enlarge", () => enlarge(figures.get(metric.key)), { class: "plain", "aria-label": `Enlarge ${metric.title}` });
-    const made = make(metric, options.viewOf(metric.key), { tools: h("span", { class: "chart-tools" }, pinned, open) });
-    figures.set(metric.key, { made, metric, pin: pinned, text: `${metric.title} ${metric.name}`.toLowerCase() });
+    const chart = make(metric, options.viewOf(metric.key), { tools: h("span", { class: "chart-tools" }, pinned, open) });
+    figures.set(metric.key, { chart, metric, pin: pinned, text: `${metric.title} ${metric.name}`.toLowerCase() });
   };
   const enlarge = (one) => {
     enlarged = enlargedOf(one, make, options, signal, () => {
@@ -182,12 +182,12 @@ export function figuresIn(groups, make, signal, redraw) {
 }
 
 // One figure on the whole screen, with its own scale and smoothing, and its files.
-function enlargedOf({ metric, made: small }, make, options, signal, closed) {
+function enlargedOf({ metric, chart: small }, make, options, signal, closed) {
   const { key, title } = metric;
   const own = options.of(key);
   const heightOf = () => Math.max(200, window.innerHeight - 300);
   const ended = new AbortController();
-  const made = make(metric, options.viewOf(key), { heightOf, signal: AbortSignal.any([signal, ended.signal]) });
+  const chart = make(metric, options.viewOf(key), { heightOf, signal: AbortSignal.any([signal, ended.signal]) });
   const name = title.replaceAll(/[^\w.-]+/g, "-");
   const scale = h("select", { id: "chart-scale", on: { change: () => options.changeChart(key, { scale: scale.value }) } }, [["", "as on the page"], ["linear", "linear"], ["log", "logarithmic"]].map(([value, text]) => h("option", { value, selected: value === own.scale }, text)));
   const smoothing = slider("chart-smooth", own.smooth ?? options.values.smooth, (smooth) => options.changeChart(key, { smooth }));
@@ -205,11 +205,11 @@ function enlargedOf({ metric, made: small }, make, options, signal, closed) {
         scale.value = "";
         smoothing.value = String(options.values.smooth);
       }, { class: "plain" }),
-      button("PNG", () => savePicture(`${name}.png`, title, made.canvas()), { "aria-label": `Download ${title} as PNG` }),
+      button("PNG", () => savePicture(`${name}.png`, title, chart.canvas()), { "aria-label": `Download ${title} as PNG` }),
       button("CSV", () => download(`${name}.csv`, "text/csv", csvOf(small.lines(), options.viewOf(key).time, title)), { "aria-label": `Download ${title} as CSV` }),
       button("Close", () => dialog.close(), { class: "primary" }),
     ),
-    made.figure,
+    chart.figure,
   );
   const end = () => dialog.close();
   signal.addEventListener("abort", end);
@@ -222,7 +222,7 @@ function enlargedOf({ metric, made: small }, make, options, signal, closed) {
   });
   document.body.append(dialog);
   dialog.showModal();
-  return { key, update: made.update };
+  return { key, update: chart.update };
 }
 
 // Writes the lines of one chart as CSV: a row for each position.

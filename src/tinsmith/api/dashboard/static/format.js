@@ -7,11 +7,11 @@ const SHORT = new Intl.NumberFormat("en-GB", { notation: "compact", maximumFract
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 const NONE = "-";
 
-const known = (format) => (value) => (isNumber(value) ? format(value) : NONE);
+const formatNumber = (format) => (value) => (isNumber(value) ? format(value) : NONE);
 const fixed = (value, digits) => value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-export const count = known((value) => COUNT.format(value || 0)); // no minus sign for zero
-export const short = known((value) => SHORT.format(value || 0));
+export const count = formatNumber((value) => COUNT.format(value || 0)); // no minus sign for zero
+export const short = formatNumber((value) => SHORT.format(value || 0));
 
 // Formats a count, but nothing for zero, for tables with mostly zeros.
 export const some = (value) => (value ? count(value) : NONE);
@@ -19,7 +19,7 @@ export const some = (value) => (value ? count(value) : NONE);
 // "1 token", "2 tokens".
 export const counted = (value, noun, nouns = `${noun}s`) => `${count(value)} ${value === 1 ? noun : nouns}`;
 
-export const number = known((value) => {
+export const number = formatNumber((value) => {
   const size = Math.abs(value);
   if (size !== 0 && (size < 0.001 || size >= 1e9)) return value.toExponential(2).replace("e+", "e");
   if (Number.isInteger(value)) return count(value);
@@ -27,7 +27,7 @@ export const number = known((value) => {
 });
 
 // The form of sizes.py, for the same sizes in the CLI and in messages.
-export const bytes = known((value) => {
+export const bytes = formatNumber((value) => {
   let unit = 0;
   let rest = value;
   while (rest >= 1023.95 && unit < UNITS.length - 1) {
@@ -37,7 +37,7 @@ export const bytes = known((value) => {
   return `${unit ? rest.toFixed(1) : Math.round(rest)} ${UNITS[unit]}`;
 });
 
-export const seconds = known((value) => {
+export const seconds = formatNumber((value) => {
   if (value > 0 && value < 0.0005) return "under 1 ms";
   if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
   if (value < 89.5) return `${value.toFixed(value < 9.95 ? 1 : 0)} s`;
@@ -61,7 +61,7 @@ export const when = dated((at) => at.toLocaleString("sv-SE").slice(0, 16));
 export const clock = dated((at) => at.toLocaleTimeString("en-GB"));
 
 // Shows 0 % and 100 % only for exactly these shares.
-export const percent = known((share) => {
+export const percent = formatNumber((share) => {
   if (share > 0 && share < 0.0005) return "under 0.1 %";
   if (share > 0.9995 && share < 1) return "over 99.9 %";
   const digits = (share > 0 && share < 0.0995) || (share > 0.99 && share < 1) ? 1 : 0;
@@ -72,6 +72,6 @@ export const percent = known((share) => {
 export function shortId(id) {
   if (!id || typeof id !== "string") return NONE;
   const [session, ...rest] = id.split(":");
-  const shown = rest.map((part) => (part.length > 16 ? `${part.slice(0, 14)}\u2026` : part));
-  return [session.length > 16 ? session.slice(0, 8) : session, ...shown].join(":");
+  const parts = rest.map((part) => (part.length > 16 ? `${part.slice(0, 14)}\u2026` : part));
+  return [session.length > 16 ? session.slice(0, 8) : session, ...parts].join(":");
 }

@@ -61,21 +61,21 @@ export const keyOf = (source, name) => `${source} ${name}`;
 export function metricsOf(points) {
   const names = { client: new Set(), server: new Set() };
   for (const point of points) for (const name of Object.keys(point.metrics)) names[point.source]?.add(name);
-  const found = [];
+  const metrics = [];
   for (const source of ["client", "server"]) {
     for (const name of names[source]) {
       const base = name.replace(PARTS, "");
       if (base !== name && names[source].has(base)) continue;
       const band = names[source].has(`${name}:p10`) && names[source].has(`${name}:p90`);
       const title = (source === "server" && TITLES.get(name)) || name;
-      found.push({ key: keyOf(source, name), source, name, title, group: "", band });
+      metrics.push({ key: keyOf(source, name), source, name, title, group: "", band });
     }
   }
-  divide(found);
-  const isReinforced = found.some(({ name }) => ADVANTAGED.has(name));
+  divide(metrics);
+  const isReinforced = metrics.some(({ name }) => ADVANTAGED.has(name));
   const keys = isReinforced ? REINFORCED : SUPERVISED;
   for (const choices of keys) {
-    const first = choices.map((name) => found.find((metric) => metric.name === name)).find(Boolean);
+    const first = choices.map((name) => metrics.find((metric) => metric.name === name)).find(Boolean);
     if (first) first.group = KEY_GROUP;
   }
   const order = [...keys.flat(), ...TITLES.keys()];
@@ -83,7 +83,7 @@ export function metricsOf(points) {
   const groups = [KEY_GROUP, ...GROUPS];
   const groupPlace = ({ group }) => (groups.includes(group) ? groups.indexOf(group) : groups.length);
   const byName = (a, b) => a.localeCompare(b, "en", { numeric: true });
-  return found.sort((a, b) => groupPlace(a) - groupPlace(b) || byName(a.group, b.group) || place(a) - place(b) || byName(a.name, b.name));
+  return metrics.sort((a, b) => groupPlace(a) - groupPlace(b) || byName(a.group, b.group) || place(a) - place(b) || byName(a.name, b.name));
 }
 
 // Puts metrics with a prefix, such as env/all/reward, into a section of the prefix; a large section is divided once more.
@@ -101,9 +101,9 @@ const groupOf = (name) => (BELONGS.find(([, words]) => words.test(name)) || ["Ot
 
 // Makes a line of one metric. `start` is the origin of wall-clock positions in seconds; null means steps.
 export function lineOf(points, metric, start = null, name = "") {
-  const mine = points.filter((point) => point.source === metric.source && metric.name in point.metrics);
-  const values = (suffix) => mine.map((point) => point.metrics[metric.name + suffix] ?? null);
-  const line = { name, xs: mine.map((point) => (start === null ? point.step : point.time - start)), values: values("") };
+  const pointsOfMetric = points.filter((point) => point.source === metric.source && metric.name in point.metrics);
+  const values = (suffix) => pointsOfMetric.map((point) => point.metrics[metric.name + suffix] ?? null);
+  const line = { name, xs: pointsOfMetric.map((point) => (start === null ? point.step : point.time - start)), values: values("") };
   return metric.band ? { ...line, low: values(":p10"), high: values(":p90") } : line;
 }
 

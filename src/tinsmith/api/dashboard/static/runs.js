@@ -44,7 +44,7 @@ function groupLink(group, names) {
 
 const isNumeric = (rows, name) => rows.some((row) => isNumber(row.values?.[name]));
 
-function tableOf(found, values, context, sorted) {
+function tableOf(answer, values, context, sorted) {
   const names = splitNames(values.columns);
   const none = values.search || values.filter ? "No run fits the search and the filter." : EMPTY;
   if (values.group) {
@@ -52,20 +52,20 @@ function tableOf(found, values, context, sorted) {
     const columns = [
       { label: keys.map(labelOf).join(", "), sort: keys[0], cell: (row) => groupLink(row, keys) },
       { label: "Runs", number: true, cell: (row) => count(row.run_ids?.length) },
-      ...names.filter((name) => name !== CURVE && !keys.includes(name)).map((name) => groupColumnOf(name, found.groups || [])),
+      ...names.filter((name) => name !== CURVE && !keys.includes(name)).map((name) => groupColumnOf(name, answer.groups || [])),
     ];
-    return table("Groups of runs", columns, found.groups || [], { sorted, none });
+    return table("Groups of runs", columns, answer.groups || [], { sorted, none });
   }
-  const columns = [first(context.chosen, context.choose), ...names.map((name) => columnOf(name, context, isNumeric(found.runs, name)))];
-  return table("Runs", columns, found.runs, { sorted, none, next: none === EMPTY ? firstRun() : "" });
+  const columns = [first(context.chosen, context.choose), ...names.map((name) => columnOf(name, context, isNumeric(answer.runs, name)))];
+  return table("Runs", columns, answer.runs, { sorted, none, next: none === EMPTY ? firstRun() : "" });
 }
 
 // What the server says about a choice: unknown names, and runs that it did not consider.
-function remarks(found) {
-  const unknown = found.unknown || [];
+function remarks(answer) {
+  const unknown = answer.unknown || [];
   return [
     unknown.length ? h("p", { class: "quiet" }, `No run has ${unknown.map((name) => `"${name}"`).join(" or ")}; "Columns" lists the names.`) : null,
-    found.considered < found.of ? h("p", { class: "quiet" }, `The newest ${count(found.considered)} of ${count(found.of)} runs are considered.`) : null,
+    answer.considered < answer.of ? h("p", { class: "quiet" }, `The newest ${count(answer.considered)} of ${count(answer.of)} runs are considered.`) : null,
   ];
 }
 
@@ -132,9 +132,9 @@ async function showList(main, signal) {
     if (refused === location.hash) return;
     const current = ++turn;
     const whole = Date.now() - outlinedAt > OUTLINE_S * 1000 && splitNames(values.columns).includes(CURVE);
-    let found;
+    let answer;
     try {
-      found = await ask(whole);
+      answer = await ask(whole);
       mistake.hidden = true;
     } catch (error) {
       if (error.status !== 400 || current !== turn) throw error;
@@ -145,12 +145,12 @@ async function showList(main, signal) {
     }
     if (current !== turn) return;
     if (whole) outlinedAt = Date.now();
-    if (whole) for (const run of found.runs) outlines.set(run.model_id, run.outline);
+    if (whole) for (const run of answer.runs) outlines.set(run.model_id, run.outline);
     const sorted = { by: values.sort, order: values.order, change: (sort, order) => again({ sort, order, offset: 0 }) };
-    const { outlines: _outlines, ...drawn } = found;
-    draw([drawn, outlinedAt, values, Math.floor(Date.now() / 10000)], () => tableOf(found, values, { chosen, choose, outlines }, sorted));
-    drawPages(found.cursor, () => pager(found.cursor, (offset) => again({ offset })));
-    drawSaid([found.unknown, found.considered, found.of], () => remarks(found));
+    const { outlines: _outlines, ...drawn } = answer;
+    draw([drawn, outlinedAt, values, Math.floor(Date.now() / 10000)], () => tableOf(answer, values, { chosen, choose, outlines }, sorted));
+    drawPages(answer.cursor, () => pager(answer.cursor, (offset) => again({ offset })));
+    drawSaid([answer.unknown, answer.considered, answer.of], () => remarks(answer));
   };
   const again = async (changes) => {
     const focused = list.contains(document.activeElement) ? document.activeElement.textContent : null;

@@ -12,7 +12,7 @@ export const isNumber = (value) => typeof value === "number" && Number.isFinite(
 
 // Returns the power of ten of the largest value, or 0 without values.
 export function exponentOf(values) {
-  const most = values.filter(isNumber).reduce((found, value) => Math.max(found, Math.abs(value)), 0);
+  const most = values.filter(isNumber).reduce((largest, value) => Math.max(largest, Math.abs(value)), 0);
   if (most === 0) return 0;
   return Math.max(-MOST_EXPONENT, Math.min(MOST_EXPONENT, Math.floor(Math.log10(most))));
 }
@@ -51,7 +51,7 @@ export function ticksOf(low, high, most, whole = false) {
 
 // Returns the labels of ticks, with the fewest digits that distinguish them.
 export function labelsOf(ticks, exponent = 0) {
-  const size = ticks.reduce((found, tick) => Math.max(found, Math.abs(tick)), 0);
+  const size = ticks.reduce((largest, tick) => Math.max(largest, Math.abs(tick)), 0);
   const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : size;
   if (size === 0) return ticks.map(() => "0");
   const place = Math.floor(Math.log10(step) + 1e-9); // of the last digit that differs
