@@ -47,11 +47,23 @@ def addresses_of(alice: Site) -> list[str]:
     """Every page, with those of single objects and some states of their addresses."""
     session_id = alice.run.partition(":")[0]
     return [
-        *("overview", "runs", "sessions", "queue", "checkpoints", "playground", "samples", "jobs", "account"),
+        *(
+            "overview",
+            "runs",
+            "sessions",
+            "queue",
+            "checkpoints",
+            "playground",
+            "samples",
+            "jobs",
+            "account",
+            "machine",
+        ),
         "runs?columns=loss,reward,created,duration,optimizer",
         f"runs/{alice.run}",
         f"runs/compare/{alice.run}/{alice.strange_run}",
         f"sessions/{session_id}",
+        f"runs/{alice.run}/samples",
         f"samples/{alice.sample}",
         f"jobs/{alice.job_id}",
         "checkpoints?search=answers",

@@ -134,6 +134,25 @@ def test_training_on_an_answer_is_not_that_on_a_later_one_with_the_same_tokens(d
         assert KeptSamples(db).notes("alice", [request_id])[request_id, 0].step == step
 
 
+def test_training_and_rewards_are_of_the_newest_weights_that_gave_the_tokens(db: Database) -> None:
+    """Those of an earlier step had no training (all rewards equal), and must not get that of a later one."""
+    old, *new = (
+        keep(db, index, prompt=[1], answer=[2], run="a", weights=weights)
+        for index, weights in enumerate(("w1", "w2", "w2"))
+    )
+    samples, digest = KeptSamples(db), tokens_digest([1], [2])
+    assert samples.set_rewards("alice", {digest: 1.0}) == 2
+    trained_at = samples.get("alice", new[1])[0].created_at + 1
+    trained = TrainedAnswer("alice", digest, "a", 2, 0.5, np.zeros(1, np.float32))
+    samples.note_training([replace(trained, trained_at=trained_at)])
+    notes = samples.notes("alice", [old, *new])
+    assert [(notes[request_id, 0].reward, notes[request_id, 0].step) for request_id in (old, *new)] == [
+        (None, None),
+        (1.0, 2),
+        (1.0, 2),
+    ]
+
+
 def test_weights_have_the_steps_before_their_publish_or_save(db: Database) -> None:
     path = "tinker://run/sampler_weights/a"
     point = {"model_id": "run", "source": "server", "metrics": {}}

@@ -199,11 +199,41 @@ _ANSWER = KEPT_ANSWERS.update().where(
     KEPT_ANSWERS.c.tenant_id == sa.bindparam("of_tenant"), KEPT_ANSWERS.c.digest == sa.bindparam("of_digest")
 )
 _TRAINED = {name: sa.bindparam(name) for name in ("model_id", "step", "advantage", "logprobs", "advantages")}
+
+
+def _of_newest_weights(before: sa.ColumnElement[float] | None = None) -> sa.ColumnElement[bool]:
+    """Whether an answer came from the weights that gave its tokens last (`before` a time).
+
+    Earlier weights may have given the same tokens in an earlier step, which is not what is trained or graded now.
+    """
+    answers, samples = KEPT_ANSWERS.alias("same_answers"), KEPT_SAMPLES.alias("same_samples")
+    in_sample = (samples.c.tenant_id == answers.c.tenant_id) & (samples.c.request_id == answers.c.request_id)
+    newest_weights = (
+        sa.select(sa.func.coalesce(samples.c.weights, ""))
+        .select_from(answers.join(samples, in_sample))
+        .where(answers.c.tenant_id == sa.bindparam("of_tenant"), answers.c.digest == sa.bindparam("of_digest"))
+        .where(sa.true() if before is None else answers.c.created_at <= before)
+        .order_by(answers.c.created_at.desc(), answers.c.position.desc())
+        .limit(1)
+        .scalar_subquery()
+    )
+    return sa.exists().where(
+        KEPT_SAMPLES.c.tenant_id == KEPT_ANSWERS.c.tenant_id,
+        KEPT_SAMPLES.c.request_id == KEPT_ANSWERS.c.request_id,
+        sa.func.coalesce(KEPT_SAMPLES.c.weights, "") == newest_weights,
+    )
+
+
+_TRAINED_AT: sa.ColumnElement[float] = sa.bindparam("trained_at", type_=sa.Float())
 _TRAIN = Statement(
-    _ANSWER.where(_NOT_TRAINED, KEPT_ANSWERS.c.created_at <= sa.bindparam("trained_at")).values(_TRAINED)
+    _ANSWER.where(_NOT_TRAINED, KEPT_ANSWERS.c.created_at <= _TRAINED_AT, _of_newest_weights(_TRAINED_AT)).values(
+        _TRAINED
+    )
 )
 _REWARD = Statement(
-    _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED)).values(reward=sa.bindparam("reward"))
+    _ANSWER.where(sa.or_(KEPT_ANSWERS.c.reward.is_(None), _NOT_TRAINED), _of_newest_weights()).values(
+        reward=sa.bindparam("reward")
+    )
 )
 _COLUMNS = [KEPT_SAMPLES.c[name] for name in KeptSample.__dataclass_fields__]
 
