@@ -110,6 +110,24 @@ def test_errors_are_counted_by_kind_with_an_example(client: Client, tmp_path: Pa
     assert stage["device"] == "CPU" and stage["rows_per_s"] > 0 and "fail_some" in stage["name"]
 
 
+def test_the_output_of_failed_rows_is_read_like_the_others(client: Client, tmp_path: Path) -> None:
+    errors = batch.JsonWriter(f"{tmp_path}/errors.jsonl")
+    job = run_job(
+        client,
+        batch.JsonWriter(f"{tmp_path}/out.jsonl"),
+        function=fail_some,
+        batch_size=10,
+        max_failed_rows=10,
+        errors=errors,
+    )
+    answer = read(client, f"{job.job_id}/preview?output=1")
+    assert answer.status_code == 200, answer.text
+    assert [row["idx"] for row in answer.json()["rows"]] == [3, 13, 20, 23]
+    file = read(client, f"{job.job_id}/download?output=1")
+    assert file.status_code == 200 and file.content == (tmp_path / "errors.jsonl").read_bytes()
+    assert read(client, f"{job.job_id}/preview?output=2").status_code == 400
+
+
 def test_a_preview_reads_few_bytes(tmp_path: Path) -> None:
     lines = b"".join(json.dumps({"n": index, "pad": "x" * 900}).encode() + b"\n" for index in range(5000))
     cut = batch_outputs._cut_last_line(lines[: batch_outputs.MAX_PREVIEW_BYTES])

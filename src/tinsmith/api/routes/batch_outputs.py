@@ -127,7 +127,7 @@ def _find_output(call: Call, index: int) -> tuple[Mapping[str, Any], Store, str]
     if output is None:
         raise UserError(f"output is {index}, and bulk job {job.job_id} has published {len(outputs)} outputs so far")
     spec = call.services.batch_jobs.spec(job.job_id)
-    written, path = spec.batch_output_formats[index], str(output["path"])
+    written, path = spec.all_output_formats[index], str(output["path"])
     kind = str(written.get("format"))
     if kind not in READABLE or kind not in FORMATS or any(name in written for name in SHIPPED_KEYS):
         raise UserError(f"the server cannot read rows of the format {kind!r}; read them with job.outputs: {path}")
