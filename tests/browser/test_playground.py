@@ -15,6 +15,21 @@ from support.dashboard_data import BASE, Site
 
 SECOND = ".column:nth-child(2)"
 SHORT_ANSWERS = "temperature=0&max_tokens=16"
+RECORD = """
+const [held] = arguments;
+const fetchNow = window.fetch;
+const gate = new Promise((resolve) => { window.release = resolve; });
+window.sent = [];
+window.fetch = async (where, options) => {
+  if (where.startsWith("/oai/") && options.method === "POST") {
+    const body = JSON.parse(options.body);
+    window.sent.push(body);
+    if (body.model === held) await gate;
+  }
+  return fetchNow(where, options);
+};
+"""
+"""Records the requests for answers, and holds those to one model until `release` is called."""
 
 
 def open_playground(browser: Browser, query: str = SHORT_ANSWERS) -> None:
@@ -61,6 +76,26 @@ def test_models_converse_side_by_side_over_several_turns(alice: Site, browser: B
     browser.until(lambda: len(browser.all(f"{SECOND} .message")) == 2, "the last exchange's end")
     browser.click(".actions button", "New conversation")
     browser.until(lambda: not browser.all(".message"), "empty conversations")
+
+
+def test_what_is_done_during_the_answers_loses_and_repeats_nothing(browser: Browser) -> None:
+    open_playground(browser)
+    slow = models_of(browser)[1]
+    send(browser, "Say hello.")
+    browser.driver.execute_script(RECORD, slow)
+    prompt = browser.one("#prompt")
+    prompt.send_keys("Say yes.")
+    browser.driver.execute_script("for (const turn of [1, 2]) document.querySelector('form.ask').requestSubmit()")
+    browser.until(lambda: len(browser.all(".about")) == 3, "the answer of the first model")
+    prompt.send_keys("Say no.")
+    browser.click(".actions button", "New conversation")
+    browser.until(lambda: "Stop the answers first." in browser.text("#news"), "the refusal")
+    assert len(browser.all(".column:nth-child(1) .message")) == 4, "no conversation ends before the others"
+    browser.driver.execute_script("release()")
+    browser.until(lambda: len(browser.all(".about")) == 4, "both answers")
+    browser.until(lambda: "Done" in browser.text("#news"), "the end")
+    assert prompt.get_attribute("value") == "Say no.", "the next message stays"
+    assert len(browser.driver.execute_script("return sent")) == 2, "one request to each model"
 
 
 def test_tokens_of_an_answer_have_alternatives(browser: Browser) -> None:
@@ -138,7 +173,13 @@ def test_a_saved_conversation_trains_a_model(alice: Site, browser: Browser) -> N
     open_playground(browser)
     browser.one("#system").send_keys("Be kind.")
     send(browser, "Say hello.")
+    browser.one("#system").send_keys(" Be brief.")
+    browser.one("#prompt").send_keys("Say yes.")
+    browser.click("button.primary", "Send")
+    browser.until(lambda: "began with another system prompt." in browser.text("#news"), "the refusal")
+    assert len(browser.all(".message")) == 4 and browser.one("#prompt").get_attribute("value") == "Say yes."
     line = json.loads(copied_text(browser, "Copy conversation 2 as a JSON line"))
+    assert line["messages"][0] == {"role": "system", "content": "Be kind."}, "that of the answer"
     assert [message["role"] for message in line["messages"]] == ["system", "user", "assistant"]
     tokenizer = alice.model.get_tokenizer()
     tokens = tokenizer.encode(tokenizer.apply_chat_template(line["messages"], tokenize=False), add_special_tokens=False)
@@ -162,6 +203,12 @@ def test_a_link_has_the_models_the_first_message_and_the_settings(browser: Brows
 
 def test_a_checkpoint_and_a_run_are_compared_with_their_base_model(alice: Site, browser: Browser) -> None:
     browser.open("checkpoints", "Checkpoints")
+    browser.click("button", "Use answers")
+    browser.until(
+        lambda: f'base_url="{alice.server.url}", api_key="' in browser.text("dialog pre"), "the whole address"
+    )
+    browser.click("dialog button", "Close")
+    browser.until(lambda: not browser.all("dialog"), "its end")
     browser.click("a", "Compare answers with its base model")
     browser.until(lambda: models_of(browser) == [BASE, alice.checkpoints[1]], "both models")
     browser.open("checkpoints", "Checkpoints")
@@ -180,6 +227,14 @@ def test_a_prompt_is_continued_without_the_template(browser: Browser) -> None:
     browser.click("button.primary", "Send")
     browser.until(lambda: len(browser.all(".column .tokens")) == 2, "both answers")
     assert not browser.all(".message.user"), "there is no conversation"
+    browser.driver.execute_script(RECORD, "")
+    browser.click("#chat")
+    browser.click("button.primary", "Send")
+    browser.until(lambda: len(browser.all(".message.user")) == len(browser.all(".about")) == 2, "the chat's answers")
+    for body in browser.driver.execute_script("return sent"):
+        assert body["messages"] == [{"role": "user", "content": "Say hello."}], "without the continued prompt"
+    line = json.loads(copied_text(browser, "Copy conversation 1 as a JSON line"))
+    assert [message["role"] for message in line["messages"]] == ["user", "assistant"]
 
 
 def test_a_refused_sample_shows_the_reason_and_can_be_repeated(browser: Browser) -> None:
@@ -190,8 +245,19 @@ def test_a_refused_sample_shows_the_reason_and_can_be_repeated(browser: Browser)
     browser.click("button.primary", "Send")
     browser.until(lambda: "no/such-model" in browser.text(".column .warning"), "the reason")
     browser.until(lambda: browser.all(f"{SECOND} .about"), "the other model's answer")
+    browser.until(lambda: browser.text("#news") == "1 of 2 models answered.", "the outcome")
+    assert browser.one("#prompt").get_attribute("value") == ""
+    assert browser.one("#temperature").get_attribute("max") == "2", "the most that the server takes"
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys(BASE)
     browser.click("button", "Try again in column 1")
     browser.until(lambda: len(browser.all(".message.assistant .about")) == 2, "the answer")
+    assert all("404" in complaint for complaint in browser.complaints())
+
+
+def test_a_message_that_no_model_answers_stays(browser: Browser) -> None:
+    open_playground(browser, "models=no-such-model")
+    browser.click("button.primary", "Send")
+    browser.until(lambda: browser.text("#news") == "No model answered.", "the outcome")
+    assert browser.one("#prompt").get_attribute("value") == "Say hello."
     assert all("404" in complaint for complaint in browser.complaints())

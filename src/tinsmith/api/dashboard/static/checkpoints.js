@@ -69,7 +69,7 @@ async function remove(row, again) {
 // The lines that continue from a checkpoint or sample it, and the commands that export it.
 function usesOf(row) {
   const target = `"${row.tinker_path}"`;
-  const service = `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}")`;
+  const service = `import tinker\n\nservice = tinker.ServiceClient(base_url="${location.origin}", api_key="YOUR_KEY")`;
   const isTraining = row.checkpoint_type === "training";
   const server = `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=...`;
   return [

@@ -108,6 +108,8 @@ export class Column {
     this.read = read;
     this.turns = [];
     this.unanswered = [];
+    this.completion = null; // a list of the turn without the template, if that was asked for last
+    this.start = null; // the system prompt and the tools of the conversation's first request
     this.stopper = null;
     this.input = h("input", { id: `model${number}`, list: "models", value: model, spellcheck: "false", autocomplete: "off", on: { change } });
     this.thread = h("div", { class: "thread", tabindex: "-1", role: "group", "aria-label": `Conversation ${number}` });
@@ -144,21 +146,34 @@ export class Column {
   // Draws the conversation, and gives its place the focus that a removed or hidden button had.
   draw(...more) {
     const focused = [this.thread, this.uses, this.halt].some((place) => place.contains(document.activeElement)) ? document.activeElement : null;
-    put(this.thread, this.turns.map((turn, index) => drawTurn(turn, this.model, index === this.turns.length - 1)), more);
-    this.uses.hidden = !this.turns.length || this.isCompletion || Boolean(this.stopper);
+    const turns = this.completion || this.turns;
+    put(this.thread, turns.map((turn, index) => drawTurn(turn, this.model, index === turns.length - 1)), more);
+    this.uses.hidden = !this.turns.length || Boolean(this.completion) || Boolean(this.stopper);
     this.halt.hidden = !this.stopper;
     if (focused && !focused.checkVisibility()) (this.thread.childElementCount ? this.thread : this.input).focus();
   }
 
   // Sends a message of the user. Returns whether it was answered.
   send(text) {
-    this.isCompletion = false;
     return this.extend([{ message: { role: "user", content: text }, tokens: [] }]);
+  }
+
+  // Returns the settings of the next request. Throws if a running conversation began with another system prompt or
+  // other tools: its saved line has one of each.
+  settings() {
+    const settings = this.read();
+    if (!this.turns.length) return settings;
+    const isSame = (name) => JSON.stringify(settings[name]) === JSON.stringify(this.start[name]);
+    const other = [["system", "system prompt"], ["tools", "tools"]].filter(([name]) => !isSame(name)).map(([, label]) => label);
+    if (other.length) throw new Error(`Conversation ${this.number} began with another ${other.join(" and other ")}. Restore the old text, or start a new conversation.`);
+    return settings;
   }
 
   // Adds turns, and the answer to them. If there is none, the conversation stays as it was.
   async extend(turns) {
-    const { params, system, tools, toolChoice } = this.read();
+    const { params, system, tools, toolChoice } = this.settings();
+    this.completion = null;
+    this.start = { system, tools };
     this.turns.push(...turns);
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...this.turns.map(({ message }) => message)];
     const extras = tools.length ? { tools, tool_choice: toolChoice } : {};
@@ -170,12 +185,12 @@ export class Column {
     return false;
   }
 
-  // Continues a prompt without the template.
-  async complete(prompt) {
+  // Continues a prompt without the template, which ends the conversation. Returns whether it was answered.
+  complete(prompt) {
     const { params } = this.read();
-    this.isCompletion = true;
+    this.completion = [];
     this.turns = [];
-    await this.sample("/oai/api/v1/completions", { model: this.model, ...params, prompt, logprobs: TOP });
+    return this.sample("/oai/api/v1/completions", { model: this.model, ...params, prompt, logprobs: TOP });
   }
 
   async sample(where, body) {
@@ -188,15 +203,16 @@ export class Column {
     let isAnswered = false;
     try {
       const signal = AbortSignal.any([this.signal, this.stopper.signal]);
-      this.turns.push(await sampleTurn(where, body, signal, ({ message }) => {
+      const turn = await sampleTurn(where, body, signal, ({ message }) => {
         live.textContent = message.content || message.reasoning_content || "";
-      }));
-      after = [this.calls.length && !this.isCompletion ? this.resultsForm() : null];
+      });
+      (this.completion || this.turns).push(turn);
+      after = [this.calls.length ? this.resultsForm() : null];
       isAnswered = true;
     } catch (error) {
       const text = error.name === "AbortError" ? "The answer was stopped before its first token." : error.message;
       const again = button("Try again", () => this.extend(this.unanswered), { class: "plain", "aria-label": `Try again in column ${this.number}` });
-      after = [h("p", { class: "warning", role: "alert" }, text), this.isCompletion ? null : again];
+      after = [h("p", { class: "warning", role: "alert" }, text), this.completion ? null : again];
     }
     this.stopper = null;
     this.thread.removeAttribute("aria-busy");
@@ -244,18 +260,19 @@ export class Column {
   }
 
   clear() {
-    if (this.stopper) throw new Error("Stop the answers first.");
+    this.completion = null;
     this.turns = [];
     this.unanswered = [];
     this.draw();
   }
 
-  // The conversation up to its last answer, as a line of a file for training.
+  // The conversation up to its last answer, as a line of a file for training, with the system prompt and the tools that
+  // its answers had.
   line() {
-    const { system, tools } = this.read();
     const end = this.turns.findLastIndex(({ message }) => message.role === "assistant") + 1;
     const messages = this.turns.slice(0, end).map(({ message }) => message);
     if (!messages.length) throw new Error("The conversation has no answer yet.");
+    const { system, tools } = this.start;
     if (system) messages.unshift({ role: "system", content: system });
     return JSON.stringify(tools.length ? { messages, tools } : { messages });
   }

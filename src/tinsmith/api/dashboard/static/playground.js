@@ -21,7 +21,7 @@ function field(id, label, input) {
 }
 
 const inputs = (values) => ({
-  temperature: h("input", { id: "temperature", type: "number", min: 0, max: 10, step: "any", value: values.temperature }),
+  temperature: h("input", { id: "temperature", type: "number", min: 0, max: 2, step: "any", value: values.temperature }),
   top_p: h("input", { id: "top_p", type: "number", min: 0.01, max: 1, step: "any", value: values.top_p }),
   max_tokens: h("input", { id: "max_tokens", type: "number", min: 1, step: 1, value: values.max_tokens }),
   seed: h("input", { id: "seed", type: "number", step: 1, placeholder: "random", value: values.seed }),
@@ -109,6 +109,12 @@ class Columns {
     this.more.focus();
   }
 
+  // Ends all conversations, or none.
+  clear() {
+    if (this.all.some((column) => column.stopper)) throw new Error("Stop the answers first.");
+    for (const column of this.all) column.clear();
+  }
+
   tidy() {
     for (const column of this.all) column.drop.hidden = this.all.length < 2;
     this.more.disabled = this.all.length >= MOST_COLUMNS;
@@ -117,15 +123,29 @@ class Columns {
   }
 }
 
-// Sends the message to every column that does not wait for the results of its calls.
+// Sends the message to every column that waits for neither an answer nor the results of its calls. Returns for each of
+// these columns whether it was answered. Throws before anything is sent.
 async function sendTo(columns, fields, prompt) {
-  fields.read(); // refuses wrong tools before anything is sent
-  if (!fields.isChat()) return Promise.all(columns.map((column) => column.complete(prompt.value)));
+  const { value } = prompt;
+  if (!fields.isChat()) {
+    fields.read();
+    const idle = columns.filter((column) => !column.stopper);
+    if (!idle.length) throw new Error("Every column waits for its answer.");
+    return Promise.all(idle.map((column) => column.complete(value)));
+  }
   const ready = columns.filter((column) => !column.calls.length && !column.stopper);
   if (!ready.length) throw new Error("Every conversation waits for the results of its calls, or for its answer.");
-  const answered = await Promise.all(ready.map((column) => column.send(prompt.value)));
-  if (answered.some(Boolean)) prompt.value = "";
+  for (const column of ready) column.settings();
+  prompt.value = ""; // at once, since the next message may be written during the answers
+  const answered = await Promise.all(ready.map((column) => column.send(value)));
+  if (!answered.some(Boolean) && !prompt.value) prompt.value = value;
   return answered;
+}
+
+function tellOutcome(answered) {
+  const good = answered.filter(Boolean).length;
+  if (good === answered.length) return tell("Done");
+  tell(good ? `${good} of ${answered.length} models answered.` : "No model answered.", "error");
 }
 
 export default {
@@ -142,13 +162,14 @@ export default {
     const remember = () => isReady && set({ ...fields.address(), models: joinNames(columns.all.map((column) => column.model)) });
     const columns = new Columns(signal, fields.read, remember);
     const run = async () => {
+      if (go.disabled) return; // a form is also submitted without its button
       if (!prompt.value) return tell("Write a message first.", "error");
       if (columns.all.every((column) => !column.turns.length)) set({ prompt: prompt.value.length <= SHORT ? prompt.value : "" });
       remember();
       go.disabled = true;
       try {
-        await sendTo(columns.all, fields, prompt);
-        if (!signal.aborted) tell("Done");
+        const answered = await sendTo(columns.all, fields, prompt);
+        if (!signal.aborted) tellOutcome(answered);
       } catch (error) {
         tell(error.message, "error");
       } finally {
@@ -157,7 +178,7 @@ export default {
     };
     const go = h("button", { class: "primary" }, "Send");
     const restart = button("New conversation", () => {
-      for (const column of columns.all) column.clear();
+      columns.clear();
       prompt.focus();
     });
     const submit = (event) => {
