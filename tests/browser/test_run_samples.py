@@ -156,6 +156,32 @@ def test_samples_are_searched_filtered_and_sorted_by_the_address(rl_run: Trained
     browser.until(lambda: "sort=divergence" in browser.driver.current_url, "the address")
 
 
+def test_filters_that_change_together_count_and_a_wrong_one_is_refused_beside_them(
+    rl_run: TrainedRun, browser: Browser
+) -> None:
+    open_samples(browser, rl_run)
+
+    def fill_in(**filters: str) -> None:
+        fill = (
+            "for (const [name, value] of Object.entries(arguments[0])) {"
+            "const input = document.getElementById(`by-${name}`); input.value = value;"
+            "input.dispatchEvent(new Event('input')); }"
+        )
+        browser.driver.execute_script(fill, filters)
+
+    fill_in(step="2", least="-1")
+    browser.until(lambda: len(browser.all(".opener")) == len(QUESTIONS), "those of the step")
+    assert "step=2" in browser.driver.current_url and "least=-1" in browser.driver.current_url
+    fill_in(step="-3")
+    browser.until(lambda: "step" in browser.text("main .warning"), "the reason")
+    assert browser.text("#news") == ""
+    fill_in(step="")
+    browser.until(lambda: len(browser.all(".opener")) == STEPS * len(QUESTIONS), "all steps")
+    assert not browser.one("main .warning").is_displayed()
+    complaints = browser.complaints()
+    assert complaints and all(" 400 " in complaint for complaint in complaints), complaints
+
+
 def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(rl_run: TrainedRun, browser: Browser) -> None:
     open_samples(browser, rl_run, "?sort=step&order=desc&text=30")
     browser.click(".opener")

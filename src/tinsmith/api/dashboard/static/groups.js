@@ -4,7 +4,7 @@
 import { addressed } from "./address.js";
 import { divergenceText, meanOf, weightsOf } from "./answers.js";
 import { get, path, poll } from "./api.js";
-import { button, empty, h, keep } from "./dom.js";
+import { button, empty, h, keep, tell } from "./dom.js";
 import { ago, count, counted, number, percent, shortId } from "./format.js";
 import { isNumber } from "./scale.js";
 import { pager, table } from "./table.js";
@@ -12,6 +12,8 @@ import { signed } from "./tokens.js";
 
 const LIMIT = matchMedia("(max-width: 40rem)").matches ? 12 : 25;
 const POLL_S = 8;
+const TYPING_MS = 250; // filters wait until nothing was typed for so long
+const REFUSED = 400; // the status of a filter with a wrong value
 const HIDDEN_AFTER = 400; // characters of a question that is cut
 
 const SORTS = { newest: "Newest", step: "Step", reward: "Reward", spread: "Reward spread", advantage: "Advantage", length: "Length", divergence: "KL" };
@@ -77,6 +79,8 @@ function drawOpened(group, index, run) {
   ];
 }
 
+const tellError = (error) => error.name === "AbortError" || tell(error.message, "error");
+
 const keyOf = (group) => `${weightsOf(group)} ${group.prompt_id}`;
 
 // `opened` are the keys of open groups, which stay open when the table is drawn again.
@@ -115,6 +119,7 @@ export async function showGroups(place, signal, { run = "", report = () => {} } 
   const list = h("div");
   const pages = h("div");
   const about = h("p", { class: "quiet kept" });
+  const refusal = h("p", { class: "warning", role: "alert", hidden: true });
   const draw = keep(list);
   const drawPages = keep(pages);
   const opened = new Set();
@@ -127,12 +132,23 @@ export async function showGroups(place, signal, { run = "", report = () => {} } 
     draw([answer.groups, [...opened], Math.floor(Date.now() / 10000)], () => (answer.groups.length ? drawGroups(answer.groups, opened, run, redraw) : empty(none)));
     if (focused) [...list.querySelectorAll("button.opener")].find((one) => one.dataset.key === focused)?.focus();
   };
+  const refuse = (text) => {
+    if (refusal.textContent !== text) refusal.textContent = text; // which is announced only once
+    refusal.hidden = !text;
+  };
   const look = async () => {
     const current = ++turn;
     const query = { ...values, ...(run ? { run } : {}), limit: LIMIT };
-    const content = await get(`/dashboard/groups?${new URLSearchParams(Object.entries(query).filter(([, value]) => value !== ""))}`, signal);
-    if (current !== turn) return;
-    answer = content;
+    try {
+      const content = await get(`/dashboard/groups?${new URLSearchParams(Object.entries(query).filter(([, value]) => value !== ""))}`, signal);
+      if (current !== turn) return;
+      answer = content;
+    } catch (error) {
+      if (error.status !== REFUSED) throw error;
+      if (current === turn) refuse(error.message);
+      return;
+    }
+    refuse("");
     about.textContent = describeLimits(answer.limits);
     redraw();
     drawPages(answer.cursor, () => pager(answer.cursor, (offset) => change({ offset })));
@@ -143,22 +159,29 @@ export async function showGroups(place, signal, { run = "", report = () => {} } 
     return look();
   };
   let timer;
+  let typed = {}; // the new values of all fields since the last search
+  const search = () => {
+    const changes = typed;
+    typed = {};
+    change({ ...changes, offset: 0 }).catch(tellError);
+  };
   const field = (name) => {
     const [label, attributes] = FIELDS[name];
     const id = name === "text" ? "search" : `by-${name}`;
     const input = h("input", { id, ...attributes, value: values[name] ?? "" });
     input.addEventListener("input", () => {
+      typed[name] = input.value.trim();
       clearTimeout(timer);
-      timer = setTimeout(() => change({ [name]: input.value.trim(), offset: 0 }), 250);
+      timer = setTimeout(search, TYPING_MS);
     });
     return h("div", { class: `field ${name}` }, h("label", { for: id }, label), input);
   };
-  const sort = h("select", { id: "sort", on: { change: () => change({ sort: sort.value, offset: 0 }) } }, Object.entries(SORTS).map(([name, label]) => h("option", { value: name, selected: name === values.sort }, label)));
+  const sort = h("select", { id: "sort", on: { change: () => change({ sort: sort.value, offset: 0 }).catch(tellError) } }, Object.entries(SORTS).map(([name, label]) => h("option", { value: name, selected: name === values.sort }, label)));
   const order = button(values.order === "desc" ? "Highest first" : "Lowest first", () => {
     const to = values.order === "desc" ? "asc" : "desc";
     order.textContent = to === "desc" ? "Highest first" : "Lowest first";
     return change({ order: to, offset: 0 });
   });
-  place.append(h("div", { class: "filters" }, names.map(field), h("div", { class: "field" }, h("label", { for: "sort" }, "Sort by"), sort), order), about, list, pages);
+  place.append(h("div", { class: "filters" }, names.map(field), h("div", { class: "field" }, h("label", { for: "sort" }, "Sort by"), sort), order), refusal, about, list, pages);
   await poll(signal, POLL_S, look);
 }
