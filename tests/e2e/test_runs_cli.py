@@ -154,9 +154,13 @@ def test_a_run_shows_whether_it_runs_is_done_or_has_diverged(runs: Runs) -> None
                 runs._step(client, rate)
             run_id = client.get_info().model_id
             assert tinsmith.console_url(client) == f"{runs.server.url}/#/runs/{quote(run_id, safe='')}"
+            logged = {"model_id": run_id, "step": 1, "metrics": {"accuracy": 0.5}}
+            http = {"json": logged, "headers": {"X-API-Key": API_KEY}}
+            httpx.post(f"{runs.server.url}/api/v1/log_metrics", **http).raise_for_status()
             card = tinsmith.show(client)
             assert (card.run_id, card.base_model, card.step) == (run_id, "tinsmith/nano", STEPS)
             assert card.status in repr(card) and "loss_per_token" in card.metrics
+            assert next(iter(card.metrics.items())) == ("accuracy", 0.5), "what the client logged comes first"
             assert (
                 f'href="{card.url}"' in card._repr_html_() and tinsmith.show(run_id, runs.server.url, API_KEY) == card
             )

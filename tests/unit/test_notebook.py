@@ -22,7 +22,7 @@ from tinsmith.batch.client.sky_pools import PoolRequest
 from tinsmith.errors import TinsmithError
 from tinsmith.exchange.console_urls import ConsoleUrl
 from tinsmith.exchange.metrics import RunMetrics
-from tinsmith.exchange.run_cards import RunCard
+from tinsmith.exchange.run_cards import MAX_METRICS, RunCard, choose_metrics
 from tinsmith.exchange.trajectories import CapturedTrajectory
 from tinsmith.runtime import notebook
 from tinsmith.runtime.notebook import MAX_CHARACTERS, MAX_ROWS, LiveDisplay, card, table
@@ -133,6 +133,20 @@ def test_a_data_set_without_output_says_so_in_a_notebook() -> None:
     text = Elements(data._repr_html_()).text
     data._forgotten = False
     assert "no output" in text
+
+
+def test_a_card_has_the_newest_metrics_of_the_client_before_the_key_ones_of_the_server() -> None:
+    trained = {"entropy": 1.0, "rows:sum": 4.0, "grad_norm": 0.5, "loss_per_token": 0.25}
+    points = [
+        {"source": "client", "step": 1, "metrics": {"reward": 0.1, "test/nll": 2.0}},
+        {"source": "client", "step": 2, "metrics": {"accuracy": 0.5, "entropy": 3.0, "reward": 0.2}},
+        {"source": "server", "step": 3, "metrics": trained},
+    ]
+    client = [("reward", 0.2), ("accuracy", 0.5), ("entropy", 3.0), ("test/nll", 2.0)]
+    assert list(choose_metrics(points, trained).items()) == [*client, ("loss_per_token", 0.25), ("grad_norm", 0.5)]
+    many = [{"source": "client", "step": 1, "metrics": {f"m{number}": 0.0 for number in range(50)}}]
+    names = list(choose_metrics(many, trained))
+    assert len(names) == MAX_METRICS and names[-3:] == ["loss_per_token", "grad_norm", "entropy"]
 
 
 def test_long_values_and_tables_are_cut() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -14,12 +15,22 @@ from tinsmith.runtime import notebook
 from tinsmith.settings.environment import client_address
 
 TIMEOUT_S = 30.0
+MAX_METRICS = 12
+KEY_METRICS = (
+    "loss_per_token",
+    "loss_per_datum",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "kl_sample_train_v2",
+)
+"""The server's metrics that a card shows, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCard:
-    """A run at the time of the call. `metrics` are the newest optimizer step's, and those that the client logged last;
-    a value that was not finite is None.
+    """A run at the time of the call. `metrics` has at most MAX_METRICS values: those that the client logged, the newest
+    first, then those of KEY_METRICS at the newest optimizer step. A value that was not finite is None.
     """
 
     run_id: str
@@ -51,19 +62,16 @@ def describe_run(run: object, base_url: str = "", api_key: str = "") -> RunCard:
     """
     server, run_id = locate_run(run, base_url)
     key = api_key or str(getattr(getattr(run, "holder", None), "_api_key", "") or "") or client_address()[1]
-    query = {"search": run_id, "columns": "reward,loss", "limit": "1"}
-    with httpx.Client(base_url=f"{server}/api/v1/dashboard/", headers={"X-API-Key": key}, timeout=TIMEOUT_S) as http:
+    segment = quote(run_id, safe="")
+    with httpx.Client(base_url=f"{server}/api/v1/", headers={"X-API-Key": key}, timeout=TIMEOUT_S) as http:
         try:
-            answer = http.get(f"runs/{quote(run_id, safe='')}")
-            listed = http.get("runs", params=query)
+            answers = [http.get(path) for path in (f"dashboard/runs/{segment}", f"training_runs/{segment}/metrics")]
         except httpx.TransportError as error:
             raise TinsmithError(f"no connection to {server}: {error}") from None
-    for response in (answer, listed):
-        if not response.is_success:
-            raise refusal(response.status_code, response.text)
-    row = answer.json()
-    values = next((item["values"] for item in listed.json()["runs"] if item["model_id"] == run_id), {})
-    reward = {} if values.get("reward") is None else {"reward": values["reward"]}
+    for answer in answers:
+        if not answer.is_success:
+            raise refusal(answer.status_code, answer.text)
+    row, points = answers[0].json(), answers[1].json()["points"]
     return RunCard(
         run_id=run_id,
         name=row["name"] or "",
@@ -71,6 +79,20 @@ def describe_run(run: object, base_url: str = "", api_key: str = "") -> RunCard:
         status=row["status"],
         status_reason=row["status_reason"] or "",
         step=row["step"],
-        metrics=reward | row["metrics"],
+        metrics=choose_metrics(points, row["metrics"]),
         url=run_url(server, run_id),
     )
+
+
+def choose_metrics(points: Sequence[Mapping[str, Any]], trained: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The metrics of a card, from the points of a run's metrics and those of its newest optimizer step.
+
+    Of the metrics that the client logged at the same step, those whose name has "reward" come first. The client's value
+    counts if the server has one of the same name.
+    """
+    logged: dict[str, float | None] = {}
+    for point in sorted((point for point in points if point["source"] == "client"), key=lambda point: -point["step"]):
+        for name in sorted(point["metrics"], key=lambda name: "reward" not in name):
+            logged.setdefault(name, point["metrics"][name])
+    key_metrics = {name: trained[name] for name in KEY_METRICS if name in trained and name not in logged}
+    return dict(list(logged.items())[: MAX_METRICS - len(key_metrics)]) | key_metrics
