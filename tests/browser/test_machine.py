@@ -126,3 +126,54 @@ def test_operators_see_the_tenants(browser: Browser) -> None:
         "100 %",
     ]
     assert "yours" not in browser.all("figure.curve")[1].text
+
+
+ONE_PERIOD = """
+const before = window.fetch;
+window.fetch = async (url, options) => {
+  const answer = await before(url, options);
+  if (!String(url).includes("/machine/history")) return answer;
+  const history = await answer.json();
+  const began_at = (Math.floor(history.now / history.step_s) - 1000) * history.step_s;
+  const point = { began_at, trained_tokens: 12, sampled_tokens: 3, memory_bytes: 2 ** 30, training: 1, sampling: 0, loading: 0, idle: 0 };
+  const model = { base_model: "org/new", trained_tokens: 4321, sampled_tokens: %s, points: [point] };
+  return Response.json({ ...history, base_models: [model], device: [{ began_at, utilisation: 0.75 }] });
+};
+window.plots = [];
+window.uPlot = new Proxy(window.uPlot, {
+  construct(target, values) {
+    const plot = new target(...values);
+    window.plots.push(plot);
+    return plot;
+  },
+});
+location.hash = "#/machine?span=month";
+"""  # noqa: E501
+DOTS = """
+return window.plots.map((plot) => {
+  const index = plot.data[1].findIndex((value) => value !== null);
+  const [x, y] = [plot.valToPos(plot.data[0][index], "x", true), plot.valToPos(plot.data[1][index], "y", true)];
+  const [red, green, blue, alpha] = plot.ctx.getImageData(Math.round(x), Math.round(y), 1, 1).data;
+  return alpha > 200 && Math.max(red, green, blue) - Math.min(red, green, blue) > 40;
+});
+"""
+
+
+def show_one_period(browser: Browser, sampled: str) -> None:
+    browser.open("overview", "Overview")
+    browser.driver.execute_script(ONE_PERIOD % sampled)
+    browser.until(lambda: len(browser.all("figure.curve canvas")) == 4, "the charts")
+
+
+def test_a_single_period_is_a_dot_and_its_tokens_are_those_of_the_server(browser: Browser) -> None:
+    show_one_period(browser, "7")
+    browser.until(lambda: browser.driver.execute_script(DOTS) == [True] * 4, "a coloured dot in each chart")
+    highest = browser.driver.execute_script("return plots.map((plot) => plot.scales.y.max * 10)")
+    assert highest[3] == 100, "no share is above 100 %"
+    assert highest[0] > 12, "other values have no largest one"
+    assert "About 4.3k tokens were trained, and 7 sampled by you." in browser.text("main")
+
+
+def test_unknown_samples_are_not_counted(browser: Browser) -> None:
+    show_one_period(browser, "null")
+    browser.until(lambda: "About 4.3k tokens were trained." in browser.text("main"), "the total")

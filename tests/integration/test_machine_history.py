@@ -54,6 +54,7 @@ def test_a_tenant_sees_the_machines_totals_and_its_own_samples_alone(harness: Ha
     assert (theirs["is_operator"], theirs["tenants"]) == (False, [])
     (entry,) = theirs["base_models"]
     assert entry["base_model"] == BASE
+    assert (entry["trained_tokens"], entry["sampled_tokens"]) == pytest.approx((800.0, 10.0)), "not of the whole step"
     point = entry["points"][-1]
     assert point["trained_tokens"] == pytest.approx(80.0) and point["sampled_tokens"] == pytest.approx(1.0)
     assert point["memory_bytes"] == pytest.approx(2**30) and point["memory_budget"] is None
@@ -72,7 +73,9 @@ def test_a_tenant_sees_the_machines_totals_and_its_own_samples_alone(harness: Ha
 
 def test_samples_that_are_counted_with_those_of_others_are_not_known(harness: Harness) -> None:
     add_work(harness, {"alice": (600.0, 30.0), OTHER: (200.0, 10.0)})
-    assert {point["sampled_tokens"] for point in read(harness, BOB)["base_models"][0]["points"]} <= {None, 0.0}
+    (entry,) = read(harness, BOB)["base_models"]
+    assert {point["sampled_tokens"] for point in entry["points"]} <= {None, 0.0}
+    assert entry["sampled_tokens"] is None and entry["trained_tokens"] == pytest.approx(800.0)
 
 
 def test_an_unknown_span_is_refused_and_an_empty_history_is_empty(harness: Harness) -> None:

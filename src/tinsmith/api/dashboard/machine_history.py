@@ -48,10 +48,7 @@ def machine_history(call: Call, query: HistoryQuery) -> JsonObject:
         "now": read_at,
         "is_operator": is_operator,
         "base_models": [
-            {
-                "base_model": base_model,
-                "points": [_point(period, _sampled(period.work, call.tenant_id, is_operator)) for period in of_model],
-            }
+            _describe_base_model(base_model, of_model, call.tenant_id, is_operator)
             for base_model, of_model in sorted(by_model.items())
         ],
         "device": [
@@ -60,6 +57,18 @@ def machine_history(call: Call, query: HistoryQuery) -> JsonObject:
             if period.work.device_s
         ],
         "tenants": _list_tenants(periods) if is_operator else [],
+    }
+
+
+def _describe_base_model(base_model: str, periods: Sequence[Period], tenant_id: str, is_operator: bool) -> JsonObject:
+    """A base model's points and its total tokens; those sampled are None if they are not known in some period."""
+    sampled = [_sampled(period.work, tenant_id, is_operator) for period in periods]
+    known = [tokens for tokens in sampled if tokens is not None]
+    return {
+        "base_model": base_model,
+        "trained_tokens": sum(period.work.trained_tokens for period in periods),
+        "sampled_tokens": sum(known) if len(known) == len(sampled) else None,
+        "points": [_point(period, tokens) for period, tokens in zip(periods, sampled, strict=True)],
     }
 
 

@@ -2,7 +2,7 @@
 
 import { h, put, svg } from "./dom.js";
 import { count, counted, number, seconds } from "./format.js";
-import { exponentOf, isNumber, labelsOf, scaled, stepRange, ticksOf, valueRange } from "./scale.js";
+import { boundedRange, exponentOf, isNumber, labelsOf, scaled, stepRange, ticksOf, valueRange } from "./scale.js";
 import { table } from "./table.js";
 
 const HEIGHT = 170;
@@ -48,8 +48,8 @@ export function curve(title, note, signal, view = {}, extras = {}) {
 
 // Several curves in one figure. `update` takes {name, xs, values, low?, high?} per curve. `view` may have `smooth` (0 to
 // below 1), `log` and `time` (xs are seconds), or `clock` (xs are seconds since the epoch, and missing values are gaps):
-// {label(x), tick(x), ticks(low, high, width)}. Call `redraw` when it has changed. `heightOf` returns the height in
-// pixels; `tools` are elements of the caption.
+// {label(x), tick(x), ticks(low, high, width)}; `most` is the largest possible value. Call `redraw` when it has changed.
+// `heightOf` returns the height in pixels; `tools` are elements of the caption.
 export function curves(title, note, signal, view = {}, { heightOf = () => HEIGHT, tools = null } = {}) {
   const latest = h("output", { class: "latest" });
   const place = h("div", { class: "plot", role: "img" });
@@ -146,11 +146,20 @@ function seriesOf(chart, view) {
   });
 }
 
+// Returns the places of the values that no line reaches, or null without any. Lines over gaps reach all but a single one.
+function isolatedIn(values, spanGaps) {
+  const places = [...values.keys()].filter((index) => isNumber(values[index]));
+  if (spanGaps) return places.length === 1 ? places : null;
+  const isolated = places.filter((index) => !isNumber(values[index - 1]) && !isNumber(values[index + 1]));
+  return isolated.length ? isolated : null;
+}
+
 function lineOptions(index, spanGaps) {
   const stroke = colour(LINES[index]);
   const base = { spanGaps, points: { show: false } };
+  const filter = (plot, series, areAllDrawn) => (areAllDrawn ? null : isolatedIn(plot.data[series], spanGaps));
   return [
-    { ...base, stroke, width: 1.75, points: { size: 5, fill: stroke } },
+    { ...base, stroke, width: 1.75, points: { size: 5, fill: stroke, filter } },
     { ...base, stroke, width: 0.5, alpha: 0.5 },
     { ...base, stroke: "transparent", width: 0 },
     { ...base, stroke: "transparent", width: 0 },
@@ -178,7 +187,7 @@ function options(width, height, said, chart, view) {
     padding: [10, 18, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: view.clock ? "clock" : view.time ? "seconds" : "steps" }, y: false, drag: { x: true, y: false } },
-    scales: { x: { time: false, range: (_plot, low, high) => stepRange(low, high) }, y: { range: (_plot, low, high) => (view.log ? powerRange(low, high) : valueRange(low, high)) } },
+    scales: { x: { time: false, range: (_plot, low, high) => stepRange(low, high) }, y: { range: (_plot, low, high) => (view.log ? powerRange(low, high) : boundedRange(valueRange(low, high), view.most / 10 ** chart.exponent, high)) } },
     axes: [
       {
         ...axis,

@@ -84,9 +84,11 @@ function sharesOfTime(history, clock) {
 }
 
 function summary(history) {
-  const of = (name) => history.base_models.flatMap(({ points }) => points).reduce((sum, point) => sum + (point[name] || 0) * history.step_s, 0);
-  const whose = history.is_operator ? "" : " by you";
-  return `About ${short(of("trained_tokens"))} tokens were trained, and ${short(of("sampled_tokens"))} sampled${whose}.`;
+  const totalOf = (name) => history.base_models.reduce((sum, model) => sum + model[name], 0);
+  const trained = `About ${short(totalOf("trained_tokens"))} tokens were trained`;
+  // Sampled tokens that are counted together with those of other tenants are unknown.
+  if (!history.base_models.every((model) => isNumber(model.sampled_tokens))) return `${trained}.`;
+  return `${trained}, and ${short(totalOf("sampled_tokens"))} sampled${history.is_operator ? "" : " by you"}.`;
 }
 
 function chooser(values, change) {
@@ -117,7 +119,7 @@ export default {
       drawing = new AbortController();
       const chartSignal = AbortSignal.any([signal, drawing.signal]);
       charts = FIGURES.map(({ title, note }) => curves(title, note(history), chartSignal, view));
-      if (history.device.length) charts.push(curves("Utilisation (%)", "of the servers' GPUs, or else of their CPUs", chartSignal, view));
+      if (history.device.length) charts.push(curves("Utilisation (%)", "of the servers' GPUs, or else of their CPUs", chartSignal, { ...view, most: 100 }));
       put(grid, charts.map(({ figure }) => figure));
     };
     const draw = (history) => {

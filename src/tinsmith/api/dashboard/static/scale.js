@@ -30,6 +30,9 @@ export function valueRange(low, high) {
   return [low >= 0 ? Math.max(0, low - margin) : low - margin, high <= 0 ? Math.min(0, high + margin) : high + margin];
 }
 
+// Ends a range at the largest possible value, unless some value is larger.
+export const boundedRange = ([low, high], most, largest) => [low, isNumber(most) && isNumber(largest) ? Math.min(high, Math.max(most, largest)) : high];
+
 // Returns the range of an axis of steps: their extent, with a margin for a single one.
 export function stepRange(low, high) {
   if (!isNumber(low) || !isNumber(high)) return [0, 1];
