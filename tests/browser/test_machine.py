@@ -172,6 +172,7 @@ def test_a_single_period_is_a_dot_and_its_tokens_are_those_of_the_server(browser
     assert highest[3] == 100, "no share is above 100 %"
     assert highest[0] > 12, "other values have no largest one"
     assert "About 4.3k tokens were trained, and 7 sampled by you." in browser.text("main")
+    assert all("willReadFrequently" in complaint for complaint in browser.complaints()), "pixels may be read again"
 
 
 def test_unknown_samples_are_not_counted(browser: Browser) -> None:
