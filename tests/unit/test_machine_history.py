@@ -96,3 +96,14 @@ def test_work_at_the_moment_of_the_last_reading_is_not_lost(db: Database) -> Non
     history.add(HERE, START, {"base": MachineWork(trained_tokens=5.0, tenants={"alice": (5.0, 0.0)})})
     (period,) = history.list_periods(LEVELS["hour"], START)
     assert period.work.trained_tokens == 5.0 and period.work.tenants == {"alice": (5.0, 0.0)}
+
+
+def test_servers_of_one_period_work_at_the_same_time(db: Database) -> None:
+    history = MachineHistory(db)
+    for holder, observed_s in (("first", 10.0), ("second", 5.0)):
+        work = MachineWork(observed_s=observed_s, trained_tokens=100.0, memory_byte_s=7 * observed_s)
+        history.add(holder, 1010.0, {"base": work})
+    total = MachineWork()
+    for period in history.list_periods(LEVELS["day"], 1010.0):
+        total.add(period.work)
+    assert (total.observed_s, total.trained_tokens, total.memory_byte_s) == (10.0, 200.0, 105.0)

@@ -110,13 +110,18 @@ class MachineHistory:
                 connection.execute(MACHINE_HISTORY.delete().where(MACHINE_HISTORY.c.step_s == level.step_s, is_old))
 
     def list_periods(self, level: Level, at: float) -> list[Period]:
-        """The periods of a level up to a moment, oldest first, with the servers' work together."""
+        """The periods of a level up to a moment, oldest first, with the servers' work together. They work at the same
+        time, so a period was observed for as long as the server that was up longest.
+        """
         since = at - level.span_s - level.step_s
         query = sa.select(MACHINE_HISTORY.c.began_at, MACHINE_HISTORY.c.base_model, *_COLUMNS)
         query = query.where(MACHINE_HISTORY.c.step_s == level.step_s, MACHINE_HISTORY.c.began_at > since)
         work_by_period: dict[tuple[float, str], MachineWork] = defaultdict(MachineWork)
         for began_at, base_model, *values in self._db.rows(query):
-            work_by_period[began_at, base_model].add(_work_of(values))
+            work, total = _work_of(values), work_by_period[began_at, base_model]
+            observed_s = max(total.observed_s, work.observed_s)
+            total.add(work)
+            total.observed_s = observed_s
         return [Period(*key, work) for key, work in sorted(work_by_period.items())]
 
 
