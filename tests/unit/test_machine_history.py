@@ -49,7 +49,7 @@ def test_every_level_has_the_same_totals(db: Database) -> None:
         )
     for level in LEVELS.values():
         total = total_of(history, level, at)
-        for name in SUMS:
+        for name in set(SUMS) - {"observed_s"}:  # two servers observe the same time
             assert getattr(total, name) == pytest.approx(getattr(summed, name)), (level, name)
         assert total.tenants.keys() == {"alice", "bob"}
         assert total.tenants["alice"] == pytest.approx(summed.tenants["alice"])
