@@ -18,7 +18,7 @@ QUICK = {
 }
 SLOW = {
     "batch_models": "--sizes nano --rows 4 --runs 1",
-    "burst": "--size 4 --runs 1",
+    "burst": "--size 4 --runs 1 --round-trip-ms 0 1",
     "failover": "--steps 6 --lose engine --backend fake",
     "fairness": "--small 50 --large 2 --seconds 2",
     "growth": "--runs 10 --sizes 50 100",
@@ -61,9 +61,14 @@ def test_it_runs_and_prints_its_figures(script: str) -> None:
 
 
 def test_every_benchmark_is_run_by_some_test() -> None:
-    """Every script is listed here or named by another test. Helpers have no `main`; sampling.py runs peers.py."""
+    """Every script is listed here or named by another test. Helpers have no `main`; sampling.py runs
+    peers.py, and burst.py relay.py.
+    """
     tests = [path for path in Path(__file__).parents[1].rglob("test_*.py") if path.name != Path(__file__).name]
     elsewhere = "".join(path.read_text() for path in tests)
     for path in BENCHMARKS.glob("*.py"):
-        if "def main()" in path.read_text() and path.stem not in QUICK | SLOW | WITHOUT_JSON | {"peers": ""}:
+        if "def main()" in path.read_text() and path.stem not in QUICK | SLOW | WITHOUT_JSON | {
+            "peers": "",
+            "relay": "",
+        }:
             assert f'"{path.stem}"' in elsewhere, f"no test runs {path.name}"

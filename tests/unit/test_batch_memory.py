@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from support.databases import fresh_url
 from tinsmith import batch
-from tinsmith.api.routes.batch import MAX_SHOWN_ROW, _short_error
+from tinsmith.api.routes.batch import MAX_SHOWN_ROW, shorten_error
 from tinsmith.batch.client import job as jobs_of_clients
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
@@ -197,12 +197,12 @@ def test_failed_rows_come_in_pages_that_are_bounded_in_bytes(tmp_path: Path) -> 
 
 def test_a_status_has_the_start_of_a_large_row() -> None:
     small = {"idx": 1, "row": {"text": "x" * 1000}}
-    assert _short_error(small) == small
+    assert shorten_error(small) == small
     row = {"image": "i" * 10**6, "tokens": list(range(10**5)), "n": 1} | {f"c{index}": 0 for index in range(1000)}
-    short = _short_error({"idx": 1, "row": row})["row"]
+    short = shorten_error({"idx": 1, "row": row})["row"]
     assert isinstance(short, dict) and len(json.dumps(short)) < MAX_SHOWN_ROW
     assert short["n"] == 1 and str(short["image"]).endswith("... (1000000 characters)")
-    assert _short_error({"idx": 1, "row": None}) == {"idx": 1, "row": None}
+    assert shorten_error({"idx": 1, "row": None}) == {"idx": 1, "row": None}
 
 
 def test_failed_rows_are_published_in_their_order_however_many_there_are(

@@ -159,7 +159,7 @@ def _read_rows(output: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]
     if kind == "csv":
         yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=output["delimiter"], restkey="...")
         return
-    for line in text.splitlines() if kind == "text" else text.split("\n"):
+    for line in text.removesuffix("\n").split("\n"):
         if kind == "text":
             yield {"text": line}
         elif line:
