@@ -211,24 +211,43 @@ def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(rl_run: TrainedRu
     assert len(browser.all("svg.rewards .mean")) == STEPS
 
 
-def test_tokens_are_coloured_by_advantage_ratio_and_gap(rl_run: TrainedRun, browser: Browser) -> None:
+BOUNDS = {
+    "advantage": [-1, -0.3, -1e-9, 1e-9, 0.3, 1],
+    "ratio": [0.5, 0.8, 0.95, 1.05, 1.25, 2],
+    "gap": [-0.5, -0.1, -0.02, 0.02, 0.1, 0.5],
+}
+"""The bounds of each colouring's bands."""
+
+
+def list_bands(sequence: Mapping[str, Sequence[float]], kind: str) -> list[str]:
+    """The class of each token of an answer: the letter of the colouring and how many bounds its value reaches."""
+    gaps = np.subtract(sequence["training_logprobs"], sequence["logprobs"])
+    values = {"advantage": sequence["advantages"], "ratio": np.exp(gaps), "gap": gaps}[kind]
+    return [f"{kind[0]}{sum(value >= bound for bound in BOUNDS[kind])}" for value in values]
+
+
+def test_tokens_are_coloured_by_advantage_ratio_and_gap(alice: Site, rl_run: TrainedRun, browser: Browser) -> None:
     open_samples(browser, rl_run)
     browser.click(".opener")
     browser.click("tr.opened a", "This prompt over steps")
     browser.until(lambda: browser.all("#colour-ratio"), "the colours")
-    tokens = ".turn.sampled .token"
-    bands = range(7)  # which of them depends on which answers of the run were stored
-    for kind, classes in (
-        ("advantage", {f"a{band}" for band in bands}),
-        ("ratio", {f"r{band}" for band in bands}),
-        ("gap", {f"g{band}" for band in bands}),
-    ):
+    turns = browser.all(".turn.sampled")
+    assert len(turns) == ANSWERS
+    for kind in BOUNDS:
         browser.click(f"label[for=colour-{kind}]")
         assert browser.one("#main").get_attribute("data-colour") == kind
-        drawn = {name for token in browser.all(tokens) for name in (token.get_attribute("class") or "").split()}
-        assert classes & drawn, (kind, drawn)
+        for turn in turns:
+            request_id = turn.find_element(By.CSS_SELECTOR, "a[href*='/samples/'][title]:last-of-type").get_attribute(
+                "title"
+            )
+            (sequence,) = alice.http.get(f"dashboard/samples/{request_id}").raise_for_status().json()["sequences"]
+            tokens = turn.find_elements(By.CSS_SELECTOR, ".token")
+            classes = [(token.get_attribute("class") or "").split() for token in tokens]
+            assert len(classes) == len(sequence["tokens"])
+            for band, names in zip(list_bands(sequence, kind), classes, strict=True):
+                assert band in names, (kind, band, names)
     assert "colour=gap" in browser.driver.current_url
-    assert ", ratio " in (browser.one(tokens).get_attribute("title") or "")
+    assert ", ratio " in (browser.one(".turn.sampled .token").get_attribute("title") or "")
 
 
 def test_the_samples_of_a_run_are_downloaded(rl_run: TrainedRun, browser: Browser) -> None:

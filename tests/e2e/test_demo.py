@@ -11,14 +11,14 @@ from pathlib import Path
 from support.live import LiveServer
 
 ROOT = Path(__file__).parents[2]
-SETTINGS_OF_ANOTHER_SERVER = {"TINSMITH_HOST": "0.0.0.0", "TINSMITH_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/no"}
-"""As in a container, whose demo must listen on loopback and leave the server's database alone."""
+SERVER_SETTINGS = {"TINSMITH_HOST": "0.0.0.0", "TINSMITH_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/no"}
+"""Settings of a server in a container. A demo there must listen on loopback and must not use that database."""
 
 
 def test_the_demo_teaches_and_leaves_checkpoints_and_no_process(tmp_path: Path) -> None:
     completed = subprocess.run(
         [sys.executable, "-m", "tinsmith.cli", "demo", "--exit", "--data-dir", str(tmp_path / "data")],
-        env={**os.environ, "COLUMNS": "200", **SETTINGS_OF_ANOTHER_SERVER},
+        env={**os.environ, "COLUMNS": "200", **SERVER_SETTINGS},
         capture_output=True,
         text=True,
         timeout=280,

@@ -29,12 +29,13 @@ from support.real_engines import (
     PATIENCE_S,
     PROMPT,
     Pair,
-    agree,
     answers,
+    check_alternating_versions,
     compare_answers,
+    list_greedy_samples,
     logprobs_of,
     make_sample,
-    train,
+    train_versions,
 )
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.with_remote_sampler import with_remote_sampler
@@ -42,7 +43,7 @@ from tinsmith.base_models import eos_token_ids, nano, read_shape
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.samplers.remote.client import RemoteEngine
 from tinsmith.samplers.remote.sglang import SglangDialect
-from tinsmith.types import Adjustments, LoraSpec, Sample
+from tinsmith.types import Adjustments, Sample
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -104,26 +105,15 @@ def pair(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     engine = RemoteEngine(directory / "adapters", directory / "none", url=engine_url)
     backend = with_remote_sampler(trainer, "sglang", engine, shape, eos_token_ids(shape))
     try:
-        for name, unembed, seed in (("layers", False, 1), ("other", False, 2), ("everything", True, 3)):
-            train(backend, name, LoraSpec(rank=8, seed=seed, train_unembed=unembed))
+        train_versions(backend)
         yield Pair(backend, trainer.sampler, backend.sampler)
     finally:
         backend.sampler.close()
 
 
 def test_greedy_answers_and_all_logprobs_are_ours(pair: Pair) -> None:
-    targets = np.random.default_rng(1).integers(0, 512, (len(PROMPT) - 1, 3)).astype(np.int64)
-    targets[0, 0] = -1
-    options = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
-    samples = [make_sample(f"all-{v}", v, **options, target_prompt_logprobs=targets) for v in VERSIONS]
-    samples += [make_sample(f"long-{v}", v, max_tokens=32, stop_eos=False) for v in VERSIONS]
     adjustments = Adjustments(presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((34, -3.0),))
-    samples += [make_sample(f"penalties-{v}", v, adjustments=adjustments) for v in VERSIONS]
-    samples += [make_sample(f"text-{v}", v, max_tokens=24, stop_strings=("e", "th")) for v in VERSIONS]
-    samples += [make_sample(f"tokens-{v}", v, max_tokens=24, stop_tokens=(34, 77, 81)) for v in VERSIONS]
-    last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
-    samples += [make_sample(f"last-{v}", v, **last) for v in VERSIONS]
-    compare_answers(pair, samples)
+    compare_answers(pair, list_greedy_samples(VERSIONS, adjustments))
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -135,13 +125,7 @@ def test_drawn_answers_have_our_logprobs(pair: Pair, name: str) -> None:
 
 
 def test_versions_alternate_and_never_mix(pair: Pair) -> None:
-    samples = [make_sample(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in VERSIONS]
-    ours = {version: answers(pair.local, make_sample("one", version, max_tokens=8))[0] for version in VERSIONS}
-    for sample, theirs in zip(samples, answers(pair.external, *samples), strict=True):
-        agree(sample.request_id, ours[sample.version_id], theirs)
-    pair.backend.publish("other", "layers")  # the same name, other weights
-    compare_answers(pair, [make_sample("replaced", "layers", max_tokens=8)])
-    pair.backend.publish("layers", "layers")
+    check_alternating_versions(pair, VERSIONS)
 
 
 def refuse(pair: Pair, sample: Sample) -> str:

@@ -458,7 +458,9 @@ def test_samples_of_inflight_weights_name_the_publish_that_answered(bench: Bench
 
 def test_the_digest_of_a_prompt_covers_its_images(bench: Bench) -> None:
     digests = {
-        telemetry._digest_prompt(Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=images))
+        telemetry._digest_images(
+            "tokens", Sample("r", None, np.array([1, 2], np.int32), 1, SamplingParams(), images=images)
+        )
         for images in ((), (SMALL,), (LARGE,), (SMALL, LARGE))
     }
     assert len(digests) == 4
@@ -496,9 +498,9 @@ def test_tenants_with_a_full_allowance_are_forgotten(bench: Bench, monkeypatch: 
     monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: now[0])
     keeper = SampleRecorder(Records(bench.db, SampleLimits(9, 9)))
     for index in range(1000):
-        assert keeper._take_allowance(f"tenant-{index}", None, np.array([1], np.int32))
+        assert keeper._take_allowance(f"tenant-{index}", (None, "prompt"))
         now[0] += 1.0
     assert len(keeper._allowances) <= FULL_BURST_AFTER_S + 1
     for prompt in range(int(BURST_OF_SAMPLES)):
-        assert keeper._take_allowance("tenant-0", None, np.array([prompt], np.int32))
-    assert not keeper._take_allowance("tenant-0", None, np.array([99], np.int32)), "one that is used keeps its debt"
+        assert keeper._take_allowance("tenant-0", (None, f"prompt {prompt}"))
+    assert not keeper._take_allowance("tenant-0", (None, "prompt 99")), "one that is used keeps its debt"

@@ -75,6 +75,40 @@ def make_sample(name: str, version: str | None, n: int = 1, prompt: np.ndarray =
 VERSIONS = [None, "layers", "other", "everything"]
 
 
+def list_greedy_samples(versions: Sequence[str | None], adjustments: Adjustments, **options: object) -> list[Sample]:
+    """Greedy samples of each version, with all kinds of logprobs, penalties (`options` are of these) and stops."""
+    targets = np.random.default_rng(1).integers(0, 512, (len(PROMPT) - 1, 3)).astype(np.int64)
+    targets[0, 0] = -1
+    everything = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
+    last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
+    kinds: dict[str, dict[str, object]] = {
+        "all": {**everything, "target_prompt_logprobs": targets},
+        "long": {"max_tokens": 32, "stop_eos": False},
+        "penalties": {"adjustments": adjustments, **options},
+        "text": {"max_tokens": 24, "stop_strings": ("e", "th")},
+        "tokens": {"max_tokens": 24, "stop_tokens": (34, 77, 81)},
+        "last": {**last},
+    }
+    return [make_sample(f"{kind}-{v}", v, **fields) for kind, fields in kinds.items() for v in versions]
+
+
+def check_alternating_versions(pair: Pair, versions: Sequence[str | None]) -> None:
+    """Versions that are sampled at once do not mix, and a version that is published again has its new weights."""
+    samples = [make_sample(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in versions]
+    ours = {version: answers(pair.local, make_sample("one", version, max_tokens=8))[0] for version in versions}
+    for sample, theirs in zip(samples, answers(pair.external, *samples), strict=True):
+        agree(sample.request_id, ours[sample.version_id], theirs)
+    pair.backend.publish("other", "layers")
+    compare_answers(pair, [make_sample("replaced", "layers", max_tokens=8)])
+    pair.backend.publish("layers", "layers")
+
+
+def train_versions(backend: Backend) -> None:
+    """Publish `layers` and `other` without, and `everything` with an adapter of the unembedding."""
+    for name, unembed, seed in (("layers", False, 1), ("other", False, 2), ("everything", True, 3)):
+        train(backend, name, LoraSpec(rank=8, seed=seed, train_unembed=unembed))
+
+
 def compare_answers(pair: Pair, samples: Sequence[Sample]) -> None:
     local, external = answers(pair.local, *samples), answers(pair.external, *samples)
     for sample, ours, theirs in zip(samples, local, external, strict=True):

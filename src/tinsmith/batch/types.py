@@ -207,7 +207,7 @@ class AttemptOutcome:
             **vars(self),
             "parts": [part.to_dict() for part in self.parts],
             "row_failures": [vars(failure) for failure in self.row_failures],
-            "stage_work": [vars(work) for work in self.stage_work],
+            "stage_work": [vars(figures) for figures in self.stage_work],
         }
 
     @classmethod
@@ -215,7 +215,7 @@ class AttemptOutcome:
         nested = {
             "parts": tuple(PartInfo.from_dict(part) for part in data["parts"]),
             "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),
-            "stage_work": tuple(StageWork(**work) for work in data.get("stage_work", ())),
+            "stage_work": tuple(StageWork(**figures) for figures in data.get("stage_work", ())),
         }
         return cls(**{**data, **nested})
 

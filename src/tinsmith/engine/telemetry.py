@@ -449,12 +449,15 @@ class SampleRecorder:
         """
         weights = None if sampler.version_id is None and sampler.model_path is None else weight_version
         weights = weights or sampler.model_path or sampler.version_id
-        if not self._limits.of_tenant or not self._take_allowance(request.tenant_id, weights, requested.prompt_T):
+        if not self._limits.of_tenant:
+            return None
+        prompt_digest = tokens_digest(requested.prompt_T)
+        if not self._take_allowance(request.tenant_id, (weights, prompt_digest)):
             return None
         run = run_of_weights(sampler.model_id, sampler.model_path)
         tenant_id = request.tenant_id
         sample = new_sample(request.request_id, tenant_id, request.session_id, sampler.base_model, weights, run)
-        return SampleRecord(sample, requested)
+        return SampleRecord(replace(sample, prompt_digest=prompt_digest), requested)
 
     def record(self, sample_record: SampleRecord, result: SampleResult) -> list[Effect]:
         """Statements for the transaction that settles the sample."""
@@ -474,7 +477,7 @@ class SampleRecorder:
             prompt_tokens=len(requested.prompt_T),
             sampled_tokens=sum(len(sequence.tokens_T) for sequence in sequences),
             num_sequences=len(sequences),
-            prompt_digest=_digest_prompt(requested),
+            prompt_digest=_digest_images(sample_record.sample.prompt_digest, requested),
         )
         return [*keep_sample(sample, content), *self._thin(sample)]
 
@@ -489,7 +492,7 @@ class SampleRecorder:
             allowance.unthinned[sample.model_id] = 0
         return thin_samples(sample.tenant_id, sample.model_id, self._limits)
 
-    def _take_allowance(self, tenant_id: str, weights: str | None, prompt_T: I32) -> bool:
+    def _take_allowance(self, tenant_id: str, group: tuple[str | None, str]) -> bool:
         now_s = time.monotonic()
         allowance = self._allowances.setdefault(tenant_id, _Allowance(BURST_OF_SAMPLES, now_s))
         grown = allowance.samples + SAMPLES_PER_S * (now_s - allowance.at)
@@ -497,7 +500,6 @@ class SampleRecorder:
         self._allowances.move_to_end(tenant_id)
         while now_s - next(iter(self._allowances.values())).at >= FULL_BURST_AFTER_S:  # their burst is full
             self._allowances.popitem(last=False)
-        group = weights, tokens_digest(prompt_T)
         num_samples = allowance.groups.get(group, 0)
         if num_samples % MAX_GROUP_SAMPLES == 0:
             if allowance.samples < 1:
@@ -510,9 +512,8 @@ class SampleRecorder:
         return True
 
 
-def _digest_prompt(requested: Sample) -> str:
-    """The digest of a prompt, with its images: other images have the same tokens in their place."""
-    digest = tokens_digest(requested.prompt_T)
+def _digest_images(digest: str, requested: Sample) -> str:
+    """The digest of a prompt's tokens, extended by its images: other images have the same tokens in their place."""
     if not requested.images:
         return digest
     of_images = hashlib.blake2b(digest.encode(), digest_size=16)

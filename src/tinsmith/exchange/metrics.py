@@ -64,8 +64,8 @@ class RunMetrics:
         return f"RunMetrics({self.model_id!r}, base_url={self._url!r}, num_waiting={self.num_waiting})"
 
     def _repr_html_(self) -> str:
-        facts = {"Server": self._url, "Points that wait": self.num_waiting}
-        return notebook.card(f"Metrics of run {self.model_id}", facts, link=run_url(self._url, self.model_id))
+        fields = {"Server": self._url, "Points that wait": self.num_waiting}
+        return notebook.card(f"Metrics of run {self.model_id}", fields, link=run_url(self._url, self.model_id))
 
     @property
     def num_waiting(self) -> int:

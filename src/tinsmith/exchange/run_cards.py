@@ -44,14 +44,14 @@ class RunCard:
 
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name} {notebook.format_number(value)}" for name, value in self.metrics.items())
-        named = f" {self.name!r}" if self.name else ""
-        return f"<run{named} {self.run_id}: {self.base_model}, {self.status}, step {self.step}; {metrics}; {self.url}>"
+        title = f"run {self.name!r}" if self.name else "run"
+        return f"<{title} {self.run_id}: {self.base_model}, {self.status}, step {self.step}; {metrics}; {self.url}>"
 
     def _repr_html_(self) -> str:
         status = f"{self.status}: {self.status_reason}" if self.status_reason else self.status
-        facts: dict[str, object] = {"Base model": self.base_model, "Status": status, "Step": self.step}
-        facts |= {name: notebook.format_number(value) for name, value in self.metrics.items()}
-        return notebook.card(f"Run {self.name or self.run_id}", facts, link=self.url)
+        fields: dict[str, object] = {"Base model": self.base_model, "Status": status, "Step": self.step}
+        fields |= {name: notebook.format_number(value) for name, value in self.metrics.items()}
+        return notebook.card(f"Run {self.name or self.run_id}", fields, link=self.url)
 
 
 def describe_run(run: object, base_url: str = "", api_key: str = "") -> RunCard:

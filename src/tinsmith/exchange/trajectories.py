@@ -53,14 +53,14 @@ class CapturedTrajectory:
         )
 
     def _repr_html_(self) -> str:
-        facts = {
+        fields = {
             "Session": self.session,
             "Reward": self.reward,
             "Exchanges": self.num_exchanges,
             "Tokens": f"{len(self.tokens):,}, of which {sum(self.sampled):,} were sampled",
             "Weights": ", ".join(self.versions),
         }
-        return notebook.card(f"Trajectory {self.trajectory_id}", facts)
+        return notebook.card(f"Trajectory {self.trajectory_id}", fields)
 
     def datum(self, advantage: float) -> tinker.Datum:
         """For importance_sampling, ppo and similar losses: the advantage at every sampled token, and 0 elsewhere."""

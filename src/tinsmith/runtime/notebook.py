@@ -27,9 +27,12 @@ _TABLE = "border-collapse:collapse;margin:4px 0"
 _QUIET = "opacity:.7"
 
 
-def card(title: str, facts: Mapping[str, object], *, link: str = "", share: float | None = None, note: str = "") -> str:
-    """A box with a title, which `link` makes a link, facts by name, a bar for a `share` from 0 to 1, and a note. Facts
-    that are None or empty are left out."""
+def card(
+    title: str, fields: Mapping[str, object], *, link: str = "", share: float | None = None, note: str = ""
+) -> str:
+    """A box with a title, which `link` makes a link, fields by name, a bar for a `share` from 0 to 1, and a note.
+    Fields that are None or empty are left out.
+    """
     heading = html.escape(title)
     if link:
         heading = f'<a href="{html.escape(link)}" target="_blank" rel="noopener">{heading}</a>'
@@ -43,7 +46,7 @@ def card(title: str, facts: Mapping[str, object], *, link: str = "", share: floa
         )
     rows = [
         f'<tr><td style="{_CELL};{_QUIET}">{_text(name)}</td><td style="{_CELL}">{_text(value)}</td></tr>'
-        for name, value in facts.items()
+        for name, value in fields.items()
         if value is not None and value != ""
     ]
     if rows:
@@ -62,8 +65,9 @@ def table(title: str, rows: Sequence[Mapping[str, object]]) -> str:
         for row in rows[:MAX_ROWS]
     )
     counted = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
-    more = f", of which the first {MAX_ROWS} are here" if len(rows) > MAX_ROWS else ""
-    caption = f'<caption style="text-align:left;padding-bottom:4px"><strong>{_text(title)}</strong>: {counted}{more}'
+    omission = f", of which the first {MAX_ROWS} are here" if len(rows) > MAX_ROWS else ""
+    heading = f"<strong>{_text(title)}</strong>: {counted}{omission}"
+    caption = f'<caption style="text-align:left;padding-bottom:4px">{heading}'
     content = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>" if rows else ""
     return f'<div style="{_BOX};overflow-x:auto"><table style="{_TABLE}">{caption}</caption>{content}</table></div>'
 

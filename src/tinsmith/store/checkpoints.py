@@ -22,6 +22,7 @@ from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, MODELS, PENDING_SAVE
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import entry
+from tinsmith.store.curves import SERVER
 from tinsmith.store.models import NewModel, ids_of_project, lora_columns
 from tinsmith.types import LoraSpec
 
@@ -172,8 +173,7 @@ class Checkpoints:
         of_tenant = CHECKPOINTS.c.tenant_id == tenant_id
         if project_id is not None:
             of_tenant &= CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
-        rows, total = self._db.page(_newest_first(of_tenant), limit, offset)
-        return [Checkpoint(**row._mapping) for row in rows], total
+        return self._page(of_tenant, limit, offset)
 
     def page_of_words(
         self, tenant_id: str, words: Sequence[str], run_id: str | None, limit: int, offset: int
@@ -185,7 +185,10 @@ class Checkpoints:
         if run_id is not None:
             condition &= CHECKPOINTS.c.training_run_id == run_id
         matches = (_contains(tenant_id, word) for word in words)
-        rows, total = self._db.page(_newest_first(sa.and_(condition, *matches)), limit, offset)
+        return self._page(sa.and_(condition, *matches), limit, offset)
+
+    def _page(self, condition: sa.ColumnElement[bool], limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+        rows, total = self._db.page(_newest_first(condition), limit, offset)
         return [Checkpoint(**row._mapping) for row in rows], total
 
     def search(self, tenant_id: str, search: CheckpointSearch) -> tuple[list[Checkpoint], bool]:
@@ -450,5 +453,5 @@ def _row(new: NewCheckpoint) -> dict[str, object]:
 
 def _newest_step(model_id: str) -> sa.ScalarSelect[int]:
     """The number of a run's newest optimizer step. A save runs after the steps before it are settled."""
-    points = (CURVE_POINTS.c.model_id == model_id) & (CURVE_POINTS.c.source == "server")
+    points = (CURVE_POINTS.c.model_id == model_id) & (CURVE_POINTS.c.source == SERVER)
     return sa.select(sa.func.max(CURVE_POINTS.c.step)).where(points).scalar_subquery()

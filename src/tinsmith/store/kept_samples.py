@@ -28,6 +28,7 @@ from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import CHECKPOINTS, CURVE_POINTS, KEPT_ANSWERS, KEPT_SAMPLES, SAMPLERS
 from tinsmith.db.statements import Bound, Effect, Statement
 from tinsmith.errors import NotFoundError
+from tinsmith.store.checkpoints import CheckpointRef
 from tinsmith.store.curves import SERVER
 from tinsmith.types import F32, tokens_digest
 
@@ -48,13 +49,18 @@ MAX_IMAGES_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptSequence:
-    """`digest` covers the whole prompt and the whole answer, of which `num_tokens` were sampled."""
+    """`digest` covers the whole prompt and the whole answer, of which `num_tokens` were sampled (0: those stored)."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float | None]
     stop_reason: str
     digest: str = ""
     num_tokens: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """The tokens of the answer, of which the first are stored."""
+        return self.num_tokens or len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +381,7 @@ class KeptSamples:
             is_chosen = (CHECKPOINTS.c.tenant_id == tenant_id) & CHECKPOINTS.c.training_run_id.in_(run_ids)
             columns = (CHECKPOINTS.c[name] for name in ("training_run_id", "kind", "name", "created_at"))
             for row in self._db.rows(sa.select(*columns).where(is_chosen)):
-                path = f"{PATH_PREFIX}{row.training_run_id}/{row.kind}/{row.name}"
+                path = CheckpointRef(row.training_run_id, row.kind, row.name).path
                 if path in paths:
                     times[path] = row.created_at
         return times

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -279,24 +279,17 @@ class ServerMeters:
     def device_memory(self) -> dict[str, dict[str, int]]:
         """Bytes of device memory by base model and holder, summed over the engines of this data directory."""
         usage: dict[str, dict[str, int]] = {}
-        if self._directory is None:
-            return usage
-        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
-            for sample in metric.samples if metric.name == "tinsmith_engine_memory_bytes" else ():
-                holders = usage.setdefault(sample.labels["base_model"], {})
-                holder = sample.labels["holder"]
-                holders[holder] = holders.get(holder, 0) + int(sample.value)
+        for sample in self._engine_samples(_MEMORY):
+            holders = usage.setdefault(sample.labels["base_model"], {})
+            holder = sample.labels["holder"]
+            holders[holder] = holders.get(holder, 0) + int(sample.value)
         return usage
 
     def engine_counts(self) -> dict[str, EngineCounts]:
         """The counts of this data directory's engines by base model."""
         counts_by_model: dict[str, EngineCounts] = defaultdict(EngineCounts)
-        if self._directory is None:
-            return counts_by_model
-        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
-            for sample in metric.samples:
-                if sample.name in _COUNTED:
-                    _count_sample(counts_by_model[sample.labels["base_model"]], sample)
+        for sample in self._engine_samples(_STEP_SECONDS, _TOKENS, _TENANT_TOKENS, _MEMORY):
+            _count_sample(counts_by_model[sample.labels["base_model"]], sample)
         return counts_by_model
 
     def work_counts(self) -> dict[str, float]:
@@ -306,40 +299,42 @@ class ServerMeters:
             "requests": sum(stored_sample.value for stored_sample in stored if stored_sample.name.endswith("_total"))
         }
         counts |= {"trained": 0.0, "sampled": 0.0}
-        if self._directory is None:
-            return counts
         kinds = dict.fromkeys(_TRAINED, "trained") | {"sampled": "sampled"}
-        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
-            for sample in metric.samples if metric.name == "tinsmith_engine_tokens" else ():
-                if name := kinds.get(sample.labels.get("kind", "")):
-                    counts[name] += sample.value
+        for sample in self._engine_samples(_TOKENS):
+            if name := kinds.get(sample.labels["kind"]):
+                counts[name] += sample.value
         return counts
+
+    def _engine_samples(self, *names: str) -> Iterator[Sample]:
+        """The samples of these names from the engines of this data directory."""
+        if self._directory is None:
+            return
+        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
+            yield from (sample for sample in metric.samples if sample.name in names)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format. Queries the database."""
         return generate_latest(self._registry)
 
 
-_COUNTED = (
-    "tinsmith_engine_step_seconds_sum",
-    "tinsmith_engine_tokens_total",
-    "tinsmith_engine_tenant_tokens_total",
-    "tinsmith_engine_memory_bytes",
-)
+_STEP_SECONDS = "tinsmith_engine_step_seconds_sum"
+_TOKENS = "tinsmith_engine_tokens_total"
+_TENANT_TOKENS = "tinsmith_engine_tenant_tokens_total"
+_MEMORY = "tinsmith_engine_memory_bytes"
 _TRAINED = ("forward", "forward_backward")
 """Kinds of tokens that are trained."""
 
 
 def _count_sample(counts: EngineCounts, sample: Sample) -> None:
     labels, value = sample.labels, sample.value
-    if sample.name == "tinsmith_engine_step_seconds_sum":
+    if sample.name == _STEP_SECONDS:
         counts.seconds[labels["work"]] += value
-    elif sample.name == "tinsmith_engine_memory_bytes":
+    elif sample.name == _MEMORY:
         if labels["holder"] == "budget":
             counts.budget_bytes += int(value)
         else:
             counts.memory_bytes += int(value)
-    elif sample.name == "tinsmith_engine_tokens_total":
+    elif sample.name == _TOKENS:
         counts.trained += value if labels["kind"] in _TRAINED else 0.0
         counts.sampled += value if labels["kind"] == "sampled" else 0.0
     elif labels["kind"] in ("training", "sampled"):

@@ -17,11 +17,12 @@ from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.routes.checkpoints import describe_checkpoint
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.curves import SERVER, Point
+from tinsmith.store.run_health import REWARDS
 from tinsmith.wire.fields import NO_NUL
 
 MAX_SEARCH = 200
 METRIC_CHOICES = (
-    ("reward", "reward/mean", "mean_reward", "env/all/reward/total", "reward/total"),
+    REWARDS,
     ("loss_per_token", "loss_per_datum", "train_mean_nll", "loss"),
     ("test/nll", "eval/loss", "val_loss", "forward/loss_per_token"),
     ("entropy", "optim/entropy"),

@@ -44,8 +44,10 @@ class Utilisation:
 
     def list_shares(self) -> list[float]:
         """The utilisation of each GPU, otherwise that of the CPUs; empty if neither is known."""
-        gpus, cpu = self._gpus(), self._cpu()
-        return gpus or ([] if cpu is None else [cpu])
+        if gpus := self._gpus():
+            return gpus
+        cpu = self._cpu()
+        return [] if cpu is None else [cpu]
 
     def _gpus(self) -> list[float]:
         try:

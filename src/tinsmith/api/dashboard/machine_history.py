@@ -62,45 +62,45 @@ def machine_history(call: Call, query: HistoryQuery) -> JsonObject:
 
 def _describe_base_model(base_model: str, periods: Sequence[Period], tenant_id: str, is_operator: bool) -> JsonObject:
     """A base model's points and its total tokens; those sampled are None if they are not known in some period."""
-    sampled = [_sampled(period.work, tenant_id, is_operator) for period in periods]
-    known = [tokens for tokens in sampled if tokens is not None]
+    sampled = [_count_visible_tokens(period.work, tenant_id, is_operator) for period in periods]
+    visible = [tokens for tokens in sampled if tokens is not None]
     return {
         "base_model": base_model,
         "trained_tokens": sum(period.work.trained_tokens for period in periods),
-        "sampled_tokens": sum(known) if len(known) == len(sampled) else None,
+        "sampled_tokens": sum(visible) if len(visible) == len(sampled) else None,
         "points": [_point(period, tokens) for period, tokens in zip(periods, sampled, strict=True)],
     }
 
 
 def _point(period: Period, sampled: float | None) -> JsonObject:
     """A period of a base model. Rates are per second of observation; shares are of its engines' time."""
-    work = period.work
-    observed_s = work.observed_s or float("inf")
-    busy_s = work.training_s + work.sampling_s + work.loading_s
-    whole_s = max(work.engine_s, busy_s) or float("inf")  # steps may overlap, and be counted at their end
+    totals = period.work
+    observed_s = totals.observed_s or float("inf")
+    busy_s = totals.training_s + totals.sampling_s + totals.loading_s
+    whole_s = max(totals.engine_s, busy_s) or float("inf")  # steps may overlap, and be counted at their end
     shares = (
-        ("training", work.training_s),
-        ("sampling", work.sampling_s),
-        ("loading", work.loading_s),
-        ("idle", work.idle_s),
+        ("training", totals.training_s),
+        ("sampling", totals.sampling_s),
+        ("loading", totals.loading_s),
+        ("idle", totals.idle_s),
     )
     return {
         "began_at": period.began_at,
-        "trained_tokens": work.trained_tokens / observed_s,
+        "trained_tokens": totals.trained_tokens / observed_s,
         "sampled_tokens": None if sampled is None else sampled / observed_s,
-        "memory_bytes": work.memory_byte_s / observed_s or None,
-        "memory_budget": work.budget_byte_s / observed_s or None,
+        "memory_bytes": totals.memory_byte_s / observed_s or None,
+        "memory_budget": totals.budget_byte_s / observed_s or None,
         **{name: seconds / whole_s for name, seconds in shares},
     }
 
 
-def _sampled(work: MachineWork, tenant_id: str, is_operator: bool) -> float | None:
+def _count_visible_tokens(totals: MachineWork, tenant_id: str, is_operator: bool) -> float | None:
     """The sampled tokens that the caller may see; None if they are counted together with those of other tenants."""
     if is_operator:
-        return work.sampled_tokens
-    if tenant_id in work.tenants and tenant_id != OTHER:
-        return work.tenants[tenant_id][1]
-    return None if OTHER in work.tenants else 0.0
+        return totals.sampled_tokens
+    if tenant_id in totals.tenants and tenant_id != OTHER:
+        return totals.tenants[tenant_id][1]
+    return None if OTHER in totals.tenants else 0.0
 
 
 def _list_tenants(periods: Sequence[Period]) -> list[JsonObject]:

@@ -117,8 +117,8 @@ def _rows(call: Call, model_id: str) -> Iterator[JsonObject]:
         steps = store.weights_steps(call.tenant_id, [sample for sample, _ in part])
         for sample, content in part:
             of_sample = _sample_columns(call, sample, content, steps)
-            for number in range(len(content.sequences)):
-                of_answer = _answer_columns(call, sample, content, number, notes.get((sample.request_id, number)))
+            for index in range(len(content.sequences)):
+                of_answer = _answer_columns(call, sample, content, index, notes.get((sample.request_id, index)))
                 yield {name: (of_sample | of_answer)[name] for name in COLUMNS}
 
 
@@ -139,23 +139,22 @@ def _sample_columns(call: Call, sample: KeptSample, content: SampleContent, step
 
 
 def _answer_columns(
-    call: Call, sample: KeptSample, content: SampleContent, number: int, notes: AnswerNotes | None
+    call: Call, sample: KeptSample, content: SampleContent, index: int, notes: AnswerNotes | None
 ) -> JsonObject:
-    sequence = content.sequences[number]
-    num_tokens = sequence.num_tokens or len(sequence.tokens)
+    sequence = content.sequences[index]
     logprobs = None if notes is None else notes.logprobs
     advantages = None if notes is None else notes.advantages
     return {
-        "number": number,
+        "number": index,
         "answer": spell(find_tokenizer(call, sample.base_model), sequence.tokens, special=True),
         "answer_tokens": sequence.tokens,
         "logprobs": sequence.logprobs,
-        "sampled_tokens": num_tokens,
+        "sampled_tokens": sequence.num_sampled,
         "stop_reason": sequence.stop_reason,
         "reward": None if notes is None else notes.reward,
         "trained_in": None if notes is None else notes.model_id,
         "step": None if notes is None else notes.step,
         "advantage": None if notes is None else notes.advantage,
-        "advantages": list_placed(advantages, num_tokens, len(sequence.tokens)),
-        "training_logprobs": list_placed(logprobs, num_tokens, len(sequence.tokens)),
+        "advantages": list_placed(advantages, sequence),
+        "training_logprobs": list_placed(logprobs, sequence),
     }

@@ -33,7 +33,7 @@ class GroupAnswer:
     """An answer as arrays, which are compact; logprobs are NaN where the sampler gave none."""
 
     sample: KeptSample
-    number: int
+    index: int
     tokens_T: I32
     logprobs_T: F32
     stop_reason: str
@@ -92,9 +92,9 @@ def place_tail(values: F32 | None, num_tokens: int, num_stored: int) -> F32 | No
     return values_T[:num_stored]
 
 
-def list_placed(values: F32 | None, num_tokens: int, num_stored: int) -> list[float | None] | None:
-    """Return `place_tail` as a list, with None where there is no number."""
-    placed_T = place_tail(values, num_tokens, num_stored)
+def list_placed(values: F32 | None, sequence: KeptSequence) -> list[float | None] | None:
+    """Return `place_tail` of an answer as a list, with None where there is no number."""
+    placed_T = place_tail(values, sequence.num_sampled, len(sequence.tokens))
     if placed_T is None:
         return None
     rounded = np.round(placed_T.astype(np.float64), 6)
@@ -110,22 +110,21 @@ def read_groups(call: Call, model_id: str = "") -> list[AnswerGroup]:
         key = sample.base_model, sample.weights, sample.prompt_digest
         group = groups.pop(key, None) or AnswerGroup(sample.prompt_digest, np.array(content.prompt, np.int32))
         groups[key] = group
-        group.answers += [_compact(sample, number, sequence) for number, sequence in enumerate(content.sequences)]
+        group.answers += [_compact(sample, index, sequence) for index, sequence in enumerate(content.sequences)]
         samples.append(sample)
     notes = store.notes(call.tenant_id, [sample.request_id for sample in samples])
     steps = store.weights_steps(call.tenant_id, samples)
     for (_, weights, _), group in groups.items():
         group.weights_step = steps.get(weights or "")
         for answer in group.answers:
-            answer.notes = notes.get((answer.sample.request_id, answer.number))
+            answer.notes = notes.get((answer.sample.request_id, answer.index))
     return [group for group in reversed(groups.values()) if group.answers]
 
 
-def _compact(sample: KeptSample, number: int, sequence: KeptSequence) -> GroupAnswer:
+def _compact(sample: KeptSample, index: int, sequence: KeptSequence) -> GroupAnswer:
     tokens_T = np.array(sequence.tokens, np.int32)
     logprobs_T = np.array(sequence.logprobs, np.float32)  # None becomes NaN
-    num_tokens = sequence.num_tokens or len(tokens_T)
-    return GroupAnswer(sample, number, tokens_T, logprobs_T, sequence.stop_reason, num_tokens)
+    return GroupAnswer(sample, index, tokens_T, logprobs_T, sequence.stop_reason, sequence.num_sampled)
 
 
 # Numbers.
@@ -225,10 +224,10 @@ def _common_ends(prompts: Sequence[I32]) -> CommonEnds:
     return CommonEnds(before, min(after, shortest - before))
 
 
-def _count_equal(one: I32, other: I32) -> int:
+def _count_equal(first: I32, second: I32) -> int:
     """The length of the common beginning of two arrays of the same length."""
-    different = np.flatnonzero(one != other)
-    return int(different[0]) if len(different) else len(one)
+    different = np.flatnonzero(first != second)
+    return int(different[0]) if len(different) else len(first)
 
 
 def write_question(tokenizer: ModelTokenizer | None, prompt_T: I32, ends: CommonEnds) -> str:

@@ -104,8 +104,7 @@ def _training(sequence: KeptSequence, notes: AnswerNotes | None) -> JsonObject:
     names = ("reward", "run", "step", "advantage", "training_logprobs", "advantages")
     if notes is None:
         return dict[str, object](dict.fromkeys(names))
-    num_tokens, num_stored = sequence.num_tokens or len(sequence.tokens), len(sequence.tokens)
-    placed = [list_placed(values, num_tokens, num_stored) for values in (notes.logprobs, notes.advantages)]
+    placed = [list_placed(values, sequence) for values in (notes.logprobs, notes.advantages)]
     return dict(zip(names, (notes.reward, notes.model_id, notes.step, notes.advantage, *placed), strict=True))
 
 
@@ -247,7 +246,7 @@ def _show_group(call: Call, group: AnswerGroup, ends: CommonEnds) -> JsonObject:
         "answers": [
             {
                 "request_id": answer.sample.request_id,
-                "number": answer.number,
+                "number": answer.index,
                 "begins": spell(tokenizer, answer.tokens_T[: 2 * PREVIEW_TOKENS]),
                 "tokens": answer.num_tokens,
                 "stop_reason": answer.stop_reason,

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from tinsmith.api.declaration import ThreadPool, operation
 from tinsmith.api.openapi import COUNT, FILE_TYPE, LIST, TEXTS, fields
 from tinsmith.api.request import Call, JsonObject
-from tinsmith.api.routes.batch import find_job, shorten, shorten_error
+from tinsmith.api.routes.batch import MAX_SHOWN_COLUMNS, find_job, shorten, shorten_error
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.formats.lines import open_decompressed
@@ -37,7 +37,6 @@ MAX_PREVIEW_BYTES = MEBIBYTE
 MAX_ROW_GROUP_BYTES = 64 * MEBIBYTE
 """The largest row group, decompressed, of a Parquet file whose rows are shown."""
 MAX_DOWNLOAD_BYTES = 256 * MEBIBYTE
-MAX_SHOWN_COLUMNS = 64
 READABLE = ("json", "text", "csv", "parquet")
 
 

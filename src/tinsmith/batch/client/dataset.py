@@ -112,14 +112,14 @@ class Dataset:
         """The source and the steps. Nothing is read."""
         limit = None if self._limit is None else f"{self._limit:,}"
         source = self.path or type(self.reader).__name__
-        facts = {
+        fields = {
             "Source": source,
             "Format": self.input_format,
             "Row limit": limit,
             "Steps": ", ".join(self._step_names),
         }
         note = f"{NO_OUTPUT}." if self._forgotten else ""
-        return notebook.card("Data set", facts, note=note)
+        return notebook.card("Data set", fields, note=note)
 
     @property
     def _step_names(self) -> tuple[str, ...]:

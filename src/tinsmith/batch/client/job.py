@@ -241,11 +241,11 @@ class Progress:
         """The share of the batches that are done, 0 to 1; 1 for a job without rows that has succeeded."""
         return self.batches_done / self.batches if self.batches else float(self.status == "SUCCEEDED")
 
-    def facts(self) -> dict[str, object]:
+    def fields(self) -> dict[str, object]:
         """What a notebook shows, by name."""
         rows = "not yet counted" if self.rows is None else f"{self.rows_ok:,} of {self.rows:,}"
         is_running = self.status == "RUNNING"
-        left = None if self.seconds_left is None or not is_running else f"about {self.seconds_left:.0f} s"
+        remaining = None if self.seconds_left is None or not is_running else f"about {self.seconds_left:.0f} s"
         rates = f"{self.rows_per_second:.1f} rows/s, {self.tokens_per_second:.0f} tokens/s"
         return {
             "Status": self.status,
@@ -253,13 +253,13 @@ class Progress:
             "Rows": rows,
             "Failed rows": self.rows_failed or None,
             "Speed": rates if self.rows_per_second else None,
-            "Left": left,
+            "Left": remaining,
             "Workers": self.workers if is_running else None,
             "Retried batches": self.retried or None,
         }
 
     def _repr_html_(self) -> str:
-        return notebook.card("Progress of a bulk job", self.facts(), share=self.share)
+        return notebook.card("Progress of a bulk job", self.fields(), share=self.share)
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Report:
     cost: float
 
     def _repr_html_(self) -> str:
-        facts = {
+        fields = {
             "Waited": f"{self.seconds_waiting:.1f} s",
             "Ran": f"{self.seconds:.1f} s, {self.worker_hours:.3g} worker-hours",
             "Rows": f"{self.rows_ok:,}, and {self.rows_failed:,} failed",
@@ -287,7 +287,7 @@ class Report:
             "Tokens": f"{self.tokens_in:,} in, {self.tokens_out:,} out",
             "Cost": f"{self.cost:.4g}",
         }
-        return notebook.card("Report of a bulk job", facts)
+        return notebook.card("Report of a bulk job", fields)
 
 
 class Job:
@@ -321,9 +321,9 @@ class Job:
         progress, name = progress_of(status), status.get("name")
         title = f"Bulk job {self.job_id}: {name}" if name else f"Bulk job {self.job_id}"
         outputs = ", ".join(output["path"] for output in status.get("outputs") or ())
-        facts = {**progress.facts(), "Pool": status.get("pool"), "Waiting": status.get("waiting"), "Outputs": outputs}
+        fields = {**progress.fields(), "Pool": status.get("pool"), "Waiting": status.get("waiting"), "Outputs": outputs}
         note = "" if status["status"] == "SUCCEEDED" else status.get("error") or ""
-        return notebook.card(title, facts, link=self._page, share=progress.share, note=note)
+        return notebook.card(title, fields, link=self._page, share=progress.share, note=note)
 
     def status(self) -> Status:
         return self._client.status(self.job_id)

@@ -19,10 +19,10 @@ MAX_STAGES = 256
 """Figures of later stages are not stored; no job has so many."""
 
 
-def add_stage_work(stored: Sequence[Mapping[str, float]], work: Sequence[StageWork]) -> list[dict[str, float]]:
+def add_stage_work(stored: Sequence[Mapping[str, float]], additions: Sequence[StageWork]) -> list[dict[str, float]]:
     """The sums of each stage after more work."""
     figures = [dict(sums) for sums in stored]
-    for part in work:
+    for part in additions:
         if not 0 <= part.stage < MAX_STAGES:
             continue
         while len(figures) <= part.stage:

@@ -91,10 +91,10 @@ async def _run_concurrently(
             else:
                 function_step = await thread.call(_build_step, step, spec, feed, thread.run)
                 async_steps.append(partial(thread.call, function_step))
-        await map_concurrently([measured(0, async_steps)], feed, operations.max_concurrent_batches(spec))
+        await map_concurrently([measure_stage(0, async_steps)], feed, operations.max_concurrent_batches(spec))
 
 
-def measured(stage: int, steps: Sequence[AsyncStep]) -> AsyncStep:
+def measure_stage(stage: int, steps: Sequence[AsyncStep]) -> AsyncStep:
     """The steps of a stage as one step, whose work is recorded in the batch."""
 
     async def run_steps(batch: BatchRows) -> None:

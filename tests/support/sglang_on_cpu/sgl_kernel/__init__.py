@@ -1,7 +1,8 @@
-"""Stands for SGLang's CUDA kernels where there is no CUDA: every name can be imported, and none can be called.
+"""A replacement for SGLang's CUDA kernels on a machine without CUDA. Any name can be imported; calling one raises
+RuntimeError.
 
-Also takes page-locked memory, which SGLang's LoRA layers ask for on every device, for ordinary memory. Only a process
-of SGLang that a test starts on a CPU has this directory on its path.
+Requests for pinned memory, which SGLang's LoRA layers make on every device, get ordinary memory. Only the SGLang
+process that a test starts on a CPU has this directory on its path.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ export const meanOf = (values) => {
   return numbers.length ? numbers.reduce((sum, value) => sum + value, 0) / numbers.length : null;
 };
 
+// The rewards of a group's answers that have one.
+export const rewardsOf = (group) => group.answers.map((row) => row.reward).filter(isNumber);
+
 // A share of 1 is "100 %"; the divergence of answers in words, or nothing if none was trained on.
 export function divergenceText({ kl, effective_share: share }) {
   if (!isNumber(kl)) return "";

@@ -137,10 +137,8 @@ export const get = (where, signal) => ask("GET", where, undefined, signal);
 
 // Reads a file as a blob.
 export async function getFile(where, signal) {
-  const answer = await fetch(`/api/v1${where}`, { headers: { "X-API-Key": key.get() || ANY }, signal, credentials: "omit", cache: "no-store" });
-  if (answer.ok) return answer.blob();
-  const content = await answer.json().catch(() => ({}));
-  throw new ApiError(answer.status, content.detail || `The server returned status ${answer.status}.`);
+  const answer = await send("GET", where, undefined, signal);
+  return answer.ok ? answer.blob() : read(answer, signal);
 }
 
 // Calls a function now and periodically, while the page is visible and until `signal` is aborted.

@@ -2,7 +2,7 @@
 // those of one run.
 
 import { addressed } from "./address.js";
-import { divergenceText, meanOf, weightsOf } from "./answers.js";
+import { divergenceText, meanOf, rewardsOf, weightsOf } from "./answers.js";
 import { get, path, poll } from "./api.js";
 import { button, empty, h, keep, tell } from "./dom.js";
 import { ago, count, counted, number, percent, shortId } from "./format.js";
@@ -43,7 +43,6 @@ const ANSWERS = [
   { label: "Trained in", number: true, cell: (row) => (row.run ? h("a", { href: `#${path`/runs/${row.run}`}`, title: row.run }, `step ${count(row.step)}`) : "-") },
 ];
 
-const rewardsOf = (group) => group.answers.map((row) => row.reward).filter(isNumber);
 const cutShare = (group) => group.answers.filter((row) => row.stop_reason === "length").length / group.answers.length;
 
 export const promptAddress = (group, run) => `#${path`/runs/${run}/samples/${group.prompt_id}`}?${new URLSearchParams({ at: weightsOf(group) })}`;

@@ -1,9 +1,10 @@
 // The pages of bulk jobs: progress, stages, outputs with their first rows, errors by kind and committed parts.
 
 import { addressed } from "./address.js";
-import { ANY, ApiError, ask, get, key, path, poll } from "./api.js";
+import { ask, get, getFile, path, poll } from "./api.js";
 import { button, code, h, keep, page, put, question, section, state, tell } from "./dom.js";
 import { bytes, count, counted, number, percent, seconds, some, when } from "./format.js";
+import { download } from "./metrics.js";
 import { isNumber } from "./scale.js";
 import { firstJob } from "./starts.js";
 import { facts, pager, table } from "./table.js";
@@ -159,8 +160,6 @@ function actions(job, look) {
   return buttons;
 }
 
-// Returns the sections of a job. Empty sections are omitted, and an ended job has no workers.
-
 const NAMES = { num_cpus: "CPUs", num_gpus: "GPUs", memory: "memory" };
 const resources = (stage) => Object.entries(stage.resources).map(([name, amount]) => (name === "memory" ? bytes(amount) : `${amount} ${NAMES[name] || name}`)).join(", ");
 
@@ -168,6 +167,8 @@ function example({ example: error }) {
   if (!error) return "-";
   return h("details", {}, h("summary", {}, `Row ${count(error.idx)}`), h("pre", { class: "trace" }, errorText(error)));
 }
+
+// The sections of a job. Empty sections are omitted, and an ended job has no workers.
 
 function stages(job) {
   if (!job.stages?.length) return null;
@@ -189,12 +190,9 @@ async function preview(job, index, place) {
   }
 }
 
-async function download(job, index, name) {
-  const answer = await fetch(`/api/v1${path`/batch/jobs/${job.job_id}/download`}?output=${index}`, { headers: { "X-API-Key": key.get() || ANY }, credentials: "omit" });
-  if (!answer.ok) throw new ApiError(answer.status, (await answer.json().catch(() => ({}))).detail || `The server returned status ${answer.status}.`);
-  const url = URL.createObjectURL(await answer.blob());
-  h("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+async function downloadOutput(job, index, name) {
+  const file = await getFile(path`/batch/jobs/${job.job_id}/download` + `?output=${index}`);
+  download(name, "application/octet-stream", file);
 }
 
 function outputFiles(job) {
@@ -203,7 +201,7 @@ function outputFiles(job) {
     const details = h("details", {}, h("summary", {}, `First rows of ${output.path.split("/").filter(Boolean).at(-1) || output.path}`), place);
     details.addEventListener("toggle", () => details.open && preview(job, index, place));
     const name = output.path.split("/").at(-1);
-    return h("div", {}, name ? h("div", { class: "actions" }, button(`Download ${name}`, () => download(job, index, name))) : null, details);
+    return h("div", {}, name ? h("div", { class: "actions" }, button(`Download ${name}`, () => downloadOutput(job, index, name))) : null, details);
   });
 }
 

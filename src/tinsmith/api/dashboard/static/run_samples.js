@@ -1,7 +1,7 @@
 // The samples of one run: the list of its groups with its numbers and files, and one prompt over the steps.
 
 import { addressed } from "./address.js";
-import { divergenceText, drawPrompt, drawSequence, listKinds, meanOf, weightsOf } from "./answers.js";
+import { divergenceText, drawPrompt, drawSequence, listKinds, meanOf, rewardsOf, weightsOf } from "./answers.js";
 import { get, getFile, path, poll } from "./api.js";
 import { button, empty, h, keep, page, put, section, svg } from "./dom.js";
 import { ago, count, counted, number, percent, shortId } from "./format.js";
@@ -79,8 +79,6 @@ function describeStep(group) {
   if (isNumber(group.step)) parts.push(`trained on in step ${count(group.step)}`);
   return parts.join(", ");
 }
-
-const rewardsOf = (group) => group.answers.map((row) => row.reward).filter(isNumber);
 
 // A picture of the rewards of each group: from the smallest to the largest, with the mean. Hidden from screen readers,
 // which hear the numbers of the slider.
