@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ def list_greedy_samples(versions: Sequence[str | None], adjustments: Adjustments
     targets[0, 0] = -1
     everything = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
     last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
-    kinds: dict[str, dict[str, object]] = {
+    kinds: dict[str, dict[str, Any]] = {
         "all": {**everything, "target_prompt_logprobs": targets},
         "long": {"max_tokens": 32, "stop_eos": False},
         "penalties": {"adjustments": adjustments, **options},

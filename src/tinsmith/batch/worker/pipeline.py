@@ -206,7 +206,7 @@ async def _run(
             for step in map(operations.operations_of, stage.steps):
                 operation_steps.append(partial(adapters.operate, step, channel, num_operations))
                 num_operations += len(step)
-            steps.append(adapters.measured(index, operation_steps))
+            steps.append(adapters.measure_stage(index, operation_steps))
         min_rows = max_batches(stages) * spec.batch_size  # or else large batches would not overlap
         await map_concurrently([*steps, _unpack], feed, operations.max_concurrent_batches(spec), min_rows)
     except BaseException:
