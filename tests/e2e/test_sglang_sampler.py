@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import pytest
 import tinker
 from tinker import types
 
-from support.live import API_KEY, serving
+from support.live import API_KEY, free_port, serving
 from support.real_engines import (
     BOUND,
     DRAWN,
@@ -63,9 +62,7 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = os.environ.get("SGLANG_PYTHON")
     assert python, "set SGLANG_PYTHON to an interpreter that has SGLang"
     shape = read_shape(nano.MODEL_NAME, nano.path())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     dialect = SglangDialect(eos_token_ids(shape), shape.vocab_size)
     command = dialect.command(python, shape.path, port, OPTIONS, shares_device=False)
     environment = {**os.environ, "PYTHONPATH": str(KERNELS), "SGLANG_USE_CPU_ENGINE": "1"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from recipes.runner import run as run_recipe
 from recipes.table import ROWS
 from recipes.workplace import make_workplace
 from support import external_engines
-from support.live import API_KEY, LiveServer, serving
+from support.live import API_KEY, LiveServer, free_port, serving
 from support.real_engines import (
     BOUND,
     DRAWN,
@@ -167,9 +166,7 @@ def shared(python: str, tmp_path: Path) -> Iterator[Pair]:
     calls and schedules nothing until all it had is awake again.
     """
     shape = read_shape(nano.MODEL_NAME, nano.path())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     dialect = VllmDialect(eos_token_ids(shape), shape.vocab_size)
     with (tmp_path / "log").open("wb") as log:
         command = dialect.command(python, shape.path, port, OPTIONS, shares_device=False)

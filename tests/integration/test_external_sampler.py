@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -42,7 +41,7 @@ from support.external_sampling import (
     sample,
     until,
 )
-from support.live import API_KEY, serving
+from support.live import API_KEY, free_port, serving
 from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.backends.with_remote_sampler import VersionFiles, open_remote_sampler, split_options, with_remote_sampler
@@ -714,12 +713,6 @@ def test_a_certificate_is_checked_as_the_settings_say(certificate: Path, tmp_pat
             setup.sampler.close()
     with pytest.raises(SettingsError, match="which is not a file of certificates"):
         EngineAccess(verify="/no/such/file").client("https://127.0.0.1")
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import sqlite3
@@ -22,6 +23,12 @@ from tinsmith.db.factory import open_database
 
 API_KEY = "tml-test"
 START_S = 300.0
+SERVER_PORTS = range(20_000, 30_000)
+"""Below the ports that Linux and macOS give to outgoing connections: one of those could take the port of a server that
+has not started yet, or of one that restarts."""
+_reservations: list[socket.socket] = []
+"""UDP sockets on the ports that this process was given: the system lets no other process bind them, and TCP servers
+are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +128,17 @@ def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> di
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nothing listens on, and that no other process of the tests receives while this one runs."""
+    for port in random.sample(SERVER_PORTS, 1_000):
+        reservation = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            reservation.bind(("127.0.0.1", port))
+            with socket.create_server(("127.0.0.1", port)):
+                _reservations.append(reservation)
+                return port
+        except OSError:  # another process has reserved it, or listens on it
+            reservation.close()
+    raise AssertionError("every port that was tried is taken")
 
 
 def _await_answer(server: LiveServer, log_path: Path) -> None:
