@@ -6,6 +6,7 @@ comparison and the server's own check at start notice it.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +25,7 @@ from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
 from tinsmith.backends.torch import recurrent
 from tinsmith.backends.torch.attention import Mixer, PackedCausal
+from tinsmith.backends.torch.delta_rule import run_gated_delta
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
@@ -367,6 +369,14 @@ def test_states_take_at_most_half_of_a_cache_and_one_sequence_always_runs() -> N
 
 def test_cuts_are_those_strictly_within_a_span() -> None:
     assert cuts_between(4, 12, (4, 12, 8, 6, 8, 20)) == [2, 4]
+
+
+@pytest.mark.parametrize("family", DELTA)
+def test_gated_delta_nets_take_the_chunked_rule(family: str) -> None:
+    """By the names that a layer's forward reads, where transformers has no kernel of a library for them."""
+    forward = inspect.unwrap(type(layer_of(family).module).forward)
+    rules = [name for name in forward.__code__.co_names if name.endswith("chunk_gated_delta_rule")]
+    assert [forward.__globals__[name] for name in rules] == [run_gated_delta]
 
 
 @pytest.mark.parametrize("installed", [False, True])

@@ -8,8 +8,9 @@ length with the states before them. The module's projections carry adapters as u
 rows.
 
 The module chooses its kernels: transformers uses `flash-linear-attention`, `mamba-ssm` and `causal-conv1d` where
-installed, and plain torch elsewhere. A step of one row for each sequence takes states in slots (`SlotCache`) and, on a
-GPU, fused kernels (`state_steps`). Knows no plan, request or tenant.
+installed, and plain torch elsewhere, but for the gated delta rule, which is computed by `delta_rule` then. A step of
+one row for each sequence takes states in slots (`SlotCache`) and, on a GPU, fused kernels (`state_steps`). Knows no
+plan, request or tenant.
 
 Shapes: n sequences, L rows of each, T rows of a call, D hidden size, C channels and K taps of a convolution.
 """
@@ -28,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.backends.torch.attention import LayerSlots, MixerState
+from tinsmith.backends.torch.delta_rule import equals_gated_delta, run_gated_delta
 from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
-from tinsmith.backends.torch.state_steps import CONV, RECURRENT, StateSlots, wrap_steps
+from tinsmith.backends.torch.state_steps import CONV, RECURRENT, StateSlots, list_called_globals, wrap_steps
 from tinsmith.plan.mixers import ROW_BY_ROW, is_mixer, is_whole
 
 STATELESS = MixerState(None, None)
@@ -44,6 +46,7 @@ def wrap_mixers(decoder: nn.Module, context: ForwardContext) -> list[SequenceMix
     for module in decoder.modules():
         if is_mixer(module):
             _keep_host_functions(sys.modules[type(module).__module__])
+            _replace_delta_rule(module)
             mixers.append(SequenceMixer(module, context, wrap_steps(module)))
             module.forward = mixers[-1].forward_by_plan
     return mixers
@@ -64,6 +67,18 @@ def _keep_host_functions(modeling: ModuleType) -> None:
 def _by_device(chosen: Callable[..., object], plain: Callable[..., object], *args: object, **kwargs: object) -> object:
     first = args[0] if args else next(iter(kwargs.values()))
     return (plain if isinstance(first, Tensor) and first.is_cpu else chosen)(*args, **kwargs)
+
+
+def _replace_delta_rule(module: nn.Module) -> None:
+    """Let a layer compute whole sequences by `run_gated_delta` where its own function in torch does the same on random
+    numbers. A library's kernel still takes the tensors of a GPU.
+    """
+    modeling = sys.modules[type(module).__module__]
+    for name in list_called_globals(type(module).forward):
+        function = getattr(modeling, name)
+        chosen, plain = function.args if isinstance(function, partial) else (None, function)
+        if name.endswith("chunk_gated_delta_rule") and plain is not run_gated_delta and equals_gated_delta(plain):
+            setattr(modeling, name, partial(_by_device, chosen, run_gated_delta) if chosen else run_gated_delta)
 
 
 class SequenceMixer:

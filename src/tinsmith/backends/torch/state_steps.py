@@ -69,7 +69,7 @@ def wrap_steps(module: nn.Module) -> frozenset[str]:
     to it as slots.
     """
     modeling, parts = sys.modules[type(module).__module__], set[str]()
-    for name in _list_called_globals(type(module).forward):
+    for name in list_called_globals(type(module).forward):
         if name == "causal_conv1d_update" and getattr(module, "activation", None) in ACTIVATIONS:
             parts.add(CONV)
             step = "step_convolution"
@@ -83,7 +83,8 @@ def wrap_steps(module: nn.Module) -> frozenset[str]:
     return frozenset(parts)
 
 
-def _list_called_globals(forward: Callable[..., object]) -> set[str]:
+def list_called_globals(forward: Callable[..., object]) -> set[str]:
+    """The names of its modeling file that a layer's forward reads."""
     function = inspect.unwrap(forward)
     instructions = dis.get_instructions(function)
     return {str(x.argval) for x in instructions if x.opname == "LOAD_GLOBAL" and x.argval in function.__globals__}

@@ -1,0 +1,272 @@
+"""The gated delta rule over whole sequences, in chunks: values, last states and gradients, in torch's operators on any
+device.
+
+The state S [K, V] of a head takes one row after the other, with its gate g <= 0 and its strength beta:
+
+    S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = K^-0.5 q^T S
+
+The chunked form is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464). What the rows of a chunk add to the
+state solves one triangular system for all chunks at once, so that only the states between chunks are computed one after
+the other. Results equal those of the function of transformers' modeling files that this one replaces, but for the order
+of sums. The cost differs: that function's backward writes a gradient as long as the sequence for each chunk, and keeps
+some twenty tensors of that length. Here backward takes each chunk once, and all that is kept are the inputs; the rest
+is computed again. A few heads are computed at a time (`MAX_CELLS`), which bounds the memory of both.
+
+Sums are in float32, or in float64 if the inputs are. Knows no layer, cache or plan.
+
+Letters: n sequences of L rows, N chunks of C rows, G key heads, each of R value heads, K key dim, V value dim. Chunked
+tensors are [N, n, G, R, C, ..], where queries and keys have 1 for R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+CHUNK = 64
+
+MAX_CELLS = {"cpu": 1 << 14}
+"""Rows of value heads that are computed at a time on a kind of device, each with about 8 KB in forward."""
+
+MAX_CELLS_ELSEWHERE = 1 << 18
+
+L2_EPS = 1e-6
+"""As transformers normalises queries and keys."""
+
+
+def run_gated_delta(  # noqa: PLR0913 - the arguments of the function that it replaces
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
+    """[n, L, G R, V] of queries and keys [n, L, G, K], values [n, L, G R, V], and gates and strengths [n, L, G R]; and
+    the states [n, G R, K, V] after the last rows, or None. The names are those of `torch_chunk_gated_delta_rule`, and
+    its `options` are ignored, as it ignores them. Raises ValueError for packed rows.
+    """
+    if cu_seqlens is not None:
+        raise ValueError("sequences must be rows of a batch, not packed by cu_seqlens")
+    num, _, num_groups, key_dim = key.shape
+    value, g, beta = (x.unflatten(2, (num_groups, -1)) for x in (value, g, beta))
+    num_shared, value_dim = value.shape[3:]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if initial_state is None:
+        state = value.new_zeros(num, num_groups, num_shared, key_dim, value_dim, dtype=dtype)
+    else:
+        state = initial_state.to(dtype).unflatten(1, (num_groups, -1))
+    rows = query[:, :, :, None], key[:, :, :, None], value, g[..., None], beta[..., None]
+    out, state = _ChunkedDelta.apply(state, use_qk_l2norm_in_kernel, *rows)
+    return out.flatten(2, 3), state.flatten(1, 2) if output_final_state else None
+
+
+def equals_gated_delta(function: Callable[..., object]) -> bool:
+    """Whether a function of a modeling file returns what `run_gated_delta` does, on random numbers on the host."""
+    generator = torch.Generator().manual_seed(1)
+    num, length, num_groups, num_heads, size = 1, CHUNK + 1, 1, 2, 4
+    query, key = (torch.randn(num, length, num_groups, size, generator=generator) for _ in range(2))
+    value, g, beta = (torch.randn(num, length, num_heads, *last, generator=generator) for last in ((size,), (), ()))
+    state = torch.randn(num, num_heads, size, size, generator=generator)
+    inputs = query, key, value, -g.abs(), beta.sigmoid()
+    options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected = cast(tuple[Tensor, Tensor], run_gated_delta(*inputs, **options))
+    try:
+        results = cast(tuple[Tensor, Tensor], function(*inputs, **options))
+        return all(torch.allclose(x, y, 1e-4, 1e-5) for x, y in zip(results, expected, strict=True))
+    except (TypeError, ValueError, RuntimeError):  # it takes or returns other things
+        return False
+
+
+class _ChunkedDelta(torch.autograd.Function):
+    """Of states [n, G, R, K, V], and the rows' queries and keys [n, L, G, 1, K], values [n, L, G, R, V], and gates and
+    strengths [n, L, G, R, 1].
+    """
+
+    @staticmethod
+    def forward(ctx, state: Tensor, normalises: bool, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(state, *rows)
+        ctx.normalises = normalises
+        out, last_state = rows[0].new_empty(rows[2].shape), torch.empty_like(state)
+        for part in _list_parts(rows[2]):
+            chunks = _Chunks([part.rows(x) for x in rows], normalises)
+            states, values = chunks.scan(part.states(state))
+            part.rows(out).copy_(_join(chunks.outputs(states, values), out.shape[1]))
+            part.states(last_state).copy_(states[-1])
+        return out, last_state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        state, *rows = ctx.saved_tensors
+        row_grads, state_grad = [torch.empty_like(x) for x in rows], torch.empty_like(state)
+        for part in _list_parts(rows[2]):
+            chunks = _Chunks([part.rows(x) for x in rows], ctx.normalises)
+            out_grad = _split(part.rows(grads[0]), state.dtype)
+            part_grads, first_grad = chunks.backward(out_grad, part.states(grads[1]), part.states(state))
+            for row_grad, part_grad in zip(row_grads, part_grads, strict=True):
+                part.rows(row_grad).copy_(_join(part_grad, row_grad.shape[1]))
+            part.states(state_grad).copy_(first_grad)
+        return state_grad, None, *row_grads
+
+
+class _Part(NamedTuple):
+    """Some sequences, and some of their key heads."""
+
+    sequences: slice
+    heads: slice
+
+    def rows(self, x_nLG: Tensor) -> Tensor:
+        return x_nLG[self.sequences, :, self.heads]
+
+    def states(self, x_nG: Tensor) -> Tensor:
+        return x_nG[self.sequences, self.heads]
+
+
+def _list_parts(value: Tensor) -> Iterator[_Part]:
+    num, length, num_groups, num_shared, _ = value.shape
+    most = MAX_CELLS.get(value.device.type, MAX_CELLS_ELSEWHERE) // (length * num_shared)
+    num_heads = min(max(most, 1), num_groups)
+    num_sequences = max(most // num_heads, 1) if num_heads == num_groups else 1
+    for sequence in range(0, num, num_sequences):
+        for head in range(0, num_groups, num_heads):
+            yield _Part(slice(sequence, sequence + num_sequences), slice(head, head + num_heads))
+
+
+def _split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, n, G, R, C, ..] from [n, L, G, R, ..], in memory of its own; rows beyond L are 0."""
+    num_missing = -x.shape[1] % CHUNK
+    x = pad(x, (0, 0, 0, 0, 0, 0, 0, num_missing)) if num_missing else x
+    x = x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 4, 2, 5)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def _join(x: Tensor, length: int) -> Tensor:
+    """[n, L, G, R, ..] from [N, n, G, R, C, ..]."""
+    return x.permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :length]
+
+
+class _Chunks:
+    """The chunks of some heads: what does not depend on the states before them.
+
+    With b the sum of gates within a chunk up to a row, and rows i >= j: `decays` are exp(b_i - b_j), `seen` what a row
+    reads of an earlier row's value, and `solved` [.., V + K] the values that rows add from a state of zeros, beside the
+    keys with which they read the state at the start of the chunk.
+    """
+
+    def __init__(self, rows: list[Tensor], normalises: bool) -> None:
+        self._normalises = normalises
+        dtype = torch.promote_types(rows[0].dtype, torch.float32)
+        query, key, self._value, g, self._beta = (_split(x, dtype) for x in rows)
+        self._scale = query.shape[-1] ** -0.5
+        self._query_norm, self._key_norm = (_inverse_norm(x) if normalises else None for x in (query, key))
+        self._query = query.mul_(self._scale if self._query_norm is None else self._query_norm * self._scale)
+        self._key = key if self._key_norm is None else key.mul_(self._key_norm)
+
+        sums = g.cumsum(-2)
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+        self._decays = (sums - sums.mT).masked_fill_(later, -torch.inf).exp_()
+        self._from_start, self._to_end = sums.exp(), (sums[..., -1:, :] - sums).exp_()
+        self.over_chunk = self._from_start[..., -1:, :]
+        self._key_products = self._key @ self._key.mT
+        self._query_products = self._query @ self._key.mT
+        self._system = self._key_products * self._decays * self._beta
+        self._seen = self._query_products * self._decays
+        self._start_keys = self._beta * self._from_start
+        right = torch.cat([self._value * self._beta, self._key * self._start_keys], -1)
+        self._solved = torch.linalg.solve_triangular(self._system, right, upper=False, unitriangular=True)
+        self._start_queries, self._end_keys = self._query * self._from_start, self._key * self._to_end
+
+    def scan(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The states [N + 1, n, G, R, K, V] between chunks, and the values [N, n, G, R, C, V] that rows add."""
+        solved, num_chunks, value_dim = self._solved, len(self._solved), state.shape[-1]
+        states = solved.new_empty(num_chunks + 1, *state.shape)
+        values = solved.new_empty(*solved.shape[:-1], value_dim)
+        states[0] = state
+        flat_states, flat_values, flat_keys = (x.flatten(1, 3) for x in (states, values, self._end_keys))
+        added, read_keys = solved.flatten(1, 3).split([value_dim, solved.shape[-1] - value_dim], -1)
+        for chunk in range(num_chunks):
+            torch.baddbmm(added[chunk], read_keys[chunk], flat_states[chunk], alpha=-1, out=flat_values[chunk])
+            torch.mul(states[chunk], self.over_chunk[chunk], out=states[chunk + 1])
+            flat_states[chunk + 1].baddbmm_(flat_keys[chunk].mT, flat_values[chunk])
+        return states, values
+
+    def outputs(self, states: Tensor, values: Tensor) -> Tensor:
+        """[N, n, G, R, C, V]"""
+        return (self._start_queries @ states[:-1]).add_(self._seen @ values)
+
+    def backward(self, out_grad: Tensor, last_grad: Tensor, state: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradients of queries, keys, values, gates and strengths, chunked, and of the states at the start."""
+        states, values = self.scan(state)
+        state_grads, value_grads = self._scan_back(out_grad, last_grad)
+        before, after_grads = states[:-1], state_grads[1:]
+        solved_grad = torch.cat([value_grads, (value_grads @ before.mT).neg_()], -1)
+        # The transposed system is read through its upper half.
+        right_grad = torch.linalg.solve_triangular(self._system.mT, solved_grad, upper=True, unitriangular=True)
+        system_grad = (right_grad @ self._solved.mT).neg_().tril_(-1).mul_(self._decays)
+        seen_grad = (out_grad @ values.mT).mul_(self._decays)  # masked by the decays
+        start_query_grad, end_key_grad = out_grad @ before.mT, values @ after_grads.mT
+        right_value_grad, right_key_grad = right_grad.split([values.shape[-1], self._key.shape[-1]], -1)
+
+        value_grad = right_value_grad * self._beta
+        beta_grad = (right_value_grad * self._value).sum(-1, keepdim=True)
+        system_products = system_grad * self._key_products
+        beta_grad += system_products.sum(-1, keepdim=True)
+        start_key_sums = (right_key_grad * self._key).sum(-1, keepdim=True).mul_(self._from_start)
+        beta_grad += start_key_sums
+        sum_grad = start_key_sums.mul_(self._beta)
+
+        decay_grad = system_products.mul_(self._beta).addcmul_(seen_grad, self._query_products)
+        sum_grad += decay_grad.sum(-1, keepdim=True)
+        sum_grad -= decay_grad.sum(-2, keepdim=True).mT
+        sum_grad += (start_query_grad * self._start_queries).sum(-1, keepdim=True)
+        end_key_sums = (end_key_grad * self._end_keys).sum(-1, keepdim=True)
+        sum_grad -= end_key_sums
+        over_grad = (after_grads * before).sum((-1, -2), keepdim=True).mul_(self.over_chunk)
+        sum_grad[..., -1:, :] += end_key_sums.sum(-2, keepdim=True) + over_grad
+        gate_grad = sum_grad.flip(-2).cumsum(-2).flip(-2)
+
+        key_product_grad = system_grad.mul_(self._beta).sum(3, keepdim=True)
+        query_product_grad = seen_grad.sum(3, keepdim=True)
+        query_grad = (start_query_grad.mul_(self._from_start)).sum(3, keepdim=True) + query_product_grad @ self._key
+        key_grad = (right_key_grad * self._start_keys).addcmul_(end_key_grad, self._to_end).sum(3, keepdim=True)
+        key_grad += (key_product_grad + key_product_grad.mT) @ self._key + query_product_grad.mT @ self._query
+        query_grad, key_grad = self._through_norms(query_grad, key_grad)
+        return [query_grad, key_grad, value_grad, gate_grad, beta_grad], state_grads[0]
+
+    def _scan_back(self, out_grad: Tensor, last_grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of what `scan` returns."""
+        state_grads = last_grad.new_empty(len(out_grad) + 1, *last_grad.shape)
+        state_grads[-1] = last_grad
+        torch.matmul(self._start_queries.mT, out_grad, out=state_grads[:-1])
+        value_grads = self._seen.mT @ out_grad
+        flat_states, flat_values, flat_keys = (x.flatten(1, 3) for x in (state_grads, value_grads, self._end_keys))
+        read_keys = self._solved.flatten(1, 3)[..., last_grad.shape[-1] :]
+        for chunk in reversed(range(len(out_grad))):
+            flat_values[chunk].baddbmm_(flat_keys[chunk], flat_states[chunk + 1])
+            state_grads[chunk].addcmul_(state_grads[chunk + 1], self.over_chunk[chunk])
+            flat_states[chunk].baddbmm_(read_keys[chunk].mT, flat_values[chunk], alpha=-1)
+        return state_grads, value_grads
+
+    def _through_norms(self, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of queries and keys before they are normalised and scaled."""
+        query_grad = query_grad.mul_(self._scale)
+        if self._query_norm is None or self._key_norm is None:
+            return query_grad, key_grad
+        unit_query = self._query / self._scale
+        query_grad -= unit_query * (unit_query * query_grad).sum(-1, keepdim=True)
+        key_grad -= self._key * (self._key * key_grad).sum(-1, keepdim=True)
+        return query_grad.mul_(self._query_norm), key_grad.mul_(self._key_norm)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    return (x * x).sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
