@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import softplus
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from support.properties import examples
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     shared: int = 1
     key_dim: int = 4
     value_dim: int = 4
+    has_channel_gates: bool = False
 
     def draw(self, seed: int, *, key_scale: float = 1.0) -> Inputs:
         generator, heads = torch.Generator().manual_seed(seed), self.groups * self.shared
@@ -48,11 +50,12 @@ class Sizes(NamedTuple):
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
         rows = self.num, self.length
+        gate_shape = (*rows, heads, self.key_dim) if self.has_channel_gates else (*rows, heads)
         return Inputs(
             random(*rows, self.groups, self.key_dim),
             random(*rows, self.groups, self.key_dim) * key_scale,
             random(*rows, heads, self.value_dim),
-            -softplus(random(*rows, heads)),
+            -softplus(random(*gate_shape)),
             random(*rows, heads).sigmoid(),
             random(self.num, heads, self.key_dim, self.value_dim),
         )
@@ -66,7 +69,7 @@ def run_row_by_row(inputs: list[Tensor], *, normalises: bool) -> tuple[Tensor, T
     query, key = (x.repeat_interleave(num_shared, 2) for x in (query * query.shape[-1] ** -0.5, key))
     outputs = []
     for row in range(value.shape[1]):
-        state = state * g[:, row, :, None, None].exp()
+        state = state * (g[:, row, :, None, None] if g.ndim == 3 else g[:, row, :, :, None]).exp()
         read = torch.einsum("nhk,nhkv->nhv", key[:, row], state)
         change = (value[:, row] - read) * beta[:, row, :, None]
         state = state + key[:, row, :, :, None] * change[:, :, None]
@@ -91,7 +94,7 @@ def assert_equals_row_by_row(inputs: Inputs, *, normalises: bool, error: float =
         assert float((x - y).norm()) <= error * max(float(y.norm()), 1.0)
 
 
-@examples(25)
+@examples(40)
 @given(
     st.builds(
         Sizes,
@@ -101,6 +104,7 @@ def assert_equals_row_by_row(inputs: Inputs, *, normalises: bool, error: float =
         shared=st.integers(1, 3),
         key_dim=st.sampled_from([1, 4, 16]),
         value_dim=st.sampled_from([1, 4, 8]),
+        has_channel_gates=st.booleans(),
     ),
     st.booleans(),
     st.integers(0, 99),
@@ -109,18 +113,23 @@ def test_chunks_equal_rows_taken_one_by_one(sizes: Sizes, normalises: bool, seed
     assert_equals_row_by_row(sizes.draw(seed, key_scale=1.0 if normalises else 0.3), normalises=normalises)
 
 
+@pytest.mark.parametrize("has_channel_gates", [False, True])
 @pytest.mark.parametrize("cells", [1, 3 * CHUNK, 2 * 2 * 2 * CHUNK])
-def test_heads_computed_a_few_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+def test_heads_computed_a_few_at_a_time_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, cells: int, has_channel_gates: bool
+) -> None:
     monkeypatch.setitem(delta_rule.MAX_CELLS, "cpu", cells)
-    assert_equals_row_by_row(Sizes(3, CHUNK + 3, 3, 2).draw(1), normalises=True)
+    sizes = Sizes(3, CHUNK + 3, 3, 2, has_channel_gates=has_channel_gates)
+    assert_equals_row_by_row(sizes.draw(1), normalises=True)
 
 
+@pytest.mark.parametrize("has_channel_gates", [False, True])
 @pytest.mark.parametrize(("gate", "strength"), [(0.0, 1.0), (-60.0, 1.0), (0.0, 0.0), (-1e-6, 2.0)])
-def test_rows_with_the_same_key_stay_exact(gate: float, strength: float) -> None:
+def test_rows_with_the_same_key_stay_exact(gate: float, strength: float, has_channel_gates: bool) -> None:
     """Equal keys that nothing forgets make the system of a chunk as badly conditioned as it can be: an inverse by a
     series of powers would lose every digit.
     """
-    inputs = Sizes(1, 2 * CHUNK + 5, 1, 2).draw(2)
+    inputs = Sizes(1, 2 * CHUNK + 5, 1, 2, has_channel_gates=has_channel_gates).draw(2)
     same = inputs._replace(
         key=inputs.key[:, :1].expand_as(inputs.key),
         g=torch.full_like(inputs.g, gate),
@@ -159,8 +168,8 @@ def test_packed_rows_are_refused() -> None:
 
 
 def test_a_function_that_computes_something_else_is_recognised() -> None:
-    plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    assert equals_gated_delta(getattr(plain, "__wrapped__", plain))
+    for plain in (modeling_qwen3_next.torch_chunk_gated_delta_rule, modeling_kimi_linear.chunk_kimi_delta_attention):
+        assert equals_gated_delta(getattr(plain, "__wrapped__", plain))
 
     def without_gate(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: object) -> object:
         return run_gated_delta(query, key, value, torch.zeros_like(g), beta, **options)  # pyright: ignore

@@ -18,7 +18,7 @@ SAVED_PER_FEATURE: Mapping[str, float] = {
     "FalconMambaMixer": 9.5,
     "GraniteMoeHybridMambaLayer": 5.5,
     "JambaMambaMixer": 9.5,
-    "KimiLinearDeltaAttention": 24.5,
+    "KimiLinearDeltaAttention": 2.0,
     "Lfm2MoeShortConv": 1.0,
     "Lfm2ShortConv": 1.0,
     "Mamba2Mixer": 5.5,

@@ -1,16 +1,18 @@
 """The gated delta rule over whole sequences, in chunks: values, last states and gradients, in torch's operators on any
 device.
 
-The state S [K, V] of a head takes one row after the other, with its gate g <= 0 and its strength beta:
+The state S [K, V] of a head takes one row after the other, with its gate g <= 0, of the head or of each of K channels,
+and its strength beta:
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  out = K^-0.5 q^T S
 
-The chunked form is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464). What the rows of a chunk add to the
-state solves one triangular system for all chunks at once, so that only the states between chunks are computed one after
-the other. Results equal those of the function of transformers' modeling files that this one replaces, but for the order
-of sums. The cost differs: that function's backward writes a gradient as long as the sequence for each chunk, and keeps
-some twenty tensors of that length. Here backward takes each chunk once, and all that is kept are the inputs; the rest
-is computed again. A few heads are computed at a time (`MAX_CELLS`), which bounds the memory of both.
+The chunked form is that of Yang et al., "Gated Delta Networks" (arXiv 2412.06464), with gates of channels as in "Kimi
+Linear" (arXiv 2510.26692). What the rows of a chunk add to the state solves one triangular system for all chunks at
+once, so that only the states between chunks are computed one after the other. Results equal those of the functions of
+transformers' modeling files that this one replaces, but for the order of sums. The cost differs: their backward writes
+a gradient as long as the sequence for each chunk, and saves some twenty tensors of that length, or [C, C, K] for each
+chunk with gates of channels. Here backward takes each chunk once and saves the inputs alone; the rest is computed
+again. A few heads are computed at a time (`MAX_CELLS`), which bounds the memory of both.
 
 Sums are in float32, or in float64 if the inputs are. Knows no layer, cache or plan.
 
@@ -28,12 +30,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from tinsmith.backends.torch.delta_pairs import ChannelPairs, HeadPairs
+
 CHUNK = 64
 
 MAX_CELLS = {"cpu": 1 << 14}
 """Rows of value heads that are computed at a time on a kind of device, each with about 8 KB in forward."""
 
 MAX_CELLS_ELSEWHERE = 1 << 18
+
+PROBE_DIM = 4
 
 L2_EPS = 1e-6
 """As transformers normalises queries and keys."""
@@ -51,9 +57,9 @@ def run_gated_delta(  # noqa: PLR0913 - the arguments of the function that it re
     cu_seqlens: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, L, G R, V] of queries and keys [n, L, G, K], values [n, L, G R, V], and gates and strengths [n, L, G R]; and
-    the states [n, G R, K, V] after the last rows, or None. The names are those of `torch_chunk_gated_delta_rule`, and
-    its `options` are ignored, as it ignores them. Raises ValueError for packed rows.
+    """[n, L, G R, V] of queries and keys [n, L, G, K], values [n, L, G R, V], gates [n, L, G R] or, for each channel,
+    [n, L, G R, K], and strengths [n, L, G R]; and the states [n, G R, K, V] after the last rows, or None. The names are
+    those of the functions in modeling files, which ignore other `options`, too. Raises ValueError for packed rows.
     """
     if cu_seqlens is not None:
         raise ValueError("sequences must be rows of a batch, not packed by cu_seqlens")
@@ -65,18 +71,24 @@ def run_gated_delta(  # noqa: PLR0913 - the arguments of the function that it re
         state = value.new_zeros(num, num_groups, num_shared, key_dim, value_dim, dtype=dtype)
     else:
         state = initial_state.to(dtype).unflatten(1, (num_groups, -1))
-    rows = query[:, :, :, None], key[:, :, :, None], value, g[..., None], beta[..., None]
+    rows = query[:, :, :, None], key[:, :, :, None], value, g[..., None] if g.ndim == 4 else g, beta[..., None]
     out, state = _ChunkedDelta.apply(state, use_qk_l2norm_in_kernel, *rows)
     return out.flatten(2, 3), state.flatten(1, 2) if output_final_state else None
 
 
 def equals_gated_delta(function: Callable[..., object]) -> bool:
-    """Whether a function of a modeling file returns what `run_gated_delta` does, on random numbers on the host."""
+    """Whether a function of a modeling file returns what `run_gated_delta` does on random numbers on the host, with a
+    gate for each head or one for each channel.
+    """
+    return _equals_gated_delta(function, ()) or _equals_gated_delta(function, (PROBE_DIM,))
+
+
+def _equals_gated_delta(function: Callable[..., object], gate_shape: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(1)
-    num, length, num_groups, num_heads, size = 1, CHUNK + 1, 1, 2, 4
-    query, key = (torch.randn(num, length, num_groups, size, generator=generator) for _ in range(2))
-    value, g, beta = (torch.randn(num, length, num_heads, *last, generator=generator) for last in ((size,), (), ()))
-    state = torch.randn(num, num_heads, size, size, generator=generator)
+    rows, num_heads = (1, CHUNK + 1), 2
+    query, key, value = (torch.randn(*rows, num_heads, PROBE_DIM, generator=generator) for _ in range(3))
+    g, beta = (torch.randn(*rows, num_heads, *shape, generator=generator) for shape in (gate_shape, ()))
+    state = torch.randn(1, num_heads, PROBE_DIM, PROBE_DIM, generator=generator)
     inputs = query, key, value, -g.abs(), beta.sigmoid()
     options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     expected = cast(tuple[Tensor, Tensor], run_gated_delta(*inputs, **options))
@@ -88,8 +100,8 @@ def equals_gated_delta(function: Callable[..., object]) -> bool:
 
 
 class _ChunkedDelta(torch.autograd.Function):
-    """Of states [n, G, R, K, V], and the rows' queries and keys [n, L, G, 1, K], values [n, L, G, R, V], and gates and
-    strengths [n, L, G, R, 1].
+    """Of states [n, G, R, K, V], and the rows' queries and keys [n, L, G, 1, K], values [n, L, G, R, V], gates
+    [n, L, G, R, 1 or K] and strengths [n, L, G, R, 1].
     """
 
     @staticmethod
@@ -158,13 +170,11 @@ def _join(x: Tensor, length: int) -> Tensor:
 class _Chunks:
     """The chunks of some heads: what does not depend on the states before them.
 
-    With b the sum of gates within a chunk up to a row, and rows i >= j: `decays` are exp(b_i - b_j), `seen` what a row
-    reads of an earlier row's value, and `solved` [.., V + K] the values that rows add from a state of zeros, beside the
-    keys with which they read the state at the start of the chunk.
+    `over_chunk` [.., 1 or K, 1] is what a chunk leaves of a state. `solved` [.., C, V + K] are the values that rows add
+    to a state of zeros, beside the keys with which they read the state before the chunk.
     """
 
     def __init__(self, rows: list[Tensor], normalises: bool) -> None:
-        self._normalises = normalises
         dtype = torch.promote_types(rows[0].dtype, torch.float32)
         query, key, self._value, g, self._beta = (_split(x, dtype) for x in rows)
         self._scale = query.shape[-1] ** -0.5
@@ -173,18 +183,16 @@ class _Chunks:
         self._key = key if self._key_norm is None else key.mul_(self._key_norm)
 
         sums = g.cumsum(-2)
-        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
-        self._decays = (sums - sums.mT).masked_fill_(later, -torch.inf).exp_()
+        self._has_head_gates = sums.shape[-1] == 1
+        self._pairs = (HeadPairs if self._has_head_gates else ChannelPairs)(self._query, self._key, sums)
         self._from_start, self._to_end = sums.exp(), (sums[..., -1:, :] - sums).exp_()
-        self.over_chunk = self._from_start[..., -1:, :]
-        self._key_products = self._key @ self._key.mT
-        self._query_products = self._query @ self._key.mT
-        self._system = self._key_products * self._decays * self._beta
-        self._seen = self._query_products * self._decays
-        self._start_keys = self._beta * self._from_start
-        right = torch.cat([self._value * self._beta, self._key * self._start_keys], -1)
-        self._solved = torch.linalg.solve_triangular(self._system, right, upper=False, unitriangular=True)
+        self.over_chunk = self._from_start[..., -1:, :].mT
         self._start_queries, self._end_keys = self._query * self._from_start, self._key * self._to_end
+        self._start_keys = self._key * self._from_start
+
+        self._system = self._pairs.of_keys * self._beta
+        right = torch.cat([self._value, self._start_keys], -1).mul_(self._beta)
+        self._solved = torch.linalg.solve_triangular(self._system, right, upper=False, unitriangular=True)
 
     def scan(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The states [N + 1, n, G, R, K, V] between chunks, and the values [N, n, G, R, C, V] that rows add."""
@@ -202,45 +210,37 @@ class _Chunks:
 
     def outputs(self, states: Tensor, values: Tensor) -> Tensor:
         """[N, n, G, R, C, V]"""
-        return (self._start_queries @ states[:-1]).add_(self._seen @ values)
+        return (self._start_queries @ states[:-1]).add_(self._pairs.of_queries @ values)
 
     def backward(self, out_grad: Tensor, last_grad: Tensor, state: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The gradients of queries, keys, values, gates and strengths, chunked, and of the states at the start."""
+        """The gradients of queries, keys, values, gates and strengths, chunked, and of the states before them."""
         states, values = self.scan(state)
         state_grads, value_grads = self._scan_back(out_grad, last_grad)
         before, after_grads = states[:-1], state_grads[1:]
         solved_grad = torch.cat([value_grads, (value_grads @ before.mT).neg_()], -1)
-        # The transposed system is read through its upper half.
         right_grad = torch.linalg.solve_triangular(self._system.mT, solved_grad, upper=True, unitriangular=True)
-        system_grad = (right_grad @ self._solved.mT).neg_().tril_(-1).mul_(self._decays)
-        seen_grad = (out_grad @ values.mT).mul_(self._decays)  # masked by the decays
+        system_grad = (right_grad @ self._solved.mT).neg_().tril_(-1)
+        beta_grad = (system_grad * self._pairs.of_keys).sum(-1, keepdim=True)
+        query_pairs_grad = (out_grad @ values.mT).tril_()
+        query_grad, key_grad, sums_grad = self._pairs.backward(system_grad.mul_(self._beta), query_pairs_grad)
+
+        value_grad, start_key_grad = right_grad.split([values.shape[-1], self._key.shape[-1]], -1)
+        beta_grad += (value_grad * self._value).sum(-1, keepdim=True)
+        beta_grad += (start_key_grad * self._start_keys).sum(-1, keepdim=True)
+        value_grad, start_key_grad = value_grad * self._beta, start_key_grad * self._beta
         start_query_grad, end_key_grad = out_grad @ before.mT, values @ after_grads.mT
-        right_value_grad, right_key_grad = right_grad.split([values.shape[-1], self._key.shape[-1]], -1)
-
-        value_grad = right_value_grad * self._beta
-        beta_grad = (right_value_grad * self._value).sum(-1, keepdim=True)
-        system_products = system_grad * self._key_products
-        beta_grad += system_products.sum(-1, keepdim=True)
-        start_key_sums = (right_key_grad * self._key).sum(-1, keepdim=True).mul_(self._from_start)
-        beta_grad += start_key_sums
-        sum_grad = start_key_sums.mul_(self._beta)
-
-        decay_grad = system_products.mul_(self._beta).addcmul_(seen_grad, self._query_products)
-        sum_grad += decay_grad.sum(-1, keepdim=True)
-        sum_grad -= decay_grad.sum(-2, keepdim=True).mT
-        sum_grad += (start_query_grad * self._start_queries).sum(-1, keepdim=True)
-        end_key_sums = (end_key_grad * self._end_keys).sum(-1, keepdim=True)
-        sum_grad -= end_key_sums
-        over_grad = (after_grads * before).sum((-1, -2), keepdim=True).mul_(self.over_chunk)
-        sum_grad[..., -1:, :] += end_key_sums.sum(-2, keepdim=True) + over_grad
-        gate_grad = sum_grad.flip(-2).cumsum(-2).flip(-2)
-
-        key_product_grad = system_grad.mul_(self._beta).sum(3, keepdim=True)
-        query_product_grad = seen_grad.sum(3, keepdim=True)
-        query_grad = (start_query_grad.mul_(self._from_start)).sum(3, keepdim=True) + query_product_grad @ self._key
-        key_grad = (right_key_grad * self._start_keys).addcmul_(end_key_grad, self._to_end).sum(3, keepdim=True)
-        key_grad += (key_product_grad + key_product_grad.mT) @ self._key + query_product_grad.mT @ self._query
+        query_grad += (start_query_grad * self._from_start).sum(3, keepdim=True)
+        key_grad += (start_key_grad * self._from_start).addcmul_(end_key_grad, self._to_end).sum(3, keepdim=True)
         query_grad, key_grad = self._through_norms(query_grad, key_grad)
+
+        sums_grad += self._sum_channels(
+            start_key_grad.mul_(self._start_keys).addcmul_(start_query_grad, self._start_queries)
+        )
+        end_grad = self._sum_channels(end_key_grad.mul_(self._end_keys))
+        sums_grad -= end_grad
+        over_grad = self._sum_channels((after_grads * before).sum(-1, keepdim=True).mul_(self.over_chunk).mT)
+        sums_grad[..., -1:, :] += end_grad.sum(-2, keepdim=True) + over_grad
+        gate_grad = sums_grad.flip(-2).cumsum(-2).flip(-2)
         return [query_grad, key_grad, value_grad, gate_grad, beta_grad], state_grads[0]
 
     def _scan_back(self, out_grad: Tensor, last_grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ class _Chunks:
         state_grads = last_grad.new_empty(len(out_grad) + 1, *last_grad.shape)
         state_grads[-1] = last_grad
         torch.matmul(self._start_queries.mT, out_grad, out=state_grads[:-1])
-        value_grads = self._seen.mT @ out_grad
+        value_grads = self._pairs.of_queries.mT @ out_grad
         flat_states, flat_values, flat_keys = (x.flatten(1, 3) for x in (state_grads, value_grads, self._end_keys))
         read_keys = self._solved.flatten(1, 3)[..., last_grad.shape[-1] :]
         for chunk in reversed(range(len(out_grad))):
@@ -256,6 +256,10 @@ class _Chunks:
             state_grads[chunk].addcmul_(state_grads[chunk + 1], self.over_chunk[chunk])
             flat_states[chunk].baddbmm_(read_keys[chunk].mT, flat_values[chunk], alpha=-1)
         return state_grads, value_grads
+
+    def _sum_channels(self, x: Tensor) -> Tensor:
+        """The gradient of sums of gates, from that of each channel's."""
+        return x.sum(-1, keepdim=True) if self._has_head_gates else x
 
     def _through_norms(self, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of queries and keys before they are normalised and scaled."""

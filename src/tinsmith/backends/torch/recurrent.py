@@ -77,7 +77,7 @@ def _replace_delta_rule(module: nn.Module) -> None:
     for name in list_called_globals(type(module).forward):
         function = getattr(modeling, name)
         chosen, plain = function.args if isinstance(function, partial) else (None, function)
-        if name.endswith("chunk_gated_delta_rule") and plain is not run_gated_delta and equals_gated_delta(plain):
+        if "chunk" in name and "delta" in name and plain is not run_gated_delta and equals_gated_delta(plain):
             setattr(modeling, name, partial(_by_device, chosen, run_gated_delta) if chosen else run_gated_delta)
 
 
