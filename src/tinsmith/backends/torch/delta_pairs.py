@@ -52,12 +52,12 @@ class ChannelPairs:
         for block in range(1, self._num_blocks):
             rows, earlier, from_start, to_start = self._fade_to_earlier(block)
             right = self._key[..., earlier, :] * to_start
-            for left, pairs in sides:
-                pairs[..., rows, earlier] = (left[..., rows, :] * from_start) @ right.mT
+            for reader, pairs in sides:
+                pairs[..., rows, earlier] = (reader[..., rows, :] * from_start) @ right.mT
         for column in range(BLOCK):
             right = self._fade_within(column).mul_(_by_block(self._key)[..., column, None, :])
-            for left, pairs in sides:
-                _diagonal_blocks(pairs)[..., column:, column] = (_by_block(left)[..., column:, :] * right).sum(-1)
+            for reader, pairs in sides:
+                _diagonal_blocks(pairs)[..., column:, column] = (_by_block(reader)[..., column:, :] * right).sum(-1)
 
     def backward(self, keys_grad: Tensor, queries_grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of queries, keys and sums."""
@@ -67,20 +67,20 @@ class ChannelPairs:
             rows, earlier, from_start, to_start = self._fade_to_earlier(block)
             right = self._key[..., earlier, :] * to_start
             right_grad = torch.zeros_like(right)
-            for left, pairs_grad, left_grad in sides:
-                grad, faded = pairs_grad[..., rows, earlier], left[..., rows, :] * from_start
+            for reader, pairs_grad, reader_grad in sides:
+                grad, faded = pairs_grad[..., rows, earlier], reader[..., rows, :] * from_start
                 right_grad += grad.mT @ faded
                 faded_grad = grad @ right
-                left_grad[..., rows, :].addcmul_(faded_grad, from_start)
+                reader_grad[..., rows, :].addcmul_(faded_grad, from_start)
                 sums_grad[..., rows, :].addcmul_(faded_grad, faded)
             key_grad[..., earlier, :].addcmul_(right_grad, to_start)
             sums_grad[..., earlier, :].addcmul_(right_grad, right, value=-1)
         for column in range(BLOCK):
             decays, right = self._fade_within(column), _by_block(self._key)[..., column, None, :]
-            for left, pairs_grad, left_grad in sides:
+            for reader, pairs_grad, reader_grad in sides:
                 grad = _diagonal_blocks(pairs_grad)[..., column:, column, None] * decays
-                _by_block(left_grad)[..., column:, :].addcmul_(grad, right)
-                right_grad = grad.mul_(_by_block(left)[..., column:, :])
+                _by_block(reader_grad)[..., column:, :].addcmul_(grad, right)
+                right_grad = grad.mul_(_by_block(reader)[..., column:, :])
                 _by_block(key_grad)[..., column, :] += right_grad.sum(-2)
                 log_grad = right_grad.mul_(right)
                 _by_block(sums_grad)[..., column:, :] += log_grad

@@ -146,9 +146,9 @@ class _Part(NamedTuple):
 
 def _list_parts(value: Tensor) -> Iterator[_Part]:
     num, length, num_groups, num_shared, _ = value.shape
-    most = MAX_CELLS.get(value.device.type, MAX_CELLS_ELSEWHERE) // (length * num_shared)
-    num_heads = min(max(most, 1), num_groups)
-    num_sequences = max(most // num_heads, 1) if num_heads == num_groups else 1
+    max_heads = MAX_CELLS.get(value.device.type, MAX_CELLS_ELSEWHERE) // (length * num_shared)
+    num_heads = min(max(max_heads, 1), num_groups)
+    num_sequences = max(max_heads // num_heads, 1) if num_heads == num_groups else 1
     for sequence in range(0, num, num_sequences):
         for head in range(0, num_groups, num_heads):
             yield _Part(slice(sequence, sequence + num_sequences), slice(head, head + num_heads))
