@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.properties import examples
-from tinsmith.backends.torch import tree_attention
+from tinsmith.backends.torch import attention_parts, tree_attention
 from tinsmith.backends.torch.attention import (
     AttentionOptions,
     Mixer,
@@ -259,7 +259,7 @@ def test_parts_are_joined_as_one_softmax_in_bfloat16_too() -> None:
 def use_host_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let FlashAttention's operators compute on the host; returns the list of calls."""
     calls: list[str] = []
-    host, aten = tree_attention._HostKernel, torch.ops.aten
+    host, aten = attention_parts.HostKernel, torch.ops.aten
 
     def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, is_causal: bool, debug: bool, *, scale: float) -> tuple:
         calls.append(f"forward {is_causal}")
@@ -296,7 +296,7 @@ def use_host_for_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         _scaled_dot_product_flash_attention = Operator(attend)
         _scaled_dot_product_flash_attention_backward = Operator(differentiate)
 
-    monkeypatch.setattr(tree_attention, "aten", Operators)
+    monkeypatch.setattr(attention_parts, "aten", Operators)
     return calls
 
 
@@ -304,7 +304,7 @@ def test_flash_attention_s_operators_get_what_the_host_s_get(monkeypatch: pytest
     q, k, v = random(1, 1, 6, 4, 8), random(2, 1, 5, 2, 8), random(3, 1, 5, 2, 8)
     calls = use_host_for_cuda(monkeypatch)
     results = []
-    for kernel in (tree_attention._HostKernel, tree_attention._CudaKernel):
+    for kernel in (attention_parts.HostKernel, attention_parts.CudaKernel):
         rows = kernel.forward(q, k, v, 0.3, is_causal=False)
         results.append([*rows, *kernel.backward(q, k, v, *rows, torch.ones_like(q), 0.3, is_causal=False)])
     for ours, expected in zip(*results, strict=True):
@@ -317,9 +317,9 @@ def test_a_kernel_that_differs_or_fails_is_not_used(monkeypatch: pytest.MonkeyPa
     check_parts, heads, cpu = tree_attention.check_parts.__wrapped__, (4, 2, 16), torch.device("cpu")
     assert check_parts(cpu, dtype, heads)
     with monkeypatch.context() as patch:
-        patch.setattr(tree_attention, "_join_", lambda out, log_sum, part, part_log_sum: None)
+        patch.setattr(tree_attention, "join_", lambda out, log_sum, part, part_log_sum: None)
         assert not check_parts(cpu, dtype, heads), "the children do not see their parent"
-    host = tree_attention._HostKernel
+    host = attention_parts.HostKernel
 
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("no such kernel")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
+from tinsmith.backends.torch.attention_parts import attend_with_sinks, has_sink_kernel, suits_flash
 from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError
 from tinsmith.types import I64
@@ -52,8 +53,8 @@ MAX_PADDING = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
-MAX_FLASH_DIM, MAX_CUDNN_DIM = 256, 128
-"""The largest heads of FlashAttention and of cuDNN's attention, whose backward takes no larger ones."""
+MAX_CUDNN_DIM = 128
+"""The largest heads of cuDNN's attention, whose backward takes no larger ones."""
 
 CUDNN_CAPABILITY = 9
 """Hopper's, on which cuDNN was measured."""
@@ -388,6 +389,8 @@ def prefill(
 ) -> Tensor:
     """[n, H, L, D]. The mask, [.., L, K], is added to the scores and includes windows; None: causal, L = K."""
     if options.get("softcap") is not None or options.get("sinks_H") is not None:
+        if mask is None and _suits_sinks(q_nHLD, k_nGKD, v_nGKD, **options):
+            return _attend_with_sinks(q_nHLD, k_nGKD, v_nGKD, **options)
         return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
     if mask is None and _suits_bmm(q_nHLD):
         return cast(Tensor, _BmmCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
@@ -400,15 +403,24 @@ def prefill(
     )  # fmt: skip
 
 
-def suits_flash(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether FlashAttention supports heads of these sizes. It takes no mask."""
-    return dtype in (torch.bfloat16, torch.float16) and key_dim == value_dim <= MAX_FLASH_DIM
-
-
 def suits_cudnn(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """Whether cuDNN's attention supports heads of these sizes, on a GPU on which it is faster."""
     suits = suits_flash(dtype, key_dim, value_dim) and key_dim <= MAX_CUDNN_DIM and key_dim % 8 == 0
     return suits and torch.backends.cudnn.is_available() and torch.cuda.get_device_capability()[0] == CUDNN_CAPABILITY
+
+
+def _suits_sinks(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
+    if options.get("softcap") is not None or options.get("sinks_H") is None:
+        return False
+    return has_sink_kernel(*(x.transpose(1, 2) for x in (q_nHLD, k_nGLD, v_nGLD)))
+
+
+def _attend_with_sinks(*inputs: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+    """[n, H, L, D], of queries, keys and values, and keys and values before them."""
+    q, k, v, *before = (x.transpose(1, 2) for x in inputs)
+    sinks_H = cast(Tensor, options.get("sinks_H"))
+    pair = (before[0], before[1]) if before else None
+    return attend_with_sinks(q, k, v, sinks_H, options["scale"], pair).transpose(1, 2)
 
 
 _shape_counts: dict[tuple[int, ...], int] = {}
@@ -487,6 +499,12 @@ def _attend_in_blocks(
         out_nHLD = out_bHSD.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
         return out_nHLD[:, :, : q_nHLD.shape[2]]
     first_nHSD = prefill(q_nHBSD[:, :, 0], k_nGBSD[:, :, 0], v_nGBSD[:, :, 0], None, **options)
+    if _suits_sinks(q_nHLD, k_nGLD, v_nGLD, **options):
+        blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_nHBSD[:, :, 1:], k_nGBSD[:, :, 1:], v_nGBSD[:, :, 1:]))
+        before = (x[:, :, :-1].transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
+        later = _attend_with_sinks(*blocks, *before, **options)
+        later_nHLD = later.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
+        return torch.cat([first_nHSD, later_nHLD], 2)[:, :, : q_nHLD.shape[2]]
     # The keys before a block's are those that its rows no longer see, one more for each row.
     keys, values = (torch.cat([x[:, :, :-1], x[:, :, 1:]], 3).transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
     mask = torch.full((size, 2 * size), float("-inf"), dtype=q_nHLD.dtype, device=q_nHLD.device)
@@ -510,7 +528,7 @@ def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **option
 def reference_attention(
     q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """Attention in plain arithmetic: the oracle of `prefill`, and the path for capped scores and sinks."""
+    """Attention in plain arithmetic: the oracle of `prefill`, and the path for capped scores, and sinks with masks."""
     k_nHKD, v_nHKD = _repeat_heads(q_nHLD, k_nGKD, v_nGKD)
     scores_nHLK = (q_nHLD @ k_nHKD.transpose(2, 3)).float() * options["scale"]
     if (softcap := options.get("softcap")) is not None:

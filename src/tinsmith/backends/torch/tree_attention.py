@@ -5,11 +5,10 @@ and to all rows of the nodes before it on its path, as if its sequence were ther
 layer's attention:
 
 - In parts, each of which needs no mask: every node's rows with themselves, causally, and for every node with children
-  the rows of all its descendants, which are adjacent, with its keys. Parts are joined by their log sums of
-  exponentials. Backward gives each part's kernel the joined outputs and log sums, with which its gradients are exact,
-  as in ring attention (arXiv 2310.01889). Keys and values are never copied.
-- Unfolded, for windows that a sequence exceeds, capped scores, sinks, images whose tokens see later ones, and head
-  sizes that the kernel does not take: queries, keys and values of every sequence are gathered, and attention is that of
+  the rows of all its descendants, which are adjacent, with its keys (`attention_parts`). Keys and values are never
+  copied.
+- Unfolded, for windows that a sequence exceeds, capped scores, images whose tokens see later ones, and head sizes that
+  the kernel does not take: queries, keys and values of every sequence are gathered, and attention is that of
   `PackedCausal`. Everything but this layer's attention is still computed once for shared rows.
 
 A layer with a state continues a node from the state after its parent's last row, with the gradient of that state; where
@@ -40,13 +39,18 @@ from tinsmith.backends.torch.attention import (
     PackedCausal,
     TakeRows,
     group_by_length,
-    suits_flash,
+)
+from tinsmith.backends.torch.attention_parts import (
+    MAX_PROBE_ERROR,
+    add_sinks_,
+    join_,
+    part_kernel,
+    sink_gradient,
+    suits_parts,
 )
 from tinsmith.backends.torch.host import upload
 from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree
 from tinsmith.types import I64
-
-aten = torch.ops.aten
 
 log = structlog.get_logger()
 
@@ -79,7 +83,8 @@ class PackedTree:
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         if self._is_causal and self._suits_parts(q_THD, k_TGD, v_TGD, options):
-            return cast(Tensor, _TreeAttention.apply(q_THD, k_TGD, v_TGD, self, options["scale"]))
+            inputs = q_THD, k_TGD, v_TGD, options.get("sinks_H")
+            return cast(Tensor, _TreeAttention.apply(*inputs, self, options["scale"]))
         return self.attend_unfolded(layer, q_THD, k_TGD, v_TGD, **options)
 
     def attend_unfolded(
@@ -108,7 +113,7 @@ class PackedTree:
         return TakeRows.apply(torch.cat(outputs), cells_T)
 
     def _suits_parts(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: AttentionOptions) -> bool:
-        if options.get("softcap") is not None or options.get("sinks_H") is not None:
+        if options.get("softcap") is not None:
             return False
         window = options.get("window")
         if window is not None and self._max_length > window.size:
@@ -251,16 +256,12 @@ def _list_parts(tree: PrefixTree) -> list[PrefixPart]:
 PROBE = PrefixTree((Node(0, 0, 9), Node(0, 9, 14, 0), Node(1, 9, 12, 0), Node(2, 0, 5)), (1, 2, 3))
 """Two sequences that begin alike, and a third one."""
 
-MAX_PROBE_ERROR = 0.05
-
 
 def has_part_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
     """Whether this device has a kernel that returns log sums, for heads of these sizes. A GPU's is checked once."""
-    key_dim, value_dim = q_THD.shape[-1], v_TGD.shape[-1]
-    if q_THD.is_cuda:
-        suits = suits_flash(q_THD.dtype, key_dim, value_dim) and key_dim % 8 == 0
-        return suits and check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], key_dim))
-    return q_THD.is_cpu and key_dim == value_dim
+    if not suits_parts(q_THD, v_TGD):
+        return False
+    return q_THD.is_cpu or check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2]))
 
 
 @cache
@@ -283,7 +284,7 @@ def check_parts(device: torch.device, dtype: torch.dtype, heads: tuple[int, int,
                 if is_unfolded:
                     out_THD = plan.attend_unfolded(0, *leaves, scale=dim**-0.5)
                 else:
-                    out_THD = cast(Tensor, _TreeAttention.apply(*leaves, plan, dim**-0.5))
+                    out_THD = cast(Tensor, _TreeAttention.apply(*leaves, None, plan, dim**-0.5))
                 results.append([out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)])
         errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True)]
     except RuntimeError as error:
@@ -297,8 +298,10 @@ def check_parts(device: torch.device, dtype: torch.dtype, heads: tuple[int, int,
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: PackedTree, scale: float) -> Tensor:
-        kernel = _CudaKernel if q_THD.is_cuda else _HostKernel
+    def forward(
+        ctx, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sinks_H: Tensor | None, plan: PackedTree, scale: float
+    ) -> Tensor:
+        kernel = part_kernel(q_THD)
         outputs, log_sums = [], []
         for q_nLHD, k_nLGD, v_nLGD in zip(*(plan.nodes.pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True):
             out_nLHD, log_sum_nLH = kernel.forward(q_nLHD, k_nLGD, v_nLGD, scale, is_causal=True)
@@ -309,76 +312,27 @@ class _TreeAttention(torch.autograd.Function):
         for queries, keys in plan.parts:
             q_nLHD, k_nLGD, v_nLGD = q_THD[queries][None], k_TGD[keys][None], v_TGD[keys][None]
             out_nLHD, log_sum_nLH = kernel.forward(q_nLHD, k_nLGD, v_nLGD, scale, is_causal=False)
-            _join_(wide_THD[queries], log_sum_TH[queries], out_nLHD[0], log_sum_nLH[0])
+            join_(wide_THD[queries], log_sum_TH[queries], out_nLHD[0], log_sum_nLH[0])
+        if sinks_H is not None:
+            add_sinks_(wide_THD, log_sum_TH, sinks_H)
         out_THD = wide_THD.to(q_THD.dtype)
-        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, log_sum_TH)
-        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, sinks_H, out_THD, log_sum_TH)
+        ctx.plan, ctx.scale = plan, scale
         return out_THD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_THD, k_TGD, v_TGD, out_THD, log_sum_TH = ctx.saved_tensors
-        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
+    def backward(ctx, grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_THD, k_TGD, v_TGD, sinks_H, out_THD, log_sum_TH = ctx.saved_tensors
+        plan, scale, kernel = ctx.plan, ctx.scale, part_kernel(q_THD)
         padded = [plan.nodes.pad_groups(x) for x in (q_THD, k_TGD, v_TGD, out_THD, log_sum_TH)]
         padded.append(plan.nodes.pad_gradient(grad_THD))
-        parts = [kernel.backward(*tensors, scale, is_causal=True) for tensors in zip(*padded, strict=True)]
+        parts = [kernel.backward(*inputs, scale, is_causal=True) for inputs in zip(*padded, strict=True)]  # pyright: ignore[reportCallIssue]
         grads = tuple(plan.nodes.unpad_groups(tensors) for tensors in zip(*parts, strict=True))
         for queries, keys in plan.parts:
             rows = q_THD[queries], k_TGD[keys], v_TGD[keys], out_THD[queries], log_sum_TH[queries], grad_THD[queries]
-            part_grads = kernel.backward(*(x[None] for x in rows), scale, is_causal=False)
+            part_grads = kernel.backward(*(x[None] for x in rows), scale, is_causal=False)  # pyright: ignore[reportCallIssue]
             for grad, share, part in zip(grads, part_grads, (queries, keys, keys), strict=True):
                 grad[part] += share[0]
-        return *grads, None, None
-
-
-def _join_(out_LHD: Tensor, log_sum_LH: Tensor, part_LHD: Tensor, part_log_sum_LH: Tensor) -> None:
-    """Join a part's outputs and log sums with those of the parts before, in place."""
-    joined_LH = torch.logaddexp(log_sum_LH, part_log_sum_LH)
-    out_LHD.mul_((log_sum_LH - joined_LH).exp_()[..., None])
-    out_LHD.addcmul_(part_LHD.to(out_LHD.dtype), (part_log_sum_LH - joined_LH).exp_()[..., None])
-    log_sum_LH.copy_(joined_LH)
-
-
-class _HostKernel:
-    """[n, L, H, D] outputs and [n, L, H] log sums; and the gradients of queries, keys and values."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-        attend = aten._scaled_dot_product_flash_attention_for_cpu.default
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out_nHLD, log_sum_nHL = attend(q, k, v, 0.0, is_causal, scale=scale)
-        return out_nHLD.transpose(1, 2), log_sum_nHL.transpose(1, 2)
-
-    @staticmethod
-    def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, scale: float, *, is_causal: bool
-    ) -> list[Tensor]:
-        differentiate = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        grad, q, k, v, out, log_sum = (x.transpose(1, 2) for x in (grad, q, k, v, out, log_sum))
-        grads = differentiate(grad, q, k, v, out, log_sum, 0.0, is_causal, scale=scale)
-        return [x.transpose(1, 2) for x in grads]
-
-
-class _CudaKernel:
-    """FlashAttention, likewise."""
-
-    @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
-        attend = aten._scaled_dot_product_flash_attention.default
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out_nHLD, log_sum_nHL, *_ = attend(q, k, v, 0.0, is_causal, False, scale=scale)
-        return out_nHLD.transpose(1, 2), log_sum_nHL[..., : q.shape[2]].transpose(1, 2)
-
-    @staticmethod
-    def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, grad: Tensor, scale: float, *, is_causal: bool
-    ) -> list[Tensor]:
-        differentiate = aten._scaled_dot_product_flash_attention_backward.default
-        grad, q, k, v, out, log_sum = (x.transpose(1, 2) for x in (grad, q, k, v, out, log_sum))
-        lengths = q.shape[2], k.shape[2]
-        seed = torch.empty(0, dtype=torch.int64, device=q.device)  # without dropout, nothing reads it
-        grads = differentiate(
-            grad, q, k, v, out, log_sum.contiguous(), None, None, *lengths, 0.0, is_causal, seed, seed, scale=scale
-        )
-        return [x.transpose(1, 2) for x in grads]
+        sinks_grad = sink_gradient(sinks_H, out_THD, log_sum_TH, grad_THD) if ctx.needs_input_grad[3] else None
+        return *grads, sinks_grad, None, None
