@@ -21,7 +21,8 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, evaluate, find_problem
 from tinsmith.plan.memory import DTYPE_BYTES, FACTOR, choose_dtype, reserve_bytes
-from tinsmith.runtime.host_memory import read_host_memory
+from tinsmith.runtime.devices import choose_device, kind_of, list_devices
+from tinsmith.runtime.devices import read_memory as read_device_memory
 from tinsmith.settings import Settings
 from tinsmith.settings.groups import DEGREES, ModelSettings
 from tinsmith.types import ModelShape
@@ -45,16 +46,14 @@ def main() -> None:
 
 
 def read_memory(settings: Settings) -> tuple[list[int], list[int], bool]:
-    """Free and total bytes of each GPU, and True; those of the host, and False, if engines compute on its CPUs."""
-    if settings.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            gpus = range(torch.cuda.device_count())
-            free, totals = zip(*(torch.cuda.mem_get_info(gpu) for gpu in gpus), strict=True)
-            return list(free), list(totals), True
-    free_bytes, total_bytes = read_host_memory()
-    return [free_bytes], [total_bytes], False
+    """Free and total bytes of each GPU, and True; otherwise those of the one device on which engines compute, and
+    False.
+    """
+    device = choose_device(settings.device)
+    kind = kind_of(device)
+    devices = list_devices(kind) if kind.has_kernels else [device]
+    free, totals = zip(*map(read_device_memory, devices), strict=True)
+    return list(free), list(totals), kind.has_kernels
 
 
 def list_layouts(

@@ -211,8 +211,8 @@ class ModelSettings(SettingsGroup):
     """Form of the models' tool calls: `auto` (the chat template decides) or a name of docs/openai.md, for all models or
     as `MODEL=NAME,MODEL=NAME`."""
 
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$")
+    """`auto` (`cuda` or `cpu`), `cpu`, `cuda`, `cuda:N`, or, not tested, `mps` (Apple), `xpu` or `xpu:N` (Intel)."""
 
     dtype: str = "auto"
     """Dtype of the frozen base model: `auto`, `float32` or `bfloat16`. `auto` is bfloat16 on CUDA, and on a CPU with

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError
+from tinsmith.runtime.devices import is_on_host, runs_kernels
 from tinsmith.types import I64
 
 ATTENTION_NAME = "tinsmith"
@@ -229,7 +230,7 @@ class PackedCausal:
         return self.unpad_groups(outputs)
 
     def _takes_cudnn(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
-        if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
+        if not runs_kernels(q_nHLD) or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
             return False
         if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._cudnn_by_shape:
             is_plain = options.get("softcap") is None and options.get("sinks_H") is None
@@ -391,7 +392,7 @@ def prefill(
         return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
     if mask is None and _suits_bmm(q_nHLD):
         return cast(Tensor, _BmmCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
-    if q_nHLD.is_cuda and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
+    if runs_kernels(q_nHLD) and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
         # CUDA's other fused kernels need as many key heads as query heads; without one, all scores would be stored.
         k_nGKD, v_nGKD = _repeat_heads(q_nHLD, k_nGKD, v_nGKD)
     return nn.functional.scaled_dot_product_attention(
@@ -430,7 +431,7 @@ def _cudnn_attention(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: floa
 
 def _suits_bmm(q_nHLD: Tensor) -> bool:
     num, _, length, _ = q_nHLD.shape
-    if q_nHLD.dtype != torch.bfloat16 or not q_nHLD.is_cpu or not torch.is_grad_enabled():
+    if q_nHLD.dtype != torch.bfloat16 or not is_on_host(q_nHLD) or not torch.is_grad_enabled():
         return False
     return length <= BMM_MAX_LENGTH and num * length >= BMM_MIN_ROWS
 

@@ -34,7 +34,6 @@ from tinsmith.backends.torch.memory import (
     Evictable,
     MemoryManager,
     StepMemory,
-    free_bytes,
     memory_errors,
     use_expandable_segments,
 )
@@ -42,9 +41,11 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, Trainer
+from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
+from tinsmith.runtime.devices import free_bytes, kind_of, return_memory
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
@@ -106,20 +107,20 @@ class TorchBackend:
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         is_auto = max_tokens_per_microbatch == "auto"
         if is_auto:
-            max_tokens_per_microbatch = MICRO_BATCH[self._base.device.type == "cuda"]
+            max_tokens_per_microbatch = MICRO_BATCH[kind_of(self._base.device).has_kernels]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._tied_head = self._base.tied_head
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
-            logits_chunk = chunk_rows(self._base.vocab_size, cuda=self._base.device.type == "cuda")
+            logits_chunk = chunk_rows(self._base.vocab_size, cuda=kind_of(self._base.device).has_kernels)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device
         """Where adapters are: on the host while this backend sleeps."""
         self._frozen: FrozenStores | None = None
         self._is_asleep = False
-        self._offloads = offload == "on" or self._home.type == "cuda"
+        self._offloads = offload == "on" or kind_of(self._home).pins_memory
         self._models: dict[str, TrainedModel] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
@@ -129,6 +130,8 @@ class TorchBackend:
             self._trainer.tree_sizes = TREE_TOKENS
         self._count_fused(is_auto=is_auto)
         self._log_kernels()
+        if not kind_of(self._base.device).is_tested:
+            try_device(self, str(self._base.device), shape.vocab_size)
 
     def _log_kernels(self) -> None:
         log.info("kernels", base_model=self._base.shape.name, **self.kernels())
@@ -139,7 +142,7 @@ class TorchBackend:
         if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
             return
         recompute.fused_bytes = step.activations.token_bytes
-        if is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode == "auto":
+        if is_auto and kind_of(base.device).has_kernels and not self._memory.is_limited and recompute.mode == "auto":
             largest, *smaller_sizes = FITTING_TOKENS
             self._trainer.use_fitting(
                 [largest, *smaller_sizes] if recompute.fits(largest, base.device) else smaller_sizes
@@ -262,7 +265,7 @@ class TorchBackend:
         if self._base.vision is not None:
             self._base.vision.evict_to(0)
         del copies, trained, adapter_buffers
-        self._return_memory()
+        return_memory(self._base.device)
 
     def wake_up(self) -> None:
         if not self._is_asleep:
@@ -276,17 +279,12 @@ class TorchBackend:
                 copies = TensorCopies(device, trained)
             except BaseException:
                 self._frozen.release()
-                self._return_memory()
+                return_memory(self._base.device)
                 raise
         self._is_asleep, self._home = False, device
         self._move(copies)
         if self._sampler is not None:
             self._sampler.forget_weight_addresses()
-
-    def _return_memory(self) -> None:
-        """Return unused memory to the driver, from which the other process allocates."""
-        if self._base.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _adapters_to_move(self) -> list[Adapter]:
         """Adapters that leave the device with the models. They stay on the host: files are written from there."""

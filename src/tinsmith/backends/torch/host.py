@@ -1,6 +1,6 @@
 """Copies between the host and the device.
 
-`upload` copies an array to the device. On CUDA it goes through pinned memory without blocking the host. `Readback`
+`upload` copies an array to the device. On devices that copy from pinned memory it does not block the host. `Readback`
 copies results to the host and waits for the device once for any number of tensors; `read` does so at once. A step
 uploads what it needs and reads once, at its end or later. On a CPU both are views where possible.
 
@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tinsmith.runtime.devices import kind_of
+
 Number = TypeVar("Number", bound=np.generic)
 
 
@@ -25,7 +27,7 @@ def upload(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | N
     """The array on the device, in `dtype` if given. The array must not change before the step ends."""
     # Converted on the host: a copy that also converts would block.
     staged = torch.from_numpy(array).to(dtype=dtype)
-    return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged.to(device)
+    return staged.pin_memory().to(device, non_blocking=True) if kind_of(device).pins_memory else staged.to(device)
 
 
 def upload_all(arrays: Sequence[npt.NDArray[Number]], device: torch.device) -> list[Tensor]:
@@ -43,7 +45,7 @@ class Readback:
         else:  # as bytes, so that values are not converted
             self._concatenated = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         self._copy_event: torch.cuda.Event | None = None
-        if self._concatenated.device.type == "cuda":
+        if kind_of(self._concatenated.device).pins_memory:
             self._concatenated = self._concatenated.to("cpu", non_blocking=True)
             # Of the tensors' device, which need not be this thread's current one.
             self._copy_event = torch.cuda.Event()
@@ -79,10 +81,11 @@ _NUMPY = {
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, pinned if they come from a GPU. Waits once for all of them."""
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-        for tensor in tensors
-    ]
+    copies = []
+    for tensor in tensors:
+        pins = kind_of(tensor.device).pins_memory
+        host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+        copies.append(host_copy.copy_(tensor, non_blocking=pins))
     _wait_for_copies({tensor.device for tensor in tensors})
     return copies
 
@@ -115,7 +118,7 @@ class FrozenStores:
         try:
             for store, copy in zip(self._stores, self._copies, strict=True):
                 store.resize_(copy.nbytes)
-                _bytes_of(store).copy_(copy, non_blocking=True)
+                _bytes_of(store).copy_(copy, non_blocking=kind_of(store.device).pins_memory)
             self._wait()
         except BaseException:
             self._wait()
@@ -136,5 +139,5 @@ def _bytes_of(store: torch.UntypedStorage) -> Tensor:
 
 def _wait_for_copies(devices: set[torch.device]) -> None:
     for device in devices:
-        if device.type == "cuda":
+        if kind_of(device).pins_memory:
             torch.cuda.synchronize(device)

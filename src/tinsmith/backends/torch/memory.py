@@ -16,7 +16,6 @@ by its text. `memory_errors` turns all of them into MemoryError, which the engin
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import read_directory, tower_activations
 from tinsmith.plan.memory import Activations
+from tinsmith.runtime.devices import free_bytes, kind_of
 from tinsmith.runtime.sizes import format_bytes
 
 MODELS_SHARE = 0.4
@@ -55,13 +55,6 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0][:200] or "an allocation failed"
         free = f"{device} has {format_bytes(free_bytes(device))} free"
         raise MemoryError(f"{free} ({text})") from None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated now, as reported by the system."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def use_expandable_segments() -> None:
@@ -188,7 +181,7 @@ SMALL_PARAMETERS, SMALL_WIDE_PARAMETERS = 10**8, 10**7
 
 def choose_step_rows(base: BaseModel) -> int:
     max_parameters = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
-    return LARGE_MODEL_STEP_ROWS if base.device.type == "cpu" and base.num_parameters > max_parameters else STEP_ROWS
+    return LARGE_MODEL_STEP_ROWS if kind_of(base.device).is_host and base.num_parameters > max_parameters else STEP_ROWS
 
 
 class _Sizes(NamedTuple):
@@ -206,7 +199,7 @@ class StepMemory:
         self._sampled_rows = rows or choose_step_rows(base)
         self._recompute = base.recompute
         self._memory = memory
-        copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]
+        copies = plan_memory.LOGIT_COPIES[kind_of(base.device).has_kernels]
         self.activations = replace(activations_of(base), logits_bytes=4.0 * copies * chunk_rows * base.vocab_size)
         self._tower_elements = tower_activations(base.model.config) if base.vision else 0.0
         vision = base.shape.vision
@@ -267,7 +260,7 @@ class StepMemory:
 def activations_of(base: BaseModel) -> Activations:
     """From the plan's arithmetic, or, for a family that the plan does not cover, from the model's linears."""
     dtype = str(base.dtype).removeprefix("torch.")
-    cuda = base.device.type == "cuda"
+    cuda = kind_of(base.device).has_kernels
     try:
         model = replace(
             read_directory(Path(base.shape.path)), has_fused_layers=base.has_fused_layers and base.vision is None

@@ -8,7 +8,6 @@ be used.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +20,7 @@ from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 from tinsmith.plan.mixers import count_saved_activations, is_mixer, is_whole
+from tinsmith.runtime.devices import free_bytes, unused_bytes
 
 RECOMPUTE_SHARE = 0.4
 
@@ -116,7 +116,4 @@ class Recompute:
 
 
 def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes(device) + unused_bytes(device)

@@ -41,6 +41,7 @@ from tinsmith.backends.torch.tree_attention import PackedTree
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.plan.prefix_tree import MIN_SHARED_ROWS
+from tinsmith.runtime.devices import kind_of
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
@@ -351,7 +352,7 @@ class DeterministicTrainer(Trainer):
     """
 
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
-        if base.device.type != "cpu":
+        if not kind_of(base.device).is_host:
             raise SettingsError(
                 f"deterministic is 'on' and device is {str(base.device)!r}; it is for device 'cpu' only"
             )

@@ -44,6 +44,7 @@ from tinsmith.backends.torch.attention import (
 )
 from tinsmith.backends.torch.host import upload
 from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree
+from tinsmith.runtime.devices import is_on_host, runs_kernels
 from tinsmith.types import I64
 
 aten = torch.ops.aten
@@ -257,10 +258,10 @@ MAX_PROBE_ERROR = 0.05
 def has_part_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
     """Whether this device has a kernel that returns log sums, for heads of these sizes. A GPU's is checked once."""
     key_dim, value_dim = q_THD.shape[-1], v_TGD.shape[-1]
-    if q_THD.is_cuda:
+    if runs_kernels(q_THD):
         suits = suits_flash(q_THD.dtype, key_dim, value_dim) and key_dim % 8 == 0
         return suits and check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], key_dim))
-    return q_THD.is_cpu and key_dim == value_dim
+    return is_on_host(q_THD) and key_dim == value_dim
 
 
 @cache
@@ -298,7 +299,7 @@ def check_parts(device: torch.device, dtype: torch.dtype, heads: tuple[int, int,
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: PackedTree, scale: float) -> Tensor:
-        kernel = _CudaKernel if q_THD.is_cuda else _HostKernel
+        kernel = _CudaKernel if runs_kernels(q_THD) else _HostKernel
         outputs, log_sums = [], []
         for q_nLHD, k_nLGD, v_nLGD in zip(*(plan.nodes.pad_groups(x) for x in (q_THD, k_TGD, v_TGD)), strict=True):
             out_nLHD, log_sum_nLH = kernel.forward(q_nLHD, k_nLGD, v_nLGD, scale, is_causal=True)
