@@ -67,6 +67,7 @@ from tinsmith.engine.layouts import (
     MIN_CONTEXT,
     MIN_RANK,
     build_workload,
+    find_reason_for_one_device,
     has_degrees,
     read_architecture,
     read_degrees,
@@ -163,7 +164,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) * settings.machines < 2:
         return settings
     try:
-        if problem := _reason_for_one_device(settings, shape):
+        if problem := find_reason_for_one_device(settings, shape, num_sharing=settings.num_torch_processes):
             raise SettingsError(problem)
         model = read_architecture(shape)
     except SettingsError as error:
@@ -179,19 +180,6 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     )
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
-
-
-def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
-    """Empty if an engine may have all devices of its machine."""
-    processes = settings.num_torch_processes
-    reasons = {
-        f"{processes} engines and samplers share this machine": processes > 1,
-        f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
-        "images need one device": shape.vision is not None,
-        "deterministic needs one device": settings.deterministic,
-        "memory_budget is for one device": bool(settings.memory_budget),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 FREE_BYTES = "import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"

@@ -76,7 +76,8 @@ def list_layouts(
             raise SettingsError(f"base model {shape.name!r} cannot be divided as asked: {problem}")
         workload = _least_workload(model, settings, degrees.devices, min(totals), has_gpus=has_gpus)
         return [_layout(evaluate(model, workload, degrees), has_gpus=has_gpus)]
-    counts = [count for count in range(1, len(totals) + 1) if count == 1 or _may_divide(settings, shape)]
+    most = 1 if find_reason_for_one_device(settings, shape) else len(totals)
+    counts = range(1, most + 1)
     plans = (choose(model, _least_workload(model, settings, count, min(totals), has_gpus=has_gpus)) for count in counts)
     return list(_drop_useless([_layout(plan, has_gpus=has_gpus) for plan in plans]))
 
@@ -106,14 +107,21 @@ def build_workload(
     return replace(workload, machines=settings.machines)
 
 
-def _may_divide(settings: Settings, shape: ModelShape) -> bool:
-    return (
-        shape.vision is None
-        and settings.backend == "torch"
-        and not (
-            settings.deterministic or settings.memory_budget or settings.quantize != "off" or ":" in settings.device
-        )
-    )
+def find_reason_for_one_device(settings: Settings, shape: ModelShape, *, num_sharing: int = 1) -> str:
+    """Why an engine may not have several devices; "" if it may. `num_sharing`: engines and samplers that take the
+    devices at the same time; one on demand gets those of its own, by their free memory. What a quantised base allows is
+    the plan's matter.
+    """
+    reasons = {
+        f"{num_sharing} engines and samplers share this machine": num_sharing > 1,
+        f"backend {settings.backend!r} is for one device": settings.backend != "torch",
+        f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
+        "images need one device": shape.vision is not None,
+        "deterministic needs one device": settings.deterministic,
+        "memory_budget is for one device": bool(settings.memory_budget),
+        f"device is {settings.device!r}, which is one": ":" in settings.device,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _drop_useless(layouts: list[EngineLayout]) -> Iterator[EngineLayout]:

@@ -31,9 +31,11 @@ from tinsmith.backends.torch.memory import (
     MODELS_SHARE,
     SAMPLING,
     VERSIONS,
+    Division,
     Evictable,
     MemoryManager,
     StepMemory,
+    divide,
     memory_errors,
     use_expandable_segments,
 )
@@ -45,7 +47,7 @@ from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
-from tinsmith.runtime.devices import free_bytes, kind_of, return_memory
+from tinsmith.runtime.devices import free_bytes, kind_of, read_memory, return_memory, unused_bytes
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
@@ -141,7 +143,7 @@ class TorchBackend:
         base, recompute, step = self._base, self._base.recompute, self._trainer.memory
         if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
             return
-        recompute.fused_bytes = step.activations.token_bytes
+        recompute.activations, recompute.num_layers = step.activations, base.num_fused_layers
         if is_auto and kind_of(base.device).has_kernels and not self._memory.is_limited and recompute.mode == "auto":
             largest, *smaller_sizes = FITTING_TOKENS
             self._trainer.use_fitting(
@@ -169,7 +171,22 @@ class TorchBackend:
     def _make_sampler(self) -> LocalSampler:
         from tinsmith.samplers.local.engine import LocalSampler
 
-        return LocalSampler(self._base, self._versions, options=self._sampler_options(), memory=self._memory)
+        options = self._sampler_options()
+        if options.kv_cache_bytes is None and (division := self._divide_memory()) is not None:
+            options = replace(options, kv_cache_bytes=division.kv_cache)
+            self._model_budget_bytes = division.models
+            parts = {name: format_bytes(num_bytes) for name, num_bytes in division._asdict().items()}
+            log.info("memory of the GPU is divided", base_model=self._base.shape.name, **parts)
+        return LocalSampler(self._base, self._versions, options=options, memory=self._memory)
+
+    def _divide_memory(self) -> Division | None:
+        """None under a budget, which divides it, and where the KV cache grows."""
+        device, step = self._base.device, self._trainer.memory
+        if not kind_of(device).has_kernels or self._memory.is_limited or step is None:
+            return None
+        free, total = read_memory(device)
+        sizes, longest = self._trainer.sizes, self._base.max_context_length
+        return divide(free + unused_bytes(device), total, step.activations, sizes, longest, step.sampling_bytes)
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""

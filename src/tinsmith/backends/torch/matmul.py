@@ -51,7 +51,7 @@ _linear_pointwise = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_point
 def set_precision() -> None:
     """Make float32 matmuls exact to float32 (no TF32) and sum bfloat16 matmuls in float32 on every device, so that
     results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
-    `attention.CUDNN_MIN_HITS`.
+    `attention.CUDNN_MIN_ROWS`.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("highest")

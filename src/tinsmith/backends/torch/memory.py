@@ -27,12 +27,18 @@ import torch
 from tinsmith.backends.device_errors import is_out_of_memory
 from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import read_directory, tower_activations
-from tinsmith.plan.memory import Activations
+from tinsmith.plan.memory import RESERVED_SHARE, Activations
 from tinsmith.runtime.devices import free_bytes, kind_of
 from tinsmith.runtime.sizes import format_bytes
+
+MODELS_PART, VERSIONS_PART = 0.2, 0.05
+"""Of what the base, activations and graphs leave of a GPU, the parts of models in training and of published versions;
+the KV cache has the rest. Models beyond their part are stored on disk, samples beyond the cache wait.
+"""
 
 MODELS_SHARE = 0.4
 """Share of the memory left by the base model; the rest is for activations, the KV cache and published versions."""
@@ -182,6 +188,32 @@ SMALL_PARAMETERS, SMALL_WIDE_PARAMETERS = 10**8, 10**7
 def choose_step_rows(base: BaseModel) -> int:
     max_parameters = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
     return LARGE_MODEL_STEP_ROWS if kind_of(base.device).is_host and base.num_parameters > max_parameters else STEP_ROWS
+
+
+class Division(NamedTuple):
+    """Bytes of a GPU's free memory, once the base is on it."""
+
+    activations: int
+    models: int
+    kv_cache: int
+
+
+def divide(
+    free: int, total: int, activations: Activations, tokens: Sequence[int], longest: int, sampling: int
+) -> Division:
+    """Divide the memory that a base model leaves of a GPU. Activations have what the longest sequence needs if it is
+    recomputed, and what the largest of the usual micro-batches of `tokens` needs if it is not, of those that need at
+    most a quarter; at most half in all.
+    `sampling`: bytes of a sampler's step, of which its graphs hold the rows that only decode, a quarter, once more.
+    """
+    usable = max(0, free - int(RESERVED_SHARE * total) - sampling - sampling // 4)
+    whole = (activations.num_bytes(size, recompute=False) for size in sorted(tokens, reverse=True))
+    largest = next((size for size in whole if size <= usable // 4), 0)
+    # Micro-batches keep activations within a share of what is free by then.
+    needed = max(activations.num_bytes(longest, recompute=True), int(largest / RECOMPUTE_SHARE[True]))
+    needed = min(needed, usable // 2)
+    models, versions = (int(part * (usable - needed)) for part in (MODELS_PART, VERSIONS_PART))
+    return Division(needed, models, usable - needed - models - versions)
 
 
 class _Sizes(NamedTuple):

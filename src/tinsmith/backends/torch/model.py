@@ -171,6 +171,10 @@ class BaseModel:
         return self._fused is not None
 
     @property
+    def num_fused_layers(self) -> int:
+        return 0 if self._fused is None else self._fused.num_layers
+
+    @property
     def can_capture(self) -> bool:
         """Whether CUDA graphs can hold the layers of decode steps."""
         return kind_of(self.device).has_kernels and all(module.can_capture for module in self.experts)
@@ -241,8 +245,8 @@ class BaseModel:
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
             decoder = self._fused = self._verify_decoder(decoder)
         if decoder is not None:
-            recompute = self.recompute.active
-            return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, recompute=recompute)
+            num_recomputed = self.recompute.count_recomputed(decoder.num_layers)
+            return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, num_recomputed=num_recomputed)
         hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch)
         return (
             hidden_TD if output_rows is None else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))

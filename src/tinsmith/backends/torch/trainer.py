@@ -88,6 +88,11 @@ class Trainer:
         """
         self._fitting, self._max_tokens, self._limit = sizes, sizes[0], sizes[0]
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of micro-batches that are tried."""
+        return self._fitting or (self._max_tokens,)
+
     def run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
         refused: dict[int, UserError] = {}
         while True:
@@ -100,6 +105,10 @@ class Trainer:
             except MemoryError as error:
                 if self._running is None:
                     raise  # smaller micro-batches would not help
+                if self._base.recompute.recompute_all():
+                    self._steps_at_limit = 0
+                    log.warning("out of memory; recomputing the activations of all layers", problem=str(error))
+                    continue
                 if unfit := self._shrink(self._running, str(error)):
                     index, refusal = unfit
                     refused[remaining[index]] = refusal
@@ -124,7 +133,10 @@ class Trainer:
 
     def _grow(self) -> None:
         self._steps_at_limit += 1
-        if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
+        if self._steps_at_limit < GROW_AFTER:
+            return
+        self._base.recompute.relax()
+        if self._limit < self._max_tokens:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
     def _run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:

@@ -275,6 +275,10 @@ class Decoder:
         layers = cast(nn.ModuleList, self._modules.layers)
         self._layers = [_layer(index, layer, options[index]) for index, layer in enumerate(layers)]
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def pack(self) -> bool:
         """Prepare oneDNN's matmuls of rows without gradients, with packed weights if these are small and fit.
         False if that was done already, or without oneDNN.
@@ -307,10 +311,10 @@ class Decoder:
         lora_batch: LoRABatch,
         output_rows: Sequence[int] | None = None,
         *,
-        recompute: bool = False,
+        num_recomputed: int = 0,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; only of the `output_rows` rows (ascending) if given. With
-        `recompute` a layer keeps only its input for its gradient.
+        """[T, D]: hidden states after the final norm; only of the `output_rows` rows (ascending) if given. The first
+        `num_recomputed` layers keep only their input for their gradient.
         """
         num_rows = len(tokens_T)
         pads = self._head is not None and not torch.is_grad_enabled()
@@ -322,10 +326,11 @@ class Decoder:
         half = sin_1TE.shape[-1] // 2
         signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
         call = _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
-        for layer in self._layers[:-1]:
-            x_TD = self._run_layer(layer, x_TD, call, recompute=recompute)
+        for index, layer in enumerate(self._layers[:-1]):
+            x_TD = self._run_layer(layer, x_TD, call, recompute=index < num_recomputed)
         last = self._layers[-1]
         if output_rows is None:
+            recompute = num_recomputed == self.num_layers
             return _first_rows(self._final(self._run_layer(last, x_TD, call, recompute=recompute)), num_rows)
         return self._final(last.forward(x_TD, call, self._select_output(lora_batch, output_rows, x_TD.device)))[
             : len(output_rows)
