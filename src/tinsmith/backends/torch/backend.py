@@ -21,7 +21,7 @@ import torch
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, TensorCopies, TrainedModel, initialise_weights, layout_for
-from tinsmith.backends.torch.host import FrozenStores
+from tinsmith.backends.torch.host import FrozenStores, SideStream
 from tinsmith.backends.torch.matmul import set_precision
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
@@ -418,13 +418,24 @@ class TorchBackend:
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
             trained = self._whole_model(model_id).copy(gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
+        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home), optimizer))
 
     def capture_version(self, version_id: str) -> Capture:
         if version_id not in self._versions:
             raise UserError(f"version {version_id!r} is not loaded")
         adapter = self._versions[version_id]  # a version never changes: there is nothing to copy
-        return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
+        return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
+
+    def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
+        """Write a copy of a model that nobody else holds, in a thread of its own."""
+        with stream.use():
+            if stream.is_apart:
+                trained.move(TensorCopies(HOST, trained.buffers(moments=True)))  # through pinned memory
+            self._write(trained, optimizer, directory, stacked=True)
+
+    def _write_version(self, adapter: Adapter, stream: SideStream, directory: Path) -> None:
+        with stream.use():
+            self._save_adapter(adapter, directory, stacked=True)
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         trained = self._whole_model(model_id)

@@ -9,7 +9,8 @@ Between steps, `host_copies` and `FrozenStores` move weights and state out of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -90,6 +91,38 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return copies
 
 
+class SideStream:
+    """Copies to the host, from any thread, of tensors that are complete once the device has done its work up to now.
+    They run on a stream of their own, beside work that is queued later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        if kind_of(device).pins_memory:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there is such a stream; elsewhere copies wait for the device."""
+        return self._event is not None
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """All copies in the block are complete at its end, so that the memory of what was copied may be used again."""
+        if self._event is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._event)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
 class FrozenStores:
     """The memory of tensors that never change, such as a base model's weights: on the device, or only on the host.
 
@@ -139,5 +172,5 @@ def _bytes_of(store: torch.UntypedStorage) -> Tensor:
 
 def _wait_for_copies(devices: set[torch.device]) -> None:
     for device in devices:
-        if kind_of(device).pins_memory:
-            torch.cuda.synchronize(device)
+        if kind_of(device).pins_memory:  # this stream's alone: work of others goes on
+            torch.cuda.current_stream(device).synchronize()
