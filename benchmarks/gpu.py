@@ -49,8 +49,6 @@ from training import LEARNING_RATE, RANK, Workload, packed_step, sequences
 
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.attention import CUDNN_MIN_HITS
-from tinsmith.backends.torch.backend import FITTING_TOKENS
 from tinsmith.base_models import read_shape
 from tinsmith.plan.memory import MICRO_BATCH
 from tinsmith.samplers.local.engine import LocalSampler
@@ -423,15 +421,13 @@ class Bench:
             operations = self.sizes.step_operations(length, rank)
             # As if both reached a fifth of the peak, with two runs each.
             expected_s = 4 * workload.num_tokens * operations / (0.2 * self.device.peak)
-            # A shape takes cuDNN's attention once it has come with several micro-batches.
-            warm = max(1, (CUDNN_MIN_HITS + 2) // max(1, workload.num_tokens // max(FITTING_TOKENS)))
             contestants = [
                 Contestant(
                     "Tinsmith",
                     packed_step(backend, workload, f"{workload.name}."),
                     workload.num_tokens,
                     operations,
-                    warm,
+                    1,
                 ),
                 Contestant("PEFT", peft.step(workload), workload.num_tokens, operations),
             ]

@@ -30,6 +30,7 @@ def device_is_there() -> None:
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samplers, and those of tests that run at the same time, must fit."""
     monkeypatch.setattr("tinsmith.samplers.local.kv_cache.CUDA_SHARE", 0.01)
+    monkeypatch.setattr("tinsmith.backends.torch.backend.TorchBackend._divide_memory", lambda _: None)
 
 
 OUTCOMES: Counter[str] = Counter()

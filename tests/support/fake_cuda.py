@@ -158,6 +158,9 @@ class Stream:
         event.record(self)
         return event
 
+    def synchronize(self) -> None:
+        """The work queued on it is complete."""
+
 
 def _numbers(x: Tensor) -> np.ndarray:
     assert x.device.type == "cpu", "Tensor.numpy of a tensor on the device"

@@ -118,7 +118,7 @@ def test_chunks_equal_rows_taken_one_by_one(sizes: Sizes, normalises: bool, seed
 def test_heads_computed_a_few_at_a_time_give_the_same(
     monkeypatch: pytest.MonkeyPatch, cells: int, has_channel_gates: bool
 ) -> None:
-    monkeypatch.setitem(delta_rule.MAX_CELLS, "cpu", cells)
+    monkeypatch.setattr(delta_rule, "MAX_CELLS", cells)
     sizes = Sizes(3, CHUNK + 3, 3, 2, has_channel_gates=has_channel_gates)
     assert_equals_row_by_row(sizes.draw(1), normalises=True)
 

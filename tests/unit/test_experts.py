@@ -274,7 +274,7 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
     choice.wrap(nn.ModuleList([experts]))
     call(experts, LoRABatch.of([None], [3]), rows(3))
     needed_bytes = 100 * recompute.SAVED_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
-    for free, expected in ((1.01 * needed_bytes / recompute.RECOMPUTE_SHARE, False), (needed_bytes, True)):
+    for free, expected in ((1.01 * needed_bytes / recompute.RECOMPUTE_SHARE[False], False), (needed_bytes, True)):
         monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
         choice.decide(100, torch.device("cpu"))
         assert choice.active == expected

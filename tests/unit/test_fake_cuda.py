@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from support import families, tiny_models, traced_losses, vision_models
-from support.fake_cuda import DEVICE, FREE_BYTES, FakeCudaBackend, FakeCudaFullBackend, fake_cuda
+from support.fake_cuda import DEVICE, FakeCudaBackend, FakeCudaFullBackend, fake_cuda
 from support.local_sampling import make_prompt, make_sample
 from support.ranked import NAMED_LOSSES
 from tinsmith.backends import run_to_end
@@ -29,7 +29,6 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.engine.__main__ import _options, check_device
 from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.engine import MAX_SEQUENCES, LocalSampler, SamplerOptions
-from tinsmith.samplers.local.kv_cache import CUDA_SHARE
 from tinsmith.samplers.local.request import Request, Weights
 from tinsmith.settings import Settings
 from tinsmith.types import (
@@ -253,9 +252,11 @@ def crowd() -> list[Sample]:
 @pytest.mark.parametrize("pages", [True, False])
 def test_steps_of_all_kinds_of_samples_read_once_from_a_cache_that_stays(shape: ModelShape, pages: bool) -> None:
     with fake_cuda(pages=pages) as device:
-        sampler = open_backend(shape).sampler
+        backend = open_backend(shape)
+        division, sampler = backend._divide_memory(), backend.sampler
         num_blocks, stores = sampler._cache.num_blocks, dict(sampler._cache._stores)
-        assert sampler._cache.num_bytes == pytest.approx(CUDA_SHARE * FREE_BYTES, rel=0.01) or sampler._keeps_states
+        assert division is not None and backend.model_budget_bytes == division.models
+        assert sampler._cache.num_bytes == pytest.approx(division.kv_cache, rel=0.01) or sampler._keeps_states
         device.strict = True
         for sample in crowd():
             sampler.submit(sample)
@@ -419,10 +420,13 @@ attention_of = nn.functional.scaled_dot_product_attention
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
-    with mock.patch.object(torch.cuda, "device_count", lambda: 1):
+    with (
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+    ):
         check_device(Settings(device="cuda:0"))
         check_device(Settings(device="cuda"))
-        with pytest.raises(SettingsError, match=r"device is 'cuda:1', and torch .* finds 1 CUDA devices here"):
+        with pytest.raises(SettingsError, match=r"device is 'cuda:1', and torch .* finds 1 devices of the kind"):
             check_device(Settings(device="cuda:1"))
     with pytest.raises(ValidationError, match="device"):
         Settings(device="gpu")
@@ -432,11 +436,12 @@ def test_a_device_with_an_index_becomes_the_current_one(qwen: ModelShape) -> Non
     chosen: list[str] = []
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 2),
         mock.patch.object(torch.cuda, "set_device", chosen.append),
         pytest.raises(SettingsError, match="cannot be served"),  # where torch has no CUDA
     ):
-        BaseModel.load(qwen, device="cuda:0" if torch.cuda.device_count() else "cuda:1")
-    assert chosen == ["cuda:0" if torch.cuda.device_count() else "cuda:1"]
+        BaseModel.load(qwen, device="cuda:1")
+    assert chosen == ["cuda:1"]
 
 
 def test_settings_limit_the_sampler(qwen: ModelShape) -> None:

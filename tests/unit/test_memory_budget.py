@@ -441,11 +441,12 @@ def test_a_gpu_is_checked_by_the_memory_that_is_free_on_it(shape: ModelShape, mo
         return 2**30, 80 * 2**30
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     for device in ("auto", "cuda:3"):
         with pytest.raises(SettingsError, match=r"it has 1\.0 GiB"):
             check_fit(Settings(device=device), shape)
-    assert devices == [0, "cuda:3"]
+    assert devices == ["cuda", "cuda:3"]
     check_fit(Settings(sampler="vllm", sampler_shares_device=True), shape)  # vLLM holds the rest, and releases it
 
 

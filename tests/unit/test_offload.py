@@ -6,7 +6,8 @@ On a CPU `offload` is 'on', so memory is freed and filled again as on a GPU; buf
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from support import tiny_models
-from support.fake_cuda import DEVICE, FakeCudaBackend, fake_cuda
+from support.fake_cuda import DEVICE, Event, FakeCudaBackend, Stream, fake_cuda
 from support.ranked import pass_of
 from tinsmith.backends import run_to_end
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.torch import TorchBackend, host
+from tinsmith.backends.torch.adapters import TrainedModel
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, PassResult
 
 torch.set_num_threads(1)
@@ -271,3 +273,54 @@ def test_a_gpu_without_room_to_wake_up_is_left_to_the_other_process(
         assert left_at == [[]] and backend._is_asleep
         backend.wake_up()
         assert {buffer.device for buffer in buffers(backend)} == {DEVICE}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_captured_model_goes_to_the_host_on_a_stream_of_its_own(
+    fails: bool, shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of calls alone: no device shows here that training goes on meanwhile."""
+    order: list[str] = []
+
+    class SideOfTest(Stream):
+        def wait_event(self, event: Event) -> None:
+            super().wait_event(event)
+            order.append("wait for what was queued")
+
+        def synchronize(self) -> None:
+            order.append("complete")
+
+    @contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, SideOfTest)
+        order.append("enter")
+        yield
+        order.append("leave")
+
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "Stream", SideOfTest)
+        monkeypatch.setattr(torch.cuda, "stream", use)
+        backend = FakeCudaBackend(shape)
+        backend.create_model("m0", LoraSpec(8))
+        accumulate(backend, 0)
+        captured = backend.capture("m0", optimizer=True, gradient=True)
+        live = backend._models["m0"]
+
+        def write(trained: TrainedModel, _optimizer: bool, directory: Path, **_: bool) -> None:
+            assert directory == tmp_path and trained is not live
+            order.append(f"write from { ({x.device.type for x in trained.buffers(moments=True)}) }")
+            if fails:
+                raise OSError("the disk is full")
+
+        monkeypatch.setattr(backend, "_write", write)
+        assert order == [], "nothing is copied to the host while the engine waits"
+        with pytest.raises(OSError, match="full") if fails else nullcontext():
+            captured.write(tmp_path)
+        assert {x.device for x in live.buffers(moments=True)} == {DEVICE}
+    assert order == ["wait for what was queued", "enter", "write from {'cpu'}", "complete"] + ["leave"] * (not fails)
+
+
+def test_a_captured_model_of_a_cpu_needs_no_stream(shape: ModelShape) -> None:
+    stream = host.SideStream(torch.device("cpu"))
+    with stream.use():
+        assert not stream.is_apart

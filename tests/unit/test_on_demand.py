@@ -10,7 +10,7 @@ import pytest
 from support import tiny_models
 from tinsmith.base_models import Bases, nano, resolve
 from tinsmith.cli.lines import describe_models
-from tinsmith.engine.layouts import list_layouts
+from tinsmith.engine.layouts import find_reason_for_one_device, list_layouts
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.settings import Settings
@@ -124,6 +124,24 @@ def test_the_plan_has_a_layout_for_each_useful_number_of_gpus(tmp_path: Path) ->
     assert host.num_slots == 1 and host.num_bytes > GIBIBYTE, "the ranks of CPUs share the host's memory"
     with pytest.raises(SettingsError, match="cannot be divided as asked: tensor parallel 3"):
         list_layouts(settings, shape, [80 * GIBIBYTE] * 4, {"tensor_parallel": 3}, has_gpus=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"deterministic": True}, {"memory_budget": "6GiB"}, {"sampler": "vllm"}, {"device": "cuda:1"}]
+)
+def test_one_rule_says_what_needs_one_device(tmp_path: Path, options: dict[str, object]) -> None:
+    shape = tiny_models.make(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+    totals = [4 * GIBIBYTE] * 4
+    free = Settings(data_dir=tmp_path)
+    assert (
+        find_reason_for_one_device(free, shape) == "" and len(list_layouts(free, shape, totals, {}, has_gpus=True)) > 1
+    )
+    settings = Settings.model_validate({"data_dir": tmp_path, **options})
+    (layout,) = list_layouts(settings, shape, totals, {}, has_gpus=True)
+    assert layout.num_slots == 1 and find_reason_for_one_device(settings, shape)
+    assert find_reason_for_one_device(free, shape, num_sharing=2) == "2 engines and samplers share this machine"
+    quantised = list_layouts(Settings(data_dir=tmp_path, quantize="int8"), shape, totals, {}, has_gpus=True)
+    assert all(plan.degrees["tensor_parallel"] == 1 and not plan.degrees["shard_base"] for plan in quantised)
 
 
 def test_the_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, lora, trainer
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear
+from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE, bytes_with
 from tinsmith.errors import NonFiniteGradientError, SettingsError, UserError
 from tinsmith.losses import LOSSES, dense
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
@@ -659,6 +661,71 @@ def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monke
         assert all(torch.equal(x, y) for x, y in zip(gradients[0], other, strict=True))
     with pytest.raises(SettingsError, match="recompute is 'maybe'"):
         TorchBackend(shape, device="cpu", recompute="maybe")
+
+
+def test_as_many_layers_are_recomputed_as_must_be_with_the_gradients_of_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_models.make(tmp_path, "qwen3", num_hidden_layers=4)
+    calls, attend, free = [0], PackedCausal.attend, [0.0]
+
+    def spy(self: PackedCausal, layer: int, *tensors: Tensor, **options: object) -> Tensor:
+        calls[0] += 1
+        return attend(self, layer, *tensors, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackedCausal, "attend", spy)
+    monkeypatch.setattr("tinsmith.backends.torch.recompute._free_bytes", lambda _: free[0])
+    backend, oracle, rng = (
+        TorchBackend(shape, device="cpu", dtype="float32"),
+        Reference(shape.path),
+        np.random.default_rng(5),
+    )
+    backend.create_model("m", LoraSpec(4, seed=0))
+    warm(backend, "m")
+    data, recompute = [sft(rng, n) for n in (40, 9)], backend.base.recompute
+    activations = recompute.activations
+    assert activations is not None and recompute.num_layers == 4
+    # Logits of a tiny model are larger than its layers.
+    activations = recompute.activations = replace(activations, logits_bytes=0.0)
+    for kept, whole in ((0, True), (4, False)):
+        assert bytes_with(activations, 4, 49, kept) == pytest.approx(activations.num_bytes(49, recompute=whole), abs=1)
+    gradients = []
+    for kept in (0, 1, 2, 4):  # all take less than three, beside one that is computed again
+        free[0] = (1 + bytes_with(activations, 4, 49, kept)) / RECOMPUTE_SHARE[False]
+        backend._models["m"].gradient_P, calls[0] = None, 0
+        run(backend, fb("m", data))
+        assert calls[0] == 4 + (4 - kept), "the layers that run again"
+        gradients.append(backend._models["m"].gradient_P)
+    assert all(other is not None and torch.equal(gradients[0], other) for other in gradients[1:])
+    backend._models["m"].gradient_P = None
+    check_against_reference(backend, oracle, "m", data, "cross_entropy")
+
+
+def test_where_memory_runs_out_beside_activations_that_were_kept_all_layers_are_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_models.make(tmp_path, "qwen3")
+    backend, rng = TorchBackend(shape, device="cpu"), np.random.default_rng(5)
+    backend.create_model("m", LoraSpec(4, seed=0))
+    recompute, hidden, sizes = backend.base.recompute, backend.base.hidden, list[int]()
+
+    def fail_once(tokens_T: Tensor, *arguments: object, **options: object) -> Tensor:
+        sizes.append(len(tokens_T))
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden(tokens_T, *arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(backend.base, "hidden", fail_once)
+    run(backend, fb("m", [sft(rng, 20)]))
+    assert sizes == [20, 20], "the micro-batch is as large as before"
+    assert recompute.active and recompute.count_recomputed(2) == 2
+    for _ in range(trainer.GROW_AFTER):
+        backend._trainer._grow()
+    run(backend, fb("m", [sft(rng, 20)]))
+    assert not recompute.active
+    # Under a budget, or where the owner chose, it is not this one's choice.
+    recompute.chosen = False
+    assert not recompute.recompute_all()
 
 
 def test_fused_layers_keep_what_the_plan_counts(shape: ModelShape) -> None:

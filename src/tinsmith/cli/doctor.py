@@ -28,6 +28,7 @@ from tinsmith.plan.versions import (
     list_installed_versions,
     list_untested_versions,
 )
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.runtime.sizes import GIBIBYTE, format_bytes
 from tinsmith.settings import Settings
 from tinsmith.settings.environment import engine_environment
@@ -114,7 +115,7 @@ def _losses() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _, total = read_host_memory()
     return Finding(total > 2 * GIBIBYTE, "memory", f"{format_bytes(total)}, {os.cpu_count()} cores")
 
 

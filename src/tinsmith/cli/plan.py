@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from tinsmith.plan.speed import (
     step_time,
     token_s,
 )
+from tinsmith.runtime.host_memory import read_host_memory
 from tinsmith.runtime.sizes import format_bytes, parse_bytes
 
 LARGEST_RANK = 256
@@ -164,7 +164,7 @@ def _this_machine() -> tuple[int, int, bool]:
 
     if torch.cuda.is_available():
         return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory, True
-    return 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), False
+    return 1, read_host_memory()[1], False
 
 
 ROWS = {

@@ -70,10 +70,18 @@ def server_mailbox(data_dir: Path) -> str:
     return f"{SERVER}.{hashlib.sha256(str(data_dir).encode()).hexdigest()[:12]}"
 
 
+MAX_TEMPORARY = 25
+"""Bytes of a directory for temporary files that leave room for the longest name of a socket, whose path macOS limits to
+103 bytes; its own such directory has 48.
+"""
+
+
 def socket_dir(data_dir: Path) -> Path:
     """The directory of a data directory's sockets. It is short, since a socket's path is limited to about 100 bytes."""
     key = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}" / key
+    temporary = tempfile.gettempdir()
+    short = temporary if len(os.fsencode(temporary)) <= MAX_TEMPORARY else "/tmp"  # a private directory in it
+    return Path(short) / f"tinsmith-{os.getuid()}" / key
 
 
 class WakeUps(Protocol):

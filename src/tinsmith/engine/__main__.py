@@ -67,6 +67,7 @@ from tinsmith.engine.layouts import (
     MIN_CONTEXT,
     MIN_RANK,
     build_workload,
+    find_reason_for_one_device,
     has_degrees,
     read_architecture,
     read_degrees,
@@ -91,6 +92,7 @@ from tinsmith.plan.degrees import (
 )
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import start_supervised_thread
+from tinsmith.runtime.devices import choose_device, kind_of, read_memory
 from tinsmith.runtime.malloc import importing
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.samplers import VersionHolder
@@ -148,16 +150,9 @@ def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
 
 
 def check_device(settings: ModelSettings) -> None:
-    """Raises SettingsError if the settings name a GPU that this machine lacks."""
-    name, _, index = settings.device.partition(":")
-    if name == "cuda" and index:
-        import torch
-
-        if int(index) >= (count := torch.cuda.device_count()):
-            raise SettingsError(
-                f"device is {settings.device!r}, and torch {torch.__version__} finds {count} CUDA devices here; name "
-                "one of them, counted from 0, or 'auto' or 'cpu'"
-            )
+    """Raises SettingsError if the settings name a device that this machine, or its torch, lacks."""
+    if settings.device != "auto" and settings.backend != "fake":
+        choose_device(settings.device)
 
 
 def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings:
@@ -169,7 +164,7 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     if settings.backend != "torch" or kind == SAMPLER or len(free := _free_bytes(settings)) * settings.machines < 2:
         return settings
     try:
-        if problem := _reason_for_one_device(settings, shape):
+        if problem := find_reason_for_one_device(settings, shape, num_sharing=settings.num_torch_processes):
             raise SettingsError(problem)
         model = read_architecture(shape)
     except SettingsError as error:
@@ -185,19 +180,6 @@ def choose_degrees(settings: Settings, shape: ModelShape, kind: str) -> Settings
     )
     degrees = plan.degrees
     return settings.model_copy(update=degrees.settings | {"shard_base": degrees.shard_base})
-
-
-def _reason_for_one_device(settings: Settings, shape: ModelShape) -> str:
-    """Empty if an engine may have all devices of its machine."""
-    processes = settings.num_torch_processes
-    reasons = {
-        f"{processes} engines and samplers share this machine": processes > 1,
-        f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
-        "images need one device": shape.vision is not None,
-        "deterministic needs one device": settings.deterministic,
-        "memory_budget is for one device": bool(settings.memory_budget),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 FREE_BYTES = "import torch; print(*(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
@@ -275,13 +257,11 @@ def _device_memory(settings: Settings, devices: int) -> tuple[int, bool]:
     """Memory of one device in bytes, and whether it is a GPU. That of a GPU is what is free, unless an engine with a
     sleep mode has it meanwhile.
     """
-    if settings.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info(settings.device if ":" in settings.device else 0)
-            return total if settings.sampler_shares_device else free, True
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
+    device = choose_device(settings.device)
+    free, total = read_memory(device)
+    if kind_of(device).is_host:
+        return total // devices, False
+    return total if settings.sampler_shares_device else free, kind_of(device).has_kernels
 
 
 def open_backend(settings: Settings, shape: ModelShape, engine_id: str, options: Mapping[str, str]) -> Backend:

@@ -21,7 +21,8 @@ from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Plan, Workload, choose, evaluate, find_problem
 from tinsmith.plan.memory import DTYPE_BYTES, FACTOR, choose_dtype, reserve_bytes
-from tinsmith.runtime.host_memory import read_host_memory
+from tinsmith.runtime.devices import choose_device, kind_of, list_devices
+from tinsmith.runtime.devices import read_memory as read_device_memory
 from tinsmith.settings import Settings
 from tinsmith.settings.groups import DEGREES, ModelSettings
 from tinsmith.types import ModelShape
@@ -45,16 +46,14 @@ def main() -> None:
 
 
 def read_memory(settings: Settings) -> tuple[list[int], list[int], bool]:
-    """Free and total bytes of each GPU, and True; those of the host, and False, if engines compute on its CPUs."""
-    if settings.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            gpus = range(torch.cuda.device_count())
-            free, totals = zip(*(torch.cuda.mem_get_info(gpu) for gpu in gpus), strict=True)
-            return list(free), list(totals), True
-    free_bytes, total_bytes = read_host_memory()
-    return [free_bytes], [total_bytes], False
+    """Free and total bytes of each GPU, and True; otherwise those of the one device on which engines compute, and
+    False.
+    """
+    device = choose_device(settings.device)
+    kind = kind_of(device)
+    devices = list_devices(kind) if kind.has_kernels else [device]
+    free, totals = zip(*map(read_device_memory, devices), strict=True)
+    return list(free), list(totals), kind.has_kernels
 
 
 def list_layouts(
@@ -77,7 +76,8 @@ def list_layouts(
             raise SettingsError(f"base model {shape.name!r} cannot be divided as asked: {problem}")
         workload = _least_workload(model, settings, degrees.devices, min(totals), has_gpus=has_gpus)
         return [_layout(evaluate(model, workload, degrees), has_gpus=has_gpus)]
-    counts = [count for count in range(1, len(totals) + 1) if count == 1 or _may_divide(settings, shape)]
+    most = 1 if find_reason_for_one_device(settings, shape) else len(totals)
+    counts = range(1, most + 1)
     plans = (choose(model, _least_workload(model, settings, count, min(totals), has_gpus=has_gpus)) for count in counts)
     return list(_drop_useless([_layout(plan, has_gpus=has_gpus) for plan in plans]))
 
@@ -107,14 +107,21 @@ def build_workload(
     return replace(workload, machines=settings.machines)
 
 
-def _may_divide(settings: Settings, shape: ModelShape) -> bool:
-    return (
-        shape.vision is None
-        and settings.backend == "torch"
-        and not (
-            settings.deterministic or settings.memory_budget or settings.quantize != "off" or ":" in settings.device
-        )
-    )
+def find_reason_for_one_device(settings: Settings, shape: ModelShape, *, num_sharing: int = 1) -> str:
+    """Why an engine may not have several devices; "" if it may. `num_sharing`: engines and samplers that take the
+    devices at the same time; one on demand gets those of its own, by their free memory. What a quantised base allows is
+    the plan's matter.
+    """
+    reasons = {
+        f"{num_sharing} engines and samplers share this machine": num_sharing > 1,
+        f"backend {settings.backend!r} is for one device": settings.backend != "torch",
+        f"{settings.sampler} needs a device of its own": settings.samples_elsewhere and not settings.sampler_url,
+        "images need one device": shape.vision is not None,
+        "deterministic needs one device": settings.deterministic,
+        "memory_budget is for one device": bool(settings.memory_budget),
+        f"device is {settings.device!r}, which is one": ":" in settings.device,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _drop_useless(layouts: list[EngineLayout]) -> Iterator[EngineLayout]:

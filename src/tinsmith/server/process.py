@@ -110,6 +110,9 @@ OTHER_CONNECTIONS = 3
 SHUTDOWN_S = 5
 """How long requests in flight may take after a stop signal."""
 
+OPEN_FILES = 10_240
+"""The limit of open files where the kernel takes no higher one: macOS's bound for a process."""
+
 MIN_OPEN_FILES = 4096
 """The server warns about a lower limit of open files, since each held poll is a connection, and so a file."""
 
@@ -485,13 +488,19 @@ async def wake_missed(
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, for this process and its children."""
+    """Raise the soft limit of open files to the hard limit, for this process and its children; if the kernel refuses a
+    hard limit of "unlimited", as macOS does, to OPEN_FILES.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    except (ValueError, OSError) as error:  # the kernel refuses a hard limit of "unlimited"
-        log.info("the limit of open files was not raised", limit=soft, error=str(error))
+    for limit in (hard, max(soft, OPEN_FILES)):
+        if soft == resource.RLIM_INFINITY:
+            return
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
+            break
+        except (ValueError, OSError) as error:
+            log.info("the limit of open files was not raised", limit=soft, to=limit, error=str(error))
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
 

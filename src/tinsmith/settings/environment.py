@@ -58,8 +58,8 @@ def engine_environment(
         "GLIBC_TUNABLES": MALLOC_TUNABLES,
         "GOMP_SPINCOUNT": "20000" if computes_alone else "2000",
     }
-    interface = network_interface(peer) if peer else "lo"
-    if interface and sys.platform == "linux":  # ranks must not listen elsewhere
+    interface = network_interface(peer) if peer else "lo" if sys.platform == "linux" else ""
+    if interface:  # ranks must not listen elsewhere
         threading |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
     cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
     credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
@@ -70,7 +70,11 @@ def engine_environment(
 
 
 def network_interface(host: str) -> str:
-    """Return the name of this machine's interface with the address `host`; empty if none has it, or for IPv6."""
+    """Return the name of this machine's interface with the address `host`; empty if none has it, for IPv6, or where
+    Linux is not there to ask.
+    """
+    if sys.platform != "linux":
+        return ""
     import fcntl
     import socket
     import struct

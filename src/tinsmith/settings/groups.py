@@ -211,8 +211,8 @@ class ModelSettings(SettingsGroup):
     """Form of the models' tool calls: `auto` (the chat template decides) or a name of docs/openai.md, for all models or
     as `MODEL=NAME,MODEL=NAME`."""
 
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$")
+    """`auto` (`cuda` or `cpu`), `cpu`, `cuda`, `cuda:N`, or, not tested, `mps` (Apple), `xpu` or `xpu:N` (Intel)."""
 
     dtype: str = "auto"
     """Dtype of the frozen base model: `auto`, `float32` or `bfloat16`. `auto` is bfloat16 on CUDA, and on a CPU with
@@ -334,14 +334,14 @@ class LimitSettings(SettingsGroup):
 
     resident_model_bytes: int = Field(default=0, ge=0)
     """Device memory for adapters in training with their gradients and optimizer state; other adapters are stored on
-    disk. 0 means two fifths of the free memory."""
+    disk. 0 means two fifths of the free memory, and less beside a KV cache on a GPU."""
 
     memory_budget: ByteSize = Field(default=ByteSize(0), ge=0)
     """Device memory of one engine, such as `6GiB` (docs/howto/memory.md). 0 means a bound for each holder."""
 
     kv_cache_bytes: ByteSize = Field(default=ByteSize(0), ge=0)
     """KV cache of an engine's own sampler, such as `8GiB`. 0 means up to 512 MiB or one context, and a quarter of
-    memory at most; on a GPU three tenths of the free memory, allocated once."""
+    memory at most; on a GPU what training leaves (docs/howto/memory.md), allocated once."""
 
     sampler_sequences: int = Field(default=0, ge=0)
     """Most sequences that an engine samples at the same time; others wait. 0 means 256, on a GPU 512."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.host import host_copies
+from tinsmith.runtime.devices import kind_of
 from tinsmith.types import LoraSpec
 
 ALIGN = 16
@@ -147,8 +148,8 @@ class TensorCopies:
         )  # a published version shares its model's
         copies = (
             host_copies(distinct_tensors)
-            if device.type == "cpu"
-            else [tensor.to(device, non_blocking=True) for tensor in distinct_tensors]
+            if kind_of(device).is_host
+            else [tensor.to(device, non_blocking=kind_of(device).pins_memory) for tensor in distinct_tensors]
         )
         self._copies = {
             id(tensor): (tensor, tensor_copy) for tensor, tensor_copy in zip(distinct_tensors, copies, strict=True)
@@ -326,7 +327,7 @@ class TrainedModel:
     def offloadable_bytes(self) -> int:
         """Bytes that `offload` would free on the device."""
         device = self.adapter.flat_P.device
-        if self.moments is None or device.type == "cpu":
+        if self.moments is None or kind_of(device).is_host:
             return 0
         return sum(state.nbytes for state in self.moments if state.device == device)
 
@@ -388,7 +389,7 @@ class Gradients:
     """
 
     def __init__(self, layout: Layout, device: torch.device, zeros_P: Tensor | None = None) -> None:
-        if zeros_P is None and device.type == "cuda":
+        if zeros_P is None and kind_of(device).has_kernels:
             zeros_P = torch.zeros(layout.numel, device=device)
         self.flat_P = torch.empty(layout.numel, device=device) if zeros_P is None else zeros_P
         self._layout = layout

@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from tinsmith.backends.torch.attention_parts import attend_with_sinks, has_sink_kernel, suits_flash
 from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError
+from tinsmith.runtime.devices import is_on_host, runs_kernels
 from tinsmith.types import I64
 
 ATTENTION_NAME = "tinsmith"
@@ -59,10 +60,12 @@ MAX_CUDNN_DIM = 128
 CUDNN_CAPABILITY = 9
 """Hopper's, on which cuDNN was measured."""
 
-CUDNN_MIN_HITS, CUDNN_MAX_SHAPES, CUDNN_MIN_ROWS = 4, 256, 1024
-"""Training in 16 bits on CUDA, sequences of at least CUDNN_MIN_ROWS rows take cuDNN's kernel once their shape has come
-with more than CUDNN_MIN_HITS micro-batches, of the last CUDNN_MAX_SHAPES shapes. It is faster than FlashAttention, but
-each new shape costs more than a few micro-batches gain, and most shapes never return.
+CUDNN_MIN_ROWS, CUDNN_MULTIPLE = 1024, 512
+"""Training in 16 bits on CUDA, sequences of at least CUDNN_MIN_ROWS rows, whose number is a multiple of CUDNN_MULTIPLE
+or one less, take cuDNN's kernel. It is faster than FlashAttention, but each new shape costs more than a few
+micro-batches gain. Data that are cut to a length have few lengths, and round ones, or one less, since the last token is
+only a target; other lengths seldom return. The shape alone decides, and no step before, so that a pass that is replayed
+takes the same kernels.
 """
 
 BMM_MAX_LENGTH, SAVED_MAX_LENGTH, BMM_MIN_ROWS = 512, 256, 64
@@ -208,8 +211,6 @@ class PackedCausal:
         if not np.array_equal(row_C, np.arange(len(cell_T))):
             self._row_C, self._cell_T = upload(row_C, device), upload(cell_T, device)
         self._masks: dict[tuple[int | tuple[int, ...], Window | None], Tensor] = {}
-        # One choice for all layers and when they run again: checkpoints compare what is saved.
-        self._cudnn_by_shape: dict[tuple[int, ...], bool] = {}
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
@@ -220,23 +221,12 @@ class PackedCausal:
             q_nHLD, k_nGLD, v_nGLD = (x_nLHD.transpose(1, 2) for x_nLHD in qkv)
             if window is not None and group.length > (2 - window.chunked) * window.size and group.visible_nL is None:
                 out_nHLD = _attend_in_blocks(q_nHLD, k_nGLD, v_nGLD, window.size, window.chunked, **options)
-            elif (mask := self._mask(group, window, q_THD)) is None and self._takes_cudnn(
-                q_nHLD, k_nGLD, v_nGLD, **options
-            ):
+            elif (mask := self._mask(group, window, q_THD)) is None and _takes_cudnn(q_nHLD, k_nGLD, v_nGLD, **options):
                 out_nHLD = _cudnn_attention(q_nHLD, k_nGLD, v_nGLD, options["scale"])
             else:
                 out_nHLD = prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options)
             outputs.append(out_nHLD.transpose(1, 2))
         return self.unpad_groups(outputs)
-
-    def _takes_cudnn(self, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
-        if not q_nHLD.is_cuda or q_nHLD.shape[2] < CUDNN_MIN_ROWS or not torch.is_grad_enabled():
-            return False
-        if (shape := (*q_nHLD.shape, k_nGLD.shape[1])) not in self._cudnn_by_shape:
-            is_plain = options.get("softcap") is None and options.get("sinks_H") is None
-            suits = is_plain and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
-            self._cudnn_by_shape[shape] = suits and _count_shape(shape)
-        return self._cudnn_by_shape[shape]
 
     def mix(self, mixer: Mixer, x_TD: Tensor) -> Tensor:
         pairs = zip(self._groups, self.pad_groups(x_TD), strict=True)
@@ -394,7 +384,7 @@ def prefill(
         return reference_attention(q_nHLD, k_nGKD, v_nGKD, mask, **options)
     if mask is None and _suits_bmm(q_nHLD):
         return cast(Tensor, _BmmCausal.apply(q_nHLD, k_nGKD, v_nGKD, options["scale"]))
-    if q_nHLD.is_cuda and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
+    if runs_kernels(q_nHLD) and (mask is not None or not suits_flash(q_nHLD.dtype, k_nGKD.shape[-1], v_nGKD.shape[-1])):
         # CUDA's other fused kernels need as many key heads as query heads; without one, all scores would be stored.
         k_nGKD, v_nGKD = _repeat_heads(q_nHLD, k_nGKD, v_nGKD)
     return nn.functional.scaled_dot_product_attention(
@@ -423,15 +413,13 @@ def _attend_with_sinks(*inputs: Tensor, **options: Unpack[AttentionOptions]) -> 
     return attend_with_sinks(q, k, v, sinks_H, options["scale"], pair).transpose(1, 2)
 
 
-_shape_counts: dict[tuple[int, ...], int] = {}
-
-
-def _count_shape(shape: tuple[int, ...]) -> bool:
-    """Count a micro-batch with this shape; returns whether there were more than CUDNN_MIN_HITS."""
-    _shape_counts[shape] = count = _shape_counts.pop(shape, 0) + 1
-    if len(_shape_counts) > CUDNN_MAX_SHAPES:
-        del _shape_counts[next(iter(_shape_counts))]
-    return count > CUDNN_MIN_HITS
+def _takes_cudnn(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
+    if not runs_kernels(q_nHLD) or not torch.is_grad_enabled():
+        return False
+    if (rows := q_nHLD.shape[2] + 1) < CUDNN_MIN_ROWS or rows % CUDNN_MULTIPLE > 1:
+        return False
+    is_plain = options.get("softcap") is None and options.get("sinks_H") is None
+    return is_plain and suits_cudnn(q_nHLD.dtype, k_nGLD.shape[-1], v_nGLD.shape[-1])
 
 
 def _cudnn_attention(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
@@ -442,7 +430,7 @@ def _cudnn_attention(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: floa
 
 def _suits_bmm(q_nHLD: Tensor) -> bool:
     num, _, length, _ = q_nHLD.shape
-    if q_nHLD.dtype != torch.bfloat16 or not q_nHLD.is_cpu or not torch.is_grad_enabled():
+    if q_nHLD.dtype != torch.bfloat16 or not is_on_host(q_nHLD) or not torch.is_grad_enabled():
         return False
     return length <= BMM_MAX_LENGTH and num * length >= BMM_MIN_ROWS
 

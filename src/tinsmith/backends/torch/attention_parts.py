@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tinsmith.runtime.devices import is_on_host, runs_kernels
+
 aten = torch.ops.aten
 
 log = structlog.get_logger()
@@ -49,13 +51,13 @@ def suits_flash(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 def suits_parts(q: Tensor, v: Tensor) -> bool:
     """Whether this device has a kernel for heads of these sizes."""
     key_dim, value_dim = q.shape[-1], v.shape[-1]
-    if q.is_cuda:
+    if runs_kernels(q):
         return suits_flash(q.dtype, key_dim, value_dim) and key_dim % 8 == 0
-    return q.is_cpu and key_dim == value_dim
+    return is_on_host(q) and key_dim == value_dim
 
 
 def part_kernel(q: Tensor) -> type[PartKernel]:
-    return CudaKernel if q.is_cuda else HostKernel
+    return CudaKernel if runs_kernels(q) else HostKernel
 
 
 def join_(out_LHD: Tensor, log_sum_LH: Tensor, part_LHD: Tensor, part_log_sum_LH: Tensor) -> None:
@@ -144,7 +146,7 @@ def has_sink_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `attend_with_sinks` takes rows of these heads. A GPU's kernel is checked once."""
     if not suits_parts(q, v):
         return False
-    return q.is_cpu or check_sinks(q.device, q.dtype, (q.shape[-2], k.shape[-2], q.shape[-1]))
+    return is_on_host(q) or check_sinks(q.device, q.dtype, (q.shape[-2], k.shape[-2], q.shape[-1]))
 
 
 @cache

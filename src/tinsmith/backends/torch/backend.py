@@ -21,7 +21,7 @@ import torch
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, TensorCopies, TrainedModel, initialise_weights, layout_for
-from tinsmith.backends.torch.host import FrozenStores
+from tinsmith.backends.torch.host import FrozenStores, SideStream
 from tinsmith.backends.torch.matmul import set_precision
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
@@ -31,10 +31,11 @@ from tinsmith.backends.torch.memory import (
     MODELS_SHARE,
     SAMPLING,
     VERSIONS,
+    Division,
     Evictable,
     MemoryManager,
     StepMemory,
-    free_bytes,
+    divide,
     memory_errors,
     use_expandable_segments,
 )
@@ -42,9 +43,11 @@ from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES
 from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, Trainer
+from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
+from tinsmith.runtime.devices import free_bytes, kind_of, read_memory, return_memory, unused_bytes
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
@@ -106,20 +109,20 @@ class TorchBackend:
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         is_auto = max_tokens_per_microbatch == "auto"
         if is_auto:
-            max_tokens_per_microbatch = MICRO_BATCH[self._base.device.type == "cuda"]
+            max_tokens_per_microbatch = MICRO_BATCH[kind_of(self._base.device).has_kernels]
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._tied_head = self._base.tied_head
         self._deterministic = deterministic == "on"
         if not isinstance(logits_chunk, int):
-            logits_chunk = chunk_rows(self._base.vocab_size, cuda=self._base.device.type == "cuda")
+            logits_chunk = chunk_rows(self._base.vocab_size, cuda=kind_of(self._base.device).has_kernels)
         self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._traces = StepTraces(Path(profile) if profile else None)
         self._home = self._base.device
         """Where adapters are: on the host while this backend sleeps."""
         self._frozen: FrozenStores | None = None
         self._is_asleep = False
-        self._offloads = offload == "on" or self._home.type == "cuda"
+        self._offloads = offload == "on" or kind_of(self._home).pins_memory
         self._models: dict[str, TrainedModel] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
@@ -129,6 +132,8 @@ class TorchBackend:
             self._trainer.tree_sizes = TREE_TOKENS
         self._count_fused(is_auto=is_auto)
         self._log_kernels()
+        if not kind_of(self._base.device).is_tested:
+            try_device(self, str(self._base.device), shape.vocab_size)
 
     def _log_kernels(self) -> None:
         log.info("kernels", base_model=self._base.shape.name, **self.kernels())
@@ -138,8 +143,8 @@ class TorchBackend:
         base, recompute, step = self._base, self._base.recompute, self._trainer.memory
         if type(self._trainer) is not Trainer or step is None or not base.has_fused_layers or base.vision is not None:
             return
-        recompute.fused_bytes = step.activations.token_bytes
-        if is_auto and base.device.type == "cuda" and not self._memory.is_limited and recompute.mode == "auto":
+        recompute.activations, recompute.num_layers = step.activations, base.num_fused_layers
+        if is_auto and kind_of(base.device).has_kernels and not self._memory.is_limited and recompute.mode == "auto":
             largest, *smaller_sizes = FITTING_TOKENS
             self._trainer.use_fitting(
                 [largest, *smaller_sizes] if recompute.fits(largest, base.device) else smaller_sizes
@@ -166,7 +171,22 @@ class TorchBackend:
     def _make_sampler(self) -> LocalSampler:
         from tinsmith.samplers.local.engine import LocalSampler
 
-        return LocalSampler(self._base, self._versions, options=self._sampler_options(), memory=self._memory)
+        options = self._sampler_options()
+        if options.kv_cache_bytes is None and (division := self._divide_memory()) is not None:
+            options = replace(options, kv_cache_bytes=division.kv_cache)
+            self._model_budget_bytes = division.models
+            parts = {name: format_bytes(num_bytes) for name, num_bytes in division._asdict().items()}
+            log.info("memory of the GPU is divided", base_model=self._base.shape.name, **parts)
+        return LocalSampler(self._base, self._versions, options=options, memory=self._memory)
+
+    def _divide_memory(self) -> Division | None:
+        """None under a budget, which divides it, and where the KV cache grows."""
+        device, step = self._base.device, self._trainer.memory
+        if not kind_of(device).has_kernels or self._memory.is_limited or step is None:
+            return None
+        free, total = read_memory(device)
+        sizes, longest = self._trainer.sizes, self._base.max_context_length
+        return divide(free + unused_bytes(device), total, step.activations, sizes, longest, step.sampling_bytes)
 
     def kernels(self) -> dict[str, str]:
         """The kernels in use on this device, for the log."""
@@ -262,7 +282,7 @@ class TorchBackend:
         if self._base.vision is not None:
             self._base.vision.evict_to(0)
         del copies, trained, adapter_buffers
-        self._return_memory()
+        return_memory(self._base.device)
 
     def wake_up(self) -> None:
         if not self._is_asleep:
@@ -276,17 +296,12 @@ class TorchBackend:
                 copies = TensorCopies(device, trained)
             except BaseException:
                 self._frozen.release()
-                self._return_memory()
+                return_memory(self._base.device)
                 raise
         self._is_asleep, self._home = False, device
         self._move(copies)
         if self._sampler is not None:
             self._sampler.forget_weight_addresses()
-
-    def _return_memory(self) -> None:
-        """Return unused memory to the driver, from which the other process allocates."""
-        if self._base.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _adapters_to_move(self) -> list[Adapter]:
         """Adapters that leave the device with the models. They stay on the host: files are written from there."""
@@ -403,13 +418,24 @@ class TorchBackend:
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
             trained = self._whole_model(model_id).copy(gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
+        return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home), optimizer))
 
     def capture_version(self, version_id: str) -> Capture:
         if version_id not in self._versions:
             raise UserError(f"version {version_id!r} is not loaded")
         adapter = self._versions[version_id]  # a version never changes: there is nothing to copy
-        return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
+        return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
+
+    def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
+        """Write a copy of a model that nobody else holds, in a thread of its own."""
+        with stream.use():
+            if stream.is_apart:
+                trained.move(TensorCopies(HOST, trained.buffers(moments=True)))  # through pinned memory
+            self._write(trained, optimizer, directory, stacked=True)
+
+    def _write_version(self, adapter: Adapter, stream: SideStream, directory: Path) -> None:
+        with stream.use():
+            self._save_adapter(adapter, directory, stacked=True)
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         trained = self._whole_model(model_id)

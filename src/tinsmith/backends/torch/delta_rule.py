@@ -31,13 +31,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tinsmith.backends.torch.delta_pairs import ChannelPairs, HeadPairs
+from tinsmith.runtime.devices import is_on_host
 
 CHUNK = 64
 
-MAX_CELLS = {"cpu": 1 << 14}
-"""Rows of value heads that are computed at a time on a kind of device, each with about 8 KB in forward."""
-
-MAX_CELLS_ELSEWHERE = 1 << 18
+MAX_CELLS, MAX_DEVICE_CELLS = 1 << 14, 1 << 18
+"""Rows of value heads that are computed at a time on a host and on another device, each with about 6 KB in forward and
+12 KB in backward.
+"""
 
 PROBE_DIM = 4
 
@@ -146,7 +147,8 @@ class _Part(NamedTuple):
 
 def _list_parts(value: Tensor) -> Iterator[_Part]:
     num, length, num_groups, num_shared, _ = value.shape
-    max_heads = MAX_CELLS.get(value.device.type, MAX_CELLS_ELSEWHERE) // (length * num_shared)
+    max_cells = MAX_CELLS if is_on_host(value) else MAX_DEVICE_CELLS
+    max_heads = max_cells // (length * num_shared)
     num_heads = min(max(max_heads, 1), num_groups)
     num_sequences = max(max_heads // num_heads, 1) if num_heads == num_groups else 1
     for sequence in range(0, num, num_sequences):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext
 from tinsmith.backends.torch.lora_batch import AdapterGroup
 from tinsmith.backends.torch.quantised_linear import QuantisedLinear
+from tinsmith.runtime.devices import kind_of, runs_kernels
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -35,14 +36,14 @@ MIN_CAPABILITY = (9, 0)
 @cache
 def has_fp8_kernel(device: torch.device) -> bool:
     """Whether the device multiplies 8-bit rows with a scale each."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+    return kind_of(device).has_kernels and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 def quantise_rows(x_TI: Tensor, factor_I: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The codes of each row, times `factor_I` if given, and its scale [T, 1] in float32. A row that is not finite has
     codes or a scale that are not either, so its products are not; a row of zeros has codes of zero.
     """
-    if x_TI.is_cuda:
+    if runs_kernels(x_TI):
         from tinsmith.backends.torch import fp8_kernels
 
         return fp8_kernels.quantise_rows(x_TI, factor_I, E4M3, LARGEST)
@@ -84,7 +85,7 @@ class Fp8Linear(QuantisedLinear):
         codes = self._codes
         quantised = quantise_rows(grad_TO, codes.scale_O1[:, 0])
         # The kernel reads its right operand by columns.
-        codes_OI = codes.codes_OI.t().contiguous().t() if grad_TO.is_cuda else codes.codes_OI
+        codes_OI = codes.codes_OI.t().contiguous().t() if runs_kernels(grad_TO) else codes.codes_OI
         ones_1I = torch.ones(1, self.in_features, device=grad_TO.device)
         return _multiply(*quantised, codes_OI, ones_1I, grad_TO.dtype)
 

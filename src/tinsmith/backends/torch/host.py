@@ -1,6 +1,6 @@
 """Copies between the host and the device.
 
-`upload` copies an array to the device. On CUDA it goes through pinned memory without blocking the host. `Readback`
+`upload` copies an array to the device. On devices that copy from pinned memory it does not block the host. `Readback`
 copies results to the host and waits for the device once for any number of tensors; `read` does so at once. A step
 uploads what it needs and reads once, at its end or later. On a CPU both are views where possible.
 
@@ -9,7 +9,8 @@ Between steps, `host_copies` and `FrozenStores` move weights and state out of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tinsmith.runtime.devices import kind_of
+
 Number = TypeVar("Number", bound=np.generic)
 
 
@@ -25,7 +28,7 @@ def upload(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | N
     """The array on the device, in `dtype` if given. The array must not change before the step ends."""
     # Converted on the host: a copy that also converts would block.
     staged = torch.from_numpy(array).to(dtype=dtype)
-    return staged.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else staged.to(device)
+    return staged.pin_memory().to(device, non_blocking=True) if kind_of(device).pins_memory else staged.to(device)
 
 
 def upload_all(arrays: Sequence[npt.NDArray[Number]], device: torch.device) -> list[Tensor]:
@@ -43,7 +46,7 @@ class Readback:
         else:  # as bytes, so that values are not converted
             self._concatenated = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         self._copy_event: torch.cuda.Event | None = None
-        if self._concatenated.device.type == "cuda":
+        if kind_of(self._concatenated.device).pins_memory:
             self._concatenated = self._concatenated.to("cpu", non_blocking=True)
             # Of the tensors' device, which need not be this thread's current one.
             self._copy_event = torch.cuda.Event()
@@ -79,12 +82,45 @@ _NUMPY = {
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, pinned if they come from a GPU. Waits once for all of them."""
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-        for tensor in tensors
-    ]
+    copies = []
+    for tensor in tensors:
+        pins = kind_of(tensor.device).pins_memory
+        host_copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+        copies.append(host_copy.copy_(tensor, non_blocking=pins))
     _wait_for_copies({tensor.device for tensor in tensors})
     return copies
+
+
+class SideStream:
+    """Copies to the host, from any thread, of tensors that are complete once the device has done its work up to now.
+    They run on a stream of their own, beside work that is queued later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        if kind_of(device).pins_memory:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether there is such a stream; elsewhere copies wait for the device."""
+        return self._event is not None
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """All copies in the block are complete at its end, so that the memory of what was copied may be used again."""
+        if self._event is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._event)
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                stream.synchronize()
 
 
 class FrozenStores:
@@ -115,7 +151,7 @@ class FrozenStores:
         try:
             for store, copy in zip(self._stores, self._copies, strict=True):
                 store.resize_(copy.nbytes)
-                _bytes_of(store).copy_(copy, non_blocking=True)
+                _bytes_of(store).copy_(copy, non_blocking=kind_of(store.device).pins_memory)
             self._wait()
         except BaseException:
             self._wait()
@@ -136,5 +172,5 @@ def _bytes_of(store: torch.UntypedStorage) -> Tensor:
 
 def _wait_for_copies(devices: set[torch.device]) -> None:
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if kind_of(device).pins_memory:  # this stream's alone: work of others goes on
+            torch.cuda.current_stream(device).synchronize()

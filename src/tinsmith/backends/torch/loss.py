@@ -35,6 +35,7 @@ from tinsmith.errors import UserError
 from tinsmith.losses import Loss
 from tinsmith.losses.divergence import measure_divergence
 from tinsmith.losses.formulas import SEQUENCE_COUNT, Columns, LossTerms, sequence_log_ratios
+from tinsmith.runtime.devices import is_on_host, kind_of
 from tinsmith.types import F32, I64
 
 if TYPE_CHECKING:
@@ -102,10 +103,11 @@ class Chunk(NamedTuple):
 class Head:
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._base = base
-        self._has_kernels = base.device.type == "cuda"
+        kind = kind_of(base.device)
+        self._has_kernels = kind.has_kernels
         self._chunk_rows = self._subchunk_rows = chunk_rows
         self._scratch: Tensor | None = None
-        if base.device.type == "cpu" and base.dtype == torch.bfloat16:
+        if kind.is_host and base.dtype == torch.bfloat16:
             # A CPU rounds matmuls to bfloat16. Stored so and widened in subchunks, logits of more rows take no more
             # memory, and their matmuls less time.
             self._chunk_rows, self._subchunk_rows = MATMUL_CHUNKS * chunk_rows, max(1, chunk_rows // SUBCHUNKS)
@@ -221,7 +223,7 @@ class Head:
         log_sums = []
         # A few rows at a time, which stay in a CPU's cache: faster than softmax and another pass for the sums.
         for rows_CV in probs_CV.split(
-            max(1, CACHED_ELEMENTS // probs_CV.shape[1]) if probs_CV.is_cpu else len(probs_CV)
+            max(1, CACHED_ELEMENTS // probs_CV.shape[1]) if is_on_host(probs_CV) else len(probs_CV)
         ):
             largest = rows_CV.amax(-1, keepdim=True)
             sums = rows_CV.sub_(largest).exp_().sum(-1, keepdim=True)

@@ -12,6 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from tinsmith.runtime.devices import is_on_host, runs_kernels
+
 ONEDNN_MIN_ROWS = 16
 """From this many rows on a float32 matmul on a CPU that is not Intel's uses oneDNN: torch's default, MKL, is slower
 there, also for the narrow matmuls of adapters.
@@ -49,7 +51,7 @@ _linear_pointwise = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_point
 def set_precision() -> None:
     """Make float32 matmuls exact to float32 (no TF32) and sum bfloat16 matmuls in float32 on every device, so that
     results on a GPU equal those on a CPU except for the order of sums. SDPA must not choose cuDNN on CUDA: see
-    `attention.CUDNN_MIN_HITS`.
+    `attention.CUDNN_MIN_ROWS`.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("highest")
@@ -63,19 +65,19 @@ def matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         if _suits_onednn(a, b):
             return _onednn_matmul(a, b)
         return _matmul_by_columns(a, b) if _uses_one_thread(a, b) else a @ b
-    if a.is_cuda:
+    if runs_kernels(a):
         return torch.mm(a, b, out_dtype=out_dtype)
     return (a @ b).to(out_dtype)
 
 
 def gradient_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matmul that gives a weight's gradient: float32 where the device supports it."""
-    return torch.float32 if x.is_cuda else x.dtype
+    return torch.float32 if runs_kernels(x) else x.dtype
 
 
 def transpose_matmul(a: Tensor, b: Tensor) -> Tensor:
     """a^T @ b with a narrow b: the gradient of a weight."""
-    if a.is_cuda:
+    if runs_kernels(a):
         return matmul(a.t(), b, torch.float32)
     if len(a) >= ONEDNN_MIN_TRANSPOSED_ROWS and _suits_onednn(b.t(), a):
         return _onednn_matmul(b.t(), a).t()
@@ -84,7 +86,7 @@ def transpose_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def transpose_bmm(a: Tensor, b: Tensor) -> Tensor:
     """a^T @ b of each pair of stacked matrices."""
-    if a.is_cuda and a.dtype != torch.float32:
+    if runs_kernels(a) and a.dtype != torch.float32:
         return torch.bmm(a.mT, b, out_dtype=torch.float32)
     return torch.bmm(a.mT, b)
 
@@ -94,14 +96,14 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> None:
     if out.dtype == a.dtype:
         if _suits_onednn(a, b):
             out.add_(_onednn_matmul(a, b), alpha=scale)
-        elif a.is_cuda and a.shape[1] == 1:
+        elif runs_kernels(a) and a.shape[1] == 1:
             # torch 2.11 takes the stride of a transposed column for that of a row, which cuBLAS refuses.
             out.addcmul_(a, b, value=scale)
         else:
             out.addmm_(a, b, alpha=scale)
-    elif a.is_cuda and CAN_ADD_TO_WIDER:
+    elif runs_kernels(a) and CAN_ADD_TO_WIDER:
         torch.addmm(out, a, b, out_dtype=out.dtype, alpha=scale, out=out)
-    elif a.is_cuda:
+    elif runs_kernels(a):
         out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
     else:
         # Widened operands would multiply several times slower; the matmul is rounded once, the sum is not.
@@ -112,9 +114,9 @@ def add_bmm_(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out += a @ b for stacked matrices; keeps a wider dtype of `out`, as `add_matmul_` does."""
     if out.dtype == a.dtype:
         out.baddbmm_(a, b)
-    elif a.is_cuda and CAN_ADD_TO_WIDER:
+    elif runs_kernels(a) and CAN_ADD_TO_WIDER:
         torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
-    elif a.is_cuda:
+    elif runs_kernels(a):
         out.add_(torch.bmm(a, b, out_dtype=out.dtype))
     else:
         out.add_(torch.bmm(a, b))
@@ -122,7 +124,7 @@ def add_bmm_(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def is_launch_bound(x: Tensor) -> bool:
     """Whether a matmul takes less time than its launch, so that few operations matter more than which."""
-    return x.is_cuda
+    return runs_kernels(x)
 
 
 def write_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
@@ -132,7 +134,7 @@ def write_matmul_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
 
 def has_onednn(weight: Tensor) -> bool:
     """Whether `pack_weight` and `onednn_linear` take this weight's device and dtype."""
-    if weight.device.type != "cpu" or not HAS_ONEDNN:
+    if not is_on_host(weight) or not HAS_ONEDNN:
         return False
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -164,7 +166,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def _uses_one_thread(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN uses one of two threads for a matmul in AMX, which it does if that is about 1,024 x 512."""
-    if not HAS_AMX or a.dtype != torch.bfloat16 or not a.is_cpu or torch.get_num_threads() != 2:
+    if not HAS_AMX or a.dtype != torch.bfloat16 or not is_on_host(a) or torch.get_num_threads() != 2:
         return False
     rows, (inner, columns) = a.shape[0], b.shape
     return 512 <= rows <= 1024 and 512 <= columns <= 640 and rows * inner >= BLOCK_MIN_ELEMENTS
@@ -178,7 +180,7 @@ def _matmul_by_columns(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, b: Tensor) -> bool:
-    if SUITS_MKL or not HAS_ONEDNN or a.dtype != torch.float32 or not a.is_cpu:
+    if SUITS_MKL or not HAS_ONEDNN or a.dtype != torch.float32 or not is_on_host(a):
         return False
     rows, (inner, columns) = a.shape[0], b.shape
     if rows < ONEDNN_MIN_ROWS or rows * inner * columns < ONEDNN_MIN_MULTIPLICATIONS:

@@ -16,7 +16,6 @@ by its text. `memory_errors` turns all of them into MemoryError, which the engin
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,11 +27,18 @@ import torch
 from tinsmith.backends.device_errors import is_out_of_memory
 from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.recompute import RECOMPUTE_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory as plan_memory
 from tinsmith.plan.architecture import read_directory, tower_activations
-from tinsmith.plan.memory import Activations
+from tinsmith.plan.memory import RESERVED_SHARE, Activations
+from tinsmith.runtime.devices import free_bytes, kind_of
 from tinsmith.runtime.sizes import format_bytes
+
+MODELS_PART, VERSIONS_PART = 0.2, 0.05
+"""Of what the base, activations and graphs leave of a GPU, the parts of models in training and of published versions;
+the KV cache has the rest. Models beyond their part are stored on disk, samples beyond the cache wait.
+"""
 
 MODELS_SHARE = 0.4
 """Share of the memory left by the base model; the rest is for activations, the KV cache and published versions."""
@@ -55,13 +61,6 @@ def memory_errors(device: torch.device) -> Iterator[None]:
         text = str(error).strip().partition("\n")[0][:200] or "an allocation failed"
         free = f"{device} has {format_bytes(free_bytes(device))} free"
         raise MemoryError(f"{free} ({text})") from None
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that could be allocated now, as reported by the system."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def use_expandable_segments() -> None:
@@ -188,7 +187,33 @@ SMALL_PARAMETERS, SMALL_WIDE_PARAMETERS = 10**8, 10**7
 
 def choose_step_rows(base: BaseModel) -> int:
     max_parameters = SMALL_PARAMETERS if base.dtype == torch.bfloat16 else SMALL_WIDE_PARAMETERS
-    return LARGE_MODEL_STEP_ROWS if base.device.type == "cpu" and base.num_parameters > max_parameters else STEP_ROWS
+    return LARGE_MODEL_STEP_ROWS if kind_of(base.device).is_host and base.num_parameters > max_parameters else STEP_ROWS
+
+
+class Division(NamedTuple):
+    """Bytes of a GPU's free memory, once the base is on it."""
+
+    activations: int
+    models: int
+    kv_cache: int
+
+
+def divide(
+    free: int, total: int, activations: Activations, tokens: Sequence[int], longest: int, sampling: int
+) -> Division:
+    """Divide the memory that a base model leaves of a GPU. Activations have what the longest sequence needs if it is
+    recomputed, and what the largest of the usual micro-batches of `tokens` needs if it is not, of those that need at
+    most a quarter; at most half in all.
+    `sampling`: bytes of a sampler's step, of which its graphs hold the rows that only decode, a quarter, once more.
+    """
+    usable = max(0, free - int(RESERVED_SHARE * total) - sampling - sampling // 4)
+    whole = (activations.num_bytes(size, recompute=False) for size in sorted(tokens, reverse=True))
+    largest = next((size for size in whole if size <= usable // 4), 0)
+    # Micro-batches keep activations within a share of what is free by then.
+    needed = max(activations.num_bytes(longest, recompute=True), int(largest / RECOMPUTE_SHARE[True]))
+    needed = min(needed, usable // 2)
+    models, versions = (int(part * (usable - needed)) for part in (MODELS_PART, VERSIONS_PART))
+    return Division(needed, models, usable - needed - models - versions)
 
 
 class _Sizes(NamedTuple):
@@ -206,7 +231,7 @@ class StepMemory:
         self._sampled_rows = rows or choose_step_rows(base)
         self._recompute = base.recompute
         self._memory = memory
-        copies = plan_memory.LOGIT_COPIES[base.device.type == "cuda"]
+        copies = plan_memory.LOGIT_COPIES[kind_of(base.device).has_kernels]
         self.activations = replace(activations_of(base), logits_bytes=4.0 * copies * chunk_rows * base.vocab_size)
         self._tower_elements = tower_activations(base.model.config) if base.vision else 0.0
         vision = base.shape.vision
@@ -267,7 +292,7 @@ class StepMemory:
 def activations_of(base: BaseModel) -> Activations:
     """From the plan's arithmetic, or, for a family that the plan does not cover, from the model's linears."""
     dtype = str(base.dtype).removeprefix("torch.")
-    cuda = base.device.type == "cuda"
+    cuda = kind_of(base.device).has_kernels
     try:
         model = replace(
             read_directory(Path(base.shape.path)), has_fused_layers=base.has_fused_layers and base.vision is None

@@ -68,6 +68,7 @@ from tinsmith.plan.memory import choose_dtype
 from tinsmith.plan.mixers import MixerLinears
 from tinsmith.plan.versions import list_untested_versions
 from tinsmith.runtime import malloc
+from tinsmith.runtime.devices import choose_device, kind_of, select_device
 from tinsmith.types import I32, I64, VISION_TYPES, Image, ModelShape, mixes_tokens
 
 log = structlog.get_logger()
@@ -128,17 +129,10 @@ class BaseModel:
         quantize: str = "off",
     ) -> BaseModel:
         """Raises SettingsError if the model cannot be served exactly."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise SettingsError(
-                f"device {device!r} is unavailable: PyTorch {torch.__version__} finds no GPU; use 'auto' or 'cpu'"
-            )
-        if device.startswith("cuda:"):
-            # Kernels, pinned memory and other libraries use this thread's current device.
-            torch.cuda.set_device(device)
+        device = choose_device(device)
+        select_device(device)
         stored = read_stored_dtype(read_config(Path(shape.path) / "config.json"))
-        dtype = choose_dtype(dtype, cuda=device.startswith("cuda"), stored=stored)
+        dtype = choose_dtype(dtype, cuda=kind_of(device).prefers_bfloat16, stored=stored)
         if dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
         register_attention()
@@ -159,7 +153,7 @@ class BaseModel:
                 )
             base.check_servable()
             base.check_releases()
-        base._check_training()
+            base._check_training()
         return base
 
     def pin(self) -> None:
@@ -177,9 +171,13 @@ class BaseModel:
         return self._fused is not None
 
     @property
+    def num_fused_layers(self) -> int:
+        return 0 if self._fused is None else self._fused.num_layers
+
+    @property
     def can_capture(self) -> bool:
         """Whether CUDA graphs can hold the layers of decode steps."""
-        return self.device.type == "cuda" and all(module.can_capture for module in self.experts)
+        return kind_of(self.device).has_kernels and all(module.can_capture for module in self.experts)
 
     def decode_rows(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, lora_batch: LoRABatch) -> Tensor:
         """[T, D]: hidden states after the final norm, by operations that a CUDA graph can hold if the plan's are."""
@@ -190,7 +188,7 @@ class BaseModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of the frozen weights, including a packed copy for decoding if there is or will be one."""
-        stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        stores = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
         codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
         packed = 0 if self._fused is None else self._fused.packed_bytes
@@ -247,8 +245,8 @@ class BaseModel:
         if decoder is not None and not torch.is_grad_enabled() and decoder.pack():
             decoder = self._fused = self._verify_decoder(decoder)
         if decoder is not None:
-            recompute = self.recompute.active
-            return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, recompute=recompute)
+            num_recomputed = self.recompute.count_recomputed(decoder.num_layers)
+            return decoder.hidden(tokens_T, positions_T, plan, lora_batch, output_rows, num_recomputed=num_recomputed)
         hidden_TD = self.forward_modules(tokens_T, positions_T, plan, lora_batch)
         return (
             hidden_TD if output_rows is None else hidden_TD.index_select(0, upload(np.array(output_rows), self.device))
@@ -331,13 +329,13 @@ class BaseModel:
             self._fused = self._verify_decoder(self._fused)
 
     def _swap_kernels(self) -> SwappedKernels:
-        return swap_kernels(self._decoder, self._context) if self.device.type == "cuda" else SwappedKernels()
+        return swap_kernels(self._decoder, self._context) if kind_of(self.device).has_kernels else SwappedKernels()
 
     def _copy_mapped_weights(self) -> None:
         """Copy what is still a view of a mapped file, with which the pages of stacked weights would stay resident. Then
         return to the system what loading has freed.
         """
-        if self.device.type == "cpu":
+        if kind_of(self.device).is_host:
             for parameter in self.model.parameters():
                 if parameter.untyped_storage().nbytes() == parameter.nbytes:
                     parameter.data = parameter.data.clone()
@@ -369,10 +367,10 @@ class BaseModel:
         self._compare(logits[0][len(first) :], reference, "beside another sequence")
 
     def check_releases(self) -> None:
-        """Check the installed releases (`start_check`) if the model has states or a release was not tested; raises
-        ReleaseError.
+        """Check the installed releases (`start_check`) if the model has states, or a release or this kind of device
+        was not tested; raises ReleaseError.
         """
-        if self.mixers or list_untested_versions():
+        if self.mixers or list_untested_versions() or not kind_of(self.device).is_tested:
             # Here, since it needs a sampler's module, and samplers import this package.
             from tinsmith.backends.torch.start_check import check_mixers, check_sampling
 

@@ -40,6 +40,7 @@ from torch.nn.functional import gelu, silu
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.backends.torch.transformer import FusedLinear, load_layer_kernels
+from tinsmith.runtime.devices import runs_kernels
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.layer_kernels import NormForm, RotaryLayout
@@ -107,11 +108,6 @@ def join_gated_products(swapped: SwappedKernels) -> None:
     """Make one product of the gate's and what it multiplies in every MLP where both are plain linears."""
     for mlp in swapped.mlps.values():
         mlp.join()
-
-
-def runs_kernels(x: Tensor) -> bool:
-    """Whether the kernels are for this tensor's device."""
-    return x.is_cuda
 
 
 def _is_trained(weight: Tensor | None) -> bool:

@@ -42,6 +42,7 @@ from tinsmith.backends.torch.lora import DeviceLoRABatch, ForwardContext, anchor
 from tinsmith.backends.torch.lora_batch import BLOCK_ROWS, LoRABatch
 from tinsmith.backends.torch.matmul import add_matmul_, is_launch_bound, matmul, write_matmul_
 from tinsmith.errors import SettingsError
+from tinsmith.runtime.devices import kind_of
 
 GATE, UP, DOWN = "w1", "w3", "w2"
 
@@ -52,7 +53,7 @@ MAX_RANKS = 128
 @cache
 def has_grouped_mm(device: torch.device) -> bool:
     """Whether the device has a grouped kernel for bfloat16; elsewhere torch loops, and reads the sizes for that."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return kind_of(device).has_kernels and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from torch.optim.adamw import adamw
 from tinsmith.backends.torch.adapters import TrainedModel
 from tinsmith.backends.torch.host import read
 from tinsmith.errors import NonFiniteGradientError, UserError
+from tinsmith.runtime.devices import place_for_float64
 from tinsmith.types import OPTIMIZERS, AdamParams, DimuonParams, OptimParams
 
 CLIP_EPSILON = 1e-6
@@ -67,30 +68,33 @@ def check_params(optimizer_type: str, params: OptimParams) -> None:
 
 
 def _norm(gradient_P: Tensor) -> Tensor:
-    """A float64 scalar on the gradient's device. Squares are summed in float32 over `NORM_ROW` elements, and these sums
-    in float64: float64 throughout would be much slower.
+    """A float64 scalar, on the gradient's device if that computes in float64. Squares are summed in float32 over
+    `NORM_ROW` elements, and these sums in float64: float64 throughout would be much slower.
     """
     full = gradient_P.numel() // NORM_ROW * NORM_ROW
-    rows = torch.linalg.vector_norm(gradient_P[:full].view(-1, NORM_ROW), dim=-1)
-    tail = torch.linalg.vector_norm(gradient_P[full:]).double()
+    rows = place_for_float64(torch.linalg.vector_norm(gradient_P[:full].view(-1, NORM_ROW), dim=-1))
+    tail = place_for_float64(torch.linalg.vector_norm(gradient_P[full:])).double()
     return torch.hypot(torch.linalg.vector_norm(rows, dtype=torch.float64), tail)
+
+
+def _exact_norm(gradient_P: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(place_for_float64(gradient_P), dtype=torch.float64)
 
 
 def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:
     """Norms of gradients and step counts of many adapters, with one read from their device, and another for norms whose
     squares exceed float32.
     """
-    on_device = [index for index, step in enumerate(steps) if step.device == gradients[0].device]
-    norms_N, *device_steps = read(
-        torch.stack([_norm(gradient_P) for gradient_P in gradients]), *(steps[i] for i in on_device)
-    )
+    unread_norms_N = torch.stack([_norm(gradient_P) for gradient_P in gradients])
+    on_device = [index for index, step in enumerate(steps) if step.device == unread_norms_N.device]
+    norms_N, *device_steps = read(unread_norms_N, *(steps[i] for i in on_device))
     norms, steps_by_index = norms_N.tolist(), dict(zip(on_device, device_steps, strict=True))
     # The step of an adapter without steps is on the host.
     step_numbers = [
         float(steps_by_index[index]) if index in steps_by_index else float(step) for index, step in enumerate(steps)
     ]
     if imprecise := [index for index, norm in enumerate(norms) if not SMALLEST_NORM < norm < math.inf]:
-        exact = read(*(torch.linalg.vector_norm(gradients[index], dtype=torch.float64) for index in imprecise))
+        exact = read(*map(_exact_norm, (gradients[index] for index in imprecise)))
         for index, norm in zip(imprecise, exact, strict=True):
             norms[index] = float(norm)
     return norms, step_numbers
@@ -234,8 +238,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     x_nrc = matrices.mT if tall else matrices
     # In float64: squares of a small gradient underflow in float32.
+    x_nrc = place_for_float64(x_nrc)
     norms = torch.linalg.matrix_norm(x_nrc, dtype=torch.float64, keepdim=True)
-    x_nrc = (x_nrc / torch.where(norms == 0, 1.0, norms)).to(matrices.dtype)
+    x_nrc = (x_nrc / torch.where(norms == 0, 1.0, norms)).to(matrices)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram_nrr = x_nrc @ x_nrc.mT

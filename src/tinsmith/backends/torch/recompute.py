@@ -1,14 +1,14 @@
 """Activation recomputation: layers run again in backward when keeping their activations would not fit.
 
 A decoder layer keeps only its input and runs once more for its gradient: a third more compute for a small part of the
-memory. Each micro-batch is compared with `RECOMPUTE_SHARE` of the free memory, unless the owner has chosen. A layer
-that runs again needs the LoRA batch and the plan of its first run, so transformers' own gradient checkpointing cannot
-be used.
+memory. Each micro-batch is compared with `RECOMPUTE_SHARE` of the free memory, unless the owner has chosen. Where the
+plan's arithmetic holds, only as many layers run again as must: the first ones, since backward has freed the last ones'
+activations by then. A layer that runs again needs the LoRA batch and the plan of its first run, so transformers' own
+gradient checkpointing cannot be used.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -20,9 +20,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tinsmith.backends.torch.lora import ForwardContext, MultiLoRALinear
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
+from tinsmith.plan.memory import Activations
 from tinsmith.plan.mixers import count_saved_activations, is_mixer, is_whole
+from tinsmith.runtime.devices import free_bytes, kind_of, unused_bytes
 
-RECOMPUTE_SHARE = 0.4
+RECOMPUTE_SHARE = {False: 0.4, True: 0.6}
+"""Share of the free memory for activations, on a CPU, whose memory others use too, and on a GPU. The plan's figures may
+be a third too small there; if memory runs out, all layers run again (`recompute_all`).
+"""
 
 SAVED_PER_LINEAR = 2.0
 """Elements per token for each input and output of a linear, including what backward needs while it runs. An expert is
@@ -42,8 +47,12 @@ class Recompute:
         self.chosen: bool | None = None
         self._context = context
         self.active = False
-        self.fused_bytes = 0.0
-        """What fused layers keep for a token, and need in backward, by the plan's arithmetic; 0 if it is unknown."""
+        self.num_kept = 0
+        """If `active`: how many layers keep their activations all the same, of those that `activations` counts."""
+        self.activations: Activations | None = None
+        """What fused layers keep, by the plan's arithmetic; None if it is unknown, or ranks must agree."""
+        self.num_layers = 0
+        self._recomputes_all = False
         self._linears_bytes = 0
         self._mixers_bytes = 0.0
         self._experts: list[MultiLoRAExperts] = []
@@ -70,18 +79,40 @@ class Recompute:
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
         """Decide for the next forward."""
+        self.num_kept = 0
         if self.chosen is not None:
             self.active = self.chosen
             return
-        self.active = self.mode == "on" or (self.mode == "auto" and not self.fits(num_tokens, device))
+        if self.mode != "auto" or self._recomputes_all:
+            self.active = self.mode != "off"
+            return
+        self.active = not self.fits(num_tokens, device)
+        if self.active and self.activations is not None:
+            self.num_kept = count_kept(self.activations, self.num_layers, num_tokens, _limit_bytes(device))
+
+    def count_recomputed(self, num_layers: int) -> int:
+        """How many of so many layers, the first ones, run again in the next forward."""
+        return num_layers - self.num_kept if self.active else 0
+
+    def recompute_all(self) -> bool:
+        """Memory ran out: keep no activations until `relax`. False if none were kept, or others choose."""
+        is_own = self.mode == "auto" and self.chosen is None and self.activations is not None
+        keeps = not self.active or self.num_kept > 0
+        if not is_own or not keeps or self._recomputes_all:
+            return False
+        self._recomputes_all = True
+        return True
+
+    def relax(self) -> None:
+        self._recomputes_all = False
 
     def fits(self, num_tokens: int, device: torch.device) -> bool:
         """Whether the activations of so many tokens may be kept."""
-        return num_tokens * self.bytes_per_token() <= RECOMPUTE_SHARE * _free_bytes(device)
+        return num_tokens * self.bytes_per_token() <= _limit_bytes(device)
 
     def bytes_per_token(self) -> float:
-        if self.fused_bytes:
-            return self.fused_bytes
+        if self.activations is not None:
+            return self.activations.token_bytes
         return SAVED_PER_LINEAR * self._linears_bytes + self._experts_bytes() + self._mixers_bytes
 
     def _experts_bytes(self) -> float:
@@ -115,8 +146,28 @@ class Recompute:
         return run
 
 
+def count_kept(activations: Activations, num_layers: int, num_tokens: int, limit_bytes: float) -> int:
+    """The most layers that may keep their activations; 0 also if not even their inputs fit."""
+    fitting = (
+        kept for kept in range(num_layers - 1, 0, -1)
+        if bytes_with(activations, num_layers, num_tokens, kept) <= limit_bytes
+    )  # fmt: skip
+    return next(fitting, 0)
+
+
+def bytes_with(activations: Activations, num_layers: int, num_tokens: int, kept: int) -> float:
+    """Bytes of a micro-batch of which `kept` layers keep their activations, and the others their inputs; see
+    `Activations.num_bytes`.
+    """
+    bytes_per_element = num_tokens * activations.dtype_bytes
+    saved = (kept * activations.saved + (num_layers - kept) * activations.inputs) / num_layers
+    working = activations.layer * (1 if kept == num_layers else 2)
+    return bytes_per_element * saved + max(bytes_per_element * working, activations.logits_bytes)
+
+
+def _limit_bytes(device: torch.device) -> float:
+    return RECOMPUTE_SHARE[kind_of(device).has_kernels] * _free_bytes(device)
+
+
 def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes(device) + unused_bytes(device)

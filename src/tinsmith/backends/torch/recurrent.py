@@ -34,6 +34,7 @@ from tinsmith.backends.torch.lora import ForwardContext
 from tinsmith.backends.torch.servable import MIXER_LIBRARIES, ReleaseError
 from tinsmith.backends.torch.state_steps import CONV, RECURRENT, StateSlots, list_called_globals, wrap_steps
 from tinsmith.plan.mixers import ROW_BY_ROW, is_mixer, is_whole
+from tinsmith.runtime.devices import is_on_host
 
 STATELESS = MixerState(None, None)
 
@@ -66,7 +67,7 @@ def _keep_host_functions(modeling: ModuleType) -> None:
 
 def _by_device(chosen: Callable[..., object], plain: Callable[..., object], *args: object, **kwargs: object) -> object:
     first = args[0] if args else next(iter(kwargs.values()))
-    return (plain if isinstance(first, Tensor) and first.is_cpu else chosen)(*args, **kwargs)
+    return (plain if isinstance(first, Tensor) and is_on_host(first) else chosen)(*args, **kwargs)
 
 
 def _replace_delta_rule(module: nn.Module) -> None:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from tinsmith.runtime.devices import kind_of
+
 AWAKE_SPINS = 10_000
 """Threads stay awake between the kernels of a step if they spin so often. Other forms of the variable, such as
 'infinite', count as asleep, which only costs time.
@@ -113,7 +115,7 @@ class Threads:
         self._pinned = False
         self._flops_per_token = 2.0 * num_parameters
         self._max_threads = torch.get_num_threads()
-        self._active = device.type == "cpu" and self._max_threads > 1
+        self._active = kind_of(device).is_host and self._max_threads > 1
         self._allowance = Allowance(self._max_threads, process_usage())
         spins = os.environ.get("GOMP_SPINCOUNT", "0")  # noqa: TID251 (OpenMP's own variable)
         self._awake = spins.isdecimal() and int(spins) >= AWAKE_SPINS

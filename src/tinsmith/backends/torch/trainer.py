@@ -41,6 +41,7 @@ from tinsmith.backends.torch.tree_attention import PackedTree
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.plan.prefix_tree import MIN_SHARED_ROWS
+from tinsmith.runtime.devices import kind_of
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
@@ -87,6 +88,11 @@ class Trainer:
         """
         self._fitting, self._max_tokens, self._limit = sizes, sizes[0], sizes[0]
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes of micro-batches that are tried."""
+        return self._fitting or (self._max_tokens,)
+
     def run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
         refused: dict[int, UserError] = {}
         while True:
@@ -99,6 +105,10 @@ class Trainer:
             except MemoryError as error:
                 if self._running is None:
                     raise  # smaller micro-batches would not help
+                if self._base.recompute.recompute_all():
+                    self._steps_at_limit = 0
+                    log.warning("out of memory; recomputing the activations of all layers", problem=str(error))
+                    continue
                 if unfit := self._shrink(self._running, str(error)):
                     index, refusal = unfit
                     refused[remaining[index]] = refusal
@@ -123,7 +133,10 @@ class Trainer:
 
     def _grow(self) -> None:
         self._steps_at_limit += 1
-        if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
+        if self._steps_at_limit < GROW_AFTER:
+            return
+        self._base.recompute.relax()
+        if self._limit < self._max_tokens:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
     def _run(self, passes: Sequence[Pass], models: Mapping[str, TrainedModel]) -> MicroBatches:
@@ -351,7 +364,7 @@ class DeterministicTrainer(Trainer):
     """
 
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
-        if base.device.type != "cpu":
+        if not kind_of(base.device).is_host:
             raise SettingsError(
                 f"deterministic is 'on' and device is {str(base.device)!r}; it is for device 'cpu' only"
             )

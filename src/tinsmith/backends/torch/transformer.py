@@ -15,7 +15,6 @@ Shapes: T rows, D hidden size, H query heads, G key heads, E head dim, I inputs 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -36,6 +35,8 @@ from tinsmith.backends.torch.lora_batch import LoRABatch
 from tinsmith.backends.torch.matmul import has_onednn, linear_of_few_rows, onednn_linear, pack_weight, suits_mkl
 from tinsmith.plan.architecture import FUSED_LAYERS
 from tinsmith.plan.memory import MAX_PACKED_BYTES
+from tinsmith.runtime.devices import runs_kernels
+from tinsmith.runtime.host_memory import read_host_memory
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = "self_attn.o_proj"
@@ -137,7 +138,7 @@ class _Norm:
         return cast(Tensor, _RMSNormFunction.apply(x, self)) if torch.is_grad_enabled() else self.forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        if runs_kernels(x):
             return load_layer_kernels().rms_norm(x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         # In place and in one dtype, which is faster than multiplying bfloat16 rows by float32 values.
@@ -145,7 +146,7 @@ class _Norm:
         return normalised.mul_(self._wide).to(x.dtype)
 
     def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        if x.is_cuda:
+        if runs_kernels(x):
             return load_layer_kernels().rms_norm_gradient(grad, x, self.weight, self.eps)
         rstd, wide = self._rstd(x)
         scaled = (grad * self._wide).mul_(rstd)
@@ -163,13 +164,13 @@ class _SwiGLU:
     """silu(gate) * up"""
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        if gate_up.is_cuda:
+        if runs_kernels(gate_up):
             return load_layer_kernels().swiglu(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return silu(gate).mul_(up)
 
     def gradient(self, grad: Tensor, gate_up: Tensor) -> Tensor:
-        if gate_up.is_cuda:
+        if runs_kernels(gate_up):
             return load_layer_kernels().swiglu_gradient(grad, gate_up)
         (gate, up), grad_gate_up = gate_up.chunk(2, -1), torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, -1)
@@ -237,7 +238,7 @@ class _Layer:
     def _apply_qk_norm_rope(self, qkv: Tensor, call: _Call) -> Sequence[Tensor]:
         """Queries and keys, rotated after their norms, and values."""
         heads, keys, norm = self.num_heads, self.num_keys, self.head_norm
-        if qkv.is_cuda:
+        if runs_kernels(qkv):
             kernels, (weight, eps) = load_layer_kernels(), (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return kernels.apply_qk_norm_rope(
                 qkv, kernels.Rotation(heads, keys, call.cos_T1E, call.signed_T1E, weight, eps)
@@ -274,13 +275,17 @@ class Decoder:
         layers = cast(nn.ModuleList, self._modules.layers)
         self._layers = [_layer(index, layer, options[index]) for index, layer in enumerate(layers)]
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def pack(self) -> bool:
         """Prepare oneDNN's matmuls of rows without gradients, with packed weights if these are small and fit.
         False if that was done already, or without oneDNN.
         """
         if not self.can_pack:
             return False
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, _ = read_host_memory()
         self._head = FusedLinear([self._unembedding])
         self._is_packed = 0 < self.packed_bytes <= PACKED_MEMORY_SHARE * free
         self.can_pack = False
@@ -306,10 +311,10 @@ class Decoder:
         lora_batch: LoRABatch,
         output_rows: Sequence[int] | None = None,
         *,
-        recompute: bool = False,
+        num_recomputed: int = 0,
     ) -> Tensor:
-        """[T, D]: hidden states after the final norm; only of the `output_rows` rows (ascending) if given. With
-        `recompute` a layer keeps only its input for its gradient.
+        """[T, D]: hidden states after the final norm; only of the `output_rows` rows (ascending) if given. The first
+        `num_recomputed` layers keep only their input for their gradient.
         """
         num_rows = len(tokens_T)
         pads = self._head is not None and not torch.is_grad_enabled()
@@ -321,10 +326,11 @@ class Decoder:
         half = sin_1TE.shape[-1] // 2
         signed_1TE = torch.cat((-sin_1TE[..., :half], sin_1TE[..., half:]), -1)
         call = _Call(plan, lora_batch, cos_1TE[0][:, None], signed_1TE[0][:, None], num_rows)
-        for layer in self._layers[:-1]:
-            x_TD = self._run_layer(layer, x_TD, call, recompute=recompute)
+        for index, layer in enumerate(self._layers[:-1]):
+            x_TD = self._run_layer(layer, x_TD, call, recompute=index < num_recomputed)
         last = self._layers[-1]
         if output_rows is None:
+            recompute = num_recomputed == self.num_layers
             return _first_rows(self._final(self._run_layer(last, x_TD, call, recompute=recompute)), num_rows)
         return self._final(last.forward(x_TD, call, self._select_output(lora_batch, output_rows, x_TD.device)))[
             : len(output_rows)

@@ -50,6 +50,7 @@ from tinsmith.backends.torch.attention_parts import (
 )
 from tinsmith.backends.torch.host import upload
 from tinsmith.plan.prefix_tree import ROOT, Node, PrefixTree
+from tinsmith.runtime.devices import is_on_host
 from tinsmith.types import I64
 
 log = structlog.get_logger()
@@ -261,7 +262,7 @@ def has_part_kernel(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
     """Whether this device has a kernel that returns log sums, for heads of these sizes. A GPU's is checked once."""
     if not suits_parts(q_THD, v_TGD):
         return False
-    return q_THD.is_cpu or check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2]))
+    return is_on_host(q_THD) or check_parts(q_THD.device, q_THD.dtype, (q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2]))
 
 
 @cache

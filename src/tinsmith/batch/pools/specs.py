@@ -24,6 +24,7 @@ from tinsmith.batch.pools.devices import Devices
 from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.frames import Message
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.runtime.host_memory import read_host_memory
 
 LOCAL, RAY = "local", "ray"
 INFRA = (LOCAL, RAY)
@@ -108,8 +109,7 @@ def max_job_workers(pool: PoolSpec, job: JobSpec) -> int:
         return MAX_SLOTS
     if pool.devices is not None and (problem := pool.devices.problem(pool.devices_per_worker)):
         raise UserError(f"the pool {pool.name!r} cannot run a job: {problem}")
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    shared = {"num_cpus": float(os.cpu_count() or 1), "memory": float(pages * page_bytes)}
+    shared = {"num_cpus": float(os.cpu_count() or 1), "memory": float(read_host_memory()[1])}
     requested = {"num_cpus": job.num_cpus, "memory": job.memory, "num_gpus": job.num_gpus, **(job.resources or {})}
     limit = MAX_SLOTS
     for name, amount in requested.items():

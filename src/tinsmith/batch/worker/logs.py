@@ -130,7 +130,9 @@ def drop_oldest(path: Path, max_bytes: int) -> None:
 
 
 def _punch_hole(descriptor: int, end: int) -> bool:
-    return _libc().fallocate(descriptor, PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(end)) == 0
+    """False where the system or the file system frees no blocks: a log has no limit there."""
+    allocate = getattr(_libc(), "fallocate", None)  # only Linux has it
+    return allocate is not None and allocate(descriptor, PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(end)) == 0
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.attention import AttentionOptions, Window
 from tinsmith.backends.torch.matmul import SUITS_MKL
+from tinsmith.runtime.devices import is_on_host
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.types import I64
 
@@ -273,7 +274,7 @@ def _key_matmul(q_bRD: Tensor, keys_bCD: Tensor, num_attended: int) -> Tensor:
     """[b, R, C] or [b, R, K], in any memory order."""
     if SUITS_MKL:
         return torch.bmm(q_bRD, keys_bCD[:, :num_attended].mT.float())
-    if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not q_bRD.is_cpu:
+    if q_bRD.shape[-1] < MIN_SWAPPED_DIM or not is_on_host(q_bRD):
         return torch.bmm(q_bRD, keys_bCD.mT)
     return torch.bmm(keys_bCD, q_bRD.mT).mT
 

@@ -41,6 +41,7 @@ from tinsmith.backends.torch.profiling import StepTraces, stage
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.backends.torch.vision import ImageInput, ImageRows, InputSpan
 from tinsmith.errors import NotFoundError, SettingsError, UserError
+from tinsmith.runtime.devices import is_on_host, kind_of, place_for_float64
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV
@@ -138,7 +139,7 @@ class LocalSampler:
         memory: MemoryManager | None = None,
     ) -> None:
         options = options or SamplerOptions()
-        on_cuda = base.device.type == "cuda"
+        is_large = kind_of(base.device).has_kernels
         self._base = base
         self._versions = versions
         self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
@@ -164,11 +165,11 @@ class LocalSampler:
         self._chunk_rows = 1 if has_experts else CHUNK_ROWS
         if self._deterministic:
             self._check_repeatable()
-        is_contiguous = base.device.type == "cpu" and not self._deterministic
+        is_contiguous = kind_of(base.device).is_host and not self._deterministic
         self._contiguous = ContiguousKV(self._cache, budget, base.device) if is_contiguous else None
         with memory_errors(base.device):
             self._cache_budget = CacheBudget(
-                memory, self._batcher, self._cache, self._contiguous, self._states, state_size, states, fixed=on_cuda
+                memory, self._batcher, self._cache, self._contiguous, self._states, state_size, states, fixed=is_large
             )
         self._graphs = self._make_graphs(states.max_sequences)
         self._requests: dict[str, list[Sequence]] = {}
@@ -182,7 +183,7 @@ class LocalSampler:
         self._num_requests = 0
         self._grammars = GrammarCache(base.tokenizer, base.vocab_size, base.eos_token_ids)
         self._partials: list[Partial] = []
-        self._reads_late = not self._deterministic and (on_cuda if options.reads_late is None else options.reads_late)
+        self._reads_late = not self._deterministic and (is_large if options.reads_late is None else options.reads_late)
         self._unread: list[_PendingReadback] = []
         """After a step: at most the tokens of that step."""
         self._traces = options.traces
@@ -200,7 +201,7 @@ class LocalSampler:
 
     def _make_pool(self, states: StateBudget, snapshots: StateSnapshots, probe: AttentionProbe) -> StatePool:
         pool = StatePool(self._base.device, states.max_slots, snapshots.drop_oldest)
-        if self._keeps_states and self._base.device.type == "cuda":
+        if self._keeps_states and kind_of(self._base.device).has_kernels:
             with memory_errors(self._base.device):
                 pool.allocate({layer: layer_states[-1] for layer, layer_states in probe.states.items()})
         return pool
@@ -647,7 +648,7 @@ class LocalSampler:
         if not spans:
             return
         # Pad with copies of the last row, as in a CPU's layers: every new number of rows is another matmul to compile.
-        num_padding = round_up(len(spans)) - len(spans) if hidden_TD.is_cpu else 0
+        num_padding = round_up(len(spans)) - len(spans) if is_on_host(hidden_TD) else 0
         rows = [row for _, row in [*spans, *[spans[-1]] * num_padding]]
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]
         lora_batch = self._lora_batch([*adapters, *[None] * num_padding], [1] * len(rows))
@@ -773,6 +774,7 @@ def _recurrent_span(span: TokenSpan, first: int) -> RecurrentSpan:
 
 def _choose(logits_BV: Tensor, sequences: Seq[Sequence]) -> SampledTokens:
     """Sample each sequence's next token. Overwrites the logits."""
+    logits_BV = place_for_float64(logits_BV)
     adjusted = adjust(logits_BV, sequences)
     if adjusted is None:
         return choose(logits_BV, draw_params(sequences))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -37,6 +36,7 @@ from tinsmith.backends.torch.attention import AttentionProbe
 from tinsmith.backends.torch.host import upload_all
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.runtime.devices import kind_of, read_memory
 
 MIN_CACHE_BYTES = 512 * 2**20
 
@@ -161,7 +161,7 @@ class KVCache:
 @cache
 def page_kernels(device: torch.device) -> ModuleType | None:
     """The module `paged_kernel`; None where it cannot run."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not kind_of(device).has_kernels or find_spec("triton") is None:
         return None
     from tinsmith.samplers.local import paged_kernel
 
@@ -170,7 +170,7 @@ def page_kernels(device: torch.device) -> ModuleType | None:
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU in new pages, which the system fills when they are first used, so that samples need not wait."""
-    if device.type != "cpu":
+    if not kind_of(device).is_host:
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
 
@@ -192,9 +192,10 @@ def default_bytes(base: BaseModel, token_bytes: int) -> int:
     """On CUDA, CUDA_SHARE of the free memory, allocated at once. Elsewhere a ceiling for growth: one whole context but
     at least 512 MiB, and at most a quarter of memory.
     """
-    if base.device.type == "cuda":
-        return int(CUDA_SHARE * torch.cuda.mem_get_info(base.device)[0])
-    quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    free, total = read_memory(base.device)
+    if kind_of(base.device).has_kernels:
+        return int(CUDA_SHARE * free)
+    quarter = total // 4
     return max(MIN_CACHE_BYTES, min(base.max_context_length * token_bytes, quarter))
 
 

@@ -39,6 +39,7 @@ from tinsmith.backends.torch.attention import (
 )
 from tinsmith.backends.torch.host import upload, upload_all
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.runtime.devices import kind_of
 from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
 from tinsmith.samplers.local.kv_cache import KVCache, page_kernels
 from tinsmith.samplers.local.states import Recurrence
@@ -52,7 +53,7 @@ ALL = slice(None)
 
 def describe_kernels(base: BaseModel) -> str:
     """The names of the kernels that sample from a model, for the log."""
-    if base.device.type == "cpu":
+    if kind_of(base.device).is_host:
         return "SDPA on contiguous keys, else on gathered keys"
     if page_kernels(base.device) is None:
         return "SDPA on gathered keys"

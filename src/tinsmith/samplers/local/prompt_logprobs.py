@@ -26,6 +26,7 @@ from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.host import read, upload
 from tinsmith.backends.torch.lora_batch import LoRABatch, Segment
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.runtime.devices import place_for_float64
 from tinsmith.samplers.local.sampling import draw_alternatives, top_rows, uniforms
 from tinsmith.types import EMPTY_LOGPROB, F32, I64, AltTokens, Sample, SparseRows, TopK
 
@@ -120,7 +121,7 @@ def score_prompt(
     while scores.num_scored < stop:
         rows_R = scores.rows_R[scores.num_scored : min(scores.num_scored + chunk, stop)]
         hidden_RD = hidden_TD.index_select(0, upload(rows_R - start, device))
-        logits_RV = base.logits(hidden_RD, LoRABatch([Segment(0, len(rows_R), adapter)]))
+        logits_RV = place_for_float64(base.logits(hidden_RD, LoRABatch([Segment(0, len(rows_R), adapter)])))
         logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
         tensors = {"is_nan": logprobs_RV[:, 0].isnan()}
         tensors |= _prompt_tensors(scores, rows_R, logprobs_RV) | _target_tensors(scores, rows_R, logprobs_RV)

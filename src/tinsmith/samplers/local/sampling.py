@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.host import upload, upload_all
+from tinsmith.runtime.devices import runs_kernels
 
 CANDIDATES = 128  # on a CPU top-p first tries this many of the likeliest tokens, since a full sort takes much longer
 PIECE = 64  # inverting a distribution first picks a piece of this many entries, then an entry
@@ -199,7 +200,7 @@ def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: DrawParams, params: _Devic
         return invert(weights_BV, params.uniform_B, sums_BC)
     width = min(CANDIDATES, num_vocab)
     is_exact = bool((has_k_B[truncated_rows] & (draws.top_k_B[truncated_rows] <= width)).all())
-    if weights_BV.is_cuda and not is_exact:
+    if runs_kernels(weights_BV) and not is_exact:
         width, is_exact = num_vocab, True
     rows = None if len(truncated_rows) == num_rows else upload(truncated_rows, weights_BV.device)
     weights_RV, total_R, top_k_R, top_p_R, uniform_R = (

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import LayerSlots, MixerState
+from tinsmith.runtime.devices import kind_of
 
 FEWEST_SLOTS = 8
 """Slots of a pool that begins to grow."""
@@ -136,7 +137,7 @@ class StatePool:
 @cache
 def step_kernels(device: torch.device) -> ModuleType | None:
     """The module `state_kernels`; None where it cannot run."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not kind_of(device).has_kernels or find_spec("triton") is None:
         return None
     from tinsmith.backends.torch import state_kernels
 
