@@ -62,6 +62,8 @@ QUERY: Mapping[str, str] = {
 }
 PLAIN_BODIES: Mapping[str, object] = {
     "/batch/jobs/{job_id}/resume": {},
+    "/training_runs/{run_id}/checkpoints/{kind}/{name}/merge": {"dtype": "auto"},
+    "/checkpoint_jobs/{checkpoint_job_id}/restart": {},
     "/client/config": {"sdk_version": "0.38.0"},
     "/client/dynamic_config": {},
     "/operator/stop_profile": {"base_model": MODEL},
@@ -159,7 +161,9 @@ def cancelled_merge(url: str, key: str, path: str) -> str:
     """The id of a new checkpoint job that was cancelled, so that it can be started again and deleted."""
     run, kind, name = path.removeprefix("tinker://").split("/")
     with httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=120) as http:
-        job_id = http.post(f"training_runs/{run}/checkpoints/{kind}/{name}/merge", json={}).json()["job_id"]
+        started = http.post(f"training_runs/{run}/checkpoints/{kind}/{name}/merge", json={})
+        assert started.status_code == 200, started.text
+        job_id = started.json()["job_id"]
         while http.post(f"checkpoint_jobs/{job_id}/cancel").json()["ended_at"] is None:
             time.sleep(0.1)
     return job_id
