@@ -136,7 +136,7 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
         new_response = partial(create, f"{url}/v1/responses", key, {**ASKED, "background": True})
         new_message_batch = partial(create, f"{url}/v1/messages/batches", key, MESSAGE_BATCH)
-        new_checkpoint_job = partial(cancelled_merge, url, key, str(weights))
+        new_checkpoint_job = partial(cancelled_merge, url, key, str(export))
         for unfinished_id in (job_id, other_job_id):
             wait_for_end(http, str(unfinished_id))
         objects = RouteObjects(

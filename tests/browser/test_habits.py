@@ -170,7 +170,7 @@ def test_the_keys_are_listed_by_a_button_and_the_focus_comes_back(browser: Brows
 
 def test_checkpoints_are_searched_and_the_words_are_in_the_address(alice: Site, browser: Browser) -> None:
     def names() -> list[str]:
-        return [name.text.split()[0] for name in browser.all("tbody th span")]
+        return [name.text.split()[0] for name in browser.all("tbody th > span")]
 
     browser.driver.get("about:blank")
     browser.open("checkpoints", "Checkpoints")

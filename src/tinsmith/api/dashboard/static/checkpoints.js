@@ -7,7 +7,7 @@ import { drawJobs } from "./checkpoint_jobs.js";
 import { button, copyButton, h, keep, page, tell } from "./dom.js";
 import { bytes, count, shortId, when } from "./format.js";
 import { playgroundOf } from "./playground.js";
-import { pager, table } from "./table.js";
+import { drawMissingPage, pager, table } from "./table.js";
 
 const LIMIT = 50;
 const TYPING_MS = 250; // a search waits until nothing was typed for so long
@@ -67,11 +67,11 @@ async function showList(main, signal) {
     const answer = await get(`/dashboard/checkpoints?${new URLSearchParams({ search, limit: LIMIT, offset })}`, signal);
     if (search !== values.search || offset !== values.offset) return;
     const none = search ? [`No checkpoint has all of these words: ${search}`] : undefined;
-    draw([answer.checkpoints, search], () => listed(answer.checkpoints, none));
     const move = (to) => {
       set({ offset: to });
       return look();
     };
+    draw([answer.checkpoints, search, answer.cursor], () => drawMissingPage(answer.cursor, move) || listed(answer.checkpoints, none));
     drawPages(answer.cursor, () => pager(answer.cursor, move));
     const jobs = await get(`/checkpoint_jobs?limit=${LIMIT}`, signal);
     drawMerged(jobs, () => drawJobs(jobs));
