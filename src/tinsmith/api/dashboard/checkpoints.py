@@ -63,7 +63,7 @@ def list_checkpoints(call: Call, query: CheckpointListQuery) -> JsonObject:
 @operation(
     "GET",
     "/dashboard/checkpoints/{run_id}/{kind}/{name}",
-    "One checkpoint, with its metrics",
+    "Read a checkpoint",
     answer=ref("Checkpoint"),
     errors=(404, 410),
 )

@@ -125,7 +125,7 @@ class RestartCheckpointJobRequest(ClosedBody):
 @operation(
     "POST",
     CHECKPOINT + "/merge",
-    "Merge a checkpoint into its base model",
+    "Merge a checkpoint",
     body=MergeCheckpointRequest,
     answer=JOB_SCHEMA,
     errors=(404, 410, 429),
@@ -141,7 +141,7 @@ def merge(call: Call, request: MergeCheckpointRequest) -> JsonObject:
 @operation(
     "POST",
     CHECKPOINT + "/upload",
-    "Upload a checkpoint to a Hugging Face hub",
+    "Upload a checkpoint to a hub",
     body=UploadCheckpointRequest,
     answer=JOB_SCHEMA,
     errors=(404, 410, 429),
@@ -174,7 +174,7 @@ class CheckpointJobsQuery(PageQuery):
 @operation(
     "GET",
     "/checkpoint_jobs",
-    "List merges and uploads, newest first",
+    "List merges and uploads",
     answer=fields(
         {
             "checkpoint_jobs": JOBS,
@@ -220,7 +220,7 @@ def restart(call: Call, request: RestartCheckpointJobRequest) -> JsonObject:
     return describe_job(call.services.checkpoint_jobs.restart(call.tenant_id, job.job_id, request.token))
 
 
-@_of_job("DELETE", JOB, "Delete a merge or an upload with its result", answer={"type": "object"})
+@_of_job("DELETE", JOB, "Delete a merge or an upload", answer={"type": "object"})
 def delete(call: Call) -> JsonObject:
     job = call.services.checkpoint_jobs.delete(call.tenant_id, call.path["checkpoint_job_id"])
     if job.directory is not None:  # a leftover of a failed deletion ends with the server's next start
