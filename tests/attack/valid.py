@@ -40,10 +40,13 @@ NEVER_200 = {
     "POST /api/v1/trajectories/rewards",
     "DELETE /api/v1/trajectories",
     "GET /api/v1/operator/samplers/{sampler}",
+    "GET /api/v1/checkpoint_jobs/{checkpoint_job_id}/links",
+    "GET /api/v1/merged/{checkpoint_job_id}/archive",
+    "GET /api/v1/merged/{checkpoint_job_id}/files/{file}",
     *(f"POST /api/v1/operator/samplers/{{sampler}}/{action}" for action in ("drain", "sleep", "wake")),
 }
 """Routes that refuse valid requests: embeddings are not supported, the batch has failed, the one of messages has not
-ended, and there is no signed upload, captured session or dedicated sampler.
+ended, and there is no signed upload, captured session, dedicated sampler or merged model.
 """
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 4}
@@ -59,6 +62,8 @@ QUERY: Mapping[str, str] = {
 }
 PLAIN_BODIES: Mapping[str, object] = {
     "/batch/jobs/{job_id}/resume": {},
+    "/training_runs/{run_id}/checkpoints/{kind}/{name}/merge": {"dtype": "auto"},
+    "/checkpoint_jobs/{checkpoint_job_id}/restart": {},
     "/client/config": {"sdk_version": "0.38.0"},
     "/client/dynamic_config": {},
     "/operator/stop_profile": {"base_model": MODEL},
@@ -106,6 +111,7 @@ class World:
     new_key: Callable[[], str]
     new_response: Callable[[], str]
     new_message_batch: Callable[[], str]
+    new_checkpoint_job: Callable[[], str]
     files: Mapping[str, bytes]  # an adapter's
     sample_id: str  # a sample recorded for the dashboard
     metrics_token: str
@@ -130,23 +136,37 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
         new_response = partial(create, f"{url}/v1/responses", key, {**ASKED, "background": True})
         new_message_batch = partial(create, f"{url}/v1/messages/batches", key, MESSAGE_BATCH)
+        new_checkpoint_job = partial(cancelled_merge, url, key, str(export))
         for unfinished_id in (job_id, other_job_id):
             wait_for_end(http, str(unfinished_id))
         objects = RouteObjects(
             session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id,
             response_id=new_response(), message_batch_id=new_message_batch(),
+            checkpoint_job_id=new_checkpoint_job(),
         )  # fmt: skip
         links, files = links_of(http, objects)
         sample_id = sampled["request_id"]
         return World(
-            objects, file_ids[1], str(other_job_id), key, links, new_key, new_response, new_message_batch, files,
-            sample_id, metrics_token,
+            objects, file_ids[1], str(other_job_id), key, links, new_key, new_response, new_message_batch,
+            new_checkpoint_job, files, sample_id, metrics_token,
         )  # fmt: skip
 
 
 def create(url: str, key: str, body: object) -> str:
     """The id of a new object."""
     return httpx.post(url, json=body, headers={"X-API-Key": key}, timeout=120).json()["id"]
+
+
+def cancelled_merge(url: str, key: str, path: str) -> str:
+    """The id of a new checkpoint job that was cancelled, so that it can be started again and deleted."""
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    with httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=120) as http:
+        started = http.post(f"training_runs/{run}/checkpoints/{kind}/{name}/merge", json={})
+        assert started.status_code == 200, started.text
+        job_id = started.json()["job_id"]
+        while http.post(f"checkpoint_jobs/{job_id}/cancel").json()["ended_at"] is None:
+            time.sleep(0.1)
+    return job_id
 
 
 def wait_for_end(http: httpx.Client, job_id: str) -> None:
@@ -197,6 +217,8 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
         objects = replace(objects, response_id=world.new_response())
     if ENDS.search(label) and "{message_batch_id}" in short:
         objects = replace(objects, message_batch_id=world.new_message_batch())
+    if "{checkpoint_job_id}" in short and (ENDS.search(label) or short.endswith("/restart")):
+        objects = replace(objects, checkpoint_job_id=world.new_checkpoint_job())
     key = world.new_key() if label.startswith("DELETE /api/v1/auth") else world.key
     headers = ((b"Host", b"127.0.0.1"), (b"Connection", b"close"), (b"X-API-Key", key.encode()))
     if short.startswith("/downloads/") or short == "/sessions/{session_id}/trace":

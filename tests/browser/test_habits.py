@@ -18,21 +18,8 @@ from selenium.webdriver.common.keys import Keys
 
 from support.browser import Browser
 from support.dashboard_data import BASE, Site
+from support.dashboard_pages import SCREENS, find_overflows, screen
 
-SCREENS = {"wide": (1440, 900), "narrow": (390, 844)}
-THEMES = ("light", "dark")
-# What ends to the right of the screen, or of a box that does not scroll, and so cannot be read.
-OVERFLOWING = """
-const width = document.documentElement.clientWidth;
-const scrolls = (element) => element.closest(".scroll, .across, details > div, pre, .hidden, .skip, svg, .uplot");
-const wide = [...document.querySelectorAll("body *")].filter((element) => {
-  const box = element.getBoundingClientRect();
-  return box.width && box.height && (box.right > width + 1 || box.left < -1) && !scrolls(element);
-});
-const tables = [...document.querySelectorAll("main .scroll")].filter((box) => box.scrollWidth > box.clientWidth);
-const page = document.documentElement.scrollWidth > innerWidth ? [document.documentElement] : [];
-return [...page, ...wide, ...tables].map((element) => element.outerHTML.slice(0, 160));
-"""
 CONTENT = "main table, main form, main figure, main .tokens"
 
 
@@ -66,31 +53,11 @@ def addresses_of(alice: Site) -> list[str]:
         f"runs/{alice.run}/samples",
         f"samples/{alice.sample}",
         f"jobs/{alice.job_id}",
+        f"checkpoints/{alice.checkpoints[0].removeprefix('tinker://')}",
         "checkpoints?search=answers",
         "playground?chat=off",
         "playground?tools=" + "x" * 400,
     ]
-
-
-@contextmanager
-def screen(browser: Browser, name: str) -> Iterator[None]:
-    width, height = SCREENS[name]
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": name == "narrow"}
-    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        yield
-    finally:
-        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def find_overflows(browser: Browser) -> dict[str, list[str]]:
-    """What overflows, by theme."""
-    overflows: dict[str, list[str]] = {}
-    for theme in THEMES:
-        browser.driver.execute_script("tinsmithTheme.set(arguments[0])", theme)
-        overflows[theme] = browser.driver.execute_script(OVERFLOWING)
-    browser.driver.execute_script("tinsmithTheme.set('system')")
-    return {theme: elements for theme, elements in overflows.items() if elements}
 
 
 @contextmanager
@@ -137,7 +104,7 @@ def test_nothing_overflows_any_page(alice: Site, browser: Browser, size: str) ->
 
 
 @pytest.mark.parametrize("size", SCREENS)
-def test_nothing_overflows_a_conversation_or_a_dialog(browser: Browser, size: str) -> None:
+def test_nothing_overflows_a_conversation_or_a_dialog(alice: Site, browser: Browser, size: str) -> None:
     with screen(browser, size):
         browser.driver.get("about:blank")
         browser.open(
@@ -149,7 +116,7 @@ def test_nothing_overflows_a_conversation_or_a_dialog(browser: Browser, size: st
         browser.click("button.primary", "Send")
         browser.until(lambda: browser.all(".results"), "the call")
         assert find_overflows(browser) == {}
-        browser.open("checkpoints", "Checkpoints")
+        browser.open(f"checkpoints/{alice.checkpoints[0].removeprefix('tinker://')}", "Checkpoint first")
         browser.click("button", "Use first")
         browser.until(lambda: browser.all("dialog .snippet-box"), "the lines")
         assert find_overflows(browser) == {}
@@ -180,7 +147,7 @@ def test_ids_paths_and_commands_are_copied(alice: Site, browser: Browser) -> Non
 
 
 def test_lines_have_a_button_that_copies_them_and_the_merge_names_the_checkpoint(alice: Site, browser: Browser) -> None:
-    browser.open("checkpoints", "Checkpoints")
+    browser.open(f"checkpoints/{alice.checkpoints[1].removeprefix('tinker://')}", "Checkpoint answers")
     browser.click("button", "Use answers")
     browser.until(lambda: browser.all("dialog .snippet-box"), "the lines")
     titles = [title.text for title in browser.all("dialog h3")]
@@ -203,7 +170,7 @@ def test_the_keys_are_listed_by_a_button_and_the_focus_comes_back(browser: Brows
 
 def test_checkpoints_are_searched_and_the_words_are_in_the_address(alice: Site, browser: Browser) -> None:
     def names() -> list[str]:
-        return [name.text.split()[0] for name in browser.all("tbody th span")]
+        return [name.text.split()[0] for name in browser.all("tbody th > span")]
 
     browser.driver.get("about:blank")
     browser.open("checkpoints", "Checkpoints")
@@ -227,6 +194,7 @@ def test_pages_without_objects_say_the_next_command(browser: Browser) -> None:
         "/dashboard/runs": {"runs": [], "cursor": cursor},
         "/sessions/search": {"sessions": [], "next_cursor": None},
         "/dashboard/checkpoints": {"checkpoints": [], "cursor": cursor},
+        "/checkpoint_jobs": {"checkpoint_jobs": [], "result_bytes": 0},
         "/batch/jobs": {"jobs": [], "total_count": 0},
     }
     with answers_of_server(browser, empty):

@@ -202,7 +202,7 @@ def test_a_link_has_the_models_the_first_message_and_the_settings(browser: Brows
 
 
 def test_a_checkpoint_and_a_run_are_compared_with_their_base_model(alice: Site, browser: Browser) -> None:
-    browser.open("checkpoints", "Checkpoints")
+    browser.open(f"checkpoints/{alice.checkpoints[1].removeprefix('tinker://')}", "Checkpoint answers")
     browser.click("button", "Use answers")
     browser.until(
         lambda: f'base_url="{alice.server.url}", api_key="' in browser.text("dialog pre"), "the whole address"

@@ -182,6 +182,23 @@ def test_filters_that_change_together_count_and_a_wrong_one_is_refused_beside_th
     assert complaints and all(" 400 " in complaint for complaint in complaints), complaints
 
 
+def test_an_address_with_a_wrong_order_page_or_id_says_so(rl_run: TrainedRun, browser: Browser) -> None:
+    browser.driver.get("about:blank")
+    browser.open("samples?sort=bogus&order=sideways", "Samples")
+    browser.until(lambda: browser.all(".opener"), "the samples")
+    assert "bogus" not in browser.driver.current_url and "sideways" not in browser.driver.current_url
+    browser.driver.get("about:blank")
+    browser.open("samples?offset=1000", "Samples")
+    browser.until(lambda: "There is no such page" in browser.text("main"), "what is wrong")
+    assert "No samples yet" not in browser.text("main")
+    browser.click("button", "Go to the last page")
+    browser.until(lambda: browser.all(".opener"), "the last page")
+    assert "offset=1000" not in browser.driver.current_url
+    browser.open("samples/zzz", "No such sample")
+    assert "No sample has the id zzz" in browser.text("main") and browser.all("main a[href='#/samples']")
+    assert all("404" in complaint for complaint in browser.complaints())
+
+
 def test_a_prompt_is_followed_over_the_steps_with_the_keyboard(rl_run: TrainedRun, browser: Browser) -> None:
     open_samples(browser, rl_run, "?sort=step&order=desc&text=30")
     browser.click(".opener")

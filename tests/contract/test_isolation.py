@@ -204,7 +204,15 @@ def test_a_foreign_checkpoint_loads_only_when_published(harness: Harness, path: 
 
 
 @pytest.mark.parametrize(
-    ("method", "action"), [("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"), ("DELETE", "/publish")]
+    ("method", "action"),
+    [
+        ("DELETE", ""),
+        ("PUT", "/ttl"),
+        ("POST", "/publish"),
+        ("DELETE", "/publish"),
+        ("POST", "/merge"),
+        ("POST", "/upload"),
+    ],
 )
 def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     harness: Harness, method: str, action: str
@@ -213,7 +221,8 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     run_id, kind, name = ids.weights.removeprefix("tinker://").split("/")
     path = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
     harness.send("POST", f"{path}/publish")
-    body = {"ttl_seconds": 3600} if action == "/ttl" else None
+    bodies = {"/ttl": {"ttl_seconds": 3600}, "/merge": {}, "/upload": {"repository": "some/one", "token": "hf_x"}}
+    body = bodies.get(action)
     assert harness.send(method, path + action, body, BOB).status_code == 404
     assert harness.post("weights_info", {"tinker_path": ids.weights}, BOB).status_code == 200
     assert harness.send(method, path + action, body, ALICE).status_code == 200
@@ -226,12 +235,13 @@ def make_missing_ids(ids: RouteObjects) -> RouteObjects:
     replaced_ids = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
     replaced_ids |= {"message_batch_id": f"msgbatch_{uuid.uuid4().hex}"}
     replaced_ids |= {"trajectory_id": f"{ids.trajectory_id[:-1]}9", "capture": uuid.uuid4().hex}
-    replaced_ids["response_id"] = f"resp_{uuid.uuid4().hex}"
+    replaced_ids |= {"response_id": f"resp_{uuid.uuid4().hex}", "checkpoint_job_id": uuid.uuid4().hex}
     return replace(RouteObjects(*renamed), job_id=str(int(ids.job_id) + 7), **replaced_ids)
 
 
 def without_ids(text: str, ids: RouteObjects) -> str:
     text = text.replace(ids.message_batch_id, "MESSAGES")
+    text = text.replace(ids.checkpoint_job_id, "MERGE")
     text = text.replace(ids.file_id, "FILE").replace(ids.batch_id, "BATCH")
     text = text.replace(ids.response_id, "RESPONSE").replace(ids.trajectory_id, "TRAJECTORY")
     return text.replace(ids.session_id, "SESSION").replace(f" {ids.job_id}", " JOB")

@@ -16,6 +16,7 @@ from tinsmith.api.declaration import Operation
 from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
+from tinsmith.store.checkpoint_jobs import MERGE, NewCheckpointJob
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.kept_samples import KeptSequence, SampleContent, keep_sample, new_sample
 from tinsmith.types import SampledSequence, SampleResult
@@ -42,6 +43,7 @@ class RouteObjects:
     trajectory_id: str = ""
     capture: str = ""  # the session of the trajectory
     message_batch_id: str = ""  # of Anthropic's
+    checkpoint_job_id: str = ""  # a merge
 
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
@@ -64,6 +66,7 @@ class RouteObjects:
             response_id=self.response_id,
             trajectory_id=self.trajectory_id,
             capture=self.capture,
+            checkpoint_job_id=self.checkpoint_job_id,
             number="0" * 32,
             repo=repository_of(parse_path(self.weights))
             if "{repo" in path and self.weights.startswith("tinker://")
@@ -118,11 +121,12 @@ def create_objects(harness: Harness, key: str = ALICE) -> RouteObjects:
     session_id = harness.session(key)
     model_id = harness.model(session_id, key=key)
     store_sample(harness, key.removeprefix("tml-"), session_id, f"{model_id}:0")
+    weights = harness.save_checkpoint(model_id)
     return RouteObjects(
         session_id,
         model_id,
         harness.sampler(session_id, key=key),
-        harness.save_checkpoint(model_id),
+        weights,
         harness.save_checkpoint(model_id, "external_weights"),
         create_failed_job(harness, session_id, key),
         *store_file_and_batch(harness, key),
@@ -130,7 +134,13 @@ def create_objects(harness: Harness, key: str = ALICE) -> RouteObjects:
         store_response(harness, key.removeprefix("tml-")),
         *store_trajectory(harness, key.removeprefix("tml-")),
         message_batch(harness, key),
+        start_merge(harness, key.removeprefix("tml-"), weights),
     )
+
+
+def start_merge(harness: Harness, tenant_id: str, path: str) -> str:
+    """Queue a merge, which nothing runs."""
+    return harness.services.checkpoint_jobs.add(NewCheckpointJob(tenant_id, path, BASE, MERGE)).job_id
 
 
 def store_sample(harness: Harness, tenant_id: str, session_id: str, request_id: str) -> None:

@@ -40,6 +40,7 @@ from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoint_jobs import CheckpointJobs
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.curves import Curves
 from tinsmith.store.custom_losses import CustomLosses
@@ -196,6 +197,7 @@ def make_harness(
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
+        checkpoint_jobs=CheckpointJobs(database, "here"),
         futures=Futures(database, lambda base_model, _engine_id=None: woken.append(base_model), meters.count_request),
         usage=Usage(database),
         audit=Audit(database),

@@ -15,6 +15,7 @@ from tinsmith.store.kept_samples import (
     KeptSamples,
     KeptSequence,
     SampleContent,
+    SampledLogprobs,
     SampleLimits,
     TrainedAnswer,
     keep_sample,
@@ -151,6 +152,25 @@ def test_training_and_rewards_are_of_the_newest_weights_that_gave_the_tokens(db:
         (1.0, 2),
         (1.0, 2),
     ]
+
+
+def test_an_answer_that_is_not_stored_lends_its_training_to_no_stored_one(db: Database) -> None:
+    """Later weights gave the tokens of a stored answer again, in a sample that is not stored but trained on."""
+    request_id = keep(db, 0, prompt=[1], answer=[2, 3], run="a", weights="w1")
+    samples, digest = KeptSamples(db), tokens_digest([1], [2, 3])
+    trained_at = samples.get("alice", request_id)[0].created_at + 1
+    trained = TrainedAnswer("alice", digest, "a", 2, 0.5, np.zeros(2, np.float32), trained_at=trained_at)
+
+    def note(step: int, from_end: int, logprob: float) -> int | None:
+        sampled = SampledLogprobs(np.array([from_end], np.int32), np.array([logprob], np.float32))
+        samples.note_training([replace(trained, step=step, sampled=sampled)])
+        return samples.notes("alice", [request_id])[request_id, 0].step
+
+    assert note(2, 2, -0.48) is None, "another logprob of the first token"
+    assert note(3, 1, -0.5) is None, "the second token has no stored logprob"
+    assert note(4, 3, -0.5) is None, "a token of the prompt"
+    assert note(5, 2, -0.50001) == 5
+    assert note(6, 2, -0.5) == 5, "the first training stays"
 
 
 def test_weights_have_the_steps_before_their_publish_or_save(db: Database) -> None:

@@ -28,6 +28,7 @@ from tinsmith.db.wakeups import Waiters
 from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoint_jobs import CheckpointJobs
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.curves import Curves
 from tinsmith.store.custom_losses import CustomLosses
@@ -84,6 +85,7 @@ class Services:
     models: Models
     sampling_sessions: SamplingSessions
     checkpoints: Checkpoints
+    checkpoint_jobs: CheckpointJobs
     futures: Futures
     usage: Usage
     audit: Audit

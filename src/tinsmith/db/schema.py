@@ -193,6 +193,42 @@ CHECKPOINTS = sa.Table(
     sa.Index("ix_checkpoints_pending", "base_model", **_where(PENDING_SAVE)),
 )
 
+# Merges and uploads of checkpoints: store/checkpoint_jobs.py.
+CHECKPOINT_JOBS = sa.Table(
+    "checkpoint_jobs",
+    METADATA,
+    sa.Column("job_id", sa.String(32), primary_key=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("tinker_path", sa.String(512), nullable=False),
+    sa.Column("base_model", sa.String(512), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),  # merge | upload
+    sa.Column("form", sa.String(16), nullable=False),  # model | adapter
+    sa.Column("dtype", sa.String(16), nullable=False),
+    sa.Column("repository", sa.String(256)),  # of an upload
+    sa.Column("private", sa.Boolean, nullable=False),
+    sa.Column("has_token", sa.Boolean, nullable=False),  # whether the tenant typed a token, which is not stored
+    sa.Column("state", sa.String(16), nullable=False),  # see store/checkpoint_jobs.py
+    sa.Column("reason", sa.Text),  # why it failed or was interrupted
+    sa.Column("holder", sa.Text, nullable=False),  # the host and data directory of its server
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("phase", sa.String(16), nullable=False),
+    sa.Column("phase_began_at", sa.Float, nullable=False),
+    sa.Column("done", sa.BigInteger, nullable=False),  # tensors or files
+    sa.Column("total", sa.BigInteger, nullable=False),
+    sa.Column("done_bytes", sa.BigInteger, nullable=False),
+    sa.Column("total_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("started_at", sa.Float),
+    sa.Column("reported_at", sa.Float, nullable=False),  # the last sign of life
+    sa.Column("ended_at", sa.Float),
+    sa.Column("directory", sa.Text),  # of the result of a merge
+    sa.Column("files", sa.JSON),  # names and sizes of the result
+    sa.Column("size_bytes", sa.BigInteger),
+    sa.Column("url", sa.Text),  # of an upload
+    sa.Index("ix_checkpoint_jobs_tenant_created", "tenant_id", "created_at"),
+    sa.Index("ix_checkpoint_jobs_state", "state", "created_at"),
+)
+
 CUSTOM_LOSSES = sa.Table(
     "custom_losses",
     METADATA,

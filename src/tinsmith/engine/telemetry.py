@@ -47,6 +47,7 @@ from tinsmith.store.kept_samples import (
     KeptSamples,
     KeptSequence,
     SampleContent,
+    SampledLogprobs,
     SampleLimits,
     TrainedAnswer,
     keep_sample,
@@ -183,6 +184,9 @@ MAX_NAMED_MODELS = 64
 
 MAX_ANSWERS = 16_384
 """Answers whose lengths are kept between two optimizer steps."""
+
+MAX_COMPARED = 256
+"""Trained positions of an answer whose sampling logprobs are compared with those of stored samples."""
 
 MAX_TRAINED = 4096
 """Trained answers recorded at one flush, about once a second."""
@@ -343,7 +347,10 @@ class Recorder:
             tail = slice(max(int(at[0]), len(targets) - MAX_SEQUENCE_TOKENS), None)
             advantage = float(advantages_N[at].mean(dtype=np.float64))
             answer = TrainedAnswer(request.tenant_id, digest, request.model_id or "", step, advantage, logprobs_N[tail])
-            self._trained.append(replace(answer, advantages=advantages_N[tail], trained_at=now()))
+            chosen = at[np.unique(np.linspace(0, len(at) - 1, MAX_COMPARED).astype(np.intp))]
+            from_end = (len(targets) - chosen).astype(np.int32)
+            sampled = SampledLogprobs(from_end, floats(datum.inputs["logprobs"])[chosen])
+            self._trained.append(replace(answer, advantages=advantages_N[tail], trained_at=now(), sampled=sampled))
 
     @property
     def _keeps_samples(self) -> bool:

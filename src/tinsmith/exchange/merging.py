@@ -7,6 +7,7 @@ absent. Knows no server.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -84,6 +85,61 @@ class MergeResult:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """What a merge will write, by the headers of the files alone."""
+
+    base: Path
+    adapter: Path
+    info: AdapterInfo
+    config: Mapping[str, object]
+    dtype: torch.dtype
+    tensors: Mapping[str, PlannedTensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the weights."""
+        return sum(map(_num_bytes, self.tensors.values()))
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        """The size of the largest tensor of the result."""
+        return max(map(_num_bytes, self.tensors.values()), default=0)
+
+    @property
+    def largest_work_bytes(self) -> int:
+        """Memory for the largest tensor in work: its source, and in float32 itself, the update and their sum."""
+        elements = max((math.prod(tensor.source.shape) for tensor in self.tensors.values()), default=0)
+        return elements * 4 * 4
+
+    def split(self, shard_bytes: int) -> StateDictSplit:
+        """The files of the result, and which tensors each holds."""
+        return split_state_dict_into_shards_factory(
+            dict(self.tensors), get_storage_size=_num_bytes, filename_pattern=SHARD_PATTERN, max_shard_size=shard_bytes
+        )
+
+    def count_bytes(self, shard_bytes: int) -> list[int]:
+        """The bytes that are merged after each number of tensors, from none to all."""
+        names = [name for names in self.split(shard_bytes).filename_to_tensors.values() for name in names]
+        return list(itertools.accumulate((_num_bytes(self.tensors[name]) for name in names), initial=0))
+
+
+def plan_merge(base: Path, adapter: Path, dtype: str = "auto") -> MergePlan:
+    """Check that an adapter fits its base. `dtype` auto keeps the base's. Raises UserError."""
+    info = adapters.read(adapter)
+    config = _base_config(base)
+    base_tensors = _list_tensors(base)
+    base_dtype = _majority_dtype(base_tensors.values())
+    merged_dtype = _dtype(dtype, base_dtype)
+    tensors = _plan(info, base_tensors, base_dtype, merged_dtype)
+    _compare_copies(info, adapter / WEIGHTS_FILE, base_tensors)
+    if tensors.keys() != base_tensors.keys():
+        config = _untie_embeddings(config)
+    if dtype != "auto":
+        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
+    return MergePlan(base, adapter, info, config, merged_dtype, tensors)
+
+
 def merge(
     base: Path,
     adapter: Path,
@@ -94,28 +150,25 @@ def merge(
     progress: Progress = lambda _num_done, _num_tensors: None,
 ) -> MergeResult:
     """Write base + adapter as a Hugging Face model. `dtype` auto keeps the base's. Raises UserError."""
-    info = adapters.read(adapter)
-    config = _base_config(base)
-    base_tensors = _list_tensors(base)
-    base_dtype = _majority_dtype(base_tensors.values())
-    merged_dtype = _dtype(dtype, base_dtype)
-    plan = _plan(info, base_tensors, base_dtype, merged_dtype)
-    _compare_copies(info, adapter / WEIGHTS_FILE, base_tensors)
-    if plan.keys() != base_tensors.keys():
-        config = _untie_embeddings(config)
-    if dtype != "auto":
-        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
-    shards = split_state_dict_into_shards_factory(
-        plan, get_storage_size=_num_bytes, filename_pattern=SHARD_PATTERN, max_shard_size=shard_bytes
-    )
+    return write_merge(plan_merge(base, adapter, dtype), output, shard_bytes=shard_bytes, progress=progress)
+
+
+def write_merge(
+    plan: MergePlan,
+    output: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = lambda _num_done, _num_tensors: None,
+) -> MergeResult:
+    """Write the model of a plan; `output` is complete or absent. Raises UserError."""
+    shards = plan.split(shard_bytes)
     with atomic_directory(output) as hidden:
-        _copy_other_files(base, hidden)
-        _write_shards(hidden, shards, plan, info, adapter / WEIGHTS_FILE, progress)
-        (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _copy_other_files(plan.base, hidden)
+        _write_shards(hidden, shards, plan.tensors, plan.info, plan.adapter / WEIGHTS_FILE, progress)
+        (hidden / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
         size_bytes = sum(path.stat().st_size for path in hidden.glob("*.safetensors"))
-    return MergeResult(
-        output, str(merged_dtype).removeprefix("torch."), len(info.linears), len(shards.filename_to_tensors), size_bytes
-    )
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return MergeResult(output, dtype, len(plan.info.linears), len(shards.filename_to_tensors), size_bytes)
 
 
 def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterInfo:

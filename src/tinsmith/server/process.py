@@ -71,6 +71,7 @@ from tinsmith.losses import list_plugins
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import SWEEPS, ThreadPools, bound_starlette_threads, num_threads
+from tinsmith.server.checkpoint_jobs import CheckpointJobRunner
 from tinsmith.server.janitor import Janitor
 from tinsmith.server.machine_history import MachineObserver
 from tinsmith.server.pending_responses import PendingResponses
@@ -78,6 +79,7 @@ from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
 from tinsmith.storage.directories import claim
 from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoint_jobs import CheckpointJobs
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.curves import Curves
 from tinsmith.store.custom_losses import CustomLosses
@@ -339,6 +341,7 @@ def _start(
         background.start("janitor", partial(janitor.run, services.threads.sweeps))
         responses = PendingResponses(services, lambda: database.try_lock("pending_responses"))
         background.start("pending_responses", partial(responses.run, services.threads.sweeps))
+        background.start("checkpoint_jobs", CheckpointJobRunner(services).run)
 
 
 async def _stop(services: Services, supervisor: Supervisor, on_demand: OnDemandEngines, background: Background) -> None:
@@ -363,14 +366,13 @@ def _services(
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches, samplers = BatchJobs(database), OpenAIBatches(database), SamplingSessions(database)
-    sessions, files = Sessions(database), Files(database, settings.storage_location("files"))
-    signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
-    quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
-    checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
+    sessions, checkpoints = Sessions(database), Checkpoints(database, open_directories(settings, "checkpoints"))
+    files, holder = Files(database, settings.storage_location("files")), holder_of(settings.resolved_data_dir)
+    signer, quotas = _open_signer(settings), _open_quotas(settings, database)
     admission = SampleAdmission(quotas, Dispatch(Executors(database)))
     server_sessions = ServerSessions(sessions, samplers, settings.session_timeout_s)
     gateway = ModelGateway(served, sessions, server_sessions, checkpoints, futures, waiters, admission)
-    coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
+    coordinator = Coordinator(settings, batch_jobs, holder, gateway)
     return Services(
         settings=settings,
         bases=served,
@@ -390,6 +392,7 @@ def _services(
         models=Models(database),
         sampling_sessions=samplers,
         checkpoints=checkpoints,
+        checkpoint_jobs=CheckpointJobs(database, holder),
         batch_jobs=batch_jobs,
         coordinator=coordinator,
         model_gateway=gateway,
@@ -413,6 +416,14 @@ def _services(
         threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=database.reads_wait,
     )
+
+
+def _open_signer(settings: Settings) -> Signer:
+    return Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
+
+
+def _open_quotas(settings: Settings, database: Database) -> Quotas:
+    return Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
 
 
 def _open_tenants(settings: Settings, database: Database, signer: Signer) -> StoredTenants:

@@ -97,6 +97,21 @@ def worker_environment() -> dict[str, str]:
     return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_ACTOR_VARIABLES}
 
 
+def hub_environment() -> dict[str, str]:
+    """Return the environment of a process that merges checkpoints and uploads them: without secrets, since it reads the
+    hub's token from a pipe and must not find another. HF_ENDPOINT and the variables of proxies are kept. It computes on
+    one core and leaves the others to engines.
+    """
+    hub = ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY")
+    inherited = {name: value for name, value in os.environ.items() if not _is_secret(name)}
+    return {**inherited, **dict.fromkeys(hub, "1"), "OMP_NUM_THREADS": "1"}
+
+
+def hub_token() -> str:
+    """Return the operator's token for the hub, from HF_TOKEN; empty without one."""
+    return os.environ.get("HF_TOKEN", "").strip()
+
+
 def role_environment() -> dict[str, str]:
     """Return the environment of a process that may connect to Ray and reads its settings from a pipe."""
     return {

@@ -117,6 +117,11 @@ class StorageSettings(SettingsGroup):
         return str(root / kind)
 
     @property
+    def merged_directory(self) -> Path:
+        """The directory of merged models, always on a disk: that of this server if files are in an object store."""
+        return self.resolved_data_dir / "merged" if self.has_bucket else Path(self.storage_location("merged"))
+
+    @property
     def cache_dir(self) -> Path:
         """The local cache of a bucket's files."""
         return self.resolved_data_dir / "cache"

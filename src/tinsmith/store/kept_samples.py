@@ -30,7 +30,7 @@ from tinsmith.db.statements import Bound, Effect, Statement
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import CheckpointRef
 from tinsmith.store.curves import SERVER
-from tinsmith.types import F32, tokens_digest
+from tinsmith.types import F32, I32, tokens_digest
 
 MAX_PROMPT_TOKENS = 8192
 """Only the end of a longer prompt is kept."""
@@ -42,6 +42,9 @@ SAMPLES_OF_READ = 50
 
 PATH_PREFIX = "tinker://"
 """Of the names of weights that are checkpoints."""
+
+SAME_LOGPROB = 1e-4
+"""Logprobs of one sample that were rounded on their way differ by less, and those of other weights by more."""
 
 MAX_IMAGES_BYTES = 1 << 20
 """Most bytes of all images of a sample; further images are kept without their content."""
@@ -64,9 +67,28 @@ class KeptSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """Sampling logprobs that a client trained with, at positions that are counted from the end of the answer (1: its
+    last token).
+    """
+
+    from_end: I32
+    logprobs: F32
+
+    def fit(self, sequence: KeptSequence) -> bool:
+        """Whether they are those of a stored sequence, at the positions that it has; False if it has none."""
+        at = sequence.num_sampled - self.from_end
+        is_stored = (at >= 0) & (at < len(sequence.logprobs))
+        stored = np.array(sequence.logprobs, np.float32)[at[is_stored]]  # None becomes NaN
+        differences = np.abs(stored - self.logprobs[is_stored])
+        return bool(np.isfinite(stored).any()) and not (differences > SAME_LOGPROB).any()
+
+
+@dataclass(frozen=True, slots=True)
 class TrainedAnswer:
     """Training on an answer; `logprobs` are the policy's at the last trained positions, before the step, and
     `advantages` those of the same positions. Samples that began after `trained_at` are others with the same tokens.
+    With `sampled`, so are samples whose logprobs differ from it: other weights gave the tokens.
     """
 
     tenant_id: str
@@ -77,6 +99,7 @@ class TrainedAnswer:
     logprobs: F32
     advantages: F32 | None = None
     trained_at: float = math.inf
+    sampled: SampledLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +341,11 @@ class KeptSamples:
 
     def note_training(self, trained: Sequence[TrainedAnswer]) -> None:
         """Record training on answers. Only the first training step of an answer is recorded."""
+        fitting = [(answer, self._list_fitting(answer)) for answer in self._select_stored(trained)]
+        if not fitting:
+            return
         with self._db.write() as connection:
-            for answer in _select_stored(connection, trained):
+            for answer, positions in fitting:
                 values = {
                     "model_id": answer.model_id,
                     "step": answer.step,
@@ -327,8 +353,40 @@ class KeptSamples:
                     "logprobs": _pack_floats(answer.logprobs),
                     "advantages": None if answer.advantages is None else _pack_floats(answer.advantages),
                 }
-                of_answer = {"of_tenant": answer.tenant_id, "of_digest": answer.digest}
-                _TRAIN.count(connection, values | of_answer | {"trained_at": answer.trained_at})
+                if positions is None:
+                    of_answer = {"of_tenant": answer.tenant_id, "of_digest": answer.digest}
+                    _TRAIN.count(connection, values | of_answer | {"trained_at": answer.trained_at})
+                elif positions:
+                    is_fitting = KEPT_ANSWERS.c.position.in_(positions) & _NOT_TRAINED
+                    connection.execute(KEPT_ANSWERS.update().where(is_fitting).values(**values))
+
+    def _select_stored(self, trained: Sequence[TrainedAnswer]) -> list[TrainedAnswer]:
+        """The answers that are kept and not yet trained on, since most of a large batch are not kept."""
+        digests_by_tenant: dict[str, list[str]] = {}
+        for answer in trained:
+            digests_by_tenant.setdefault(answer.tenant_id, []).append(answer.digest)
+        stored: set[tuple[str, str]] = set()
+        for tenant_id, digests in digests_by_tenant.items():
+            for chunk in chunks(digests):
+                is_chosen = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.digest.in_(chunk)
+                query = sa.select(KEPT_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
+                stored |= {(tenant_id, digest) for digest in self._db.scalars(query)}
+        return [answer for answer in trained if (answer.tenant_id, answer.digest) in stored]
+
+    def _list_fitting(self, answer: TrainedAnswer) -> list[int] | None:
+        """The positions of the kept answers that were trained on, by their logprobs; None without logprobs."""
+        if answer.sampled is None:
+            return None
+        in_sample = (KEPT_SAMPLES.c.tenant_id == KEPT_ANSWERS.c.tenant_id) & (
+            KEPT_SAMPLES.c.request_id == KEPT_ANSWERS.c.request_id
+        )
+        of_answer = (KEPT_ANSWERS.c.tenant_id == answer.tenant_id) & (KEPT_ANSWERS.c.digest == answer.digest)
+        query = sa.select(KEPT_ANSWERS.c.position, KEPT_ANSWERS.c.number, KEPT_SAMPLES.c.content).select_from(
+            KEPT_ANSWERS.join(KEPT_SAMPLES, in_sample)
+        )
+        rows = self._db.rows(query.where(of_answer, _NOT_TRAINED, KEPT_ANSWERS.c.created_at <= answer.trained_at))
+        sequences = ((row.position, _unpack_content(row.content).sequences[row.number]) for row in rows)
+        return [position for position, sequence in sequences if answer.sampled.fit(sequence)]
 
     def set_rewards(self, tenant_id: str, rewards: Mapping[str, float]) -> int:
         """Set rewards of kept answers by digest; returns how many changed. After training, a reward is final."""
@@ -432,20 +490,6 @@ def run_of_weights(model_id: str | None, model_path: str | None) -> str:
     if model_path is None or not model_path.startswith(PATH_PREFIX):
         return ""
     return model_path.removeprefix(PATH_PREFIX).partition("/")[0]
-
-
-def _select_stored(connection: sa.Connection, trained: Sequence[TrainedAnswer]) -> Iterator[TrainedAnswer]:
-    """Yield the answers that are kept and not yet trained on, since most of a large batch are not kept."""
-    digests_by_tenant: dict[str, list[str]] = {}
-    for answer in trained:
-        digests_by_tenant.setdefault(answer.tenant_id, []).append(answer.digest)
-    stored: set[tuple[str, str]] = set()
-    for tenant_id, digests in digests_by_tenant.items():
-        for chunk in chunks(digests):
-            is_chosen = (KEPT_ANSWERS.c.tenant_id == tenant_id) & KEPT_ANSWERS.c.digest.in_(chunk)
-            query = sa.select(KEPT_ANSWERS.c.digest).where(is_chosen, _NOT_TRAINED)
-            stored |= {(tenant_id, digest) for digest in connection.scalars(query)}
-    return (answer for answer in trained if (answer.tenant_id, answer.digest) in stored)
 
 
 def _unpack_notes(row: Any) -> AnswerNotes:  # noqa: ANN401  a row of the columns

@@ -1,4 +1,4 @@
-"""The dashboard's list of checkpoints: searched, with the metrics that their runs had when they were saved.
+"""The dashboard's checkpoints, searched or one: with the metrics that their runs had when they were saved.
 
 A checkpoint has the number of optimizer steps before it. Its metrics are the newest of the server and of the client at
 that step or before it. A checkpoint without that number, of an earlier release, has those that were recorded before it.
@@ -11,10 +11,12 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tinsmith.api.declaration import operation
 from tinsmith.api.openapi import LIST, fields, listing, ref
 from tinsmith.api.queries import Limit, PageQuery
 from tinsmith.api.request import Call, JsonObject
-from tinsmith.api.routes.checkpoints import describe_checkpoint
+from tinsmith.api.routes.checkpoints import describe_checkpoint, ref_of
+from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.curves import SERVER, Point
 from tinsmith.store.run_health import REWARDS
@@ -52,14 +54,31 @@ def list_checkpoints(call: Call, query: CheckpointListQuery) -> JsonObject:
     checkpoints, total = call.services.checkpoints.page_of_words(
         call.tenant_id, words, query.run_id, query.limit, query.offset
     )
-    saves = [(checkpoint.training_run_id, checkpoint.step, checkpoint.created_at) for checkpoint in checkpoints]
-    points_by_save = call.services.curves.points_of_saves(saves)
     return {
-        "checkpoints": [
-            _describe(checkpoint, points) for checkpoint, points in zip(checkpoints, points_by_save, strict=True)
-        ],
+        "checkpoints": _describe_all(call, checkpoints),
         "cursor": {"offset": query.offset, "limit": query.limit, "total_count": total},
     }
+
+
+@operation(
+    "GET",
+    "/dashboard/checkpoints/{run_id}/{kind}/{name}",
+    "Read a checkpoint",
+    answer=ref("Checkpoint"),
+    errors=(404, 410),
+)
+def read_checkpoint(call: Call) -> JsonObject:
+    """Only the tenant's own, since its page changes it."""
+    checkpoint = call.services.checkpoints.get(call.tenant_id, ref_of(call))
+    if checkpoint.tenant_id != call.tenant_id:
+        raise NotFoundError(f"checkpoint {checkpoint.ref.path!r} does not exist")
+    return _describe_all(call, [checkpoint])[0]
+
+
+def _describe_all(call: Call, checkpoints: Sequence[Checkpoint]) -> list[JsonObject]:
+    saves = [(checkpoint.training_run_id, checkpoint.step, checkpoint.created_at) for checkpoint in checkpoints]
+    points_by_save = call.services.curves.points_of_saves(saves)
+    return [_describe(checkpoint, points) for checkpoint, points in zip(checkpoints, points_by_save, strict=True)]
 
 
 def _describe(checkpoint: Checkpoint, points: Sequence[Point]) -> JsonObject:

@@ -51,7 +51,7 @@ def file_response(
     filename: str | None = None,
 ) -> Response:
     if file.path is not None:
-        _drop_broken_range(request)
+        drop_broken_range(request)
         return FileResponse(file.path, 200, headers, media_type, filename=filename, stat_result=file.path.stat())
     response_headers = {"accept-ranges": "bytes", **(headers or {})}
     if filename is not None:
@@ -88,7 +88,7 @@ def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int,
     return (int(first), end) if not last or int(first) <= int(last) else None
 
 
-def _drop_broken_range(request: Request) -> None:
+def drop_broken_range(request: Request) -> None:
     """Ignore a malformed Range (RFC 9110, section 14.2), which FileResponse would refuse."""
     range_header = request.headers.get("range")
     if range_header is None:
@@ -190,7 +190,7 @@ def download_archive(call: Call) -> Response:
     sizes = files.files(directory)
     name = "{run_id}_{kind}_{name}.tar".format(**call.path).replace(":", "_")
     headers = {
-        "content-length": str(sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
+        "content-length": str(tar_bytes(sizes)),
         "content-disposition": f'attachment; filename="{name}"',
     }
     content = () if call.request.method == "HEAD" else stream_tar(files, directory, sizes)
@@ -223,20 +223,25 @@ def stream_tar(files: Directories, directory: str, sizes: Mapping[str, int]) -> 
     """Yield the archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete,
     because all files are open; an archive from a bucket ends before its announced length.
     """
-    open_files = {file: files.open(directory, file) for file in sizes}
-
-    def chunks() -> Iterator[bytes]:
-        for file, size in sizes.items():
-            member = tarfile.TarInfo(file)
-            member.size = size
-            yield member.tobuf(tarfile.GNU_FORMAT)
-            with open_files[file]:
-                yield from read_chunks(open_files[file])
-            yield bytes(_pad_size(size) - size)
-        yield bytes(2 * BLOCK_BYTES)
-
-    return chunks()
+    return pack_tar({file: files.open(directory, file) for file in sizes}, sizes)
 
 
-def _pad_size(size: int) -> int:
+def pack_tar(open_files: Mapping[str, IO[bytes]], sizes: Mapping[str, int]) -> Iterator[bytes]:
+    """Yield a tar of open files in chunks, closing each."""
+    for file, size in sizes.items():
+        member = tarfile.TarInfo(file)
+        member.size = size
+        yield member.tobuf(tarfile.GNU_FORMAT)
+        with open_files[file]:
+            yield from read_chunks(open_files[file])
+        yield bytes(pad_size(size) - size)
+    yield bytes(2 * BLOCK_BYTES)
+
+
+def tar_bytes(sizes: Mapping[str, int]) -> int:
+    """The length of `pack_tar`."""
+    return sum(pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES
+
+
+def pad_size(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES

@@ -28,7 +28,7 @@ const factsOf = (run) => ({
 function differences(runs) {
   const facts = runs.map(factsOf);
   const names = [...new Set(facts.flatMap(Object.keys))];
-  const rows = names.map((name) => ({ name, values: facts.map((each) => String(each[name] ?? "-")) }));
+  const rows = names.map((name) => ({ name, values: facts.map((run) => String(run[name] ?? "-")) }));
   const different = rows.filter(({ values }) => new Set(values).size > 1);
   const columns = [
     { label: "Setting", cell: (row) => row.name },
@@ -45,9 +45,9 @@ export async function showComparison(main, ids, signal) {
   put(groups, section("Curves", empty("None of these runs has metrics yet.")));
   const names = runs.map((run, index) => (runs.filter((other) => nameOf(other) === nameOf(run)).length > 1 ? `${nameOf(run)} (${index + 1})` : nameOf(run)));
   function drawCurves() {
-    const each = points.map((one) => one.all());
-    figures.draw(metricsOf(each.flat()).map((metric) => {
-      const lines = each.map((all, index) => lineOf(all, metric, view.time && all.length ? Math.min(...all.map((point) => point.time)) : null, names[index]));
+    const pointsByRun = points.map((one) => one.all());
+    figures.draw(metricsOf(pointsByRun.flat()).map((metric) => {
+      const lines = pointsByRun.map((all, index) => lineOf(all, metric, view.time && all.length ? Math.min(...all.map((point) => point.time)) : null, names[index]));
       return { metric, args: [lines] };
     }));
   }

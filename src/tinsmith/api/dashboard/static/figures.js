@@ -184,13 +184,13 @@ export function figuresIn(groups, make, signal, redraw) {
 // One figure on the whole screen, with its own scale and smoothing, and its files.
 function enlargedOf({ metric, chart: small }, make, options, signal, closed) {
   const { key, title } = metric;
-  const own = options.of(key);
+  const chosen = options.of(key);
   const heightOf = () => Math.max(200, window.innerHeight - 300);
   const ended = new AbortController();
   const chart = make(metric, options.viewOf(key), { heightOf, signal: AbortSignal.any([signal, ended.signal]) });
   const name = title.replaceAll(/[^\w.-]+/g, "-");
-  const scale = h("select", { id: "chart-scale", on: { change: () => options.changeChart(key, { scale: scale.value }) } }, [["", "as on the page"], ["linear", "linear"], ["log", "logarithmic"]].map(([value, text]) => h("option", { value, selected: value === own.scale }, text)));
-  const smoothing = slider("chart-smooth", own.smooth ?? options.values.smooth, (smooth) => options.changeChart(key, { smooth }));
+  const scale = h("select", { id: "chart-scale", on: { change: () => options.changeChart(key, { scale: scale.value }) } }, [["", "as on the page"], ["linear", "linear"], ["log", "logarithmic"]].map(([value, text]) => h("option", { value, selected: value === chosen.scale }, text)));
+  const smoothing = slider("chart-smooth", chosen.smooth ?? options.values.smooth, (smooth) => options.changeChart(key, { smooth }));
   const before = document.activeElement;
   const dialog = h(
     "dialog",

@@ -7,7 +7,7 @@ import { get, path, poll } from "./api.js";
 import { button, empty, h, keep, tell } from "./dom.js";
 import { ago, count, counted, number, percent, shortId } from "./format.js";
 import { isNumber } from "./scale.js";
-import { pager, table } from "./table.js";
+import { drawMissingPage, pager, table } from "./table.js";
 import { signed } from "./tokens.js";
 
 const LIMIT = matchMedia("(max-width: 40rem)").matches ? 12 : 25;
@@ -115,6 +115,10 @@ function describeLimits({ of_tenant: ofTenant, of_run: ofRun, days }) {
 // Fills `place` with the list, of one run if `run` is its id, and follows it. `report` is told each answer of the server.
 export async function showGroups(place, signal, { run = "", report = () => {} } = {}) {
   const { values, set } = addressed({ sort: "newest", order: "desc", offset: 0, text: "", run: "", step: "", least: "", most: "" });
+  // An order that does not exist, from a mistyped link, is left out of the address.
+  if (!Object.hasOwn(SORTS, values.sort)) set({ sort: "newest" });
+  if (!["asc", "desc"].includes(values.order)) set({ order: "desc" });
+  if (!Number.isInteger(values.offset) || values.offset < 0) set({ offset: 0 });
   const list = h("div");
   const pages = h("div");
   const about = h("p", { class: "quiet kept" });
@@ -128,7 +132,7 @@ export async function showGroups(place, signal, { run = "", report = () => {} } 
   const redraw = () => {
     const focused = list.contains(document.activeElement) ? document.activeElement.dataset.key : null;
     const none = names.some((name) => values[name]) ? "No stored response matches these filters." : "No samples yet. Recent samples appear here.";
-    draw([answer.groups, [...opened], Math.floor(Date.now() / 10000)], () => (answer.groups.length ? drawGroups(answer.groups, opened, run, redraw) : empty(none)));
+    draw([answer.groups, answer.cursor, [...opened], Math.floor(Date.now() / 10000)], () => (answer.groups.length ? drawGroups(answer.groups, opened, run, redraw) : drawMissingPage(answer.cursor, (offset) => change({ offset })) || empty(none)));
     if (focused) [...list.querySelectorAll("button.opener")].find((one) => one.dataset.key === focused)?.focus();
   };
   const refuse = (text) => {

@@ -7,7 +7,7 @@ import { bytes, count, counted, number, percent, seconds, some, when } from "./f
 import { download } from "./metrics.js";
 import { isNumber } from "./scale.js";
 import { firstJob } from "./starts.js";
-import { facts, pager, table } from "./table.js";
+import { drawMissingPage, facts, pager, table } from "./table.js";
 
 const LIMIT = 50;
 const MOST_ERRORS = 100;
@@ -52,12 +52,13 @@ async function showList(main, signal) {
   const look = async () => {
     const listed = await get(`/batch/jobs?limit=${LIMIT}&offset=${values.offset}`, signal);
     if (!listed.jobs.length) model ||= (await get("/dashboard/overview", signal)).engines[0]?.base_model;
-    draw(listed.jobs, () => table("Bulk jobs", COLUMNS, listed.jobs, { none: "No bulk jobs yet. In a terminal:", next: firstJob(model || "BASE_MODEL") }));
     const move = (to) => {
       set({ offset: to });
       return look();
     };
-    drawPages({ offset: values.offset, limit: LIMIT, total_count: listed.total_count }, (cursor) => pager(cursor, move));
+    const cursor = { offset: values.offset, limit: LIMIT, total_count: listed.total_count };
+    draw([listed.jobs, cursor], () => drawMissingPage(cursor, move) || table("Bulk jobs", COLUMNS, listed.jobs, { none: "No bulk jobs yet. In a terminal:", next: firstJob(model || "BASE_MODEL") }));
+    drawPages(cursor, () => pager(cursor, move));
   };
   page(main, "Bulk jobs", list, pages);
   await poll(signal, 2, look);

@@ -75,7 +75,7 @@ export async function showRun(main, id, signal) {
   };
   const lookAtCheckpoints = async () => {
     const { checkpoints } = await get(`/dashboard/checkpoints?${new URLSearchParams({ run_id: id, limit: 500 })}`, signal);
-    drawStored(checkpoints, () => listed(checkpoints, lookAtCheckpoints));
+    drawStored(checkpoints, () => listed(checkpoints));
   };
   const name = `run-${shortId(id).replaceAll(":", "-")}`;
   const files = [

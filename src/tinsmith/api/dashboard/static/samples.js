@@ -43,8 +43,28 @@ const PARAMS = { max_tokens: "Max tokens", seed: "Seed", temperature: "Temperatu
 // A top-k below 1 has no effect.
 const paramText = (name, value) => (!isNumber(value) || (name === "top_k" && value < 1) ? null : String(value));
 
+// The sample; null if it is not stored.
+async function readSample(id, signal) {
+  try {
+    return await get(path`/dashboard/samples/${id}`, signal);
+  } catch (error) {
+    if (error.status === 404) return null;
+    throw error;
+  }
+}
+
+function showMissing(main, id) {
+  page(
+    main,
+    "No such sample",
+    h("p", {}, "No sample has the id ", h("code", {}, id), ". The server stores a part of all requests for some days, and those of other tenants are not shown."),
+    h("p", {}, h("a", { href: "#/samples" }, "All stored samples")),
+  );
+}
+
 async function showSample(main, id, signal) {
-  const last = await get(path`/dashboard/samples/${id}`, signal);
+  const last = await readSample(id, signal);
+  if (!last) return showMissing(main, id);
   const before = await Promise.all(last.turns_before.map((one) => get(path`/dashboard/samples/${one}`, signal)));
   const turns = [...before, last];
   const run = last.model_id;

@@ -50,10 +50,10 @@ async function showList(main, signal) {
     if (values.search) asked.display_name = values.search;
     const cursor = cursors[cursors.length - 1];
     if (cursor) asked.cursor = cursor;
-    const found = await ask("POST", "/sessions/search", asked, signal);
+    const answer = await ask("POST", "/sessions/search", asked, signal);
     const none = values.search ? "No session's name matches all of these words." : "No sessions yet. A client opens one. In a terminal:";
-    draw(found.sessions, () => table("Sessions", COLUMNS, found.sessions, { none, next: values.search ? "" : firstRun() }));
-    drawPages([cursors.length, found.next_cursor], () => buttons(found.next_cursor));
+    draw(answer.sessions, () => table("Sessions", COLUMNS, answer.sessions, { none, next: values.search ? "" : firstRun() }));
+    drawPages([cursors.length, answer.next_cursor], () => buttons(answer.next_cursor));
   };
   const buttons = (next) =>
     h(
@@ -110,8 +110,8 @@ async function showSession(main, id, signal) {
         ["Id", code(id, "the id of the session")],
       ]),
     );
-    const found = await get(`/dashboard/runs?${new URLSearchParams({ search: id, limit: LIMIT })}`, signal);
-    draw(found.runs, () => table("Runs of this session", RUNS, found.runs, { none: "This session has no training runs." }));
+    const answer = await get(`/dashboard/runs?${new URLSearchParams({ search: id, limit: LIMIT })}`, signal);
+    draw(answer.runs, () => table("Runs of this session", RUNS, answer.runs, { none: "This session has no training runs." }));
   });
 }
 

@@ -42,10 +42,20 @@ export function pager({ offset, limit, total_count: total }, move) {
   return h(
     "nav",
     { class: "pager", "aria-label": "Pages of this list" },
-    button("Previous", () => move(Math.max(0, offset - limit)), { disabled: offset === 0 }),
-    h("span", {}, total ? `${count(offset + 1)} to ${count(last)} of ${count(total)}` : "0 of 0"),
+    button("Previous", () => move(Math.max(0, Math.min(offset - limit, lastOffset({ limit, total_count: total })))), { disabled: offset === 0 }),
+    h("span", {}, total > offset ? `${count(offset + 1)} to ${count(last)} of ${count(total)}` : `0 of ${count(total)}`),
     button("Next", () => move(offset + limit), { disabled: last >= total }),
   );
+}
+
+// The offset of the last page of a list, for a message about a page beyond it.
+export const lastOffset = ({ limit, total_count: total }) => Math.max(0, Math.ceil(total / limit) - 1) * limit;
+
+// What a page beyond the end of a list shows; `move` goes to another offset. Null on a page that exists.
+export function drawMissingPage(cursor, move) {
+  if (!cursor.total_count || cursor.offset < cursor.total_count) return null;
+  const text = `There is no such page: the list has ${count(cursor.total_count)} entries, and this one begins after ${count(cursor.offset)}.`;
+  return h("div", { class: "empty" }, h("p", {}, text), button("Go to the last page", () => move(lastOffset(cursor))));
 }
 
 export function facts(pairs) {

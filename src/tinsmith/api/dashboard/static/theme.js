@@ -1,7 +1,7 @@
 // Sets the theme (light, dark or the system's) before the first paint, which avoids a flash.
 (() => {
   const NAME = "tinsmith.theme";
-  const kept = () => {
+  const storedTheme = () => {
     try {
       return localStorage.getItem(NAME);
     } catch {
@@ -13,7 +13,7 @@
     else delete document.documentElement.dataset.theme;
   };
   window.tinsmithTheme = {
-    get: () => kept() || "system",
+    get: () => storedTheme() || "system",
     set: (theme) => {
       try {
         if (theme === "system") localStorage.removeItem(NAME);
@@ -25,5 +25,5 @@
       dispatchEvent(new Event("themechange"));
     },
   };
-  apply(kept());
+  apply(storedTheme());
 })();

@@ -37,8 +37,8 @@ const rowOf = (lane) => (lane || "").replace(/:sample:\d+$/, ":samples");
 
 // Makes bars {lane, kind, from, to, title}. A request has a bar for waiting and one for work.
 export function barsOf({ requests = [], waiting = [], steps = [], snapshots = [], others_sampling = [], now }) {
-  const found = [];
-  const bar = (lane, kind, from, to, title) => isNumber(from) && isNumber(to) && to >= from && found.push({ lane: rowOf(lane), kind, from, to, title });
+  const bars = [];
+  const bar = (lane, kind, from, to, title) => isNumber(from) && isNumber(to) && to >= from && bars.push({ lane: rowOf(lane), kind, from, to, title });
   for (const one of requests) {
     const name = (one.kind || "").replaceAll("_", " ");
     const worked = one.started_at ?? one.settled_at;
@@ -49,7 +49,7 @@ export function barsOf({ requests = [], waiting = [], steps = [], snapshots = []
   for (const one of snapshots) bar(one.lane, SNAPSHOTS, one.began, one.ended, `snapshot written in the background: ${seconds(one.ended - one.began)}`);
   for (const step of steps) bar("other tenants", OTHERS, step.began, step.ended, `${count(step.others_tokens)} tokens of other tenants in a training step`);
   for (const one of others_sampling) bar("other tenants", OTHERS, one.began, one.ended, `other tenants sampled: ${seconds(one.ended - one.began)}`);
-  return found;
+  return bars;
 }
 
 function drawn(bars, view, lanes, width) {
@@ -79,7 +79,7 @@ export function timeline(signal) {
   const whole = { from: 0, to: 1 };
   let view = null; // null follows the present
   let bars = [];
-  const shown = () => view || whole;
+  const visibleRange = () => view || whole;
   const widthOf = () => Math.max(200, place.clientWidth || 1000);
   const set = (from, to) => {
     const size = Math.max(SHORTEST_S, Math.min(to - from, whole.to - whole.from));
@@ -88,16 +88,16 @@ export function timeline(signal) {
     draw();
   };
   const zoom = (times, at = 0.5) => {
-    const { from, to } = shown();
+    const { from, to } = visibleRange();
     const middle = from + at * (to - from);
     set(middle - (middle - from) * times, middle + (to - middle) * times);
   };
   const move = (share) => {
-    const { from, to } = shown();
+    const { from, to } = visibleRange();
     set(from + share * (to - from), to + share * (to - from));
   };
   const draw = () => {
-    const range = shown();
+    const range = visibleRange();
     const lanes = [...new Set(bars.filter((bar) => bar.to >= range.from && bar.from <= range.to).map((bar) => bar.lane))].slice(0, MOST_ROWS);
     words.textContent = `${seconds(whole.to - range.from)} ago to ${whole.to - range.to < 0.5 ? "now" : `${seconds(whole.to - range.to)} ago`}`;
     put(place, lanes.length ? drawn(bars, range, lanes, widthOf()) : empty("You had no requests in these minutes."));
@@ -141,11 +141,11 @@ export function timeline(signal) {
   return {
     figure,
     async look() {
-      const found = (await get("/dashboard/timeline?minutes=10", signal)) || {};
-      if (!isNumber(found.now) || !isNumber(found.since)) return;
-      bars = barsOf(found);
-      whole.to = found.now;
-      whole.from = bars.length ? Math.max(found.since, Math.min(...bars.map((bar) => bar.from))) : found.since;
+      const answer = (await get("/dashboard/timeline?minutes=10", signal)) || {};
+      if (!isNumber(answer.now) || !isNumber(answer.since)) return;
+      bars = barsOf(answer);
+      whole.to = answer.now;
+      whole.from = bars.length ? Math.max(answer.since, Math.min(...bars.map((bar) => bar.from))) : answer.since;
       put(legend, KINDS.map((kind, index) => (bars.some((bar) => bar.kind === index) ? h("span", { class: `key ${kind.style}` }, kind.name) : null)));
       draw();
     },
