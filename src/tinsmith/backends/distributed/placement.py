@@ -84,7 +84,7 @@ def list_regions(layout: Layout, degrees: Degrees, rank: int) -> list[Region]:
 
 
 class RankShare:
-    """What this rank steps of an adapter: a `torch.adapters.StepShare`."""
+    """What this rank steps of an adapter: a `torch.adapters.SteppedElements`."""
 
     def __init__(self, ranks: Ranks, layout: Layout, cut: Cut) -> None:
         self._ranks = ranks

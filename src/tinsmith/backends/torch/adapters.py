@@ -3,7 +3,7 @@
 `TrainedModel` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each
 is one flat float32 buffer in the adapter's layout; `optim` knows which moments an optimizer has. A published version
 shares the weights until they change. Where several processes have one adapter, a target says which experts' matrices
-this one holds, and a `StepShare` which of its elements it steps. Knows no request and no file.
+this one holds, and a `SteppedElements` which of its elements it steps. Knows no request and no file.
 
 Shapes: P elements that this process holds, p elements that it steps; in one process both are all of the adapter.
 """
@@ -286,7 +286,7 @@ class Adapter:
         return other
 
 
-class StepShare(Protocol):
+class SteppedElements(Protocol):
     """Which elements [p] of an adapter's [P] this process's optimizer steps, where several processes hold them."""
 
     @property
@@ -309,7 +309,7 @@ class TrainedModel:
     moments: tuple[Tensor, ...] | None = None
     step: Tensor = field(default_factory=lambda: torch.zeros(()))
     optimizer_type: str = "adamw"
-    share: StepShare | None = None
+    share: SteppedElements | None = None
     _published: weakref.ref[Adapter] | None = None
 
     def publish(self) -> Adapter:
