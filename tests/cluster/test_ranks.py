@@ -43,6 +43,7 @@ from tinsmith.backends.distributed import rank as rank_module
 from tinsmith.backends.distributed.rank import execute
 from tinsmith.backends.distributed.sampler import RankSampler
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan import memory
@@ -475,6 +476,10 @@ def test_memory_that_runs_out_for_a_capture_fails_it_alone(
     with monkeypatch.context() as patched, pytest.raises(MemoryError, match="the host is full"):
         patched.setattr(rank_module, "allocate_host", run_out)
         sharded.capture("m0", optimizer=True)
+    if sharded.local.ranks.degrees.experts == 1:
+        with monkeypatch.context() as patched, pytest.raises(MemoryError, match="the host is full"):
+            patched.setattr(Adapter, "snapshot", run_out)
+            sharded.capture("m0", optimizer=True)
     assert sharded.capture("m0", optimizer=True).num_bytes > 0
 
 

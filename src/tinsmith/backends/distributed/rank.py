@@ -146,10 +146,11 @@ class RankBackend(TorchBackend):
         trained, self._collected = self._model(model_id), None
         assert isinstance(trained.share, RankShare)
         weights = self._collect_weights(trained.adapter)
-        moments = trained.moments or ()
-        if any(self.ranks.gather(bool(moments))):
+        if any(self.ranks.gather(trained.moments is not None)):
             # A step for which one rank had no memory may have left zeros on others.
-            moments = trained.moments_or_zeros(len(OPTIMIZERS[trained.optimizer_type].state))
+            count = len(OPTIMIZERS[trained.optimizer_type].state)
+            self._run_together(lambda: trained.moments or trained.moments_or_zeros(count))
+        moments = trained.moments or ()
         stepped = [*moments, *([trained.gradient_P] if gradient and trained.gradient_P is not None else [])]
         collected = self._gather_whole(trained.adapter.layout, stepped, trained.share.cut)
         if self.ranks.rank == 0:
@@ -164,10 +165,10 @@ class RankBackend(TorchBackend):
     def _collect_weights(self, adapter: Adapter) -> Adapter:
         """On rank 0, a copy of the whole adapter."""
         if self.ranks.degrees.experts == 1:
-            return adapter.snapshot()
-        share = RankShare(self.ranks, adapter.layout, Cut.FIRST)
-        held_P = torch.cat([adapter.flat_P[span] for span in share.spans])
-        collected = self._gather_whole(adapter.layout, [held_P], Cut.FIRST)
+            return self._run_together(lambda: adapter if self.ranks.rank else adapter.snapshot())[0]
+        spans = RankShare(self.ranks, adapter.layout, Cut.FIRST).spans
+        size, end = sum(span.stop - span.start for span in spans), spans[-1].stop  # the last elements, or all, or none
+        collected = self._gather_whole(adapter.layout, [adapter.flat_P[end - size : end]], Cut.FIRST)
         if self.ranks.rank:
             return adapter
         return Adapter(adapter.spec, adapter.layout.whole, collected[0], torch.float32)
