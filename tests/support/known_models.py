@@ -65,8 +65,9 @@ measured on the spot.
 - **base**: every frozen parameter in `--dtype` or `--quantize`; on a CPU also a second copy of linears up to 256 MiB.
   Tensor parallelism divides heads and MLPs; embeddings, unembedding, norms and routers are on every device.
   `--shard-base` keeps a part of each layer and one whole layer. Of several stages the largest counts.
-- **adapters**: on every device, 20 bytes a parameter (float32 weight, gradient, two moments, the step's gradient), and
-  a copy in the base's format.
+- **adapters**: 8 bytes a parameter that a device holds (float32 weight, the step's gradient) and a copy in the base's
+  format, 12 bytes a parameter that it steps (accumulated gradient, two moments). It holds all, but of routed experts
+  with expert parallelism only those of its experts; it steps its part of those that several devices hold.
 - **activations** of a packed micro-batch (1,024 tokens on a CPU, 8,192 with CUDA, twice that of small models, or one
   longer sequence), kept or recomputed by layer. Stages keep those of several micro-batches.
 - **KV cache** of one context; more sequences use what is left.

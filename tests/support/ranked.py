@@ -11,6 +11,7 @@ from support import tiny_models
 from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import TrainedModel
 from tinsmith.losses import LOSSES
 from tinsmith.types import (
     AdamParams,
@@ -71,12 +72,20 @@ def local_backend(backend: AnyBackend) -> TorchBackend:
     return backend.local if isinstance(backend, ShardedBackend) else backend
 
 
+def whole_model(backend: AnyBackend, model: int) -> TrainedModel:
+    """The model with what all ranks hold of it."""
+    if isinstance(backend, ShardedBackend):
+        backend._call("collect_model", f"m{model}", True)
+        return backend.local._whole_model(f"m{model}")
+    return backend._models[f"m{model}"]
+
+
 def weights(backend: AnyBackend, model: int) -> torch.Tensor:
-    return local_backend(backend)._models[f"m{model}"].adapter.flat_P
+    return whole_model(backend, model).adapter.flat_P
 
 
 def gradient(backend: AnyBackend, model: int) -> torch.Tensor | None:
-    return local_backend(backend)._models[f"m{model}"].gradient_P
+    return whole_model(backend, model).gradient_P
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

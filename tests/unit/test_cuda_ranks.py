@@ -29,15 +29,25 @@ from support.fake_cuda import DEVICE, Event, FakeDevice, Stream, fake_cuda, load
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.distributed import Degrees, expert_parallel, rates
 from tinsmith.backends.distributed.collectives import Ranks
-from tinsmith.backends.distributed.model import ShardedBase
+from tinsmith.backends.distributed.model import PROBE_ADAPTER_RANKS, ShardedBase
 from tinsmith.backends.distributed.rank import RankBackend
 from tinsmith.backends.torch import expert_pairs
+from tinsmith.backends.torch.adapters import Layout
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.types import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, SamplingParams
 from unit.test_fake_cuda import custom, data, step
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_single", "all_to_all_single", "isend", "recv")
+COLLECTIVES = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_single",
+    "all_to_all_single",
+    "isend",
+    "recv",
+)
 BY_NAME = {"all_gather_single": ("output_tensor", "input_tensor")}
 NCCL_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
@@ -160,7 +170,9 @@ def _move_tensors(tensors: Sequence[Tensor], device: torch.device) -> None:
 class _Base(ShardedBase):
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
         """On the host there is nothing to simulate."""
-        return [torch.zeros(1)] if ranks is None else super()._probe(ranks)
+        if ranks is not None:
+            return super()._probe(ranks)
+        return [torch.zeros(Layout.of(rank, self.adaptable_targets()).numel) for rank in PROBE_ADAPTER_RANKS]
 
     def _verify_decoder(self, decoder: Decoder) -> Decoder:
         return decoder
@@ -234,7 +246,7 @@ def test_a_rank_computes_and_speaks_on_its_device(tmp_path: Path, case: str) -> 
         first = Pass("a", "0", data(9, 9, 4, 4), "cross_entropy", {}, False)
         step(backend, first, Pass("b", "1", data(22, 21), "gspo", {}, False))
         assert device.reads == reads
-        assert calls["all_reduce", "cuda"] >= 2, "the gradients"
+        assert calls["reduce", "cuda"] >= 2, "the gradients"
         assert not calls["isend", "cpu"] and not calls["recv", "cpu"]
         device.reads = 0
         params = [OptimStep("a", "0", AdamParams(1e-3, grad_clip_norm=0.5)), OptimStep("b", "1", DimuonParams(1e-3))]

@@ -130,6 +130,10 @@ class Backend(Protocol):
         """A version, in the format of `save_version`."""
         ...
 
+    def version_bytes(self, version_id: str) -> int:
+        """Bytes of a version's weights on a device."""
+        ...
+
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         """Write the adapter in PEFT's format into a directory; with `optimizer`, also `optimizer.safetensors` and the
         gradient that has accumulated, if any. `stacked`: experts in the format of Tinker's exports, a fraction of

@@ -130,6 +130,9 @@ class FakeBackend:
         text = json.dumps({"weight": self._versions[version_id], "step": None})
         return Capture(ADAPTER_BYTES, partial(_write, text))
 
+    def version_bytes(self, version_id: str) -> int:
+        return ADAPTER_BYTES
+
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         self.capture(model_id, optimizer=optimizer, gradient=optimizer).write(directory)
 

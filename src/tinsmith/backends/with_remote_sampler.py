@@ -81,6 +81,7 @@ class RemotelySampledBackend(RemotelySampledVersions):
         self.memory_use = backend.memory_use
         self.capture = backend.capture
         self.capture_version = backend.capture_version
+        self.version_bytes = backend.version_bytes
         self.save = backend.save
         self.load = backend.load
         self.save_version = backend.save_version

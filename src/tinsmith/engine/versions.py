@@ -104,7 +104,7 @@ class Versions:
         else:
             self._forget_size(version_id)
             self._ephemeral[model_id][version_id] = None
-            num_bytes = self._backend.capture_version(version_id).num_bytes
+            num_bytes = self._backend.version_bytes(version_id)
             self._in_memory[version_id] = model_id, num_bytes
             self._bytes_in_memory += num_bytes
             self._move_oldest(model_id, leave=MAX_VERSIONS_IN_MEMORY)
@@ -134,7 +134,7 @@ class Versions:
             with self._files_of(sampler, restore_model) as directory:
                 if directory is not None:
                     self._backend.load_version(version_id, directory)
-                    self._loaded[version_id] = self._backend.capture_version(version_id).num_bytes
+                    self._loaded[version_id] = self._backend.version_bytes(version_id)
         if version_id in self._loaded:
             self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
         elif version_id in self._in_memory:

@@ -109,6 +109,12 @@ class Linear:
         a_copies, b_copies = (1 if self.shared == matrix else self.copies for matrix in "AB")
         return rank * self.layers * (self.inputs * a_copies + self.outputs * b_copies)
 
+    def expert_adapter_parameters(self, rank: int) -> int:
+        """Those of the matrix that differs between experts."""
+        if self.copies == 1:
+            return 0
+        return rank * self.layers * self.copies * (self.outputs if self.shared == "A" else self.inputs)
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

@@ -110,6 +110,15 @@ class Degrees:
         groups = [self.stage_group(stage) for stage in range(self.pipeline)]
         return [ranks[first : first + self.experts] for ranks in groups for first in range(0, len(ranks), self.experts)]
 
+    def same_expert_groups(self) -> list[list[int]]:
+        """Stage by stage, the ranks that hold the same experts."""
+        groups = [self.stage_group(stage) for stage in range(self.pipeline)]
+        return [ranks[index :: self.experts] for ranks in groups for index in range(self.experts)]
+
+    def expert_holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same experts as this one, itself included."""
+        return next(tuple(ranks) for ranks in self.same_expert_groups() if rank in ranks)
+
     def replica_group(self, tensor_index: int) -> list[int]:
         """The ranks that hold the same heads and columns, of all stages."""
         return list(range(tensor_index, self.devices, self.tensor))
@@ -195,6 +204,12 @@ class Plan:
         return max(0, self.needs.total("in turns") - self.workload.memory_bytes)
 
 
+def adapter_regions(model: Architecture, rank: int, degrees: Degrees) -> tuple[memory.AdapterRegion, ...]:
+    return memory.adapter_regions(
+        model, rank, devices=degrees.devices, experts=degrees.experts, stages=degrees.pipeline
+    )
+
+
 def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) -> MemoryNeeds:
     dtype, context = workload.dtype, workload.context_of(model)
     shards = degrees.groups if degrees.shard_base else 1
@@ -209,11 +224,10 @@ def estimate_needs(model: Architecture, workload: Workload, degrees: Degrees) ->
     activations = memory.activations(model, dtype=dtype, cuda=workload.cuda, tensor=degrees.tensor, stages=stages,
                               context=degrees.context)  # fmt: skip
     cached = context * memory.key_value_bytes(model, dtype=dtype, tensor=degrees.tensor) + memory.state_bytes(model)
-    num_parameters = memory.adapter_parameters(model, workload.rank)
     image = memory.tower_bytes(model.tower_activations, context, dtype=dtype)  # an image that fills the context
     return MemoryNeeds(
         base=base,
-        adapters=workload.models * memory.training_bytes(num_parameters, dtype=dtype, devices=degrees.devices),
+        adapters=workload.models * memory.training_bytes(adapter_regions(model, workload.rank, degrees), dtype=dtype),
         activations=max(image, activations.num_bytes(max(memory.MICRO_BATCH[workload.cuda], rows), recompute=False)),
         least_activations=max(image, activations.num_bytes(rows, recompute=True)),
         keys_and_values=cached * max(memory.stages_of(model, stages)) // model.layers,

@@ -8,11 +8,13 @@ these figures (tests/unit/test_plan.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, Linear
@@ -262,12 +264,44 @@ def adapter_parameters(model: Architecture, rank: int) -> int:
     return sum(linear.adapter_parameters(rank) for linear in linears)
 
 
-def training_bytes(num_parameters: int, *, dtype: str, devices: int = 1) -> int:
-    """Bytes of an adapter in training on each of `devices`: its weights, their compute copy, its gradient, the gradient
-    of the running step, and a part of two moments.
+class AdapterRegion(NamedTuple):
+    """Parameters of an adapter that a device holds, and the number of devices that hold them, each of which steps an
+    equal part.
+    """
+
+    num_parameters: int
+    holders: int
+
+    @property
+    def num_stepped(self) -> int:
+        return -(-self.num_parameters // self.holders)
+
+
+def adapter_regions(
+    model: Architecture, rank: int, *, devices: int = 1, experts: int = 1, stages: int = 1
+) -> tuple[AdapterRegion, ...]:
+    """Of the device that holds most. All hold the parameters of all targets, but with `experts` only those with the
+    same part of the routed experts hold the matrices that differ between experts, of one of `stages`.
+    """
+    total = adapter_parameters(model, rank)
+    if experts == 1:
+        return (AdapterRegion(total, devices),)
+    routed = sum(linear.expert_adapter_parameters(rank) for linear in model.linears)
+    share = 1.0
+    if stages > 1:
+        bounds = [0, *accumulate(stages_of(model, stages))]
+        sizes = [sum(model.expert_sizes[start:stop]) for start, stop in pairwise(bounds)]
+        share = max(sizes) / sum(sizes)
+    held = AdapterRegion(math.ceil(routed * share / experts), devices // (stages * experts))
+    return AdapterRegion(total - routed, devices), held
+
+
+def training_bytes(regions: Iterable[AdapterRegion], *, dtype: str) -> int:
+    """Bytes of an adapter in training on a device: of what it holds the weights, their compute copy and the gradient of
+    the running step; of what it steps the accumulated gradient and two moments.
     """
     copy = 0 if dtype == "float32" else DTYPE_BYTES[dtype]
-    return num_parameters * (3 * 4 + copy) + 2 * 4 * -(-num_parameters // devices)
+    return sum(region.num_parameters * (2 * 4 + copy) + region.num_stepped * 3 * 4 for region in regions)
 
 
 def key_value_bytes(model: Architecture, *, dtype: str, tensor: int = 1) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture
-from tinsmith.plan.degrees import Degrees, Plan, Workload
+from tinsmith.plan.degrees import Degrees, Plan, Workload, adapter_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Traffic(NamedTuple):
     """Bytes that a device sends in a step, with collectives in a ring: `tensor` and `logits` within its tensor group,
     `context` within its context group, `experts` to the ranks of the experts and back if the router spreads tokens
     evenly, `stages` to the neighbouring stages, `base` gathers layers over data and context ranks, and `gradients` sums
-    those of adapters over all devices.
+    those of adapters over the devices that hold them, and sends the weights.
     """
 
     tensor: float = 0.0
@@ -141,15 +141,18 @@ def traffic(model: Architecture, workload: Workload, degrees: Degrees, share: St
     """The bytes that a device sends in a training step of every adapter."""
     rows_all = share.rows * degrees.groups
     logprobs = all_reduce_bytes(4 * rows_all, degrees.groups * degrees.pipeline)
-    weights = 4 * workload.models * memory.adapter_parameters(model, workload.rank)
+    # Gradients are summed where they are stepped, and the weights are sent from there.
+    adapter = sum(
+        2 * all_gather_bytes(4 * region.num_parameters, region.holders)
+        for region in adapter_regions(model, workload.rank, degrees)
+    )
     return Traffic(
         tensor=_tensor(model, workload, degrees, share),
         logits=_logits(model, workload, degrees, share),
         context=_context(model, workload, degrees, share),
         stages=_stages(model, workload, degrees, share),
         base=_base(model, workload, degrees, share),
-        # The gradients are summed, and each device sends the weights that it has stepped.
-        gradients=all_reduce_bytes(weights, degrees.devices) + all_gather_bytes(weights, degrees.devices) + logprobs,
+        gradients=workload.models * adapter + logprobs,
         experts=_experts(model, workload, degrees, share),
     )
 
@@ -267,13 +270,14 @@ def calls(model: Architecture, degrees: Degrees, share: StepShare) -> Traffic:
     forwards, times = 1 + share.recompute, share.micro_batches
     exchanges = EXCHANGES * model.attention_layers + model.mixers
     mixtures = sum(linear.layers for linear in model.linears if linear.copies > 1 and linear.name.endswith("w2"))
+    regions = adapter_regions(model, 1, degrees)
     return Traffic(
         tensor=times * (outputs * forwards + inputs) / degrees.pipeline if degrees.tensor > 1 else 0.0,
         logits=3.0 * times if degrees.tensor > 1 and model.vocab % degrees.tensor == 0 else 0.0,
         context=times * (exchanges * (1 + forwards) + 1) if degrees.context > 1 else 0.0,
         stages=float(min(degrees.pipeline - 1, 2) * _in_stages(degrees, share)),
         base=2.0 * times * model.layers if degrees.shard_base else 0.0,
-        gradients=2.0 + degrees.devices if degrees.devices > 1 else 0.0,
+        gradients=1.0 + sum(2 * holders for _, holders in regions if holders > 1) if degrees.devices > 1 else 0.0,
         experts=times * mixtures * (4 * forwards + 3) / degrees.pipeline if degrees.experts > 1 else 0.0,
     )
 

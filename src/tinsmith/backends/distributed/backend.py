@@ -1,10 +1,9 @@
 """`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine calls.
 
-Commands that change a rank's state are executed by every rank in the same order; a capture or a checkpoint only reads,
-and rank 0 makes it alone, since adapters and gradients are complete on every rank; it first collects the moments, of
-which each rank has a part. Each command is answered, and
-the answers are compared. If ranks disagree, a rank exits, or one does not answer within `timeout_s`, the engine ends
-(`on_lost`), and its successor replays the log. Called from one thread.
+Commands that change a rank's state are executed by every rank in the same order. Rank 0 writes captures and checkpoints
+alone, after it has collected what other ranks hold of the model. Each command is answered, and the answers are
+compared. If ranks disagree, a rank exits, or one does not answer within `timeout_s`, the engine ends (`on_lost`), and
+its successor replays the log. Called from one thread.
 """
 
 from __future__ import annotations
@@ -208,7 +207,8 @@ class ShardedBackend:
         return self.local.model_budget_bytes
 
     def model_bytes(self, model_id: str) -> int:
-        return self.local.model_bytes(model_id)
+        """Of the rank that holds most."""
+        return max(cast("dict[int, int]", self._call("model_bytes", model_id)).values())
 
     def memory_use(self) -> Mapping[str, int]:
         """The memory of rank 0."""
@@ -232,16 +232,19 @@ class ShardedBackend:
         return cast("list[dict[str, float] | UserError]", answers[0])
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        if optimizer:
-            self._call("collect_moments", model_id)
+        self._call("collect_model", model_id, gradient)
         return self.local.capture(model_id, optimizer=optimizer, gradient=gradient)
 
     def capture_version(self, version_id: str) -> Capture:
+        if self._degrees.experts > 1:
+            self._call("collect_version", version_id)
         return self.local.capture_version(version_id)
 
+    def version_bytes(self, version_id: str) -> int:
+        return self.local.version_bytes(version_id)
+
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        if optimizer:
-            self._call("collect_moments", model_id)
+        self._call("collect_model", model_id, optimizer)
         self.local.save(model_id, directory, optimizer=optimizer, stacked=stacked)
 
     def load(
@@ -259,7 +262,7 @@ class ShardedBackend:
             self._call("load_version", version_id, str(directory))
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        self.local.save_version(version_id, directory)
+        self.capture_version(version_id).write(directory)
 
     def has_version(self, version_id: str) -> bool:
         return self.local.has_version(version_id)
@@ -281,9 +284,11 @@ def _check_agreement(name: str, outcomes: Mapping[int, CommandOutcome]) -> dict[
     first = outcomes[min(outcomes)]
     if first.error is not None:
         raise first.error
-    if len({outcome.digest for outcome in outcomes.values()}) > 1:
-        digests = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks have different results for {name}: {digests}")
+    for key in {key for outcome in outcomes.values() for key in outcome.digests}:
+        digests = {rank: outcome.digests[key] for rank, outcome in sorted(outcomes.items()) if key in outcome.digests}
+        if len(set(digests.values())) > 1:
+            described = "; ".join(f"rank {rank}: {digest}" for rank, digest in digests.items())
+            raise RanksLostError(f"ranks have different results for {name}: {described}")
     return {rank: outcome.value for rank, outcome in outcomes.items()}
 
 

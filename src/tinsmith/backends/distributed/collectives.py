@@ -85,7 +85,10 @@ class Ranks:
         expert_groups = degrees.expert_groups()
         expert_group_index = next(index for index, ranks in enumerate(expert_groups) if rank in ranks)
         self.expert_index = expert_groups[expert_group_index].index(rank)
+        self._holders = {tuple(all_ranks): self._all}
         if degrees.experts > 1:
+            same_experts = {tuple(ranks): group(ranks) for ranks in degrees.same_expert_groups() if len(ranks) > 1}
+            self._holders |= {ranks: joined for ranks, joined in same_experts.items() if rank in ranks}
             self._experts = [group(ranks) for ranks in expert_groups][expert_group_index]
             stage_groups = [degrees.stage_group(stage) for stage in range(degrees.pipeline)]
             self._in_stage = (
@@ -207,10 +210,21 @@ class Ranks:
         group, first = self.degrees.sampling_group(self.group_index), (self.degrees.pipeline - 1) * self.degrees.tensor
         return self._broadcast(x, group[first:] + group[:first], self._sampling)
 
-    def broadcast_from(self, x: torch.Tensor, rank: int) -> None:
-        """Fill the contiguous tensor on all ranks with that of one."""
-        with self._convert_errors("a broadcast"):
-            dist.broadcast(x, rank, group=self._all)
+    def sum_holders(self, x: torch.Tensor, holders: tuple[int, ...]) -> torch.Tensor:
+        """Sums over ranks that hold the same parameters: all ranks, or those with this rank's experts."""
+        return x if len(holders) == 1 else self._sum(x, self._holders[holders], len(holders))
+
+    def sum_to(self, x: torch.Tensor, rank: int, holders: tuple[int, ...]) -> None:
+        """Replace the contiguous tensor on one of the holders by their sum; the others must not use theirs again."""
+        if len(holders) > 1 and len(x):
+            with self._convert_errors("a sum"):
+                dist.reduce(x, rank, group=self._holders[holders])
+
+    def broadcast_from(self, x: torch.Tensor, rank: int, holders: tuple[int, ...]) -> None:
+        """Fill the contiguous tensor on all holders with that of one."""
+        if len(holders) > 1 and len(x):
+            with self._convert_errors("a broadcast"):
+                dist.broadcast(x, rank, group=self._holders[holders])
 
     def send_to_first(self, x: torch.Tensor) -> None:
         """Send to rank 0, which calls `receive_from`."""

@@ -11,9 +11,9 @@ rank's local rows do not use. Counts by rank, adapter and expert are exchanged f
 
 Every rank of a group takes part in each exchange of a forward, and in the reverse exchange of backward, with or without
 rows.
-The ranks of a group are of one stage; a stage without experts exchanges nothing. An expert's gradient is complete on
-the ranks that have it, over the rows that they received; the matrices that all experts share have addends on every rank
-of the stage. A sum over all ranks counts each once.
+The ranks of a group are of one stage; a stage without experts exchanges nothing. An expert's adapters are on the ranks
+that have it alone, whose gradients are addends, over the rows that they received; the matrices that all experts share
+have addends on every rank of the stage.
 
 Shapes: n rows of a rank, k experts of each, N = n * k pairs, M received pairs, E expert ranks, K bins of a rank, each
 an adapter (or the base model) with an expert, C columns, D hidden size, T rows of a tensor group.
@@ -21,7 +21,7 @@ an adapter (or the base model) with an expert, C columns, D hidden size, T rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -110,10 +110,10 @@ class TokenDispatch:
 
 
 class ShardedExperts(MultiLoRAExperts):
-    """This rank's experts of a module, `shard` of all; `full_targets` are the targets of the unsharded module."""
+    """This rank's experts of a module, `shard` of all."""
 
     def __init__(self, experts: MultiLoRAExperts, context: ForwardContext, exchange: TokenExchange) -> None:
-        self.full_targets = experts.targets
+        self._whole_targets = experts.targets
         degree = exchange.ranks.degrees.experts
         if experts.num_experts % degree:
             raise SettingsError(
@@ -129,6 +129,11 @@ class ShardedExperts(MultiLoRAExperts):
             setattr(module, name, nn.Parameter(parameter.detach()[self.shard].clone(), requires_grad=False))
         super().__init__(experts.name, module, context)
         self._exchange = exchange
+
+    @property
+    def targets(self) -> list[Target]:
+        """Those of the unsharded module, of which this rank holds its experts' matrices."""
+        return [target.hold(range(self.shard.start, self.shard.stop)) for target in self._whole_targets]
 
     def forward(self, hidden_TD: Tensor, *choices: Tensor) -> Tensor:
         index_Tk, weights_Tk = choices
@@ -166,13 +171,6 @@ def shard_experts(
         parent, _, attribute = paths[id(module)].rpartition(".")
         setattr(decoder.get_submodule(parent), attribute, shards[-1])
     return shards
-
-
-def expert_slices(experts: Sequence[MultiLoRAExperts]) -> Iterator[tuple[Target, slice]]:
-    """The targets of unsharded modules, each with the slice of its experts on this rank."""
-    for module in experts:
-        if isinstance(module, ShardedExperts):
-            yield from ((target, module.shard) for target in module.full_targets)
 
 
 class _DispatchRows(torch.autograd.Function):

@@ -32,10 +32,8 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
 from tinsmith.backends.distributed.expert_parallel import (
-    ShardedExperts,
     TokenExchange,
     check_experts,
-    expert_slices,
     shard_experts,
 )
 from tinsmith.backends.distributed.pipeline_parallel import (
@@ -48,6 +46,7 @@ from tinsmith.backends.distributed.pipeline_parallel import (
     find_stage_layers,
     record_boundaries,
 )
+from tinsmith.backends.distributed.placement import list_regions
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
     GATHERED_COLUMN,
@@ -58,14 +57,13 @@ from tinsmith.backends.distributed.tensor_parallel import (
     GatheredLinear,
     RowLinear,
     ShardedAdapter,
-    ShardedLinear,
     Sharding,
     SharedInput,
     SplitRowLinear,
     find_sharding_styles,
     full_gradient,
 )
-from tinsmith.backends.torch.adapters import Adapter, Layout, Target
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, select_held
 from tinsmith.backends.torch.attention import AttentionPlan, AttentionProbe, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import upload
@@ -123,6 +121,7 @@ class ShardedBase(BaseModel):
     """None without expert parallelism."""
     stage: Stage | None = None
     _adaptable: list[Target] | None = None
+    """Targets of the unsharded model."""
     module_names: list[str]
     """Of the unsharded model."""
 
@@ -142,17 +141,23 @@ class ShardedBase(BaseModel):
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in super().frozen_tensors()]
 
     def adaptable_targets(self) -> list[Target]:
-        if self._adaptable is not None:
+        """Those of the unsharded model, in its order, of which this rank holds the matrices of its experts."""
+        if self._adaptable is None:
+            return super().adaptable_targets()
+        if self.exchange is None:
             return self._adaptable
-        targets_by_linear = (
-            (linear.full_target,) if isinstance(linear, ShardedLinear) else linear.targets
-            for linear in self.targets.values()
-        )
-        return [
-            *(target for targets in targets_by_linear for target in targets),
-            *(target for module in self.experts
-              for target in (module.full_targets if isinstance(module, ShardedExperts) else module.targets)),
-        ]  # fmt: skip
+        held = self.held_experts
+        return [target.hold(held.get(target.name, range(0))) for target in self._adaptable]
+
+    @property
+    def held_experts(self) -> dict[str, range]:
+        """This rank's experts by target; empty without expert parallelism."""
+        targets = [target for module in self.experts for target in module.targets]
+        return {
+            target.name: target.experts.held
+            for target in targets
+            if target.experts is not None and target.experts.held is not None
+        }
 
     def hidden(
         self,
@@ -203,6 +208,7 @@ class ShardedBase(BaseModel):
         self.pin_threads()
         self.module_names = [name for name, _ in self.model.named_modules()]
         self._expected = self._probe(None)
+        self._adaptable = self.adaptable_targets()
         if not ranks.degrees.sharded:
             self._fused = Decoder.of(self._decoder, self.unembedding)
             super()._check_training()
@@ -215,10 +221,9 @@ class ShardedBase(BaseModel):
             self.experts[:] = shard_experts(self.experts, self._decoder, self._context, self.exchange)
         if ranks.degrees.tensor > 1:
             self._shard_linears(ranks)
-        if ranks.degrees.group_size > 1 or ranks.degrees.experts > 1:
-            experts_by_target = {target.name: experts for target, experts in expert_slices(self.experts)}
+        if ranks.degrees.group_size > 1:
             names = None if self.stage is None else self._stage_target_names()
-            self.sharding = Sharding(self.targets, ranks, experts_by_target, names)
+            self.sharding = Sharding(self.targets, ranks, names)
         if ranks.degrees.shard_base:
             self._shard_layers(ranks)
         cast(nn.Module, self.model).to(ranks.device)
@@ -241,6 +246,10 @@ class ShardedBase(BaseModel):
             raise SettingsError(
                 f"{self.shape.name} ({self.shape.arch}) cannot be sharded: {type(error).__name__}: {error}"
             ) from error
+        whole_gradients = zip(PROBE_ADAPTER_RANKS, self._expected, strict=False)
+        self._expected[: len(PROBE_ADAPTER_RANKS)] = [
+            select_held(Layout.of(rank, self.adaptable_targets()), gradient_P) for rank, gradient_P in whole_gradients
+        ]
         error = max(
             float((actual.cpu().float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
             for actual, expected in zip(results, self._expected, strict=False)
@@ -268,7 +277,6 @@ class ShardedBase(BaseModel):
         boundaries = record_boundaries(layers, probe, 2, name)
         embedding_elements = cast(Tensor, embeddings.weight).numel()
         stage_layers = find_stage_layers(layers, embedding_elements, self.unembedding.weight.numel(), ranks)
-        self._adaptable = self.adaptable_targets()
         self.stage = Stage(layers, stage_layers, ranks, boundaries)
         if not self.stage.is_first:
             drop_parameters(embeddings)
@@ -296,11 +304,7 @@ class ShardedBase(BaseModel):
         """The names of the targets in this rank's layers."""
         assert self.stage is not None
         linears = [linear for linear in self.targets.values() if linear is not self.unembedding or self.stage.is_last]
-        linear_targets = [
-            (linear.full_target,) if isinstance(linear, ShardedLinear) else linear.targets for linear in linears
-        ]
-        target_groups = [*linear_targets, *(module.targets for module in self.experts)]
-        return frozenset(target.name for targets in target_groups for target in targets)
+        return frozenset(target.name for module in (*linears, *self.experts) for target in module.targets)
 
     def _shard_linears(self, ranks: Ranks) -> None:
         degree, decoder = ranks.degrees.tensor, self._decoder
@@ -362,8 +366,8 @@ class ShardedBase(BaseModel):
 
     def _probe(self, ranks: Ranks | None) -> list[Tensor]:
         """Run a forward and a backward over random tokens of two sequences, each with a random adapter. Returns the
-        adapters' gradients, and on the last stage hidden states [T, D] and logits [T, V]; with `ranks`, complete over
-        all of them.
+        gradients of what this rank holds of the adapters, and on the last stage hidden states [T, D] and logits [T, V];
+        with `ranks`, complete over all of them.
         """
         generator = torch.Generator().manual_seed(0)
         adapters = [self._random_adapter(rank, generator) for rank in PROBE_ADAPTER_RANKS]
@@ -379,15 +383,18 @@ class ShardedBase(BaseModel):
             self.exchange.adapters = adapters
         gradients, results = self._run_probe(batch, plan, adapters, grad_TV)
         if ranks is not None:
-            gradients = [self._sum_probe_gradient(gradient_P, ranks) for gradient_P in gradients]
+            gradients = [
+                self._sum_probe_gradient(adapter.layout, gradient_P, ranks)
+                for adapter, gradient_P in zip(adapters, gradients, strict=True)
+            ]
             if isinstance(batch, RowShard):
                 results = [batch.gather_rows(x, ranks) for x in results]
         return [*gradients, *results]
 
     def _random_adapter(self, rank: int, generator: torch.Generator) -> Adapter:
         layout = Layout.of(rank, self.adaptable_targets())
-        flat_P = torch.randn(layout.numel, generator=generator).mul_(0.02).to(self.device)
-        return self.adapter(LoraSpec(rank), layout, flat_P)
+        whole_P = torch.randn(layout.whole.numel, generator=generator).mul_(0.02)
+        return self.adapter(LoraSpec(rank), layout, select_held(layout, whole_P).to(self.device))
 
     def _run_probe(
         self, batch: MicroBatch, plan: AttentionPlan, adapters: Sequence[Adapter], grad_TV: F32
@@ -428,10 +435,12 @@ class ShardedBase(BaseModel):
         gradients = [full_gradient(adapter, buffer_P) for adapter, buffer_P in zip(adapters, buffers, strict=True)]
         return gradients, results
 
-    def _sum_probe_gradient(self, gradient_P: Tensor, ranks: Ranks) -> Tensor:
+    def _sum_probe_gradient(self, layout: Layout, gradient_P: Tensor, ranks: Ranks) -> Tensor:
         if self.exchange is not None:
             # With expert parallelism a rank's gradient is of all data ranks' rows, which are equal here.
-            return ranks.sum_all(gradient_P).div_(ranks.degrees.data)
+            for start, stop, holders in list_regions(layout, ranks.degrees, ranks.rank):
+                gradient_P[start:stop] = ranks.sum_holders(gradient_P[start:stop], holders)
+            return gradient_P.div_(ranks.degrees.data)
         return ranks.sum_context(ranks.sum_sampling(gradient_P))
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
+import operator
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import structlog
@@ -21,8 +24,8 @@ import torch
 
 from tinsmith.backends import MicroBatches
 from tinsmith.backends.distributed.collectives import Ranks
-from tinsmith.backends.distributed.element_shards import RankShard
 from tinsmith.backends.distributed.model import ShardedBase, load_base
+from tinsmith.backends.distributed.placement import Cut, Placement, RankShare, list_regions
 from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.rates import measure_rates
 from tinsmith.backends.distributed.sampler import RankSampler, SampleOutcomes
@@ -32,11 +35,13 @@ from tinsmith.backends.torch.adapters import Adapter, Layout, TrainedModel
 from tinsmith.backends.torch.checkpoint import Tensor
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.optim import PreparedStep
+from tinsmith.backends.torch.optim import PreparedStep, measure_gradients, prepare_measured_step
 from tinsmith.errors import RankFailedError, RanksLostError, SettingsError, TinsmithError, UserError
 from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape, OptimParams, Partial, Pass, PassResult
+
+T = TypeVar("T")
 
 RANK_COMMANDS = frozenset(
     {
@@ -45,8 +50,11 @@ RANK_COMMANDS = frozenset(
     }
 )  # fmt: skip
 BACKEND_COMMANDS = frozenset(
-    {"create_model", "unload_model", "optim_step", "collect_moments", "publish", "drop_version", "sleep", "wake_up"}
-)
+    {
+        "create_model", "unload_model", "model_bytes", "optim_step", "collect_model", "collect_version", "publish",
+        "drop_version", "sleep", "wake_up",
+    }
+)  # fmt: skip
 SAMPLER_COMMANDS = frozenset({"submit", "cancel", "pause", "hold", "release"})
 """The commands that messages may name: methods of the rank, of its backend, and of its sampler."""
 
@@ -67,6 +75,10 @@ def digest_of_files(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def allocate_host(count: int, num_elements: int) -> list[Tensor]:
+    return [torch.zeros(num_elements) for _ in range(count)]
+
+
 class RankBackend(TorchBackend):
     def __init__(self, shape: ModelShape, ranks: Ranks, **options: str) -> None:
         self.ranks = ranks
@@ -76,8 +88,9 @@ class RankBackend(TorchBackend):
                 "data_parallel, context_parallel, pipeline_parallel and tensor_parallel at 1"
             )
         self._base_name, self._files = shape.name, digest_of_files(Path(shape.path))
-        self._shard = RankShard(ranks)
-        self._collected: tuple[Tensor, ...] | None = None
+        self._placement = Placement(ranks, [{}] * ranks.degrees.devices)
+        self._collected: TrainedModel | None = None
+        self._collected_version: Adapter | None = None
         super().__init__(shape, **options)
         if isinstance(self._base, ShardedBase):
             self._module_names = self._base.module_names
@@ -92,6 +105,14 @@ class RankBackend(TorchBackend):
                 "the same files"
             )
         if isinstance(self._base, ShardedBase):
+            held_by_rank = self.ranks.gather({name: [r.start, r.stop] for name, r in self._base.held_experts.items()})
+            self._placement = Placement(
+                self.ranks,
+                [
+                    {name: range(*bounds) for name, bounds in held.items()}
+                    for held in cast("list[dict[str, list[int]]]", held_by_rank)
+                ],
+            )
             self._base.compare()
         super()._log_kernels()
         self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
@@ -99,9 +120,15 @@ class RankBackend(TorchBackend):
     def _log_kernels(self) -> None:
         """Does nothing: `agree` logs the kernels, since on CUDA that runs a forward, which may need all ranks."""
 
-    def flat_parameters(self, model_id: str) -> Tensor:
-        """[P]: all parameters of an adapter."""
-        return self._model(model_id).adapter.flat_P
+    def digests(self, model_id: str) -> dict[str, str]:
+        """Digest of each region of an adapter's weights, which are equal on all of its holders."""
+        adapter = self._model(model_id).adapter
+        regions = list_regions(adapter.layout, self.ranks.degrees, self.ranks.rank)
+        weights = {str(region.holders): adapter.flat_P[region.start : region.stop] for region in regions}
+        return {
+            holders: hashlib.blake2b(weights_P.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+            for holders, weights_P in weights.items()
+        }
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return load_base(shape, self.ranks, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -112,36 +139,91 @@ class RankBackend(TorchBackend):
     def _make_sampler(self) -> RankSampler:
         return RankSampler(self._base, self._versions, self.ranks, self._sampler_options())
 
-    def collect_moments(self, model_id: str) -> None:
-        """Bring a model's moments to rank 0's host, for the capture or the checkpoint that it makes next."""
+    def collect_model(self, model_id: str, gradient: bool) -> None:
+        """Bring a copy of the whole model to rank 0, for the capture or the checkpoint that it makes next: weights of
+        other ranks' experts, moments and, if asked for, the gradient to its host.
+        """
         trained, self._collected = self._model(model_id), None
-        if trained.shard is not None and trained.moments is not None:
-            self._collected = self._shard.collect(trained.moments, trained.adapter.flat_P.numel())
+        assert isinstance(trained.share, RankShare)
+        weights = self._collect_weights(trained.adapter)
+        if any(self.ranks.gather(trained.moments is not None)):
+            # A step for which one rank had no memory may have left zeros on others.
+            count = len(OPTIMIZERS[trained.optimizer_type].state)
+            self._run_together(lambda: trained.moments or trained.moments_or_zeros(count))
+        moments = trained.moments or ()
+        stepped = [*moments, *([trained.gradient_P] if gradient and trained.gradient_P is not None else [])]
+        collected = self._gather_whole(trained.adapter.layout, stepped, trained.share.cut)
+        if self.ranks.rank == 0:
+            gradient_P = collected.pop() if len(stepped) > len(moments) else None
+            step, optimizer_type = trained.step.clone(), trained.optimizer_type
+            self._collected = TrainedModel(weights, gradient_P, tuple(collected) or None, step, optimizer_type)
+
+    def collect_version(self, version_id: str) -> None:
+        """Bring a whole version to rank 0, for the capture that it makes next."""
+        self._collected_version = self._collect_weights(self._version(version_id))
+
+    def _collect_weights(self, adapter: Adapter) -> Adapter:
+        """On rank 0, a copy of the whole adapter."""
+        if self.ranks.degrees.experts == 1:
+            return self._run_together(lambda: adapter if self.ranks.rank else adapter.snapshot())[0]
+        spans = RankShare(self.ranks, adapter.layout, Cut.FIRST).spans
+        size, end = sum(span.stop - span.start for span in spans), spans[-1].stop  # the last elements, or all, or none
+        collected = self._gather_whole(adapter.layout, [adapter.flat_P[end - size : end]], Cut.FIRST)
+        if self.ranks.rank:
+            return adapter
+        return Adapter(adapter.spec, adapter.layout.whole, collected[0], torch.float32)
+
+    def _gather_whole(self, layout: Layout, parts: Sequence[Tensor], cut: Cut) -> list[Tensor]:
+        """On rank 0, buffers of the whole layout on the host, from the parts [p] that all ranks have by this cut.
+        Raises MemoryError on all ranks if the host has no room for them.
+        """
+        count = len(parts) if self.ranks.rank == 0 else 0
+        buffers, _ = self._run_together(lambda: allocate_host(count, layout.whole.numel))
+        self._placement.collect(layout, parts, cut, buffers)
+        return buffers
+
+    def _copy_model(self, model_id: str, *, gradient: bool) -> TrainedModel:
+        return self._whole_model(model_id)
 
     def _whole_model(self, model_id: str) -> TrainedModel:
-        """The model with the moments that were collected: those of all ranks."""
-        trained = self._model(model_id)
-        if trained.shard is None:
-            return trained
-        moments, self._collected = self._collected, None
-        return replace(trained, moments=moments, shard=None)
+        trained, self._collected = self._collected, None
+        assert trained is not None
+        return trained
+
+    def _whole_version(self, version_id: str) -> Adapter:
+        adapter, self._collected_version = self._collected_version, None
+        return self._version(version_id) if adapter is None else adapter
 
     def _prepare_step(self, requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
         """Raises MemoryError on all ranks if memory runs out on one: the others would wait for its elements."""
-        prepared, problem = None, None
-        try:
-            with memory_errors(self._base.device):
-                prepared = super()._prepare_step(requests)
-        except MemoryError as error:
-            problem = str(error)
-        problems = [problem for problem in self.ranks.gather(problem) if problem is not None]
-        if prepared is None or problems:
-            raise MemoryError(problems[0])
+        measured, norms_by_rank = self._run_together(partial(measure_gradients, requests), operator.attrgetter("norms"))
+        # Each rank has other elements, so the squares of the norms add up.
+        norms = [math.hypot(*parts) for parts in zip(*cast("list[list[float]]", norms_by_rank), strict=True)]
+        prepared, _ = self._run_together(partial(prepare_measured_step, measured, norms))
         return prepared
 
+    def _run_together(
+        self, compute: Callable[[], T], report: Callable[[T], object] = lambda _: None
+    ) -> tuple[T, list[object]]:
+        """The result of a computation that all ranks make, and what each of them reports of it, plain data. Raises
+        MemoryError on all ranks if memory runs out on one.
+        """
+        result, problem = None, None
+        try:
+            with memory_errors(self._base.device):
+                result = compute()
+        except MemoryError as error:
+            problem = str(error)
+        reports = self.ranks.gather([problem, None if result is None else report(result)])
+        answers = cast("list[tuple[str | None, object]]", reports)
+        problems = [text for text, _ in answers if text is not None]
+        if result is None or problems:
+            raise MemoryError(problems[0])
+        return result, [value for _, value in answers]
+
     def _build_model(self, adapter: Adapter, optimizer_type: str) -> TrainedModel:
-        shard = self._shard if OPTIMIZERS[optimizer_type].is_elementwise and self.ranks.degrees.devices > 1 else None
-        return replace(super()._build_model(adapter, optimizer_type), shard=shard)
+        cut = Cut.ELEMENTS if OPTIMIZERS[optimizer_type].is_elementwise else Cut.MATRICES
+        return replace(super()._build_model(adapter, optimizer_type), share=RankShare(self.ranks, adapter.layout, cut))
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if isinstance(self._base, ShardedBase):
@@ -233,10 +315,9 @@ class Rank:
             model_id, spec, self._local_path(directory), optimizer=optimizer, optimizer_type=optimizer_type
         )
 
-    def digest(self, model_id: str) -> str:
-        """Digest of an adapter's weights, which are equal on all ranks."""
-        flat_P = self.backend.flat_parameters(model_id).cpu().numpy()
-        return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
+    def digest(self, model_id: str) -> dict[str, str]:
+        """Digests of an adapter's weights, by the ranks that hold them."""
+        return self.backend.digests(model_id)
 
     def begin_passes(self, passes: Sequence[Pass]) -> None:
         """Prepare a step, which runs micro-batch by micro-batch."""
@@ -266,7 +347,7 @@ class Rank:
 log = structlog.get_logger()
 
 COMPARED = frozenset({"optim_step", "digest"})
-"""Commands whose results must be equal on all ranks: a norm that differs in its last bit shows that adapters differ."""
+"""Commands whose results must be equal on all ranks, or, if they are mappings, under each key that several have."""
 
 SILENT = frozenset({"run_micro_batch"})
 """Commands with large results that are the same on every rank: only rank 0's are used."""
@@ -274,12 +355,12 @@ SILENT = frozenset({"run_micro_batch"})
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """`kind` is 'done' or the name of the error. `digest` is of the result, for commands in COMPARED."""
+    """`kind` is 'done' or the name of the error. `digests` are of the result, for commands in COMPARED."""
 
     kind: str
     value: object = None
     error: Exception | None = None
-    digest: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
@@ -287,15 +368,17 @@ class CommandOutcome:
 
     def message(self) -> bytes:
         error = self.error if self.error is None or isinstance(self.error, TinsmithError) else str(self.error)
-        return encode([self.kind, self.value, error, self.digest])
+        return encode([self.kind, self.value, error, dict(self.digests)])
 
     @classmethod
     def read(cls, message: bytes) -> CommandOutcome:
-        kind, value, error, digest = cast("tuple[str, object, TinsmithError | str | None, str]", decode(message))
+        kind, value, error, digests = cast(
+            "tuple[str, object, TinsmithError | str | None, dict[str, str]]", decode(message)
+        )
         if isinstance(error, str):
             failure = MemoryError(error) if kind == "MemoryError" else RankFailedError(f"{kind}: {error}")
-            return cls(kind, value, failure, digest)
-        return cls(kind, value, error, digest)
+            return cls(kind, value, failure, digests)
+        return cls(kind, value, error, digests)
 
 
 def _command(rank: Rank, name: str) -> Callable[..., object]:
@@ -315,7 +398,8 @@ def execute(rank: Rank, name: str, args: Sequence[object]) -> CommandOutcome:
         raise
     except Exception as error:  # noqa: BLE001  rank 0 raises it, or reports which ranks differ
         return CommandOutcome(type(error).__name__, error=error)
-    return CommandOutcome("done", value, digest=repr(value) if name in COMPARED else "")
+    digests = {key: str(part) for key, part in value.items()} if isinstance(value, dict) else {name: repr(value)}
+    return CommandOutcome("done", value, digests=digests if name in COMPARED else {})
 
 
 def serve(rank: Rank, link: Link) -> None:

@@ -1,11 +1,12 @@
 """A tensor rank's shard of a linear and of its adapters, and how the shards combine.
 
 A linear is sharded by its outputs (column-parallel: queries, keys, values, gate, up, the unembedding) or by its inputs
-(row-parallel: the projections that follow them). Adapters are complete on every rank, with their optimizer state, so
-that checkpoints and updates are independent of ranks; `ShardedAdapter` also holds the shard for this rank's matmuls. A
-shard's gradient is copied into zeros of the full shape, and the sum over all ranks is the full gradient, in each of
-three cases: an element belongs to one rank (B of a column, A of a row); all ranks hold addends of it (A of a column, B
-of a row); or all ranks compute the same value (an unsharded linear), and then only the first rank's is added.
+(row-parallel: the projections that follow them). Every rank holds the matrices of its adapters uncut (`placement`);
+`ShardedAdapter` also has the shard for this rank's matmuls, and of several stages only those of its own. A shard's
+gradient is copied into zeros of the full shape, and the sum over the holders is the full gradient, in each of three
+cases: an element belongs to one rank (B of a column, A of a row); all ranks have addends of it (A of a column, B of a
+row; matrices of experts); or all ranks compute the same value (an unsharded linear), and then only the first rank's is
+added.
 
 transformers' plan for the family says which linears are sharded. Families without a plan, heads and widths that the
 degree does not divide, and routed experts without `expert_parallel` are refused. A linear with an unsupported style is
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import structlog
@@ -64,7 +65,7 @@ class SharedInput:
 
 
 class ShardedLinear(MultiLoRALinear):
-    """A linear's `shard`, a range of its outputs or inputs; `full_target` is the target of the unsharded linear."""
+    """A linear's `shard`, a range of its outputs or inputs."""
 
     def __init__(self, linear: MultiLoRALinear, context: ForwardContext, ranks: Ranks, kind: str) -> None:
         self.shard = _rank_slice(linear.out_features if kind == COLUMN else linear.in_features, ranks)
@@ -78,7 +79,6 @@ class ShardedLinear(MultiLoRALinear):
             shard_linear.bias = _freeze(linear.bias[rows] if kind == COLUMN else linear.bias)
         super().__init__(linear.name, linear.group, shard_linear, context)
         self.kind = kind
-        self.full_target = linear.target
         self.ranks = ranks
 
 
@@ -183,19 +183,14 @@ class _MatrixShard:
 
 
 class Sharding:
-    """Maps layouts of complete adapters to this rank's shard of them."""
+    """Maps layouts of adapters that this rank holds to its shard of them."""
 
     def __init__(
-        self,
-        linears: Mapping[str, MultiLoRALinear],
-        ranks: Ranks,
-        experts: Mapping[str, slice] | None = None,
-        names: Collection[str] | None = None,
+        self, linears: Mapping[str, MultiLoRALinear], ranks: Ranks, names: Collection[str] | None = None
     ) -> None:
-        """`experts`: this rank's slice of the experts, by target. `names`: the targets of its stage; None for all."""
+        """`names`: the targets of this rank's stage; None for all."""
         self._names = names
         self._sharded = {name: linear for name, linear in linears.items() if isinstance(linear, ShardedLinear)}
-        self._experts = experts or {}
         self._is_first = ranks.tensor_index == 0
 
     def layout(self, full: Layout) -> Layout:
@@ -204,30 +199,25 @@ class Sharding:
     def matrix_shards(self, layout: Layout) -> list[_MatrixShard]:
         shards = []
         for target in self._local_targets(layout):
+            linear = self._sharded.get(target.name)
+            is_counted = target.experts is not None or linear is not None or self._is_first
             for matrix in (0, 1):
-                if target.experts is not None and (shard := self._experts.get(target.name)) is not None:
-                    index = None if target.experts.common == "AB"[matrix] else (shard,)
-                    shards.append(_MatrixShard(target.name, matrix, index, True))
-                    continue
-                linear = self._sharded.get(target.name)
                 index = None
                 if linear is not None and (linear.kind == ROW) == (matrix == 0):
                     index = (slice(None), linear.shard) if matrix == 0 else (linear.shard, slice(None))
-                shards.append(_MatrixShard(target.name, matrix, index, linear is not None or self._is_first))
+                shards.append(_MatrixShard(target.name, matrix, index, is_counted))
         return shards
 
     def _local_targets(self, layout: Layout) -> list[Target]:
         return [target for target in layout.targets if self._names is None or target.name in self._names]
 
     def _shard_target(self, target: Target) -> Target:
-        if target.experts is not None and (shard := self._experts.get(target.name)) is not None:
-            return replace(target, experts=replace(target.experts, num_experts=_length(shard)))
         linear = self._sharded.get(target.name)
         return target if linear is None else linear.target
 
 
 class ShardedAdapter(Adapter):
-    """`compute` and `gradients` are of this rank's shard; all other buffers are complete."""
+    """`compute` and `gradients` are of this rank's shard; all other buffers are of what it holds."""
 
     __slots__ = ("compute_layout", "matrix_shards", "sharding")
 

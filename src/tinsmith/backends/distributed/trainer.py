@@ -1,5 +1,5 @@
 """A packed step over ranks: each data rank runs some of the sequences, each context rank some rows of those sequences,
-each stage its layers of all rows, and all ranks end with the same gradients.
+each stage its layers of all rows, and each ends with the gradients of what it steps (`placement`).
 
 Every rank receives all passes and packs them in the same way. Sequences that share rows go to one data rank, the most
 rows first, so that all have about as many; a rank with fewer micro-batches than another still takes part in
@@ -21,8 +21,9 @@ from tinsmith.backends.distributed.collectives import Ranks
 from tinsmith.backends.distributed.context_parallel import ContextParallel, RowShard
 from tinsmith.backends.distributed.model import ShardedBase
 from tinsmith.backends.distributed.pipeline_parallel import Schedule, StageRows
+from tinsmith.backends.distributed.placement import RankShare
 from tinsmith.backends.distributed.tensor_parallel import GatheredLinear, full_gradient
-from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.adapters import Adapter, TrainedModel
 from tinsmith.backends.torch.attention import AttentionPlan
 from tinsmith.backends.torch.batch import Example, MicroBatch
 from tinsmith.backends.torch.host import read
@@ -87,8 +88,8 @@ class RankedTrainer(Trainer):
         specs: Mapping[int, LossSpec],
         checked: Sequence[CheckedPass | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
-        adapters = _adapters_with_gradients(checked)
-        buffers = {key: adapter.open_gradients() for key, adapter in adapters.items()}
+        models = _models_with_gradients(checked)
+        buffers = {key: trained.adapter.open_gradients() for key, trained in models.items()}
         shortage = None
         try:
             if self._ranks.degrees.pipeline > 1:
@@ -100,12 +101,12 @@ class RankedTrainer(Trainer):
                 if shortage is None:
                     shortage = self._try_batch(batch, specs, checked, train=train)
         finally:
-            for adapter in adapters.values():
-                adapter.close_gradients()
+            for trained in models.values():
+                trained.adapter.close_gradients()
         self._raise_shortage(shortage)
         self._exchange_logprobs(checked)
         self._finish_custom(checked)
-        return {key: self._ranks.sum_all(full_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
+        return {key: _reduce_gradient(trained, buffers.pop(key)) for key, trained in models.items()}
 
     def _try_batch(
         self,
@@ -349,15 +350,20 @@ def _scatter_logprobs(shard: MicroBatch, logprob_P: F32) -> F32:
     return all_P
 
 
-def _adapters_with_gradients(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
-    """The adapters to which some rank's sequences give a gradient, by id."""
+def _models_with_gradients(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, TrainedModel]:
+    """The models to which some rank's sequences give a gradient, by the ids of their adapters."""
     return {
-        id(entry.trained.adapter): entry.trained.adapter
+        id(entry.trained.adapter): entry.trained
         for entry in checked
         if isinstance(entry, CheckedPass)
         and entry.trained is not None
         and any(example.has_weight for example in entry.examples)
     }
+
+
+def _reduce_gradient(trained: TrainedModel, gradient_P: Tensor) -> Tensor:
+    assert isinstance(trained.share, RankShare)
+    return trained.share.reduce(full_gradient(trained.adapter, gradient_P))
 
 
 def _step_adapters(checked: Sequence[CheckedPass | UserError]) -> list[Adapter]:

@@ -2,7 +2,10 @@
 
 `TrainedModel` is what training changes about an adapter: its accumulated gradient, its moments and its step count. Each
 is one flat float32 buffer in the adapter's layout; `optim` knows which moments an optimizer has. A published version
-shares the weights until they change. Knows no request and no file.
+shares the weights until they change. Where several processes have one adapter, a target says which experts' matrices
+this one holds, and a `SteppedElements` which of its elements it steps. Knows no request and no file.
+
+Shapes: P elements that this process holds, p elements that it steps; in one process both are all of the adapter.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ import hashlib
 import math
 import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, count
 from typing import NamedTuple, Protocol
@@ -40,13 +43,18 @@ _versions = count()
 class ExpertStack:
     """Marks a target as one projection of all experts of a mixture, and names the matrix, 'A' or 'B', that they share.
     `interleaved`: outputs of gate and up alternate in the model's own parameter. `swapped`: PEFT takes the inputs of
-    the parameters for outputs.
+    the parameters for outputs. `held`: the experts whose matrices this process holds; None for all `num_experts`.
     """
 
     num_experts: int
     common: str
     interleaved: bool
     swapped: bool = False
+    held: range | None = None
+
+    @property
+    def num_held(self) -> int:
+        return self.num_experts if self.held is None else len(self.held)
 
 
 class LinearPart(NamedTuple):
@@ -94,23 +102,40 @@ class Target:
     part: LinearPart | None = None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A [r, I] and B [O, r]; those of experts are stacked, [E, r, I] and [E, O, r]."""
+        """Shapes of A [r, I] and B [O, r]; those of the experts that this process holds are stacked, [E, r, I] and
+        [E, O, r].
+        """
         a_shape, b_shape = (rank, self.in_features), (self.out_features, rank)
         if self.experts is None:
             return a_shape, b_shape
-        num_a, num_b = (1 if self.experts.common == matrix else self.experts.num_experts for matrix in "AB")
+        num_a, num_b = (self.experts.num_held if self.differs_by_expert(matrix) else 1 for matrix in (0, 1))
         return (num_a, *a_shape), (num_b, *b_shape)
+
+    def differs_by_expert(self, matrix: int) -> bool:
+        """Whether each expert has its own A (0) or B (1)."""
+        return self.experts is not None and self.experts.common != "AB"[matrix]
+
+    def hold(self, experts: range | None) -> Target:
+        """The target of a process that holds the matrices of these experts, None for all; itself without experts."""
+        return self if self.experts is None else replace(self, experts=replace(self.experts, held=experts))
+
+    def select(self, matrix: int, whole: Tensor) -> Tensor:
+        """The part of A (0) or B (1) of all experts that this process holds, a view."""
+        held = None if self.experts is None else self.experts.held
+        return whole[held.start : held.stop] if held is not None and self.differs_by_expert(matrix) else whole
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where each matrix of an adapter is in its flat buffer: all A's, then all B's, so that adjacent A's form one
-    matrix. Gaps between matrices are always zero. Equal layouts are one object.
+    matrix; last those that differ between experts, from `num_common` on. Gaps between matrices are always zero. Equal
+    layouts are one object.
     """
 
     rank: int
     targets: tuple[Target, ...]
     numel: int
+    num_common: int
     spans: Mapping[str, tuple[MatrixSpan, MatrixSpan]] = field(repr=False, compare=False)
     """name -> spans of A and B"""
     gaps: tuple[slice, ...] = field(repr=False, compare=False)
@@ -123,19 +148,34 @@ class Layout:
         """name -> (A [r, I], B [O, r]), views of a flat buffer."""
         return {name: (view_matrix(flat_P, a), view_matrix(flat_P, b)) for name, (a, b) in self.spans.items()}
 
+    @property
+    def whole(self) -> Layout:
+        """The layout of a process that holds the matrices of all experts."""
+        return Layout.of(self.rank, (target.hold(None) for target in self.targets))
+
+    def stacks_in(self, start: int, stop: int) -> Iterator[MatrixSpan]:
+        """The matrices that begin in this range of the buffer, as stacks [n, rows, columns], by their position."""
+        for span in sorted(span for pair in self.spans.values() for span in pair):
+            size, count = math.prod(span.shape[-2:]), math.prod(span.shape[:-2])
+            first, end = (min(max(-(-(bound - span.start) // size), 0), count) for bound in (start, stop))
+            if first < end:
+                yield MatrixSpan.of(span.start + first * size, (end - first, *span.shape[-2:]))
+
 
 @lru_cache(maxsize=256)
 def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
-    shapes = [target.shapes(rank) for target in targets]
-    sizes = [math.prod(shape) for matrices in zip(*shapes, strict=True) for shape in matrices]
+    matrices = [(target, matrix) for matrix in (0, 1) for target in targets]
+    matrices.sort(key=lambda entry: entry[0].differs_by_expert(entry[1]))
+    shapes = {(target.name, matrix): target.shapes(rank)[matrix] for target, matrix in matrices}
+    sizes = [math.prod(shape) for shape in shapes.values()]
     *starts, end = accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0)
-    pairs = zip(starts[: len(targets)], starts[len(targets) :], strict=True)
-    spans = {
-        target.name: (MatrixSpan.of(a_start, a_shape), MatrixSpan.of(b_start, b_shape))
-        for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
-    }
+    spans = {key: MatrixSpan.of(start, shape) for start, (key, shape) in zip(starts, shapes.items(), strict=True)}
+    pairs = {target.name: (spans[target.name, 0], spans[target.name, 1]) for target in targets}
     gaps = [slice(start + size, start + -(-size // ALIGN) * ALIGN) for start, size in zip(starts, sizes, strict=True)]
-    return Layout(rank, targets, end, spans, tuple(gap for gap in gaps if gap.start < gap.stop))
+    num_common = next(
+        (start for start, entry in zip(starts, matrices, strict=True) if entry[0].differs_by_expert(entry[1])), end
+    )
+    return Layout(rank, targets, end, num_common, pairs, tuple(gap for gap in gaps if gap.start < gap.stop))
 
 
 class TensorCopies:
@@ -247,11 +287,12 @@ class Adapter:
         return other
 
 
-class ElementShard(Protocol):
-    """Which of an adapter's elements [P] this process's optimizer steps, where several processes have the adapter."""
+class SteppedElements(Protocol):
+    """Which elements [p] of an adapter's [P] this process's optimizer steps, where several processes hold them."""
 
-    def local(self, x_P: Tensor) -> Tensor:
-        """A view of this process's elements."""
+    @property
+    def spans(self) -> Sequence[slice]:
+        """Where they are among the elements that this process holds."""
         ...
 
     def spread(self, x_P: Tensor) -> None:
@@ -261,15 +302,15 @@ class ElementShard(Protocol):
 
 @dataclass(slots=True)
 class TrainedModel:
-    """`gradient_P` None means that nothing has accumulated; the moments are None before the first step. With a `shard`
-    the moments are those of this process's elements."""
+    """`gradient_P` None means that nothing has accumulated; the moments are None before the first step. With a `share`
+    both have only the elements [p] that this process steps."""
 
     adapter: Adapter
     gradient_P: Tensor | None = None
     moments: tuple[Tensor, ...] | None = None
     step: Tensor = field(default_factory=lambda: torch.zeros(()))
     optimizer_type: str = "adamw"
-    shard: ElementShard | None = None
+    share: SteppedElements | None = None
     _published: weakref.ref[Adapter] | None = None
 
     def publish(self) -> Adapter:
@@ -295,15 +336,32 @@ class TrainedModel:
 
     def gradient_or_zeros(self) -> Tensor:
         """The accumulated gradient."""
-        return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P
+        return self._zeros() if self.gradient_P is None else self.gradient_P
 
-    def local(self, x_P: Tensor) -> Tensor:
-        """A view of the elements that this process's optimizer steps."""
-        return x_P if self.shard is None else self.shard.local(x_P)
+    @property
+    def spans(self) -> Sequence[slice]:
+        """Where the elements that this process's optimizer steps are among those of the adapter."""
+        return [slice(0, len(self.adapter.flat_P))] if self.share is None else self.share.spans
 
-    def take_moments(self, moments: Sequence[Tensor]) -> None:
-        """Keep this process's elements of the moments [P] of all."""
-        self.moments = tuple(state if self.shard is None else self.shard.local(state).clone() for state in moments)
+    @property
+    def num_stepped(self) -> int:
+        """p"""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def local(self, x_P: Tensor) -> list[Tensor]:
+        """Views of the spans of what this process holds."""
+        return [x_P[span] for span in self.spans]
+
+    def split(self, x_p: Tensor) -> list[Tensor]:
+        """Views of the spans of what it steps."""
+        return list(x_p.split([span.stop - span.start for span in self.spans]))
+
+    def select(self, x_P: Tensor) -> Tensor:
+        """[p]: the elements that it steps; x itself if these are all."""
+        return x_P if self.num_stepped == len(x_P) else torch.cat(self.local(x_P))
+
+    def _zeros(self) -> Tensor:
+        return self.adapter.flat_P.new_zeros(self.num_stepped)
 
     def copy(self, *, gradient: bool) -> TrainedModel:
         """A copy that shares nothing; includes the gradient only on request."""
@@ -313,7 +371,7 @@ class TrainedModel:
             None if self.moments is None else tuple(state.clone() for state in self.moments),
             self.step.clone(),
             self.optimizer_type,
-            self.shard,
+            self.share,
         )
 
     @property
@@ -321,7 +379,7 @@ class TrainedModel:
         """Bytes of device memory, counting a gradient and moments from the start, but not moments on the host."""
         flat_P = self.adapter.flat_P
         moments = 2 if self.moments is None else sum(state.device == flat_P.device for state in self.moments)
-        return self.adapter.num_bytes + flat_P.nbytes + moments * self.local(flat_P).nbytes
+        return self.adapter.num_bytes + (1 + moments) * self.num_stepped * flat_P.itemsize
 
     @property
     def offloadable_bytes(self) -> int:
@@ -354,7 +412,7 @@ class TrainedModel:
         if self.moments is not None:
             self.moments = tuple(state.to(self.adapter.flat_P.device) for state in self.moments)
         if self.moments is None:
-            self.moments = tuple(torch.zeros_like(self.local(self.adapter.flat_P)) for _ in range(count))
+            self.moments = tuple(self._zeros() for _ in range(count))
         if self.step.device != self.adapter.flat_P.device:
             # Filled on the device: copying one element would synchronise.
             self.step = torch.full_like(self.step, float(self.step), device=self.adapter.flat_P.device)
@@ -371,15 +429,32 @@ def initialise_weights(layout: Layout, seed: int, device: torch.device) -> Tenso
     """A fresh flat buffer: A uniform within 1/sqrt(I), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero.
 
     Each matrix has its own random stream, keyed by seed and name, drawn on the CPU: a matrix does not depend on the
-    order of creation, the device, or which groups are trained.
+    order of creation, the device, or which groups are trained. Those of experts are one stream, of which a process that
+    holds some of the experts keeps their part.
     """
     flat_P = torch.zeros(layout.numel)
     for target, (a_rI, _) in zip(layout.targets, layout.views(flat_P).values(), strict=True):
+        if not a_rI.numel():
+            continue
         digest = hashlib.blake2b(f"{seed}/{target.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        bound = target.in_features**-0.5
-        a_rI.uniform_(-bound, bound, generator=generator)
+        bound, (shape, _) = target.in_features**-0.5, target.hold(None).shapes(layout.rank)
+        is_whole = a_rI.shape == shape
+        drawn = (a_rI if is_whole else a_rI.new_empty(shape)).uniform_(-bound, bound, generator=generator)
+        if not is_whole:
+            a_rI.copy_(target.select(0, drawn))
     return flat_P.to(device)
+
+
+def select_held(layout: Layout, whole_P: Tensor) -> Tensor:
+    """[P]: what a process with this layout holds of a buffer of `layout.whole`; that buffer itself if it is all."""
+    if (whole := layout.whole) is layout:
+        return whole_P
+    flat_P, sources = whole_P.new_zeros(layout.numel), whole.views(whole_P)
+    for target, held in zip(layout.targets, layout.views(flat_P).values(), strict=True):
+        for matrix in (0, 1):
+            held[matrix].copy_(target.select(matrix, sources[target.name][matrix]))
+    return flat_P
 
 
 class Gradients:

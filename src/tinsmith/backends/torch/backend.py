@@ -46,7 +46,14 @@ from tinsmith.backends.torch.trainer import TREE_TOKENS, DeterministicTrainer, T
 from tinsmith.backends.torch.trial import try_device
 from tinsmith.backends.torch.vision import Vision
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.plan.memory import BLOCKS_SHARE, MICRO_BATCH, STATES_PER_SEQUENCE, chunk_rows, training_bytes
+from tinsmith.plan.memory import (
+    BLOCKS_SHARE,
+    MICRO_BATCH,
+    STATES_PER_SEQUENCE,
+    AdapterRegion,
+    chunk_rows,
+    training_bytes,
+)
 from tinsmith.runtime.devices import free_bytes, kind_of, read_memory, return_memory, unused_bytes
 from tinsmith.runtime.sizes import format_bytes
 from tinsmith.types import LoraSpec, ModelShape, OptimParams, OptimStep, Pass
@@ -245,7 +252,7 @@ class TorchBackend:
         from tinsmith.samplers.local.states import state_bytes
 
         layout = self._layout(LoraSpec(MIN_RANK))
-        adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
+        adapter = training_bytes([AdapterRegion(layout.numel, 1)], dtype=str(self._base.dtype).removeprefix("torch."))
         training = step.activations.num_bytes(MIN_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
         sampling = int(MIN_TOKENS * cached / BLOCKS_SHARE) + STATES_PER_SEQUENCE * state_bytes(probe_layers(self._base))
@@ -417,13 +424,11 @@ class TorchBackend:
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
-            trained = self._whole_model(model_id).copy(gradient=gradient)
+            trained = self._copy_model(model_id, gradient=gradient)
         return Capture(trained.num_bytes, partial(self._write_copy, trained, SideStream(self._home), optimizer))
 
     def capture_version(self, version_id: str) -> Capture:
-        if version_id not in self._versions:
-            raise UserError(f"version {version_id!r} is not loaded")
-        adapter = self._versions[version_id]  # a version never changes: there is nothing to copy
+        adapter = self._whole_version(version_id)  # a version never changes: there is nothing to copy
         return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
 
     def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
@@ -437,14 +442,24 @@ class TorchBackend:
         with stream.use():
             self._save_adapter(adapter, directory, stacked=True)
 
+    def version_bytes(self, version_id: str) -> int:
+        return self._version(version_id).flat_P.nbytes
+
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         trained = self._whole_model(model_id)
         trained = trained if optimizer else replace(trained, gradient_P=None)
         self._write(trained, optimizer, directory, stacked=stacked, exported=stacked)
 
+    def _copy_model(self, model_id: str, *, gradient: bool) -> TrainedModel:
+        """A copy of the whole model, for a capture."""
+        return self._model(model_id).copy(gradient=gradient)
+
     def _whole_model(self, model_id: str) -> TrainedModel:
-        """The model with all of its moments, for a capture or a checkpoint."""
+        """The whole model, for a checkpoint."""
         return self._model(model_id)
+
+    def _whole_version(self, version_id: str) -> Adapter:
+        return self._version(version_id)
 
     def _write(
         self, trained: TrainedModel, optimizer: bool, directory: Path, *, stacked: bool, exported: bool = False
@@ -474,13 +489,13 @@ class TorchBackend:
                 f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
                 f"rank {spec.rank} on {len(layout.targets)}"
             )
-        pairs, factor = dict(saved.pairs), saved.alpha / spec.alpha  # 1 for its own checkpoint
+        factor, fresh_P = saved.alpha / spec.alpha, None  # 1 for its own checkpoint
         if missing:
             # The file was written by other software that adapted only some linears of a group: the rest start fresh.
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
-            fresh = layout.views(initialise_weights(layout, seed, self._home).cpu())
-            pairs |= {name: fresh[name] for name in missing}
-        adapter = self._adapter(spec, layout, checkpoint.fill_buffer(layout, pairs, self._home, factor))
+            fresh_P = initialise_weights(layout, seed, HOST)
+        flat_P = checkpoint.fill_buffer(layout, saved.pairs, self._home, factor, fresh_P)
+        adapter = self._adapter(spec, layout, flat_P)
         trained = self._build_model(adapter, optim.check_optimizer_type(optimizer_type))
         if optimizer:
             checkpoint.load_optimizer(trained, directory)
@@ -526,6 +541,11 @@ class TorchBackend:
             raise UserError(f"model {model_id!r} is not loaded")
         return self._models[model_id]
 
+    def _version(self, version_id: str) -> Adapter:
+        if version_id not in self._versions:
+            raise UserError(f"version {version_id!r} is not loaded")
+        return self._versions[version_id]
+
     def _layout(self, spec: LoraSpec) -> Layout:
         if not 1 <= spec.rank <= MAX_RANK:
             raise UserError(f"lora_config.rank is {spec.rank}; it must be from 1 to {MAX_RANK}")
@@ -554,7 +574,8 @@ class TorchBackend:
         )
 
     def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:
-        return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable_targets()})
+        whole_targets = (target.hold(None) for target in self._base.adaptable_targets())
+        return checkpoint.load_adapter(directory, {target.name: target for target in whole_targets})
 
 
 def _describe_modules(base: BaseModel) -> str:

@@ -390,23 +390,34 @@ def peft_alpha(alpha: float) -> int | float:
     return int(alpha) if alpha == int(alpha) else alpha
 
 
-def fill_buffer(layout: Layout, pairs: Mapping[str, Pair], device: torch.device, factor: float = 1.0) -> Tensor:
-    """A flat buffer with these matrices, which must be the layout's; each B is multiplied by `factor`."""
-    flat_P = torch.zeros(layout.numel)
-    for name, (a_rI, b_Or) in layout.views(flat_P).items():
-        a_rI.copy_(pairs[name][0])
-        b_Or.copy_(pairs[name][1])
+def fill_buffer(
+    layout: Layout,
+    pairs: Mapping[str, Pair],
+    device: torch.device,
+    factor: float = 1.0,
+    initial_P: Tensor | None = None,
+) -> Tensor:
+    """A flat buffer with what the layout holds of these matrices, which are those of all experts; each B is multiplied
+    by `factor`. `initial_P`, on the host, has the matrices that are not among `pairs`.
+    """
+    flat_P = torch.zeros(layout.numel) if initial_P is None else initial_P
+    views = layout.views(flat_P)
+    for target in layout.targets:
+        if initial_P is not None and target.name not in pairs:
+            continue
+        for matrix, held in enumerate(views[target.name]):
+            held.copy_(target.select(matrix, pairs[target.name][matrix]))
         if factor != 1.0:
-            b_Or.mul_(factor)
+            views[target.name][1].mul_(factor)
     return flat_P.to(device)
 
 
 NameTensors = Callable[["TrainedModel", Tensor, str], dict[str, Tensor]]
-"""Maps a model's flat buffer [P] to tensors of a file, whose names end in `kind`."""
+"""Maps a whole model's flat buffer [P] to tensors of a file, whose names end in `kind`."""
 
 FlattenTensors = Callable[["TrainedModel", Mapping[str, Tensor], str, Path], Tensor]
-"""Maps tensors of a file to a flat buffer [P]. Raises UserError unless every tensor of the model is present, in its
-shape.
+"""Maps tensors of a file to a flat buffer [P] of what this process holds. Raises UserError unless every tensor of the
+model is present, in its shape.
 """
 
 
@@ -429,7 +440,7 @@ def _flat_pairs(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str,
         raise UserError(f"{path.name} has no {error}") from None
     for target in layout.targets:
         # copy_ would broadcast a smaller tensor.
-        sizes = target.shapes(layout.rank)
+        sizes = target.hold(None).shapes(layout.rank)
         if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
             raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
     return fill_buffer(layout, pairs, device)
@@ -437,7 +448,7 @@ def _flat_pairs(trained: TrainedModel, tensors: Mapping[str, Tensor], kind: str,
 
 def save_optimizer(trained: TrainedModel, directory: Path, name_tensors: NameTensors = name_pairs) -> None:
     state_names = OPTIMIZERS[trained.optimizer_type].state
-    assert trained.moments is None or trained.shard is None
+    assert trained.share is None
     moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in state_names)
     tensors = {"step": trained.step.cpu()}
     for state_name, flat_P in zip(state_names, moments, strict=True):
@@ -452,7 +463,7 @@ def save_gradient(trained: TrainedModel, directory: Path, name_tensors: NameTens
 
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
-    """Raises UserError unless every tensor belongs to one of `targets`, those of the base model."""
+    """Raises UserError unless every tensor belongs to one of `targets`, those of the base model with all experts."""
     config = _read_config(directory, targets.values())
     rank, alpha = config["r"], config["lora_alpha"]
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
@@ -496,8 +507,8 @@ def load_optimizer(trained: TrainedModel, directory: Path, flatten_tensors: Flat
             f"this checkpoint holds the optimizer state {', '.join(sorted(saved_names))}, which is not that of "
             f"{family!r} ({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
-    trained.take_moments(
-        [flatten_tensors(trained, tensors, state_name, path) for state_name in OPTIMIZERS[family].state]
+    trained.moments = tuple(
+        trained.select(flatten_tensors(trained, tensors, state_name, path)) for state_name in OPTIMIZERS[family].state
     )
     # A copy: a view would keep the whole file mapped, and on the disk after its deletion.
     trained.step = tensors["step"].to(trained.adapter.flat_P.device, copy=True)
@@ -507,7 +518,7 @@ def load_gradient(trained: TrainedModel, directory: Path, flatten_tensors: Flatt
     """Load the gradient that had accumulated when the files were written, if any."""
     path = directory / GRADIENT_FILE
     if path.is_file():
-        trained.gradient_P = flatten_tensors(trained, read_tensors(path), "gradient", path)
+        trained.gradient_P = trained.select(flatten_tensors(trained, read_tensors(path), "gradient", path))
 
 
 def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:

@@ -13,7 +13,10 @@ scaled as Liu et al. (arXiv 2502.16982) do, so that an update is about as large 
 Matrices of equal shape within one adapter are batched: its update does not depend on other adapters of the step. A
 matrix that never had a gradient does not move.
 
-Shapes: P elements of an adapter, n matrices of one shape, r the smaller size, c the larger.
+Where several processes have one adapter, each steps its elements (`TrainedModel.share`), for Dimuon whole matrices, and
+sends their weights to the others. The norm is then that of all their gradients.
+
+Shapes: p elements of an adapter that this process steps, n matrices of one shape, r the smaller size, c the larger.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tinsmith.backends.torch.adapters import TrainedModel
+from tinsmith.backends.torch.adapters import TrainedModel, view_matrix
 from tinsmith.backends.torch.host import read
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.runtime.devices import place_for_float64
@@ -101,11 +104,29 @@ def norms_and_steps(gradients: Sequence[Tensor], steps: Sequence[Tensor]) -> tup
 
 
 class ClippedGradient(NamedTuple):
-    """A gradient [P] and its clipping factor."""
+    """A gradient [p] and its clipping factor."""
 
     trained: TrainedModel
-    gradient_P: Tensor
+    gradient_p: Tensor
     factor: float
+
+
+class MeasuredGradients(NamedTuple):
+    """The gradients [p] of a step's requests with their norms, and the numbers of steps before."""
+
+    requests: Sequence[tuple[TrainedModel, OptimParams]]
+    gradients: Sequence[Tensor]
+    norms: list[float]
+    steps: list[float]
+
+
+@torch.no_grad()
+def measure_gradients(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> MeasuredGradients:
+    """Of checked requests, at least one."""
+    gradients = [trained.gradient_or_zeros() for trained, _ in requests]
+    return MeasuredGradients(
+        requests, gradients, *norms_and_steps(gradients, [trained.step for trained, _ in requests])
+    )
 
 
 class PreparedStep(NamedTuple):
@@ -127,15 +148,14 @@ class PreparedStep(NamedTuple):
 
 
 @torch.no_grad()
-def prepare_step(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
-    """Everything that allocates memory for a step of checked requests, so that the step is all or nothing."""
-    if not requests:
-        return PreparedStep((), [], ())
+def prepare_measured_step(measured: MeasuredGradients, norms: Sequence[float]) -> PreparedStep:
+    """Everything that allocates memory for a step, so that the step is all or nothing. `norms`: of the whole adapters,
+    of whose gradients this process may have measured a part.
+    """
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
     groups: dict[OptimParams, list[ClippedGradient]] = {}
-    gradients = [trained.gradient_or_zeros() for trained, _ in requests]
-    norms, steps = norms_and_steps(gradients, [trained.step for trained, _ in requests])
-    for (trained, params), gradient_P, norm, step in zip(requests, gradients, norms, steps, strict=True):
+    requests, gradients, _, steps = measured
+    for (trained, params), gradient_p, norm, step in zip(requests, gradients, norms, steps, strict=True):
         if not math.isfinite(norm):
             outcomes.append(NonFiniteGradientError())
             continue
@@ -148,31 +168,51 @@ def prepare_step(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> Prepar
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": step + 1})
         trained.unshare()
         trained.moments_or_zeros(len(params.state))
-        groups.setdefault(params, []).append(ClippedGradient(trained, gradient_P, factor))
+        groups.setdefault(params, []).append(ClippedGradient(trained, gradient_p, factor))
     changes = [_STEPS[params.family](group, params) for params, group in groups.items()]
     return PreparedStep(requests, outcomes, changes)
 
 
+def prepare_step(requests: Sequence[tuple[TrainedModel, OptimParams]]) -> PreparedStep:
+    """A step of checked requests in one process."""
+    if not requests:
+        return PreparedStep((), [], ())
+    measured = measure_gradients(requests)
+    return prepare_measured_step(measured, measured.norms)
+
+
 def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
-    """One fused pass over all parameters of the group. Nothing changes until the result is called. An adapter with a
-    shard is stepped in part here and in part by the other processes that have it."""
+    """One fused pass over all parameters of the group that this process steps. Nothing changes until the result is
+    called.
+    """
     assert isinstance(params, AdamParams)
-    moments = [member.trained.moments_or_zeros(len(params.state)) for member in group]
-    weights = [member.trained.local(member.trained.adapter.flat_P) for member in group]
-    gradients = [member.trained.local(member.gradient_P) for member in group]
+    weights: list[Tensor] = []
+    gradients: list[Tensor] = []
+    moments: tuple[list[Tensor], list[Tensor]] = [], []
+    steps: list[Tensor] = []
+    clipped: list[Tensor] = []
+    factors: list[float] = []
+    for trained, gradient_p, factor in group:
+        parts = trained.split(gradient_p)
+        weights += trained.local(trained.adapter.flat_P)
+        gradients += parts
+        for state_parts, state_p in zip(moments, trained.moments_or_zeros(len(params.state)), strict=True):
+            state_parts += trained.split(state_p)
+        # The pass counts a step for each tensor.
+        steps += [trained.step, *(trained.step.clone() for _ in parts[1:])]
+        if factor != 1.0:
+            clipped += parts
+            factors += [factor] * len(parts)
 
     def change() -> None:
-        if clipped := [index for index, member in enumerate(group) if member.factor != 1.0]:
-            torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                [gradients[index] for index in clipped], [group[index].factor for index in clipped]
-            )
+        if clipped:
+            torch._foreach_mul_(clipped, factors)  # pyright: ignore[reportPrivateImportUsage]
         adamw(
             weights,
             gradients,
-            [first for first, _ in moments],
-            [second for _, second in moments],
+            *moments,
             [],
-            [member.trained.step for member in group],
+            steps,
             fused=True,
             lr=params.learning_rate,
             beta1=params.beta1,
@@ -183,11 +223,16 @@ def prepare_adamw(group: Sequence[ClippedGradient], params: OptimParams) -> Call
             maximize=False,
         )
         for member in group:
-            if member.trained.shard is not None:
-                member.trained.shard.spread(member.trained.adapter.flat_P)
-            member.trained.adapter.refresh()
+            _finish_step(member.trained)
 
     return change
+
+
+def _finish_step(trained: TrainedModel) -> None:
+    """The weights of this process's elements have changed."""
+    if trained.share is not None:
+        trained.share.spread(trained.adapter.flat_P)
+    trained.adapter.refresh()
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -198,7 +243,7 @@ RMS = 0.2
 
 def prepare_dimuon(group: Sequence[ClippedGradient], params: OptimParams) -> Callable[[], None]:
     """Compute the updates. Nothing changes until the result is called, which allocates nothing and cannot fail."""
-    changes = [_dimuon_update(member.trained, member.gradient_P * member.factor, params) for member in group]
+    changes = [_dimuon_update(member.trained, member.gradient_p * member.factor, params) for member in group]
 
     def change() -> None:
         for member in changes:
@@ -207,28 +252,29 @@ def prepare_dimuon(group: Sequence[ClippedGradient], params: OptimParams) -> Cal
     return change
 
 
-def _dimuon_update(trained: TrainedModel, gradient_P: Tensor, params: OptimParams) -> Callable[[], None]:
-    (momentum_P,) = trained.moments_or_zeros(len(params.state))
-    new_momentum_P = torch.lerp(momentum_P, gradient_P, 1 - params.beta1)
-    layout = trained.adapter.layout
-    groups: defaultdict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for weights, moments in zip(
-        layout.views(trained.adapter.flat_P).values(), layout.views(new_momentum_P).values(), strict=True
+def _dimuon_update(trained: TrainedModel, gradient_p: Tensor, params: OptimParams) -> Callable[[], None]:
+    (momentum_p,) = trained.moments_or_zeros(len(params.state))
+    new_momentum_p = torch.lerp(momentum_p, gradient_p, 1 - params.beta1)
+    groups: defaultdict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for span, weights, momentum in zip(
+        trained.spans, trained.local(trained.adapter.flat_P), trained.split(new_momentum_p), strict=True
     ):
-        for weight, momentum in zip(weights, moments, strict=True):
-            groups[weight.shape].append((weight, momentum))
+        for stack in trained.adapter.layout.stacks_in(span.start, span.stop):
+            matrices = stack._replace(start=stack.start - span.start)
+            groups[stack.shape[1:]].append((view_matrix(weights, matrices), view_matrix(momentum, matrices)))
     updates: list[tuple[Tensor, Tensor]] = []
     for shape, pairs in groups.items():
-        update = orthogonalise(torch.stack([momentum for _, momentum in pairs]))
-        update *= -params.learning_rate * RMS * math.sqrt(max(shape[-2:]))
-        updates += zip([weight for weight, _ in pairs], update.unbind(), strict=True)
+        update = orthogonalise(torch.cat([momentum_nrc for _, momentum_nrc in pairs]))
+        update *= -params.learning_rate * RMS * math.sqrt(max(shape))
+        weights = [weight_nrc for weight_nrc, _ in pairs]
+        updates += zip(weights, update.split([len(weight_nrc) for weight_nrc in weights]), strict=True)
 
     def change() -> None:
-        trained.moments = (new_momentum_P,)
+        trained.moments = (new_momentum_p,)
         trained.step += 1
-        for weight, update in updates:
-            weight += update
-        trained.adapter.refresh()
+        for weight_nrc, update_nrc in updates:
+            weight_nrc += update_nrc
+        _finish_step(trained)
 
     return change
 
