@@ -20,7 +20,7 @@ from support.browser import Browser
 from support.dashboard_data import BASE, Site
 from support.dashboard_pages import SCREENS, find_overflows, screen
 
-CONTENT = "main table, main form, main figure, main .tokens"
+CONTENT = "main table, main form, main figure, main .tokens, main .facts"
 
 
 def routes_of_the_menu() -> set[str]:
