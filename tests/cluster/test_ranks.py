@@ -43,7 +43,7 @@ from tinsmith.backends.distributed import rank as rank_module
 from tinsmith.backends.distributed.rank import execute
 from tinsmith.backends.distributed.sampler import RankSampler
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.adapters import Adapter, TrainedModel
 from tinsmith.engine import __main__ as engine_main
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.plan import memory
@@ -463,6 +463,21 @@ def test_memory_that_runs_out_on_one_rank_before_a_step_changes_no_weight(
     assert weights(sharded, 0).equal(before)
     step_both(single, sharded)
     assert relative_error(weights(sharded, 0), weights(single, 0)) < 1e-4
+
+
+def test_memory_that_runs_out_for_a_gradient_leaves_none_on_any_rank(
+    single: TorchBackend, sharded: ShardedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = [pass_of(np.random.default_rng(1), 0, [7, 30, 5])]
+
+    def run_out(*_arguments: object) -> None:
+        raise MemoryError("no room on rank 0")
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError, match="no room on rank 0"):
+        patched.setattr(TrainedModel, "select", run_out)
+        run_to_end(sharded.run_passes(passes))
+    assert gradient(sharded, 0) is None
+    agree_on(single, sharded, passes)
 
 
 def test_memory_that_runs_out_for_a_capture_fails_it_alone(

@@ -97,14 +97,11 @@ class RankShare:
         self.spans = [dict(parts)[ranks.rank] for _, parts in self._parts]
 
     @torch.no_grad()
-    def reduce(self, gradient_P: Tensor) -> Tensor:
-        """[p]: the sum over the holders. The argument must not be used again."""
+    def reduce(self, gradient_P: Tensor) -> None:
+        """Replace this rank's elements by the sums over their holders; the others are undefined then."""
         for holders, parts in self._parts:
             for rank, span in parts:
                 self._ranks.sum_to(gradient_P[span], rank, holders)
-        if self.spans == [slice(0, len(gradient_P))]:
-            return gradient_P
-        return torch.cat([gradient_P[span] for span in self.spans])
 
     @torch.no_grad()
     def spread(self, x_P: Tensor) -> None:

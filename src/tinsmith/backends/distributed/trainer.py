@@ -106,7 +106,25 @@ class RankedTrainer(Trainer):
         self._raise_shortage(shortage)
         self._exchange_logprobs(checked)
         self._finish_custom(checked)
-        return {key: _reduce_gradient(trained, buffers.pop(key)) for key, trained in models.items()}
+        return self._reduce_gradients(models, buffers) if models else {}
+
+    def _reduce_gradients(self, models: Mapping[int, TrainedModel], buffers: dict[int, Tensor]) -> dict[int, Tensor]:
+        """[p] of each model: the sums that this rank steps. Raises MemoryError on all ranks if one has no memory."""
+        for key, trained in models.items():
+            assert isinstance(trained.share, RankShare)
+            buffers[key] = full_gradient(trained.adapter, buffers[key])
+            trained.share.reduce(buffers[key])
+        gradients, problem = {}, None
+        try:
+            with memory_errors(self._base.device):
+                gradients = {key: trained.select(buffers.pop(key)) for key, trained in models.items()}
+        except MemoryError as error:
+            problem = str(error)
+        problems = [text for text in self._ranks.gather(problem) if text is not None]
+        if problems:
+            self._running = None  # smaller micro-batches would not help
+            raise MemoryError(problems[0])
+        return gradients
 
     def _try_batch(
         self,
@@ -359,11 +377,6 @@ def _models_with_gradients(checked: Sequence[CheckedPass | UserError]) -> Mappin
         and entry.trained is not None
         and any(example.has_weight for example in entry.examples)
     }
-
-
-def _reduce_gradient(trained: TrainedModel, gradient_P: Tensor) -> Tensor:
-    assert isinstance(trained.share, RankShare)
-    return trained.share.reduce(full_gradient(trained.adapter, gradient_P))
 
 
 def _step_adapters(checked: Sequence[CheckedPass | UserError]) -> list[Adapter]:
