@@ -40,13 +40,15 @@ NEVER_200 = {
     "POST /api/v1/trajectories/rewards",
     "DELETE /api/v1/trajectories",
     "GET /api/v1/operator/samplers/{sampler}",
+    *(f"GET /api/v1/batch/jobs/{{job_id}}/{path}" for path in ("preview", "download")),
     "GET /api/v1/checkpoint_jobs/{checkpoint_job_id}/links",
     "GET /api/v1/merged/{checkpoint_job_id}/archive",
     "GET /api/v1/merged/{checkpoint_job_id}/files/{file}",
     *(f"POST /api/v1/operator/samplers/{{sampler}}/{action}" for action in ("drain", "sleep", "wake")),
 }
 """Routes that refuse valid requests: embeddings are not supported, the batch has failed, the one of messages has not
-ended, and there is no signed upload, captured session, dedicated sampler or merged model.
+ended, the bulk job has no output yet, and there is no signed upload, captured session, dedicated sampler or merged
+model.
 """
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 ASKED = {"model": MODEL, "input": "hi", "max_output_tokens": 4}

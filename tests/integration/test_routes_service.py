@@ -23,6 +23,7 @@ from tinker.types import (
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.api.app import API, create_probe_app
 from tinsmith.api.request import ANTHROPIC, HUB, OPENAI_PATHS, PREFIX
+from tinsmith.api.routes.checkpoint_jobs import DOWNLOAD as MERGED
 from tinsmith.api.routes.downloads import DOWNLOAD
 from tinsmith.api.services import Services
 
@@ -33,6 +34,8 @@ SIGNED = {  # the link is the key
     PREFIX + "/sessions/{session_id}/trace",
     PREFIX + DOWNLOAD + "/files/{file}",
     PREFIX + DOWNLOAD + "/archive",
+    PREFIX + MERGED + "/files/{file:path}",
+    PREFIX + MERGED + "/archive",
 }
 
 

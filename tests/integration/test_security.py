@@ -313,7 +313,7 @@ EXCEPTIONS = {
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
 # The demo connects to its own server; the clients and commands of bulk jobs, checkpoints, trajectories and `tinsmith
 # bench` to the server that their user names; the operator's command to the hub, before it serves and for base models
-# that it allows; warnings go to the operator's address.
+# that it allows; uploads to the same hub; warnings go to the operator's address.
 MAY_ASK = {
     "base_models/__init__.py",
     "batch/client/http.py",
@@ -326,6 +326,7 @@ MAY_ASK = {
     "exchange/run_cards.py",
     "exchange/trajectories.py",
     "exchange/transfer.py",
+    "exchange/uploading.py",
     "samplers/remote/connection.py",
     "server/warning_posts.py",
 }

@@ -30,6 +30,7 @@ GUARDED = {
     "backends/with_remote_sampler.py": "/dev/shm, else the disk",
     "backends/torch/matmul.py": "/proc/cpuinfo, else oneDNN",
     "backends/distributed/rendezvous.py": "options of TCP, each if it is there",
+    "exchange/checkpoint_job.py": "/proc/self/oom_score_adj, else the process is ended like any other",
     "batch/worker/logs.py": "fallocate and /proc/self/fd, else a log has no limit",
     "batch/pools/ray_actor.py": "/proc/PID, else nothing is swept",
 }

@@ -57,6 +57,8 @@ THREADS_OF_THEIR_OWNERS = {
     "backends/distributed/rendezvous.py": "accepts ranks; of one handshake, which is logged",
     "cluster/engine_process.py": "waits for a process",
     "cluster/ray/shell.py": "ends a process",
+    "server/checkpoint_jobs.py": "reads what a job's process reports, and ends with it",
+    "exchange/checkpoint_job.py": "ends a job's process with its server",
     "samplers/remote/client.py": "the client's event loop",
     "samplers/remote/process_guard.py": "ends the sampler's process with its engine",
     "batch/worker/worker.py": "watches a child; of one operation, whose error is its message",

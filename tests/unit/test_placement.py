@@ -1,115 +1,97 @@
-"""Which rank holds and steps which element of an adapter: each of the whole adapter once, whatever the degrees are."""
+"""Where an engine on demand fits, and which engines end for it: decisions on values."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import random
+from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tinsmith.backends.distributed.placement import Cut, list_regions
-from tinsmith.backends.torch.adapters import ExpertStack, Layout, Target, initialise_weights, select_held
-from tinsmith.plan.degrees import Degrees
+from tinsmith.cluster.placement import EngineLayout, Full, MakeRoom, PlacedEngine, Start, Survey, decide
 
-EXPERTS = 8
-TARGETS = [
-    Target("0.q", "attn", 24, 40),
-    Target("0.w1", "mlp", 24, 12, ExpertStack(EXPERTS, "A", interleaved=False)),
-    Target("0.w3", "mlp", 24, 12, ExpertStack(EXPERTS, "A", interleaved=False)),
-    Target("0.w2", "mlp", 12, 24, ExpertStack(EXPERTS, "B", interleaved=False)),
-    Target("1.q", "attn", 24, 40),
-    Target("1.w1", "mlp", 24, 20, ExpertStack(EXPERTS, "A", interleaved=False)),
-    Target("1.w2", "mlp", 20, 24, ExpertStack(EXPERTS, "B", interleaved=False)),
-    Target("head", "unembed", 24, 101),
-]
-
-DEGREES = [
-    Degrees(3),
-    Degrees(4, experts=2),
-    Degrees(4, experts=4),
-    Degrees(2, 2, experts=4),
-    Degrees(2, context=2, experts=2),
-    Degrees(2, experts=2, pipeline=2),
-    Degrees(4, experts=2, pipeline=2),
-    Degrees(1, 2, experts=2, pipeline=2),
-]
+GIBIBYTE = 2**30
 
 
-def layout_of(degrees: Degrees, rank: int, lora_rank: int) -> Layout:
-    """Layer `n` is on stage `n` of two."""
-    if degrees.experts == 1:
-        return Layout.of(lora_rank, TARGETS)
-    group = next(ranks for ranks in degrees.expert_groups() if rank in ranks)
-    size, stage = EXPERTS // degrees.experts, rank % degrees.group_size // degrees.tensor
-    index = group.index(rank)
-    held = range(index * size, (index + 1) * size)
-    return Layout.of(
-        lora_rank,
-        [t.hold(held if degrees.pipeline == 1 or t.name.startswith(str(stage)) else range(0)) for t in TARGETS],
+def survey(*slots: float, layouts: tuple[tuple[int, float], ...] = ((1, 4.0),), is_budget: bool = True) -> Survey:
+    """A survey in GiB: the slots, and (slots, bytes of each) of each layout."""
+    options = [EngineLayout(num_slots, int(size * GIBIBYTE)) for num_slots, size in layouts]
+    return Survey(options, [int(size * GIBIBYTE) for size in slots], is_budget, has_gpus=len(slots) > 1)
+
+
+def engine(
+    name: str, size: float, *slots: int, idle_s: float = 9.0, use: str = "", is_ready: bool = True
+) -> PlacedEngine:
+    return PlacedEngine(name, slots or (0,), int(size * GIBIBYTE), is_ready, idle_s, use)
+
+
+def test_it_starts_where_most_is_free() -> None:
+    decision = decide("new", survey(16, 16, 16), [engine("a", 12, 0), engine("b", 4, 2)])
+    assert isinstance(decision, Start) and decision.slots == (1,) and decision.has_gpus
+
+
+def test_it_takes_several_devices_only_if_one_is_too_small() -> None:
+    layouts = ((1, 20.0), (2, 12.0), (4, 7.0))
+    two = decide("new", survey(16, 16, 16, 16, layouts=layouts), [engine("a", 10, 1)])
+    assert isinstance(two, Start) and (two.layout.num_slots, two.slots) == (2, (0, 2))
+    four = decide("new", survey(8, 8, 8, 8, layouts=layouts), [])
+    assert isinstance(four, Start) and four.slots == (0, 1, 2, 3)
+    assert isinstance(decide("new", survey(6, 6, 6, 6, layouts=layouts), []), Full)
+
+
+def test_memory_that_was_measured_lacks_that_of_engines_that_still_load() -> None:
+    loading = engine("a", 3, is_ready=False, use="it is loading")
+    measured = survey(6, is_budget=False)
+    assert isinstance(decide("new", measured, [replace(loading, is_ready=True)]), Start)
+    assert isinstance(decide("new", measured, [loading]), Full)
+
+
+def test_those_end_that_are_idle_longest_and_no_more_than_needed() -> None:
+    engines = [engine("small", 1, idle_s=99), engine("old", 4, idle_s=50), engine("new", 4, idle_s=5)]
+    assert decide("next", survey(9), engines) == MakeRoom(["old"])
+    assert decide("next", survey(9, layouts=((1, 5.0),)), engines) == MakeRoom(["small", "old"])
+
+
+def test_an_engine_in_use_never_ends_and_the_reason_names_it() -> None:
+    engines = [engine("busy", 6, use="it has requests"), engine("idle", 1)]
+    decision = decide("next", survey(8), engines)
+    assert decision == Full(
+        "base model 'next' cannot be loaded now: it needs 4.0 GiB of memory, and 1.0 GiB is free; on demand 'busy' "
+        "with 6.0 GiB (it has requests), 'idle' with 1.0 GiB (idle); it can be loaded when 'busy' is idle"
+    )
+    alone = decide("next", survey(2, 2), [])
+    assert isinstance(alone, Full) and alone.reason.endswith("no engine on demand runs that could make room")
+    never = decide("next", survey(3), [engine("idle", 1)])
+    assert isinstance(never, Full) and never.reason.endswith("and it would not fit without them")
+
+
+def test_without_a_limit_everything_starts() -> None:
+    assert decide("next", Survey([EngineLayout(1, 99 * GIBIBYTE)], []), [engine("a", 99)]) == Start(
+        EngineLayout(1, 99 * GIBIBYTE), ()
     )
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@given(lora_rank=st.integers(1, 9), cut=st.sampled_from(list(Cut)))
-def test_each_element_is_stepped_once_by_a_rank_that_holds_it(degrees: Degrees, lora_rank: int, cut: Cut) -> None:
-    whole = Layout.of(lora_rank, TARGETS)
-    numbers_P = torch.arange(1, whole.numel + 1, dtype=torch.float64)
-    for gap in whole.gaps:
-        numbers_P[gap] = 0
-    stepped: list[torch.Tensor] = []
-    contents: dict[tuple[int, ...], torch.Tensor] = {}
-    for rank in range(degrees.devices):
-        layout = layout_of(degrees, rank, lora_rank)
-        held_P = select_held(layout, numbers_P)
-        regions = list_regions(layout, degrees, rank)
-        assert [regions[0].start, *(region.stop for region in regions)][-1] == layout.numel
-        assert all(first.stop == second.start for first, second in pairwise(regions))
-        for region in regions:
-            region_P = held_P[region.start : region.stop]
-            assert rank in region.holders and contents.setdefault(region.holders, region_P).equal(region_P)
-            stepped.append(held_P[dict(region.cut(layout, cut))[rank]])
-    everything = torch.cat(stepped)
-    assert everything[everything > 0].sort().values.equal(numbers_P[numbers_P > 0])
-
-
-@given(num_holders=st.integers(1, 9), lora_rank=st.integers(1, 9))
-def test_matrices_are_dealt_whole_and_evenly(num_holders: int, lora_rank: int) -> None:
-    layout, degrees = Layout.of(lora_rank, TARGETS), Degrees(num_holders)
-    (region,) = list_regions(layout, degrees, 0)
-    starts = [
-        stack.start + index * stack.strides[0]
-        for stack in layout.stacks_in(0, layout.numel)
-        for index in range(stack.shape[0])
-    ]
-    assert len(starts) == len(set(starts)) == 2 * 3 + 5 * EXPERTS + 5
-    sizes = [stop - start for start, stop in pairwise([*starts, layout.numel])]
-    for _, span in region.cut(layout, Cut.MATRICES):
-        assert span.start == layout.numel or span.start in starts
-        assert span.stop == layout.numel or span.stop in starts
-        assert span.stop - span.start < layout.numel / num_holders + max(sizes) + 1
-
-
-@given(start=st.integers(0, 900), size=st.integers(0, 900))
-def test_stacks_of_adjacent_ranges_are_all_matrices(start: int, size: int) -> None:
-    layout = Layout.of(2, TARGETS)
-    bounds = [0, start, min(start + size, layout.numel), layout.numel]
-    parts = [stack for first, stop in pairwise(bounds) for stack in layout.stacks_in(first, stop)]
-    whole = list(layout.stacks_in(0, layout.numel))
-    assert sum(stack.shape[0] for stack in parts) == sum(stack.shape[0] for stack in whole)
-    assert sum(stack.shape[0] * stack.strides[0] for stack in parts) == layout.numel - sum(
-        gap.stop - gap.start for gap in layout.gaps
-    )
-
-
-@pytest.mark.parametrize("held", [range(0), range(2, 4), range(EXPERTS)])
-def test_weights_of_some_experts_start_as_they_do_among_all(held: range) -> None:
-    whole = Layout.of(4, TARGETS)
-    part = Layout.of(4, [target.hold(held) for target in TARGETS])
-    expected = select_held(part, initialise_weights(whole, 7, torch.device("cpu")))
-    assert initialise_weights(part, 7, torch.device("cpu")).equal(expected)
-    views = part.views(expected)
-    a_2rI = whole.views(initialise_weights(whole, 7, torch.device("cpu")))["0.w2"][0][held.start : held.stop]
-    assert views["0.w2"][0].equal(a_2rI) and views["0.w1"][1].shape == (len(held), 12, 4)
-    assert part.num_common == whole.num_common and part.whole == whole
+@pytest.mark.parametrize("seed", range(20))
+def test_the_budget_is_kept_and_what_ends_is_enough_and_minimal(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(50):
+        slots = [draw.randint(4, 16)] * draw.randint(1, 4)
+        engines = [
+            engine(str(index), draw.randint(1, 4), draw.randrange(len(slots)), idle_s=draw.random(),
+                   use=draw.choice(("", "in use")))
+            for index in range(draw.randint(0, 4))
+        ]  # fmt: skip
+        new = survey(*slots, layouts=((1, draw.randint(1, 12)), (2, draw.randint(1, 8))))
+        decision = decide("new", new, engines)
+        if isinstance(decision, Start):
+            for slot in decision.slots:
+                taken = sum(other.num_bytes for other in engines if slot in other.slots)
+                assert taken + decision.layout.num_bytes <= new.slots[slot]
+        elif isinstance(decision, MakeRoom):
+            rest = [other for other in engines if other.base_model not in decision.base_models]
+            assert isinstance(decide("new", new, rest), Start)
+            assert all(not other.use for other in engines if other.base_model in decision.base_models)
+            for name in decision.base_models:
+                spared = [other for other in engines if other in rest or other.base_model == name]
+                assert not isinstance(decide("new", new, spared), Start), "no engine ends for nothing"
+        else:
+            assert not isinstance(decide("new", new, [other for other in engines if other.use]), Start)
