@@ -339,7 +339,6 @@ def test_a_session_leads_to_its_runs(alice: Site, browser: Browser) -> None:
     browser.until(lambda: browser.text("h1").startswith("Run "), "the run")
 
 
-@pytest.mark.smoke
 def test_the_overview_counts(alice: Site, browser: Browser) -> None:
     browser.open("overview", "Overview")
     browser.until(lambda: "2" in browser.text(".cards .card .value"), "the runs")

@@ -132,6 +132,7 @@ def test_ten_steps_of_every_loss_are_those_of_one_process(single: TorchBackend, 
     train_both(single, sharded, 10)
 
 
+@pytest.mark.extended
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_numbers_of_a_broken_adapter_stay_its_own(single: TorchBackend, sharded: ShardedBackend, broken: int) -> None:

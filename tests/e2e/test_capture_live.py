@@ -34,8 +34,8 @@ def captured_trajectories(server: LiveServer) -> Iterator[Trajectories]:
         yield trajectories
 
 
+@pytest.mark.extended
 @pytest.mark.matrix(1)
-@pytest.mark.smoke
 @pytest.mark.parametrize("stream", [False, True])
 def test_turns_of_a_chat_are_one_datum_with_the_logprobs_of_training(
     server: LiveServer, captured_trajectories: Trajectories, stream: bool

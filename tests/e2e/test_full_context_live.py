@@ -46,6 +46,7 @@ def expected_logprobs(service: tinker.ServiceClient) -> np.ndarray:
     return np.array(client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
 
 
+@pytest.mark.extended
 def test_compute_logprobs(sampler: tinker.SamplingClient, expected_logprobs: np.ndarray) -> None:
     prompt = types.ModelInput.from_ints(PROMPT.tolist())
     scores = sampler.compute_logprobs(prompt).result()

@@ -95,6 +95,7 @@ def ask(clients: LiveClients, model: str = NANO, **fields: Any) -> Any:  # noqa:
     )
 
 
+@pytest.mark.extended
 def test_an_adapter_answers_as_it_does_through_the_sdk(clients: LiveClients) -> None:
     tokenizer = TOKENIZER
     prompt = types.ModelInput.from_ints(tokenizer.encode(PROMPT))

@@ -57,6 +57,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.extended
 def test_rows_are_answered_by_the_service(client: Client, server: LiveServer, tmp_path: Path) -> None:
     rows = [{"id": index, "q": f"number {index}"} for index in range(7)]
     sample = batch.Sample(model=FAKE, prompt="q", max_tokens=5, tokens=True, logprobs=True)

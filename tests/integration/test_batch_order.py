@@ -53,6 +53,7 @@ def committed_texts(client: Client, job: Job, size: int = 1000) -> list[str]:
     return [text for text in texts if text != BAD]
 
 
+@pytest.mark.extended
 def test_rows_come_once_in_the_order_of_commits(client: Client, flaky: Client, tmp_path: Path) -> None:
     def echo(rows: Rows, gate: str) -> Rows:
         import os

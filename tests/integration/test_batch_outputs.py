@@ -68,6 +68,7 @@ def test_equal_keys_fail_the_publication_and_are_numbered_without_computing_agai
     assert (tmp_path / "log").read_text() == "x" * 8
 
 
+@pytest.mark.extended
 def test_a_script_that_reads_other_columns_is_not_told_that_it_is_done(client: Client, tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"a": [1, 2], "b": [3, 4]}), tmp_path / "in.parquet")
 

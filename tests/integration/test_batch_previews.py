@@ -52,6 +52,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ending", list(WRITERS))
 def test_the_first_rows_of_an_output_are_shown(client: Client, tmp_path: Path, ending: str) -> None:
     job = run_job(client, WRITERS[ending](f"{tmp_path}/out.{ending}"), batch_size=10)

@@ -297,6 +297,7 @@ def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_p
         list(job.stream())
 
 
+@pytest.mark.extended
 def test_the_rows_of_a_job_that_was_resumed_are_said_to_be_gone_once_its_successor_has_succeeded(
     client: Client, tmp_path: Path
 ) -> None:
@@ -399,6 +400,7 @@ def record_batches(log: str, blocker: str) -> None:
         batch.save_results([{"n": row["n"], "half": row["n"] / 2} for row in rows])
 
 
+@pytest.mark.extended
 def test_a_publication_that_failed_is_made_in_another_format_and_nothing_is_computed_again(
     client: Client, tmp_path: Path
 ) -> None:
@@ -418,6 +420,7 @@ def test_a_publication_that_failed_is_made_in_another_format_and_nothing_is_comp
     until(lambda: not temporary_directories(tmp_path))
 
 
+@pytest.mark.extended
 def test_a_job_that_is_resumed_into_another_format_does_the_rest_in_it(client: Client, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     write_rows(source, TEXTS)

@@ -158,6 +158,7 @@ def test_an_installed_skypilot_is_not_replaced(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
 
 
+@pytest.mark.extended
 def test_a_job_is_gone_on_with_by_its_output(server: LiveServer, tmp_path: Path) -> None:
     client = Client(server.url, API_KEY)
     options: dict[str, Any] = {

@@ -521,6 +521,7 @@ def test_what_a_failed_job_has_for_a_table_is_exported_as_lines(server: LiveServ
     assert list(job.partial()) == partial_rows
 
 
+@pytest.mark.extended
 def test_a_resumed_job_reads_the_rows_of_its_beginning(server: LiveServer, url: str, tmp_path: Path) -> None:
     rows = make(url, 12)
     client = Client(server.url, API_KEY)

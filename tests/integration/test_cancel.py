@@ -216,6 +216,7 @@ def error_of(server: LiveServer, request_id: str) -> str:
         client.http.close()
 
 
+@pytest.mark.extended
 @pytest.mark.covers("POST /cancel_future")
 def test_the_sdk_gives_up_a_long_sample_and_the_engine_stops_drawing_it(
     nano_server: LiveServer, nano_service: tinker.ServiceClient

@@ -33,6 +33,7 @@ def datum(tokens: list[int]) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
+@pytest.mark.extended
 def test_the_sdk_trains_with_a_plugin_by_its_name(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "example-losses", {"dapo": "DAPO", "orpo": "ORPO"})
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")

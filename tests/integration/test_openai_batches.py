@@ -155,6 +155,7 @@ def test_a_file_for_another_endpoint_fails_its_batch_with_the_numbers_of_its_lin
     assert all(problem.message for problem in failed.errors.data)
 
 
+@pytest.mark.extended
 def test_a_cancelled_batch_keeps_its_results_and_names_the_rest(client: openai.OpenAI) -> None:
     batch = submit(client, [chat(str(index)) for index in range(3000)])
     running = wait_for_some(client, batch.id)

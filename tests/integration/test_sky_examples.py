@@ -60,6 +60,7 @@ def put_rows(bucket: Bucket, key: str, rows: list[dict[str, str]]) -> None:
     bucket.put(key, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
+@pytest.mark.extended
 def test_the_simple_example(server: LiveServer, bucket: Bucket, tmp_path: Path) -> None:
     put_rows(bucket, "test.jsonl", [{"text": f"t{index}"} for index in range(5)])
     example = run(server, bucket, "simple/double_text.py", tmp_path)

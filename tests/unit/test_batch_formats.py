@@ -554,6 +554,7 @@ MORE_WRITERS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "writer",

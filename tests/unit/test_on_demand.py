@@ -126,12 +126,20 @@ def test_the_plan_has_a_layout_for_each_useful_number_of_gpus(tmp_path: Path) ->
         list_layouts(settings, shape, [80 * GIBIBYTE] * 4, {"tensor_parallel": 3}, has_gpus=True)
 
 
+@pytest.fixture(scope="module")
+def large_shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    """A model for which several devices of 4 GiB are worth their exchanges."""
+    directory = tmp_path_factory.mktemp("large")
+    return tiny_models.make(directory, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
+
+
 @pytest.mark.parametrize(
     "options", [{"deterministic": True}, {"memory_budget": "6GiB"}, {"sampler": "vllm"}, {"device": "cuda:1"}]
 )
-def test_one_rule_says_what_needs_one_device(tmp_path: Path, options: dict[str, object]) -> None:
-    shape = tiny_models.make(tmp_path, "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=8)
-    totals = [4 * GIBIBYTE] * 4
+def test_one_rule_says_what_needs_one_device(
+    tmp_path: Path, large_shape: ModelShape, options: dict[str, object]
+) -> None:
+    shape, totals = large_shape, [4 * GIBIBYTE] * 4
     free = Settings(data_dir=tmp_path)
     assert (
         find_reason_for_one_device(free, shape) == "" and len(list_layouts(free, shape, totals, {}, has_gpus=True)) > 1
