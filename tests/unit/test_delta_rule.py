@@ -141,6 +141,19 @@ def test_rows_with_the_same_key_stay_exact(gate: float, strength: float, has_cha
     assert float((actual.double() - expected).norm()) <= 1e-4 * float(expected.norm())
 
 
+def test_the_state_alone_has_a_gradient() -> None:
+    inputs = Sizes(1, CHUNK + 2, 1, 2).draw(6)
+    leaves, reference_leaves = inputs.leaves(), inputs.leaves()
+    state = run_gated_delta(*leaves, output_final_state=True)[1]
+    expected = run_row_by_row(reference_leaves, normalises=False)[1]
+    assert state is not None
+    actual_grads = torch.autograd.grad(state.square().sum(), leaves)
+    for actual, reference in zip(
+        actual_grads, torch.autograd.grad(expected.square().sum(), reference_leaves, allow_unused=True), strict=True
+    ):
+        torch.testing.assert_close(actual, torch.zeros_like(actual) if reference is None else reference)
+
+
 def test_inputs_stay_as_they_are_and_bfloat16_is_summed_in_float32() -> None:
     inputs = Inputs(*(x.bfloat16() for x in Sizes(2, CHUNK, 2, 2).draw(3)))
     copies = [x.clone() for x in inputs]

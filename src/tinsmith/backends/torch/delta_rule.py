@@ -109,6 +109,7 @@ class _ChunkedDelta(torch.autograd.Function):
     def forward(ctx, state: Tensor, normalises: bool, *rows: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(state, *rows)
         ctx.normalises = normalises
+        ctx.set_materialize_grads(False)
         out, last_state = rows[0].new_empty(rows[2].shape), torch.empty_like(state)
         for part in _list_parts(rows[2]):
             chunks = _Chunks([part.rows(x) for x in rows], normalises)
@@ -119,13 +120,17 @@ class _ChunkedDelta(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, out_grad: Tensor | None, last_grad: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         state, *rows = ctx.saved_tensors
+        out_grad = torch.zeros_like(rows[2]) if out_grad is None else out_grad
+        last_grad = torch.zeros_like(state) if last_grad is None else last_grad
         row_grads, state_grad = [torch.empty_like(x) for x in rows], torch.empty_like(state)
         for part in _list_parts(rows[2]):
             chunks = _Chunks([part.rows(x) for x in rows], ctx.normalises)
-            out_grad = _split(part.rows(grads[0]), state.dtype)
-            part_grads, first_grad = chunks.backward(out_grad, part.states(grads[1]), part.states(state))
+            chunked_grad = _split(part.rows(out_grad), state.dtype)
+            part_grads, first_grad = chunks.backward(chunked_grad, part.states(last_grad), part.states(state))
             for row_grad, part_grad in zip(row_grads, part_grads, strict=True):
                 part.rows(row_grad).copy_(_join(part_grad, row_grad.shape[1]))
             part.states(state_grad).copy_(first_grad)
