@@ -79,9 +79,10 @@ def test_an_adapter_of_pefts_own_on_the_whole_linear_is_that_of_parts_which_shar
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config)
+        generator = torch.Generator().manual_seed(3)
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
-                torch.nn.init.normal_(parameter, 0, 0.1)
+                torch.nn.init.normal_(parameter, 0, 0.1, generator=generator)
         adapted.save_pretrained(str(tmp_path / "own"))
     backend.load_version("v", tmp_path / "own")
     check_sampling(backend, "v", reference(tmp_path / "base", tmp_path / "own"))
