@@ -35,7 +35,7 @@ from tinsmith.backends.full import FullBackend
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.torch import (
     TorchBackend,
-    attention_parts,
+    attention,
     expert_kernels,
     layer_kernels,
     lora,
@@ -345,7 +345,7 @@ def fake_cuda(*, pages: bool = True, grouped: bool = True) -> Iterator[FakeDevic
             (state_pool, "step_kernels", steps),
             (trainer, "compute_metrics", {}),  # computed on the host, from values
             (tree_attention, "check_parts", True),  # compares values, once for each process
-            (attention_parts, "check_sinks", True),  # likewise
+            (attention, "check_sinks", True),  # likewise
         ):
             stack.enter_context(mock.patch.object(holder, name, lambda *_, value=value, **__: value))
         for kind, name in ((CustomRun, "weights"), (CustomRun, "finish"), (vision._QwenTower, "read")):

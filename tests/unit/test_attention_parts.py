@@ -10,8 +10,8 @@ from torch import Tensor
 
 from support.properties import examples
 from tinsmith.backends.torch import attention_parts
-from tinsmith.backends.torch.attention import PackedCausal, Window
-from tinsmith.backends.torch.attention_parts import HostKernel, attend_with_sinks, check_sinks
+from tinsmith.backends.torch.attention import PackedCausal, Window, check_sinks
+from tinsmith.backends.torch.attention_parts import HostKernel, attend_with_sinks
 
 torch.set_num_threads(1)
 

@@ -410,9 +410,9 @@ def test_adapters_of_experts_are_counted_where_the_experts_are() -> None:
     assert memory.adapter_regions(model, 32) == ((total, 1),) and model.hidden == hidden
     spread, staged = Degrees(32, experts=8), Degrees(8, experts=8, pipeline=4)
     assert adapter_regions(model, 32, spread) == ((total - routed, 32), (routed // 8, 4))
-    common, (num_held, holders) = adapter_regions(model, 32, staged)
+    common, (num_local, holders) = adapter_regions(model, 32, staged)
     assert common == (total - routed, 32) and holders == 1
-    assert memory.stages_of(model, 4) == (17, 15, 15, 14) and num_held == routed * 15 // 58 // 8
+    assert memory.stages_of(model, 4) == (17, 15, 15, 14) and num_local == routed * 15 // 58 // 8
     copied = 4 + 4 + 2  # weight, the step's gradient, bfloat16
     expected = copied * (total - routed + routed // 8) + 12 * (-(-(total - routed) // 32) + routed // 32)
     assert estimate_needs(model, workload, spread).adapters == expected

@@ -76,8 +76,8 @@ def list_layouts(
             raise SettingsError(f"base model {shape.name!r} cannot be divided as asked: {problem}")
         workload = _least_workload(model, settings, degrees.devices, min(totals), has_gpus=has_gpus)
         return [_layout(evaluate(model, workload, degrees), has_gpus=has_gpus)]
-    most = 1 if find_reason_for_one_device(settings, shape) else len(totals)
-    counts = range(1, most + 1)
+    max_devices = 1 if find_reason_for_one_device(settings, shape) else len(totals)
+    counts = range(1, max_devices + 1)
     plans = (choose(model, _least_workload(model, settings, count, min(totals), has_gpus=has_gpus)) for count in counts)
     return list(_drop_useless([_layout(plan, has_gpus=has_gpus) for plan in plans]))
 

@@ -48,10 +48,10 @@ def upload(
             )
         operations = [CommitOperationAdd("README.md", card.encode())]
         sent_bytes = 0
-        for number, (name, path) in enumerate(files.items()):
+        for index, (name, path) in enumerate(files.items()):
 
-            def count_file(position: int, number: int = number, before: int = sent_bytes) -> None:
-                on_sent(number, before + position)
+            def count_file(position: int, index: int = index, before: int = sent_bytes) -> None:
+                on_sent(index, before + position)
 
             with _CountedFile(path, lambda _position: None) as opened:
                 operation = CommitOperationAdd(name, opened)
@@ -62,7 +62,7 @@ def upload(
                     operation.path_or_fileobj = path.read_bytes()
             operations.append(operation)
             sent_bytes += path.stat().st_size
-            on_sent(number + 1, sent_bytes)
+            on_sent(index + 1, sent_bytes)
         api.create_commit(repository, operations, commit_message=title)
     except HfHubHTTPError as error:
         raise UserError(_explain(error, repository)) from error

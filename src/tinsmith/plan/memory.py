@@ -292,8 +292,8 @@ def adapter_regions(
         bounds = [0, *accumulate(stages_of(model, stages))]
         sizes = [sum(model.expert_sizes[start:stop]) for start, stop in pairwise(bounds)]
         share = max(sizes) / sum(sizes)
-    held = AdapterRegion(math.ceil(routed * share / experts), devices // (stages * experts))
-    return AdapterRegion(total - routed, devices), held
+    local = AdapterRegion(math.ceil(routed * share / experts), devices // (stages * experts))
+    return AdapterRegion(total - routed, devices), local
 
 
 def training_bytes(regions: Iterable[AdapterRegion], *, dtype: str) -> int:

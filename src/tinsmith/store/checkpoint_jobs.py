@@ -160,7 +160,7 @@ class CheckpointJobs:
         """Queue a job on this server. Raises TooManyRequestsError."""
         job_id, created_at = uuid.uuid4().hex, now()
         columns = {name: getattr(new, name) for name in NewCheckpointJob.__dataclass_fields__}
-        row = columns | _queued(created_at) | {"job_id": job_id, "holder": self.holder, "attempt": 1}
+        row = columns | _queue_columns(created_at) | {"job_id": job_id, "holder": self.holder, "attempt": 1}
         with self._holding_token(job_id, token), self._db.write() as connection:
             self._admit(connection, new.tenant_id)
             connection.execute(CHECKPOINT_JOBS.insert(), row)
@@ -227,8 +227,9 @@ class CheckpointJobs:
         """Cancel a job that waits or runs; one that has ended stays as it is."""
         is_job = _is(tenant_id, job_id)
         with self._db.write() as connection:
-            ended = {"state": CANCELLED, "ended_at": now()}
-            connection.execute(CHECKPOINT_JOBS.update().where(is_job, CHECKPOINT_JOBS.c.state == QUEUED).values(ended))
+            cancellation = {"state": CANCELLED, "ended_at": now()}
+            is_queued = is_job & (CHECKPOINT_JOBS.c.state == QUEUED)
+            connection.execute(CHECKPOINT_JOBS.update().where(is_queued).values(cancellation))
             is_running = is_job & (CHECKPOINT_JOBS.c.state == RUNNING)
             connection.execute(CHECKPOINT_JOBS.update().where(is_running).values(state=CANCELLING))
         job = self.get(tenant_id, job_id)
@@ -244,12 +245,16 @@ class CheckpointJobs:
             raise UserError(
                 f"the job is {job.state}; only one that failed, was cancelled or was interrupted starts again"
             )
-        values = _queued(now()) | {"holder": self.holder, "attempt": job.attempt + 1, "has_token": token is not None}
+        values = _queue_columns(now()) | {
+            "holder": self.holder,
+            "attempt": job.attempt + 1,
+            "has_token": token is not None,
+        }
         del values["created_at"]
-        same = _is(tenant_id, job_id) & (CHECKPOINT_JOBS.c.attempt == job.attempt)
+        is_attempt = _is(tenant_id, job_id) & (CHECKPOINT_JOBS.c.attempt == job.attempt)
         with self._holding_token(job_id, token), self._db.write() as connection:
             self._admit(connection, tenant_id)
-            if not connection.execute(CHECKPOINT_JOBS.update().where(same).values(**values)).rowcount:
+            if not connection.execute(CHECKPOINT_JOBS.update().where(is_attempt).values(**values)).rowcount:
                 raise UserError("the job was started again meanwhile")
         self._wake()
         return self.get(tenant_id, job_id)
@@ -259,9 +264,9 @@ class CheckpointJobs:
         job = self.get(tenant_id, job_id)
         if job.state in UNFINISHED:
             raise UserError(f"the job is {job.state}; cancel it before you delete it")
-        same = _is(tenant_id, job_id) & (CHECKPOINT_JOBS.c.attempt == job.attempt)
+        is_attempt = _is(tenant_id, job_id) & (CHECKPOINT_JOBS.c.attempt == job.attempt)
         with self._db.write() as connection:
-            connection.execute(CHECKPOINT_JOBS.delete().where(same))
+            connection.execute(CHECKPOINT_JOBS.delete().where(is_attempt))
             details = {"job_id": job_id, "tinker_path": job.tinker_path}
             connection.execute(entry(tenant_id, f"checkpoint_{job.kind}_deleted", details))
         return job
@@ -274,12 +279,12 @@ class CheckpointJobs:
         of_server = CHECKPOINT_JOBS.c.holder == self.holder
         update = CHECKPOINT_JOBS.update()
         with self._db.write() as connection:
-            for state, ended in (
+            for state, ending in (
                 (RUNNING, {"state": INTERRUPTED, "reason": RESTARTED}),
                 (CANCELLING, {"state": CANCELLED}),
             ):
                 connection.execute(
-                    update.where(of_server, CHECKPOINT_JOBS.c.state == state).values(**ended, ended_at=at)
+                    update.where(of_server, CHECKPOINT_JOBS.c.state == state).values(**ending, ended_at=at)
                 )
 
     def begin_next(self) -> CheckpointJob | None:
@@ -293,7 +298,7 @@ class CheckpointJobs:
             if row is None:
                 return None
             connection.execute(CHECKPOINT_JOBS.update().where(CHECKPOINT_JOBS.c.job_id == row.job_id).values(**started))
-        return _read(self._db.first(sa.select(CHECKPOINT_JOBS).where(CHECKPOINT_JOBS.c.job_id == row.job_id)))
+        return CheckpointJob(**{**row._mapping, **started})
 
     def report(self, job: CheckpointJob, progress: JobProgress) -> str | None:
         """Store the progress of a running job, or of one that is cancelled meanwhile; returns its state, None if this
@@ -329,8 +334,8 @@ class CheckpointJobs:
 
     def list_running_elsewhere(self) -> set[str]:
         """The ids of unfinished jobs of other servers."""
-        others = (CHECKPOINT_JOBS.c.holder != self.holder) & CHECKPOINT_JOBS.c.state.in_(UNFINISHED)
-        return set(self._db.scalars(sa.select(CHECKPOINT_JOBS.c.job_id).where(others)))
+        is_elsewhere = (CHECKPOINT_JOBS.c.holder != self.holder) & CHECKPOINT_JOBS.c.state.in_(UNFINISHED)
+        return set(self._db.scalars(sa.select(CHECKPOINT_JOBS.c.job_id).where(is_elsewhere)))
 
     def _is_attempt(self, job: CheckpointJob) -> sa.ColumnElement[bool]:
         return (
@@ -341,7 +346,7 @@ class CheckpointJobs:
         )
 
 
-def _queued(at: float) -> dict[str, Any]:
+def _queue_columns(at: float) -> dict[str, Any]:
     """The columns of a job that waits from now on."""
     times = {"created_at": at, "reported_at": at, "phase_began_at": at, "started_at": None, "ended_at": None}
     empty = {"reason": None, "directory": None, "files": None, "size_bytes": None, "url": None}

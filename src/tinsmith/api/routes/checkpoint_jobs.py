@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from tinsmith.api.access import Access
 from tinsmith.api.declaration import ThreadPool, operation
@@ -35,7 +35,7 @@ from tinsmith.api.openapi import (
 from tinsmith.api.queries import Limit, PageQuery
 from tinsmith.api.request import Call, JsonObject
 from tinsmith.api.routes.checkpoints import CHECKPOINT, ref_of
-from tinsmith.api.routes.downloads import drop_broken_range, pack_tar, tar_bytes
+from tinsmith.api.routes.downloads import StoredFile, file_response, pack_tar, tar_bytes
 from tinsmith.errors import GoneError, NotFoundError, RequestError, UserError
 from tinsmith.settings.environment import hub_token
 from tinsmith.store.checkpoint_jobs import (
@@ -274,16 +274,27 @@ def download_file(call: Call) -> Response:
     name = call.path["file"]
     if name not in sizes:
         raise NotFoundError(f"the merged model has no file {name[:200]!a}")
-    drop_broken_range(call.request)
     path = directory / name
-    return FileResponse(path, media_type=FILE_TYPE, filename=path.name, stat_result=path.stat())
+    stored = StoredFile(path, sizes[name], lambda: path.open("rb"))
+    return file_response(call.request, stored, FILE_TYPE, filename=path.name)
 
 
 def describe_job(job: CheckpointJob) -> JsonObject:
-    same = ("job_id", "tinker_path", "base_model", "kind", "form", "dtype", "state", "phase", "reason", "repository")
+    descriptions = (
+        "job_id",
+        "tinker_path",
+        "base_model",
+        "kind",
+        "form",
+        "dtype",
+        "state",
+        "phase",
+        "reason",
+        "repository",
+    )
     figures = ("done", "total", "done_bytes", "total_bytes", "bytes_per_s", "remaining_s", "size_bytes", "url")
     return {
-        **{name: getattr(job, name) for name in (*same, *figures, "private", "directory")},
+        **{name: getattr(job, name) for name in (*descriptions, *figures, "private", "directory")},
         "needs_token": job.has_token,
         "files": [{"name": name, "size_bytes": size} for name, size in sorted((job.files or {}).items())] or None,
         "created_at": iso(job.created_at),

@@ -51,7 +51,7 @@ def file_response(
     filename: str | None = None,
 ) -> Response:
     if file.path is not None:
-        drop_broken_range(request)
+        _drop_broken_range(request)
         return FileResponse(file.path, 200, headers, media_type, filename=filename, stat_result=file.path.stat())
     response_headers = {"accept-ranges": "bytes", **(headers or {})}
     if filename is not None:
@@ -88,7 +88,7 @@ def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int,
     return (int(first), end) if not last or int(first) <= int(last) else None
 
 
-def drop_broken_range(request: Request) -> None:
+def _drop_broken_range(request: Request) -> None:
     """Ignore a malformed Range (RFC 9110, section 14.2), which FileResponse would refuse."""
     range_header = request.headers.get("range")
     if range_header is None:
@@ -234,14 +234,14 @@ def pack_tar(open_files: Mapping[str, IO[bytes]], sizes: Mapping[str, int]) -> I
         yield member.tobuf(tarfile.GNU_FORMAT)
         with open_files[file]:
             yield from read_chunks(open_files[file])
-        yield bytes(pad_size(size) - size)
+        yield bytes(_pad_size(size) - size)
     yield bytes(2 * BLOCK_BYTES)
 
 
 def tar_bytes(sizes: Mapping[str, int]) -> int:
     """The length of `pack_tar`."""
-    return sum(pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES
+    return sum(_pad_size(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES
 
 
-def pad_size(size: int) -> int:
+def _pad_size(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES

@@ -146,17 +146,17 @@ class ShardedBase(BaseModel):
             return super().adaptable_targets()
         if self.exchange is None:
             return self._adaptable
-        held = self.held_experts
-        return [target.hold(held.get(target.name, range(0))) for target in self._adaptable]
+        local_experts = self.local_experts
+        return [target.hold(local_experts.get(target.name, range(0))) for target in self._adaptable]
 
     @property
-    def held_experts(self) -> dict[str, range]:
+    def local_experts(self) -> dict[str, range]:
         """This rank's experts by target; empty without expert parallelism."""
         targets = [target for module in self.experts for target in module.targets]
         return {
-            target.name: target.experts.held
+            target.name: target.experts.local
             for target in targets
-            if target.experts is not None and target.experts.held is not None
+            if target.experts is not None and target.experts.local is not None
         }
 
     def hidden(

@@ -1,7 +1,7 @@
 """Which ranks hold which part of an adapter, and which of them step it.
 
 A rank holds the matrices of all targets, but of those that differ between routed experts only the ones of experts that
-it has (`adapters.ExpertStack.held`). Its buffer has two regions: what all ranks hold, and what only the ranks with the
+it has (`adapters.ExpertStack.local`). Its buffer has two regions: what all ranks hold, and what only the ranks with the
 same experts hold. The holders of a region have equal weights, and addends of one gradient.
 
 Each holder steps a part of the region: the gradient is summed there, and only there it is stored, with the moments, as
@@ -111,11 +111,11 @@ class RankShare:
 
 
 class Placement:
-    """The parts of all ranks. `held_by_rank`: the experts that each rank has, by target."""
+    """The parts of all ranks. `experts_by_rank`: the experts that each rank has, by target."""
 
-    def __init__(self, ranks: Ranks, held_by_rank: Sequence[Mapping[str, range]]) -> None:
+    def __init__(self, ranks: Ranks, experts_by_rank: Sequence[Mapping[str, range]]) -> None:
         self._ranks = ranks
-        self._held_by_rank = held_by_rank
+        self._experts_by_rank = experts_by_rank
 
     def collect(self, layout: Layout, parts: Sequence[Tensor], cut: Cut, buffers: Sequence[Tensor]) -> None:
         """On rank 0, fill buffers of the whole layout, in host memory, with the parts [p] that all ranks have by this
@@ -125,15 +125,15 @@ class Placement:
         spans = RankShare(ranks, layout, cut).spans
         split_parts = [part_p.split([span.stop - span.start for span in spans]) for part_p in parts]
         if ranks.rank == 0:
-            for pieces, whole_P in zip(split_parts, buffers, strict=True):
-                self._assemble(layout, pieces, cut, whole_P)
+            for shards, whole_P in zip(split_parts, buffers, strict=True):
+                self._assemble(layout, shards, cut, whole_P)
             return
-        for piece in (piece for pieces in split_parts for piece in pieces if len(piece)):
-            ranks.send_to_first(piece.to(ranks.device))
+        for shard in (shard for shards in split_parts for shard in shards if len(shard)):
+            ranks.send_to_first(shard.to(ranks.device))
 
-    def _assemble(self, layout: Layout, pieces: Sequence[Tensor], cut: Cut, whole_P: Tensor) -> None:
-        """`pieces`: of rank 0, by region."""
-        local_pieces, assembled = iter(pieces), set[tuple[int, ...]]()
+    def _assemble(self, layout: Layout, shards: Sequence[Tensor], cut: Cut, whole_P: Tensor) -> None:
+        """`shards`: of rank 0, by region."""
+        local_shards, assembled = iter(shards), set[tuple[int, ...]]()
         for rank in range(self._ranks.degrees.devices):
             rank_layout = self._layout_of(rank, layout)
             for region in list_regions(rank_layout, self._ranks.degrees, rank):
@@ -142,11 +142,11 @@ class Placement:
                 assembled.add(region.holders)
                 region_P = whole_P if region.start == 0 else whole_P.new_empty(region.stop - region.start)
                 for holder, span in region.cut(rank_layout, cut):
-                    place = slice(span.start - region.start, span.stop - region.start)
+                    destination = slice(span.start - region.start, span.stop - region.start)
                     if holder == 0:
-                        region_P[place] = next(local_pieces).cpu()
+                        region_P[destination] = next(local_shards).cpu()
                     elif span.start < span.stop:
-                        region_P[place] = self._receive(span.stop - span.start, whole_P.dtype, holder)
+                        region_P[destination] = self._receive(span.stop - span.start, whole_P.dtype, holder)
                 if region.start:
                     _place_experts(rank_layout, region, region_P, whole_P)
 
@@ -158,8 +158,10 @@ class Placement:
         """The layout of a rank, from that of any."""
         if self._ranks.degrees.experts == 1:
             return layout
-        held = self._held_by_rank[rank]
-        return Layout.of(layout.rank, (target.hold(held.get(target.name, range(0))) for target in layout.targets))
+        local_experts = self._experts_by_rank[rank]
+        return Layout.of(
+            layout.rank, (target.hold(local_experts.get(target.name, range(0))) for target in layout.targets)
+        )
 
 
 def _place_experts(layout: Layout, region: Region, region_P: Tensor, whole_P: Tensor) -> None:

@@ -105,12 +105,14 @@ class RankBackend(TorchBackend):
                 "the same files"
             )
         if isinstance(self._base, ShardedBase):
-            held_by_rank = self.ranks.gather({name: [r.start, r.stop] for name, r in self._base.held_experts.items()})
+            experts_by_rank = self.ranks.gather(
+                {name: [r.start, r.stop] for name, r in self._base.local_experts.items()}
+            )
             self._placement = Placement(
                 self.ranks,
                 [
-                    {name: range(*bounds) for name, bounds in held.items()}
-                    for held in cast("list[dict[str, list[int]]]", held_by_rank)
+                    {name: range(*bounds) for name, bounds in local_experts.items()}
+                    for local_experts in cast("list[dict[str, list[int]]]", experts_by_rank)
                 ],
             )
             self._base.compare()

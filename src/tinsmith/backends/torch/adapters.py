@@ -43,18 +43,18 @@ _versions = count()
 class ExpertStack:
     """Marks a target as one projection of all experts of a mixture, and names the matrix, 'A' or 'B', that they share.
     `interleaved`: outputs of gate and up alternate in the model's own parameter. `swapped`: PEFT takes the inputs of
-    the parameters for outputs. `held`: the experts whose matrices this process holds; None for all `num_experts`.
+    the parameters for outputs. `local`: the experts whose matrices this process holds; None for all `num_experts`.
     """
 
     num_experts: int
     common: str
     interleaved: bool
     swapped: bool = False
-    held: range | None = None
+    local: range | None = None
 
     @property
-    def num_held(self) -> int:
-        return self.num_experts if self.held is None else len(self.held)
+    def num_local(self) -> int:
+        return self.num_experts if self.local is None else len(self.local)
 
 
 class LinearPart(NamedTuple):
@@ -108,7 +108,7 @@ class Target:
         a_shape, b_shape = (rank, self.in_features), (self.out_features, rank)
         if self.experts is None:
             return a_shape, b_shape
-        num_a, num_b = (self.experts.num_held if self.differs_by_expert(matrix) else 1 for matrix in (0, 1))
+        num_a, num_b = (self.experts.num_local if self.differs_by_expert(matrix) else 1 for matrix in (0, 1))
         return (num_a, *a_shape), (num_b, *b_shape)
 
     def differs_by_expert(self, matrix: int) -> bool:
@@ -117,12 +117,12 @@ class Target:
 
     def hold(self, experts: range | None) -> Target:
         """The target of a process that holds the matrices of these experts, None for all; itself without experts."""
-        return self if self.experts is None else replace(self, experts=replace(self.experts, held=experts))
+        return self if self.experts is None else replace(self, experts=replace(self.experts, local=experts))
 
-    def select(self, matrix: int, whole: Tensor) -> Tensor:
+    def select(self, matrix: int, matrices: Tensor) -> Tensor:
         """The part of A (0) or B (1) of all experts that this process holds, a view."""
-        held = None if self.experts is None else self.experts.held
-        return whole[held.start : held.stop] if held is not None and self.differs_by_expert(matrix) else whole
+        local = None if self.experts is None else self.experts.local
+        return matrices[local.start : local.stop] if local is not None and self.differs_by_expert(matrix) else matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,12 +448,12 @@ def initialise_weights(layout: Layout, seed: int, device: torch.device) -> Tenso
 
 def select_held(layout: Layout, whole_P: Tensor) -> Tensor:
     """[P]: what a process with this layout holds of a buffer of `layout.whole`; that buffer itself if it is all."""
-    if (whole := layout.whole) is layout:
+    if layout.whole is layout:
         return whole_P
-    flat_P, sources = whole_P.new_zeros(layout.numel), whole.views(whole_P)
-    for target, held in zip(layout.targets, layout.views(flat_P).values(), strict=True):
+    flat_P, sources = whole_P.new_zeros(layout.numel), layout.whole.views(whole_P)
+    for target, local_pair in zip(layout.targets, layout.views(flat_P).values(), strict=True):
         for matrix in (0, 1):
-            held[matrix].copy_(target.select(matrix, sources[target.name][matrix]))
+            local_pair[matrix].copy_(target.select(matrix, sources[target.name][matrix]))
     return flat_P
 
 

@@ -12,7 +12,7 @@ query heads of a key head with their L rows each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack, cast
@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from tinsmith.backends.torch.attention_parts import attend_with_sinks, has_sink_kernel, suits_flash
+from tinsmith.backends.torch.attention_parts import (
+    attend_with_sinks,
+    equals_reference,
+    suits_flash,
+    suits_parts,
+)
 from tinsmith.backends.torch.host import upload
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.devices import is_on_host, runs_kernels
@@ -400,9 +405,41 @@ def suits_cudnn(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 
 
 def _suits_sinks(q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, **options: Unpack[AttentionOptions]) -> bool:
-    if options.get("softcap") is not None or options.get("sinks_H") is None:
+    """Whether `attend_with_sinks` takes these rows. A GPU's kernel is checked once."""
+    if options.get("softcap") is not None or options.get("sinks_H") is None or not suits_parts(q_nHLD, v_nGLD):
         return False
-    return has_sink_kernel(*(x.transpose(1, 2) for x in (q_nHLD, k_nGLD, v_nGLD)))
+    heads = q_nHLD.shape[1], k_nGLD.shape[1], q_nHLD.shape[-1]
+    return is_on_host(q_nHLD) or check_sinks(q_nHLD.device, q_nHLD.dtype, heads)
+
+
+@cache
+def check_sinks(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> bool:
+    """Whether attention with sinks in a small block, and its gradients, are those in plain arithmetic. `heads`: query
+    heads, key heads, head dim.
+    """
+    num_heads, num_keys, dim = heads
+    generator, size = torch.Generator().manual_seed(0), 9
+    rows = [
+        torch.randn(2, count, size, dim, generator=generator).to(device, dtype)
+        for count in (num_heads, num_keys, num_keys, num_keys, num_keys, num_heads)
+    ]
+    grad_nHLD = rows.pop()
+    # So large that their lack would show.
+    options: AttentionOptions = {
+        "scale": dim**-0.5,
+        "sinks_H": torch.randn(num_heads, generator=generator).add_(2).to(device),
+    }
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return _attend_with_sinks(*inputs, **options)
+
+    def attend_plainly(q: Tensor, k: Tensor, v: Tensor, k_before: Tensor, v_before: Tensor) -> Tensor:
+        keys, values = torch.cat([k_before, k], 2), torch.cat([v_before, v], 2)
+        return reference_attention(q, keys, values, _block_mask(size, q), **options)
+
+    return equals_reference(
+        attend, attend_plainly, rows, grad_nHLD, consequence="attention with sinks stores its scores"
+    )
 
 
 def _attend_with_sinks(*inputs: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
@@ -487,19 +524,24 @@ def _attend_in_blocks(
         out_nHLD = out_bHSD.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
         return out_nHLD[:, :, : q_nHLD.shape[2]]
     first_nHSD = prefill(q_nHBSD[:, :, 0], k_nGBSD[:, :, 0], v_nGBSD[:, :, 0], None, **options)
+    q_bHSD = q_nHBSD[:, :, 1:].transpose(1, 2).flatten(0, 1)
+    before = [x[:, :, :-1].transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD)]
+    blocks = [x[:, :, 1:].transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD)]
     if _suits_sinks(q_nHLD, k_nGLD, v_nGLD, **options):
-        blocks = (x.transpose(1, 2).flatten(0, 1) for x in (q_nHBSD[:, :, 1:], k_nGBSD[:, :, 1:], v_nGBSD[:, :, 1:]))
-        before = (x[:, :, :-1].transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
-        later = _attend_with_sinks(*blocks, *before, **options)
-        later_nHLD = later.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
-        return torch.cat([first_nHSD, later_nHLD], 2)[:, :, : q_nHLD.shape[2]]
-    # The keys before a block's are those that its rows no longer see, one more for each row.
-    keys, values = (torch.cat([x[:, :, :-1], x[:, :, 1:]], 3).transpose(1, 2).flatten(0, 1) for x in (k_nGBSD, v_nGBSD))
-    mask = torch.full((size, 2 * size), float("-inf"), dtype=q_nHLD.dtype, device=q_nHLD.device)
-    mask = mask.triu_(size + 1) + torch.full_like(mask, float("-inf")).tril_(0)
-    later = prefill(q_nHBSD[:, :, 1:].transpose(1, 2).flatten(0, 1), keys, values, mask, **options)
-    later_nHLD = later.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
+        later_bHSD = _attend_with_sinks(q_bHSD, *blocks, *before, **options)
+    else:
+        keys, values = (torch.cat(pair, 2) for pair in zip(before, blocks, strict=True))
+        later_bHSD = prefill(q_bHSD, keys, values, _block_mask(size, q_nHLD), **options)
+    later_nHLD = later_bHSD.unflatten(0, (len(q_nHLD), -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first_nHSD, later_nHLD], 2)[:, :, : q_nHLD.shape[2]]
+
+
+def _block_mask(size: int, like: Tensor) -> Tensor:
+    """[S, 2 S] of a block's rows and the keys of the block before and of its own: a row sees S keys. The keys before
+    are those that rows no longer see, one more for each row.
+    """
+    hidden = torch.full((size, 2 * size), float("-inf"), dtype=like.dtype, device=like.device)
+    return hidden.triu(size + 1) + hidden.tril(0)
 
 
 def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: n sequences of L rows, H query heads, G key heads, D head dim. Log sums 
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import structlog
@@ -54,6 +54,34 @@ def suits_parts(q: Tensor, v: Tensor) -> bool:
     if runs_kernels(q):
         return suits_flash(q.dtype, key_dim, value_dim) and key_dim % 8 == 0
     return is_on_host(q) and key_dim == value_dim
+
+
+def equals_reference(
+    attend: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    grad: Tensor,
+    *,
+    consequence: str,
+) -> bool:
+    """Whether a device's outputs and gradients for these inputs are those of a reference. If not, the log says why, and
+    what happens then, `consequence`.
+    """
+    results, device = [], str(grad.device)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            for function in (attend, reference):
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                out = function(*leaves)
+                results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(*results, strict=True)]
+    except RuntimeError as error:
+        log.warning(f"{consequence}: its kernel failed", device=device, error=repr(error))
+        return False
+    if max(errors) < MAX_PROBE_ERROR:
+        return True
+    log.warning(f"{consequence}: its kernel differs", device=device, error=max(errors))
+    return False
 
 
 def part_kernel(q: Tensor) -> type[PartKernel]:
@@ -140,59 +168,6 @@ def attend_with_sinks(
     [n, L, G, D] of the L rows before, of which a row sees the last L - 1 - i if it is row i, so that each sees L rows.
     """
     return cast(Tensor, _SinkAttention.apply(q_nLHD, k_nLGD, v_nLGD, sinks_H, scale, *(before or (None, None))))
-
-
-def has_sink_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `attend_with_sinks` takes rows of these heads. A GPU's kernel is checked once."""
-    if not suits_parts(q, v):
-        return False
-    return is_on_host(q) or check_sinks(q.device, q.dtype, (q.shape[-2], k.shape[-2], q.shape[-1]))
-
-
-@cache
-def check_sinks(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> bool:
-    """Whether outputs and gradients on this device are those in plain arithmetic. `heads`: query heads, key heads, head
-    dim.
-    """
-    num_heads, num_keys, dim = heads
-    generator, length = torch.Generator().manual_seed(0), 9
-    counts = (num_heads, num_keys, num_keys, num_keys, num_keys)
-    rows = [torch.randn(2, length, count, dim, generator=generator).to(device, dtype) for count in counts]
-    sinks_H = torch.randn(num_heads, generator=generator).add_(2).to(device)  # so large that their lack would show
-    grad = torch.randn(2, length, num_heads, dim, generator=generator).to(device, dtype)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            results = []
-            for attend in (attend_with_sinks, _attend_plainly):
-                leaves = [x.clone().requires_grad_() for x in rows]
-                q, k, v, k_before, v_before = leaves
-                out = attend(q, k, v, sinks_H, dim**-0.5, (k_before, v_before))
-                results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-        errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(*results, strict=True)]
-    except RuntimeError as error:
-        log.warning("attention with sinks stores its scores: its kernel failed", device=str(device), error=repr(error))
-        return False
-    if max(errors) < MAX_PROBE_ERROR:
-        return True
-    log.warning("attention with sinks stores its scores: its kernel differs", device=str(device), error=max(errors))
-    return False
-
-
-def _attend_plainly(
-    q_nLHD: Tensor, k_nLGD: Tensor, v_nLGD: Tensor, sinks_H: Tensor, scale: float, before: tuple[Tensor, Tensor]
-) -> Tensor:
-    """What `attend_with_sinks` computes, with all scores in float32."""
-    num_shared, length = q_nLHD.shape[2] // k_nLGD.shape[2], q_nLHD.shape[1]
-    keys, values = (
-        torch.cat(rows, 1).repeat_interleave(num_shared, 2).float()
-        for rows in ((before[0], k_nLGD), (before[1], v_nLGD))
-    )
-    scores = torch.einsum("nlhd,nkhd->nhlk", q_nLHD.float(), keys) * scale
-    is_seen = torch.ones(length, 2 * length, dtype=torch.bool, device=q_nLHD.device).triu(1).tril(length)
-    scores = scores.masked_fill(~is_seen, -torch.inf)
-    sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-    return torch.einsum("nhlk,nkhd->nlhd", probs, values).to(q_nLHD.dtype)
 
 
 class _SinkAttention(torch.autograd.Function):

@@ -432,7 +432,7 @@ class TorchBackend:
         return Capture(adapter.flat_P.nbytes, partial(self._write_version, adapter, SideStream(self._home)))
 
     def _write_copy(self, trained: TrainedModel, stream: SideStream, optimizer: bool, directory: Path) -> None:
-        """Write a copy of a model that nobody else holds, in a thread of its own."""
+        """Write a private copy of a model, in the thread of the caller."""
         with stream.use():
             if stream.is_apart:
                 trained.move(TensorCopies(HOST, trained.buffers(moments=True)))  # through pinned memory

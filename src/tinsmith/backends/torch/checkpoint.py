@@ -405,8 +405,8 @@ def fill_buffer(
     for target in layout.targets:
         if initial_P is not None and target.name not in pairs:
             continue
-        for matrix, held in enumerate(views[target.name]):
-            held.copy_(target.select(matrix, pairs[target.name][matrix]))
+        for matrix, local_matrix in enumerate(views[target.name]):
+            local_matrix.copy_(target.select(matrix, pairs[target.name][matrix]))
         if factor != 1.0:
             views[target.name][1].mul_(factor)
     return flat_P.to(device)

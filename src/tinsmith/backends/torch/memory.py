@@ -207,13 +207,13 @@ def divide(
     `sampling`: bytes of a sampler's step, of which its graphs hold the rows that only decode, a quarter, once more.
     """
     usable = max(0, free - int(RESERVED_SHARE * total) - sampling - sampling // 4)
-    whole = (activations.num_bytes(size, recompute=False) for size in sorted(tokens, reverse=True))
-    largest = next((size for size in whole if size <= usable // 4), 0)
+    sizes_bytes = (activations.num_bytes(size, recompute=False) for size in sorted(tokens, reverse=True))
+    largest = next((size for size in sizes_bytes if size <= usable // 4), 0)
     # Micro-batches keep activations within a share of what is free by then.
-    needed = max(activations.num_bytes(longest, recompute=True), int(largest / RECOMPUTE_SHARE[True]))
-    needed = min(needed, usable // 2)
-    models, versions = (int(part * (usable - needed)) for part in (MODELS_PART, VERSIONS_PART))
-    return Division(needed, models, usable - needed - models - versions)
+    reserved = max(activations.num_bytes(longest, recompute=True), int(largest / RECOMPUTE_SHARE[True]))
+    reserved = min(reserved, usable // 2)
+    models, versions = (int(part * (usable - reserved)) for part in (MODELS_PART, VERSIONS_PART))
+    return Division(reserved, models, usable - reserved - models - versions)
 
 
 class _Sizes(NamedTuple):

@@ -149,19 +149,19 @@ class Recompute:
 def count_kept(activations: Activations, num_layers: int, num_tokens: int, limit_bytes: float) -> int:
     """The most layers that may keep their activations; 0 also if not even their inputs fit."""
     fitting = (
-        kept for kept in range(num_layers - 1, 0, -1)
-        if bytes_with(activations, num_layers, num_tokens, kept) <= limit_bytes
+        num_kept for num_kept in range(num_layers - 1, 0, -1)
+        if bytes_with(activations, num_layers, num_tokens, num_kept) <= limit_bytes
     )  # fmt: skip
     return next(fitting, 0)
 
 
-def bytes_with(activations: Activations, num_layers: int, num_tokens: int, kept: int) -> float:
-    """Bytes of a micro-batch of which `kept` layers keep their activations, and the others their inputs; see
+def bytes_with(activations: Activations, num_layers: int, num_tokens: int, num_kept: int) -> float:
+    """Bytes of a micro-batch of which `num_kept` layers keep their activations, and the others their inputs; see
     `Activations.num_bytes`.
     """
     bytes_per_element = num_tokens * activations.dtype_bytes
-    saved = (kept * activations.saved + (num_layers - kept) * activations.inputs) / num_layers
-    working = activations.layer * (1 if kept == num_layers else 2)
+    saved = (num_kept * activations.saved + (num_layers - num_kept) * activations.inputs) / num_layers
+    working = activations.layer * (1 if num_kept == num_layers else 2)
     return bytes_per_element * saved + max(bytes_per_element * working, activations.logits_bytes)
 
 

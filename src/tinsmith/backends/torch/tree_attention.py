@@ -41,8 +41,8 @@ from tinsmith.backends.torch.attention import (
     group_by_length,
 )
 from tinsmith.backends.torch.attention_parts import (
-    MAX_PROBE_ERROR,
     add_sinks_,
+    equals_reference,
     join_,
     part_kernel,
     sink_gradient,
@@ -277,24 +277,15 @@ def check_parts(device: torch.device, dtype: torch.dtype, heads: tuple[int, int,
         for count in (num_heads, num_keys, num_keys, num_heads)
     ]
     grad_THD = inputs.pop()
-    results = []
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            for is_unfolded in (False, True):
-                leaves = [x.clone().requires_grad_() for x in inputs]
-                if is_unfolded:
-                    out_THD = plan.attend_unfolded(0, *leaves, scale=dim**-0.5)
-                else:
-                    out_THD = cast(Tensor, _TreeAttention.apply(*leaves, None, plan, dim**-0.5))
-                results.append([out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)])
-        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True)]
-    except RuntimeError as error:
-        log.warning("attention over shared rows unfolds them: its kernel failed", device=str(device), error=repr(error))
-        return False
-    if max(errors) < MAX_PROBE_ERROR:
-        return True
-    log.warning("attention over shared rows unfolds them: its kernel differs", device=str(device), error=max(errors))
-    return False
+
+    def attend(*rows: Tensor) -> Tensor:
+        return cast(Tensor, _TreeAttention.apply(*rows, None, plan, dim**-0.5))
+
+    def unfold(*rows: Tensor) -> Tensor:
+        q_THD, k_TGD, v_TGD = rows
+        return plan.attend_unfolded(0, q_THD, k_TGD, v_TGD, scale=dim**-0.5)
+
+    return equals_reference(attend, unfold, inputs, grad_THD, consequence="attention over shared rows unfolds them")
 
 
 class _TreeAttention(torch.autograd.Function):
