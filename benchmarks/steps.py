@@ -5,9 +5,10 @@
     python benchmarks/steps.py --sizes m50 --prompts 16 --group 8 --beside NAME=http://...=MODEL \\
         --client-python VENV/bin/python     # in turns with other servers, whose clients may need an earlier SDK
 
-In a step each client publishes its weights, draws 4 samples of 32 tokens for each of 8 prompts of 32, trains on all of
-them with importance_sampling, and takes an optimizer step. Prints the median of each phase as a client sees it, of
-the whole step, and how many tokens were sampled and trained a second by all clients together. Two minutes in all.
+In a step each client publishes its weights, draws samples of prompts (4 of 32 tokens for each of 8 prompts of 32; see
+`--group`, `--answer-tokens`, `--prompts` and `--prompt-tokens`), trains on all of them with importance_sampling, and
+takes an optimizer step. Prints the median of each phase as a client sees it, of the whole step, and how many tokens
+were sampled and trained a second by all clients together. Two minutes in all.
 
 With `--beside`, which may name no server, one client of each server takes its steps in turns with the others, in a
 process of its own. Prints the phases with their share of the step, and how many times as long as ours a step takes.
@@ -17,6 +18,7 @@ Another client of ours overlaps: it trains on the samples of its step before whi
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import statistics
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +50,24 @@ from models import SIZES, make
 from tinker import types
 
 RANK = 32
-PROMPTS, GROUP, PROMPT, NEW = 8, 4, 32, 32
 VOCAB = 400
 """Upper bound of the prompts' token ids, which every vocabulary contains."""
 PHASES = ("publish", "sample", "forward_backward", "optim_step")
 LOSS, ADAM = "importance_sampling", types.AdamParams(learning_rate=1e-4)
 OURS, OVERLAPPED = "tinsmith", "tinsmith, overlapped"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much a step samples and trains: so many prompts, samples of each, and tokens of both."""
+
+    prompts: int = 8
+    group: int = 4
+    prompt_tokens: int = 32
+    answer_tokens: int = 32
+
+    def __str__(self) -> str:
+        return f"{self.prompts} prompts of {self.prompt_tokens} x {self.group} samples of {self.answer_tokens}"
 
 
 @dataclass(slots=True)
@@ -62,8 +76,7 @@ class Client:
 
     training: tinker.TrainingClient
     seed: int
-    prompts: int = PROMPTS
-    group: int = GROUP
+    shape: Shape
     times: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*PHASES, "step")})
     sampled: int = 0
     data: list[types.Datum] = field(default_factory=list)
@@ -100,13 +113,14 @@ class Client:
     def draw(self, sampler: tinker.SamplingClient) -> list[tuple[list[int], Any]]:
         """Prompts, each with the future of its samples."""
         self.seed += 1
-        prompts = np.random.default_rng(self.seed).integers(1, VOCAB, (self.prompts, PROMPT)).tolist()
-        params = types.SamplingParams(max_tokens=NEW, temperature=1.0)
-        return [(prompt, sampler.sample(types.ModelInput.from_ints(prompt), self.group, params)) for prompt in prompts]
+        prompts = np.random.default_rng(self.seed).integers(1, VOCAB, (self.shape.prompts, self.shape.prompt_tokens))
+        params = types.SamplingParams(max_tokens=self.shape.answer_tokens, temperature=1.0)
+        draw = functools.partial(sampler.sample, num_samples=self.shape.group, sampling_params=params)
+        return [(prompt, draw(types.ModelInput.from_ints(prompt))) for prompt in prompts.tolist()]
 
     def collect_data(self, waiting: list[tuple[list[int], Any]]) -> list[types.Datum]:
         data = [datum(prompt, sequence) for prompt, future in waiting for sequence in future.result().sequences]
-        self.sampled += sum(len(sequence.model_input.to_ints()) - (PROMPT - 1) for sequence in data)
+        self.sampled += sum(len(sequence.model_input.to_ints()) - (self.shape.prompt_tokens - 1) for sequence in data)
         return data
 
 
@@ -129,8 +143,8 @@ def measure(url: str, model: str, num_clients: int, args: argparse.Namespace) ->
         with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
             training = service.create_lora_training_client(model, rank=RANK).result()
             seed = 10_000 * next(seeds)
-            Client(training, seed - 1, args.prompts, args.group).step()
-            client = Client(training, seed, args.prompts, args.group)
+            Client(training, seed - 1, args.shape).step()
+            client = Client(training, seed, args.shape)
             meet()
             for _ in range(args.runs):
                 client.step()
@@ -140,8 +154,8 @@ def measure(url: str, model: str, num_clients: int, args: argparse.Namespace) ->
     clients, seconds, _ = run_together(num_clients, run_client)
     figures = {f"{name}_ms": statistics.median(ms for c in clients for ms in c.times[name]) for name in PHASES}
     steps = [ms for client in clients for ms in client.times["step"]]
-    sampled = sum(client.sampled for client in clients)
-    trained = sampled + num_clients * args.runs * args.prompts * args.group * (PROMPT - 1)
+    sampled, shape = sum(client.sampled for client in clients), args.shape
+    trained = sampled + num_clients * args.runs * shape.prompts * shape.group * (shape.prompt_tokens - 1)
     return figures | {
         "steps": len(steps),
         "step_ms": statistics.median(steps),
@@ -160,11 +174,11 @@ def show(label: str, row: dict[str, float]) -> None:
     print(f"{label:26s} {row['steps']:4.0f} {phases} {step_range:26s} {tokens}  {memory}", flush=True)
 
 
-def child(url: str, model: str, prompts: int, group: int) -> None:
+def child(url: str, model: str, shape: Shape) -> None:
     """A client of a server. Answers with the milliseconds of each step."""
     service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
     training: Any = service.create_lora_training_client(model, rank=RANK)
-    client = Client(training.result() if hasattr(training, "result") else training, 0, prompts, group)
+    client = Client(training.result() if hasattr(training, "result") else training, 0, shape)
     for question, answer in serve_requests():
         overlaps = question["overlaps"] and client.data
         (client.step_overlapped if overlaps else client.step)()
@@ -181,7 +195,8 @@ def compare(size: str, directory: Path, args: argparse.Namespace) -> dict[str, R
 
         def open_contestant(name: str, url: str, model: str) -> Run:
             python = sys.executable if name in (OURS, OVERLAPPED) else args.client_python
-            arguments = ("--child", url, model, "--prompts", str(args.prompts), "--group", str(args.group))
+            sizes = (f"--{name.replace('_', '-')}={number}" for name, number in asdict(args.shape).items())
+            arguments = ("--child", url, model, *sizes)
             phases_by_name[name], started = [], list[Child]()
 
             def run() -> float:
@@ -223,23 +238,24 @@ def main() -> None:
     parser.add_argument("--model", help="its base model, as it calls it")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--group", type=int, default=GROUP, help="samples of each prompt")
+    for name, number in asdict(Shape()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=number)
     parser.add_argument("--beside", nargs="*", metavar="NAME=URL=MODEL", help="steps in turns with running servers")
     parser.add_argument("--client-python", default=sys.executable, help="of the clients of those")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
+    args.shape = Shape(**{name: getattr(args, name) for name in asdict(Shape())})
     if args.child:
         url, model = args.child
-        child(url, model, args.prompts, args.group)
+        child(url, model, args.shape)
         return
     if wrong := [peer for peer in args.beside or [] if peer.count("=") < 2]:
         parser.error(f"--beside {wrong[0]}: give NAME=URL=MODEL")
     if args.url and not args.model:
         parser.error("--url needs --model, the name of a base model there")
-    print(f"{args.prompts} prompts of {PROMPT} x {args.group} samples of {NEW}, rank {RANK}; {describe_machine()}")
+    print(f"{args.shape}, rank {RANK}; {describe_machine()}")
     figures: dict[str, dict[str, Any]] = {}
     if args.beside is None:
         names = " ".join(f"{name:>9s}" for name in ("publish", "sample", "backward", "optimizer"))

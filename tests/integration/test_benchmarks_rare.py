@@ -27,6 +27,7 @@ SLOW = {
     "ranks": "--ranks 2 --size tiny --runs 1",
     "scaling": "--only servers --seconds 1 --runs 1",
     "shared_prompts": "--sizes tiny --shapes 40x4 --groups 2 --runs 1",
+    "shared_rows": "--sizes tiny --shapes 40x4 --group 2 --runs 1",
     "soak": "--clients 2 --minutes 0.1 --backend fake --processes 1",
 }
 WITHOUT_JSON = {
