@@ -18,11 +18,12 @@ from support.local_sampling import HOT, assert_same, make_adapter, make_prompt, 
 from support.properties import examples
 from tinsmith.backends.torch.attention import Window
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local import contiguous_kv
-from tinsmith.samplers.local.contiguous_kv import CAPACITY_STEP, ContiguousKV, DecodeRow, capacity_for, position_bytes
+from tinsmith.samplers.local import contiguous_kv, shared_prefixes
+from tinsmith.samplers.local.contiguous_kv import CAPACITY_STEP, ContiguousKV, capacity_for, position_bytes
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, SequenceRows
+from tinsmith.samplers.local.shared_prefixes import DecodeRow
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -55,6 +56,19 @@ class CacheComparison:
             k, v = self.random(length, shape)
             self.cache.write(layer, slots, k, v)
             self.sequences[name] += [k, v]
+
+    def branch(self, name: str, other: str, num_blocks: int, length: int) -> None:
+        """Join with the first blocks of another sequence, and `length` tokens after them."""
+        num_blocks = min(num_blocks, len(self.sequences[other][0]) // BLOCK)
+        shared = num_blocks * BLOCK
+        self.join(name, shared + length)
+        self.blocks[name] = [*self.blocks[other][:num_blocks], *self.blocks[name][: 40 - num_blocks]]
+        slots = torch.tensor(self.slots(name, range(shared, shared + length)))
+        for layer in range(len(SHAPES)):
+            rows = self.sequences[name][2 * layer : 2 * layer + 2]
+            self.cache.write(layer, slots, *(x[shared:] for x in rows))
+            for x, source in zip(rows, self.sequences[other][2 * layer : 2 * layer + 2], strict=True):
+                x[:shared] = source[:shared]
 
     def slots(self, name: str, positions: range) -> list[int]:
         return [self.blocks[name][at // BLOCK] * BLOCK + at % BLOCK for at in positions]
@@ -107,23 +121,29 @@ def attention(
 
 @examples(25)
 @given(
-    events=st.lists(st.tuples(st.sampled_from("jjls"), st.integers(0, 130)), min_size=3, max_size=25),
+    events=st.lists(st.tuples(st.sampled_from("jjbbls"), st.integers(0, 100)), min_size=3, max_size=25),
     seed=st.integers(0, 99),
     intel=st.booleans(),
     options=st.sampled_from(
         [
             {},
             {"window": Window(9)},
+            {"window": Window(30)},
             {"softcap": 3.0},
             {"sinks_H": torch.linspace(-1, 1, HEADS)},
             {"window": Window(500)},
+            {"window": Window(20), "sinks_H": torch.linspace(-1, 1, HEADS)},
         ]
     ),
 )
 def test_each_sequence_attends_to_its_own_keys_as_others_come_and_go(
     events: list[tuple[str, int]], seed: int, intel: bool, options: dict[str, object]
 ) -> None:
-    with mock.patch.object(contiguous_kv, "SUITS_MKL", intel):
+    """Some begin with the blocks of others."""
+    with (
+        mock.patch.object(contiguous_kv, "SUITS_MKL", intel),
+        mock.patch.object(shared_prefixes, "MIN_SAVED_BYTES", 0),
+    ):
         come_and_go(events, seed, options)
 
 
@@ -135,6 +155,11 @@ def come_and_go(events: list[tuple[str, int]], seed: int, options: dict[str, obj
             names += [f"{index}.{i}" for i in range(1 + argument % 7)]
             for name in names[-(1 + argument % 7) :]:
                 comparison.join(name, 1 + argument)
+        elif names and event == "b":
+            other = names[argument % len(names)]
+            names += [f"{index}.{i}" for i in range(1 + argument % 7)]
+            for name in names[-(1 + argument % 7) :]:
+                comparison.branch(name, other, 1 + argument % 11, 1 + argument % 5)
         elif names and event == "l":
             del names[:: 1 + argument % 3]
         elif len(names) > 1:  # the others skip a step and return, as after a preemption
@@ -216,6 +241,78 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
     comparison.step(["next", *remaining])
 
 
+def branches(comparison: CacheComparison, num: int) -> list[str]:
+    """Sequences that have their first 60 tokens in common."""
+    comparison.join("s0", 60)
+    names = [f"s{index}" for index in range(num)]
+    for name in names[1:]:
+        comparison.branch(name, "s0", 15, 1)
+    return names
+
+
+def test_a_beginning_that_many_share_is_stored_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 0)
+    comparison = CacheComparison(4)
+    names = branches(comparison, 8)
+    assert comparison.step(names) == 8
+    prefix = shared_prefixes.count_bytes(comparison.cache.members, 60)
+    cells = position_bytes(comparison.cache.members)
+    assert comparison.contiguous.num_bytes == prefix + 8 * CAPACITY_STEP * cells
+    for _ in range(5):
+        assert comparison.step(names) == 8
+    comparison.branch("late", "s3", 15, 3)
+    assert comparison.step([*names, "late"]) == 9
+    assert comparison.contiguous._prefixes.num_bytes == prefix, "one that comes later reads the same copy"
+    comparison.step(names[:1])
+    assert comparison.contiguous._prefixes.num_bytes == prefix
+    comparison.join("other", 5)
+    comparison.step(["other"])
+    assert comparison.contiguous._prefixes.num_bytes == 0, "no sequence has it"
+
+
+def test_beginnings_that_save_little_or_do_not_fit_are_no_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = CacheComparison(5)
+    few.step(branches(few, 8))
+    assert few.contiguous._prefixes.num_bytes == 0
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 0)
+    tight = CacheComparison(5, max_bytes=1000)
+    assert tight.step(branches(tight, 8)) == 0
+    assert tight.contiguous.num_bytes == 0
+
+
+def test_the_prefix_is_the_one_that_saves_most() -> None:
+    def row(name: str, *blocks: int) -> DecodeRow:
+        return DecodeRow(name, 0, BLOCK * len(blocks), blocks)
+
+    system = (1, 2, 3)
+    rows = [row("a", *system, 4, 5), row("b", *system, 4, 6), *(row(f"c{i}", *system, 10 + i) for i in range(6))]
+    assert shared_prefixes.find_prefixes(rows, BLOCK, 0) == [(3, rows)]
+    assert shared_prefixes.find_prefixes(rows, BLOCK, 7 * 3 * BLOCK) == []
+    assert shared_prefixes.find_prefixes(rows[:2], BLOCK, 0) == [(4, rows[:2])]
+    unfinished = [replace(r, position=3 * BLOCK + 1) for r in rows[:2]]
+    assert shared_prefixes.find_prefixes(unfinished, BLOCK, 0) == [(3, unfinished)], "whole blocks alone"
+    assert shared_prefixes.find_prefixes(rows[2:3], BLOCK, 0) == []
+
+
+def test_nans_after_a_shared_beginning_stay_in_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 0)
+    comparison = CacheComparison(6)
+    names = branches(comparison, 6)
+    comparison.step(names)
+    rows = [
+        DecodeRow(name, index, len(comparison.sequences[name][0]), comparison.blocks[name])
+        for index, name in enumerate(names)
+    ]
+    ((step,), _) = comparison.contiguous.assign_slots(rows, 6)
+    assert step.prefix_rows
+    q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
+    clean = step.attend(0, q, k, v, scale=0.3)
+    q[2], k[4], v[4] = torch.nan, torch.nan, torch.inf
+    output = step.attend(0, q, k, v, scale=0.3)
+    assert output[[2, 4]].isnan().any(-1).all()
+    assert torch.equal(output[[0, 1, 3, 5]], clean[[0, 1, 3, 5]])
+
+
 def test_slots_grow_in_steps_of_a_half() -> None:
     capacities = sorted({capacity_for(length, 16) for length in range(1, 1600)})
     assert capacities == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
@@ -224,8 +321,9 @@ def test_slots_grow_in_steps_of_a_half() -> None:
     assert capacity_for(64, 24) == 72, "whole blocks"
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gpt_oss"])
 def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", 0)
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype="float32")
     versions = {f"v{seed}": make_adapter(base, seed) for seed in range(2)}
     samples = [
@@ -234,24 +332,29 @@ def test_answers_from_slots_are_those_of_each_alone(tmp_path: Path, monkeypatch:
             make_prompt(50 + index, index),
             replace(HOT, max_tokens=10 + 2 * index, seed=index),
             version_id=[None, "v0", "v1"][index % 3],
-            num_samples=1 + index % 2,
+            num_samples=1 + 3 * (index % 2),
         )
         for index in range(6)
     ]
+    read_prefixes = mock.Mock(side_effect=shared_prefixes.attend_prefixes)
+    monkeypatch.setattr(contiguous_kv, "attend_prefixes", read_prefixes)
     results = run(LocalSampler(base, versions), *samples)
+    assert read_prefixes.called
     monkeypatch.setattr(contiguous_kv, "MIN_GROUP_SIZE", 10**6)
     for sample in samples:
         assert_same(results[sample.request_id], sample_alone(base, sample, versions))
 
 
+@pytest.mark.parametrize("min_saved", [0, 2**40])
 @pytest.mark.parametrize("intel", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"window": Window(9)}, {"softcap": 3.0}, {"sinks_H": torch.linspace(-1, 1, HEADS)}]
 )
 def test_in_bfloat16_slots_are_as_exact_as_blocks(
-    options: dict[str, Any], intel: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], intel: bool, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contiguous_kv, "SUITS_MKL", intel)
+    monkeypatch.setattr(shared_prefixes, "MIN_SAVED_BYTES", min_saved)
     shape = LayerShape(2, 64, 64, torch.bfloat16)
     cache = KVCache({0: shape}, 16, CPU)
     cache.resize(200)
@@ -262,6 +365,9 @@ def test_in_bfloat16_slots_are_as_exact_as_blocks(
     rows = []
     for index in range(num):
         blocks = list(range(1 + 8 * index, 9 + 8 * index))
+        if index % 2:  # the same first 48 positions as the one before
+            blocks[:3] = rows[-1].blocks[:3]
+            k[index, :48], v[index, :48] = k[index - 1, :48], v[index - 1, :48]
         slots = torch.tensor([blocks[at // 16] * 16 + at % 16 for at in range(length - 1)])
         cache.write(0, slots, k[index, :-1], v[index, :-1])
         rows.append(SequenceRows(length - 1, length, blocks, index))

@@ -1,8 +1,9 @@
 """A contiguous KV cache for decoding sequences, so that a decode step attends to them without gathering their blocks.
 
 The paged cache stays authoritative: it holds every token and shares prefixes between sequences. A slot is a copy of one
-sequence's blocks with a fixed capacity; each decode step appends one position to it. Sequences of similar length share
-a `SlotGroup`. Rows of different sequences are never mixed, and shapes stay the same from step to step.
+sequence's blocks, or of those after its `shared_prefixes.Prefix`, with a fixed capacity; each decode step appends one
+position to it. Sequences of similar length share a `SlotGroup`. Rows of different sequences are never mixed, and shapes
+stay the same from step to step.
 
 On Intel's processors a bfloat16 group's attention is SDPA, whose scores are float32. Otherwise it is two batched
 matmuls with one entry per sequence and key head, of float32 keys, so that scores are not rounded before their
@@ -31,6 +32,7 @@ from tinsmith.backends.torch.attention import AttentionOptions, Window
 from tinsmith.backends.torch.matmul import SUITS_MKL
 from tinsmith.runtime.devices import is_on_host
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.shared_prefixes import DecodeRow, Prefix, PrefixRows, SharedPrefixes, attend_prefixes
 from tinsmith.types import I64
 
 MIN_GROUP_SIZE = 4
@@ -52,16 +54,6 @@ Intel's processors.
 
 GROUP_SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Slots of a group; larger groups have multiples of the last number."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """A sequence whose token at `position` is computed in this step; its blocks hold the positions before."""
-
-    owner: Hashable
-    row: int
-    position: int
-    blocks: Sequence[int]
 
 
 def capacity_for(length: int, block_size: int) -> int:
@@ -148,26 +140,29 @@ class SlotGroup:
                 self._owners[member.owner] = heapq.heappop(self._free)
             slot = self._owners[member.owner]
             self._lengths[slot] = member.position
-            blocks_C = torch.tensor(member.blocks[: -(-member.position // size)], device=self._device)
-            stop = len(blocks_C) * size
+            blocks = member.blocks[member.base // size : -(-member.position // size)]
+            stop = len(blocks) * size
+            blocks_1C = torch.tensor([blocks], dtype=torch.int64, device=self._device)
             for shape, (keys, values) in self._stores.items():
-                gathered = cache.gather(shape, blocks_C[None])[:, 0].transpose(1, 2)  # [layers, G, K, D]
-                for store, part in ((keys, gathered[..., : shape.key_dim]), (values, gathered[..., shape.key_dim :])):
-                    store[:, slot, :, :stop] = part
-                    store[:, slot, :, stop:] = 0.0
+                keys[:, slot, :, stop:] = values[:, slot, :, stop:] = 0.0
+                if blocks:
+                    gathered = cache.gather(shape, blocks_1C)[:, 0].transpose(1, 2)  # [layers, G, K, D]
+                    keys[:, slot, :, :stop] = gathered[..., : shape.key_dim]
+                    values[:, slot, :, :stop] = gathered[..., shape.key_dim :]
 
     def step(self, members: Sequence[DecodeRow], num_rows: int) -> ContiguousStep:
         """The inputs of every layer's attention. From now on the members' slots count this step's token."""
         slot_n = np.array([self._owners[member.owner] for member in members])
         row_n = np.array([member.row for member in members])
         position_n = np.array([member.position for member in members])
+        base_n = np.array([member.base for member in members])
         row_N = np.full(self.num_used, row_n[0])  # the result of an unused slot is discarded
         row_N[slot_n] = row_n
-        position_N = np.zeros(self.num_used, np.int64)
-        position_N[slot_n] = position_n
+        at_N, base_N = np.zeros((2, self.num_used), np.int64)
+        at_N[slot_n], base_N[slot_n] = position_n - base_n, base_n
         self._lengths[slot_n] = position_n + 1
         in_order = num_rows == self.num_used and np.array_equal(row_N, np.arange(num_rows))
-        num_attended = -(-(int(position_n.max()) + 1) // LENGTH_STEP) * LENGTH_STEP
+        num_attended = -(-(int(at_N.max()) + 1) // LENGTH_STEP) * LENGTH_STEP
         return ContiguousStep(
             self._layers,
             self.num_used,
@@ -176,11 +171,23 @@ class SlotGroup:
             None if num_rows == len(members) else self._tensor(row_n),
             self._tensor(slot_n),
             None if in_order else self._tensor(row_N),
-            self._tensor(position_n),
-            self._tensor(position_N),
+            self._tensor(position_n - base_n),
+            self._tensor(at_N),
+            self._tensor(base_N),
+            self._list_prefix_rows(members, slot_n, position_n),
             {},
             {},
         )
+
+    def _list_prefix_rows(self, members: Sequence[DecodeRow], slot_n: I64, position_n: I64) -> list[PrefixRows]:
+        indices_of: dict[Prefix, list[int]] = {}
+        for index, member in enumerate(members):
+            if member.prefix is not None:
+                indices_of.setdefault(member.prefix, []).append(index)
+        return [
+            PrefixRows(prefix, self._tensor(slot_n[indices]), self._tensor(position_n[indices]))
+            for prefix, indices in indices_of.items()
+        ]
 
     def _tensor(self, array: I64) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -197,8 +204,10 @@ class ContiguousStep:
     row_n: Tensor | None  # the members' rows of the step; None: all rows, in order
     slot_n: Tensor
     row_N: Tensor | None  # the row of each slot; None: all rows, in order
-    position_n: Tensor
-    position_N: Tensor
+    at_n: Tensor  # the members' positions in their slots
+    at_N: Tensor
+    base_N: Tensor  # the position of the first token in each slot
+    prefix_rows: Sequence[PrefixRows]
     write_index: dict[int, Tensor]  # by number of key heads
     masks: dict[Window | None, Tensor]
 
@@ -215,8 +224,9 @@ class ContiguousStep:
         values.view(-1, values.shape[-1]).index_copy_(0, write_index, v_TGD.flatten(0, 1))
 
         q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
-        if keys.dtype == torch.float32 or options.get("softcap") or options.get("sinks_H") is not None:
-            out_NHD = self._attend_by_matmul(q_NHD, keys[:num], values[:num], **options)
+        is_plain = not options.get("softcap") and options.get("sinks_H") is None and not self.prefix_rows
+        if keys.dtype == torch.float32 or not is_plain:
+            out_NHD = self._attend_by_matmul(layer, q_NHD, keys[:num], values[:num], **options)
         else:
             keys_NGKD, values_NGKD = (x[:num, :, : self.num_attended] for x in (keys, values))
             out_NHD = scaled_dot_product_attention(
@@ -226,7 +236,12 @@ class ContiguousStep:
         return out_NHD if self.row_N is None else out_NHD.index_select(0, self.slot_n)
 
     def _attend_by_matmul(
-        self, q_NHD: Tensor, keys_NGCD: Tensor, values_NGCD: Tensor, **options: Unpack[AttentionOptions]
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        keys_NGCD: Tensor,
+        values_NGCD: Tensor,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """[N, H, D]"""
         num, groups = keys_NGCD.shape[:2]
@@ -239,32 +254,43 @@ class ContiguousStep:
             raw_scores_NGRK, scale = softcap * torch.tanh(raw_scores_NGRK * (scale / softcap)), 1.0
         scores_NGRK = torch.empty(raw_scores_NGRK.shape, device=q_bRD.device)
         torch.add(self._mask(options.get("window")), raw_scores_NGRK, alpha=scale, out=scores_NGRK)
+        more_logits, prefix_out_NGRD = [], None
         if (sinks_H := options.get("sinks_H")) is not None:
-            sinks = sinks_H.float().view(1, groups, repeat, 1).expand(num, -1, -1, -1)
-            probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
-        else:
-            probs_NGRK = torch.softmax(scores_NGRK, -1)
+            more_logits.append(sinks_H.float().view(1, groups, repeat, 1).expand(num, -1, -1, -1))
+        if self.prefix_rows:
+            q_NGRD = q_bRD.view(num, groups, repeat, -1)
+            prefix_out_NGRD, log_sum_NGR = attend_prefixes(
+                self.prefix_rows, layer, q_NGRD, values_NGCD.shape[-1], **options
+            )
+            more_logits.append(log_sum_NGR[..., None])
+        # A prefix is one more key, whose logit is its log sum and whose value is its output. A sink has no value.
+        all_probs = torch.softmax(torch.cat([scores_NGRK, *more_logits], -1) if more_logits else scores_NGRK, -1)
+        probs_NGRK = all_probs[..., : self.num_attended]
         probs_bRK = probs_NGRK.reshape(num * groups, repeat, self.num_attended).to(values_NGCD.dtype)
-        values_bKD = values_NGCD.flatten(0, 1)[:, : self.num_attended]
-        return torch.bmm(probs_bRK, values_bKD).view(num, groups * repeat, -1)
+        out_bRD = torch.bmm(probs_bRK, values_NGCD.flatten(0, 1)[:, : self.num_attended])
+        if prefix_out_NGRD is not None:
+            out_NGRD = out_bRD.view(num, groups, repeat, -1)
+            out_bRD = torch.addcmul(out_NGRD.float(), all_probs[..., -1:], prefix_out_NGRD).to(out_bRD.dtype)
+        return out_bRD.view(num, groups * repeat, -1)
 
     def _write_index(self, groups: int) -> Tensor:
         """[n * G]: where the step's keys and values are written."""
         if groups not in self.write_index:
             heads_G = torch.arange(groups, device=self.slot_n.device)
-            at_nG = (self.slot_n[:, None] * groups + heads_G) * self.capacity + self.position_n[:, None]
+            at_nG = (self.slot_n[:, None] * groups + heads_G) * self.capacity + self.at_n[:, None]
             self.write_index[groups] = at_nG.flatten()
         return self.write_index[groups]
 
     def _mask(self, window: Window | None) -> Tensor:
         """[N, 1, 1, K]: 0 where a slot's row sees a position, else -inf. Computed once for all layers."""
-        if window is not None and window.size >= self.num_attended:
+        if window is not None and window.size >= self.num_attended and not self.prefix_rows:
             window = None
         if window not in self.masks:
-            key_K = torch.arange(self.num_attended, device=self.position_N.device)
-            hidden_NK = key_K > self.position_N[:, None]
+            key_K, at_N1 = torch.arange(self.num_attended, device=self.at_N.device), self.at_N[:, None]
+            hidden_NK = key_K > at_N1
             if window is not None:
-                hidden_NK |= key_K < window.first(self.position_N[:, None])
+                base_N1 = self.base_N[:, None]
+                hidden_NK |= key_K < window.first(at_N1 + base_N1) - base_N1
             mask_NK = torch.zeros(hidden_NK.shape, device=key_K.device).masked_fill_(hidden_NK, float("-inf"))
             self.masks[window] = mask_NK[:, None, None]
         return self.masks[window]
@@ -287,26 +313,29 @@ class ContiguousKV:
         self._max_bytes = max_bytes
         self._device = device
         self._groups: dict[int, SlotGroup] = {}
+        self._prefixes = SharedPrefixes(cache)
 
     @property
     def num_bytes(self) -> int:
-        return sum(group.num_bytes for group in self._groups.values())
+        return sum(group.num_bytes for group in self._groups.values()) + self._prefixes.num_bytes
 
     def limit(self, max_bytes: int) -> None:
-        """Hold at most `max_bytes` from now on; drops all groups if they hold more, since blocks have everything."""
+        """Hold at most `max_bytes` from now on; drops everything if that is more, since blocks have it, too."""
         self._max_bytes = max_bytes
         if self.num_bytes > max_bytes:
-            self._groups.clear()
+            self.clear()
 
     def clear(self) -> None:
-        """Drop all groups. Called when a step was interrupted: slots may count a token that was not written."""
+        """Drop everything. Called when a step was interrupted: slots may count a token that was not written."""
         self._groups.clear()
+        self._prefixes.clear()
 
     def assign_slots(self, decoding: Sequence[DecodeRow], num_rows: int) -> tuple[list[ContiguousStep], list[int]]:
         """Give the decoding rows slots; returns the step of each group, and the rows that have a slot."""
         classes: dict[int, list[DecodeRow]] = {}
-        for member in decoding:
-            classes.setdefault(capacity_for(member.position + 1, self._cache.block_size), []).append(member)
+        for member in self._prefixes.assign(decoding, self._max_bytes - self.num_bytes):
+            length = member.position + 1 - member.base
+            classes.setdefault(capacity_for(length, self._cache.block_size), []).append(member)
         classes = {capacity: members for capacity, members in classes.items() if len(members) >= MIN_GROUP_SIZE}
         for capacity, group in self._groups.items():
             group.retain(member.owner for member in classes.get(capacity, ()))

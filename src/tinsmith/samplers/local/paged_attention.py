@@ -5,7 +5,8 @@ and then attends in one of three ways:
 
 - CUDA, where Triton is installed: one call reads the pages of all decoding rows and short continuations
   (`paged_kernel`).
-- CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`).
+- CPU: decoding rows of similar length attend to contiguous copies (`contiguous_kv`), of a beginning that many share to
+  one for all of them (`shared_prefixes`).
 - All other rows: keys and values are gathered, and SDPA attends to them in as few calls as the step allows: decoding
   rows of similar context length together, fresh prompts of similar length together without reading the cache, and
   chunks that continue a prompt together. This is the reference for the other two.
@@ -40,8 +41,9 @@ from tinsmith.backends.torch.attention import (
 from tinsmith.backends.torch.host import upload, upload_all
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.runtime.devices import kind_of
-from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep, DecodeRow
+from tinsmith.samplers.local.contiguous_kv import ContiguousKV, ContiguousStep
 from tinsmith.samplers.local.kv_cache import KVCache, page_kernels
+from tinsmith.samplers.local.shared_prefixes import DecodeRow
 from tinsmith.samplers.local.states import Recurrence
 
 I64 = npt.NDArray[np.int64]
