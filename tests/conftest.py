@@ -21,7 +21,7 @@ import pytest
 import tinker
 from tinker.lib import internal_client_holder
 
-from support import databases, properties
+from support import databases, generators, properties
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.db.database import Database
 from tinsmith.db.factory import open_database
@@ -137,6 +137,19 @@ def _extend_matrices(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     databases.chosen = config.getoption("--database")
     properties.load_profile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """What a fixture of several tests draws does not depend on which of them runs first."""
+    if fixturedef.scope != "function":
+        generators.seed(f"{request.node.nodeid}::{fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def seeded_generators(request: pytest.FixtureRequest) -> None:
+    """A test that draws from a global generator draws the same in every run."""
+    generators.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)
