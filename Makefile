@@ -7,7 +7,7 @@ ISOLATED := $(BIN)/python scripts/isolated
 PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
 # More workers than cores, since many tests wait; the tests of a file stay together, since they share its servers.
 PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile --no-loadscope-reorder
-TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz recipes)
+TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz)
 STAMP := $(VENV)/.installed
 # What the versions of other packages can break: families, samplers, the SDK's surface, the wire, journeys.
 VERSIONED := $(addprefix tests/unit/test_,families.py start_check.py wrappers.py vision.py vision_sampling.py vision_gemma3.py \
@@ -30,8 +30,9 @@ test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "not slow and not extended" $(TESTS)
 
 # The rest of tests/e2e, fault, cluster and fuzz, and the longer tests of the other directories.
+# SHARD=2/8 runs the second of eight parts of about equal length.
 test-extended: $(STAMP)
-	$(PYTEST) $(PARALLEL) -m "extended and not slow and not recipes" $(TESTS)
+	$(PYTEST) $(PARALLEL) -m "extended and not slow and not recipes" --shard "$(SHARD)" $(TESTS) tests/recipes
 
 # All parts that need nothing which setup does not install, one after the other, with one closing line.
 test-all: $(STAMP)

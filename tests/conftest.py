@@ -21,7 +21,7 @@ import pytest
 import tinker
 from tinker.lib import internal_client_holder
 
-from support import databases, properties
+from support import databases, generators, properties, shards
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.db.database import Database
 from tinsmith.db.factory import open_database
@@ -32,9 +32,16 @@ if TYPE_CHECKING:
     from support.http_harness import Harness
 
 
+SHARD_FILES = pytest.StashKey[set[Path] | None]()
+"""The files of `--shard`; None runs all."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--database", choices=databases.KINDS, default=databases.SQLITE, help="what the tests and their servers run on"
+    )
+    parser.addoption(
+        "--shard", default="", help="2/8 runs the files of the second of eight parts of about equal length"
     )
 
 
@@ -110,6 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.relative_to(tests_directory).as_posix(), len(order)))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of other shards are not imported."""
+    if (files := config.stash[SHARD_FILES]) is None or not collection_path.name.startswith("test_"):
+        return None
+    return True if collection_path.suffix == ".py" and collection_path not in files else None
+
+
 def _database_of(item: pytest.Item) -> object:
     return (
         item.callspec.params.get("database_kind")
@@ -135,8 +149,28 @@ def _extend_matrices(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    directory = Path(__file__).parent
+    shard = config.getoption("--shard")
+    try:
+        files = shards.files_of(shard, directory, directory.rglob("test_*.py")) if shard else None
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[SHARD_FILES] = files
     databases.chosen = config.getoption("--database")
     properties.load_profile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """What a fixture of several tests draws does not depend on which of them runs first."""
+    if fixturedef.scope != "function":
+        generators.seed(f"{request.node.nodeid}::{fixturedef.argname}")
+
+
+@pytest.fixture(autouse=True)
+def seeded_generators(request: pytest.FixtureRequest) -> None:
+    """A test that draws from a global generator draws the same in every run."""
+    generators.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -129,7 +129,8 @@ def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> di
 
 def free_port() -> int:
     """A TCP port that nothing listens on, and that no other process of the tests receives while this one runs."""
-    for port in random.sample(SERVER_PORTS, 1_000):
+    # The generator of the module is seeded in tests, and two runs of a test would try the same ports.
+    for port in random.SystemRandom().sample(SERVER_PORTS, 1_000):
         reservation = socket.socket(type=socket.SOCK_DGRAM)
         try:
             reservation.bind(("127.0.0.1", port))

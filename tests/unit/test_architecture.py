@@ -100,9 +100,14 @@ def modules() -> dict[str, Path]:
     return {name_of(path): path for path in source_files()}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """The modules of tinsmith that a file imports anywhere, including imports for types."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -187,7 +192,7 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     # The OpenAPI document, too, has one schema for each name.
     homes: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(name)
     shared = {name: owners for name, owners in homes.items() if len(owners) > 1}
@@ -202,22 +207,31 @@ def test_a_process_does_not_load_forbidden_libraries(entry: str) -> None:
     assert not set(MUST_NOT_LOAD[entry]) & set(loaded)
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_files_and_functions_stay_readable(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    assert text.isascii(), "not ASCII"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno <= MAX_FUNCTION_LINES, f"{node.name} is too long"
+# One test for all files: a case for each of them would take longer than what it checks.
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_every_module_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_files_and_functions_stay_readable() -> None:
+    faults: list[str] = []
+    for name, path in modules().items():
+        text = path.read_text()
+        if len(text.splitlines()) > MAX_FILE_LINES:
+            faults.append(f"{name} is too long")
+        if not text.isascii():
+            faults.append(f"{name} is not ASCII")
+        faults += [
+            f"{name}: {node.name} is too long"
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (node.end_lineno or 0) - node.lineno > MAX_FUNCTION_LINES
+        ]
+    assert not faults
 
 
-@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_cancelled_task_is_cancelled(path: Path) -> None:
+def test_every_module_says_what_it_is_for() -> None:
+    assert not [name for name, path in modules().items() if not ast.get_docstring(tree_of(path))]
+
+
+def test_a_cancelled_task_is_cancelled() -> None:
     # Until Python 3.12, wait_for drops a cancellation that arrives at the moment of its result.
-    assert "asyncio.wait_for(" not in path.read_text(), "use `async with asyncio.timeout(...)`"
+    users = [name for name, path in modules().items() if "asyncio.wait_for(" in path.read_text()]
+    assert not users, "use `async with asyncio.timeout(...)`"
