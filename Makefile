@@ -127,7 +127,7 @@ test-families: $(STAMP)
 lint-deploy:
 	scripts/lint-deploy
 
-# Every property, with twenty times the examples, and others in each run.
+# Every property, with forty times the examples of `make test`, and others in each run.
 test-fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-20} $(PYTEST) --timeout 7200 -m hypothesis
 

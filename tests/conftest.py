@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if (files := config.stash[SHARD_FILES]) is None or not collection_path.name.startswith("test_"):
         return None
     return True if collection_path.suffix == ".py" and collection_path not in files else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What the tests import stays, and the garbage collector takes half a second to look through it: it waits until all
+    is imported, and leaves it out then.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _database_of(item: pytest.Item) -> object:

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from support.properties import examples
 from tinsmith import batch
 from tinsmith.batch.formats import arrow_schemas, registry, row_groups, schemas
 from tinsmith.batch.formats.input_versions import InputChangedError
@@ -185,7 +186,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(VALUES, VALUES)
 def test_the_rules_of_a_running_job_are_those_of_arrow(first: object, second: object) -> None:
     try:
@@ -291,7 +292,7 @@ def test_a_row_group_beyond_the_bound_is_decoded_in_order_and_not_kept(
     assert reader.download_batch(0, 0, "")[0]["i"] == 0 and decodes.rows == 5100, "a late batch decodes again"
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=3),
     st.integers(1, 20),

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from support.properties import examples
 from tinsmith import batch
 from tinsmith.batch.formats.webdataset import WebdatasetWriter
 from tinsmith.batch.types import PartInfo, RowRange
@@ -96,7 +97,7 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(ROWS, st.integers(1, 4), st.sampled_from(["__key__", None]))
 def test_rows_are_written_and_read_one_for_one_or_refused(rows: list[Any], batch_size: int, key: str | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
