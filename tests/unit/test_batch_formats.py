@@ -194,6 +194,38 @@ def test_rows_come_back_as_they_went(ending: str, tmp_path: Path) -> None:
     assert batch.InputReader.from_dict(reader.to_dict()) == reader
 
 
+def test_integers_of_json_have_any_size(tmp_path: Path) -> None:
+    rows: Rows = [{"n": 2**70, "in": [{"m": -(2**63) - 1}, 2**64]}, {"n": 1e300, "in": 2**53 + 1}]
+    publish_rows(batch.JsonWriter(f"{tmp_path}/o.jsonl"), rows, tmp_path)
+    assert all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl")) == rows
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    assert all_rows(batch.JsonReader(f"{tmp_path}/array.json")) == rows
+    writer = batch.JsonWriter(f"{tmp_path}/parts.jsonl")
+    read = list(writer.read_part(writer.write_part(rows, RowRange(0, 1), f"{tmp_path}/parts")))
+    assert read == rows and [type(row["n"]) for row in read] == [int, float]
+
+
+def test_a_timestamp_of_pandas_is_a_date_in_json() -> None:
+    import pandas as pd
+
+    row = {"at": pd.Timestamp("2020-01-02 03:04"), "missing": pd.NaT}
+    assert json.loads(encode(row)) == {"at": "2020-01-02T03:04:00", "missing": None}
+
+
+def test_a_long_value_of_a_csv_part_is_read_in_a_new_process(tmp_path: Path) -> None:
+    code = f"""
+from tinsmith import batch
+from tinsmith.batch.types import RowRange
+writer = batch.CsvWriter({f"{tmp_path}/o.csv.gz"!r})
+rows = [{{"a": "x" * 200_000}}]
+part = writer.write_part(rows, RowRange(0, 0), {f"{tmp_path}/part"!r})
+output = writer.publish([part], {f"{tmp_path}/staging"!r}, "error")
+assert list(writer.read_part(part)) == list(writer.read_published(output)) == rows
+"""
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+
+
 def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
     rows: Rows = [{"text": f"{index}"} for index in range(3)]
     for format in ("json", "csv", "parquet", "text"):

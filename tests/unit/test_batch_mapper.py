@@ -15,6 +15,7 @@ from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.types import Assignment, AttemptOutcome, JobSpec, MapperStartError
 from tinsmith.batch.worker import runtime
+from tinsmith.batch.worker.adapters import convert_batch, rows_of
 
 
 def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
@@ -82,6 +83,14 @@ def test_functions_of_batches_get_and_give_every_shape(shape: str, tmp_path: Pat
 
     ran = MapperRun(tmp_path, same, kind="batch", kwargs={"extra": 1}, options={"batch_format": shape})
     assert ran.output() == ROWS
+
+
+@pytest.mark.parametrize("shape", ["columns", "numpy", "pandas", "pyarrow"])
+def test_a_batch_has_the_columns_of_all_its_rows(shape: str) -> None:
+    rows = [{"a": 1}, {"b": "x"}]
+    returned = rows_of(convert_batch(rows, shape))
+    assert [sorted(row) for row in returned] == [["a", "b"], ["a", "b"]]
+    assert returned[0]["a"] == 1 and returned[1]["b"] == "x"
 
 
 def test_a_class_is_made_once(tmp_path: Path) -> None:

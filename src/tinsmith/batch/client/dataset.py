@@ -44,6 +44,7 @@ from tinsmith.batch.formats.registry import (
     FORMAT_OF,
     InputReader,
     OutputWriter,
+    absolute_path,
     format_of,
     request_dict,
 )
@@ -388,7 +389,10 @@ class Dataset:
         """How the input differs from the one that a job read; empty if it does not, or cannot be read from here."""
         try:
             if before is not None:
-                input_versions.check(before, self.reader.version())
+                reader = self.reader
+                if reader.in_store:  # the server has an absolute path
+                    reader = replace(reader, path=absolute_path(reader.path))
+                input_versions.check(before, reader.version())
         except input_versions.InputChangedError as error:
             return str(error)
         except OSError:

@@ -277,9 +277,15 @@ def convert_batch(rows: list[Row], batch_format: str) -> object:
     if batch_format == "pyarrow":
         import pyarrow
 
-        return pyarrow.Table.from_pylist(rows)
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+        # Without names, the table has the columns of the first row alone.
+        return pyarrow.Table.from_pylist([dict.fromkeys(_columns_of(rows)) | row for row in rows])
+    columns = {name: [row.get(name) for row in rows] for name in _columns_of(rows)}
     return {name: _array(values) for name, values in columns.items()} if batch_format == "numpy" else columns
+
+
+def _columns_of(rows: list[Row]) -> list[str]:
+    """The columns of all rows, in the order in which they first appear."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _array(values: list[Any]) -> Any:  # noqa: ANN401
