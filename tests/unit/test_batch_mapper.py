@@ -93,6 +93,22 @@ def test_a_batch_has_the_columns_of_all_its_rows(shape: str) -> None:
     assert returned[0]["a"] == 1 and returned[1]["b"] == "x"
 
 
+@pytest.mark.parametrize("kind", ["row", "batch"])
+def test_a_process_that_a_function_forks_does_not_go_on_with_the_batch(kind: str, tmp_path: Path) -> None:
+    def fork(value: Any) -> Any:  # noqa: ANN401
+        import os
+
+        if not (pid := os.fork()):
+            raise ValueError("in the forked process")
+        _, status = os.waitpid(pid, 0)
+        rows = value if isinstance(value, list) else [value]
+        ended = [{**row, "status": os.waitstatus_to_exitcode(status)} for row in rows]
+        return ended if isinstance(value, list) else ended[0]
+
+    ran = MapperRun(tmp_path, fork, kind=kind)
+    assert ran.output() == [{**row, "status": 1} for row in ROWS]
+
+
 def test_a_class_is_made_once(tmp_path: Path) -> None:
     class Count:
         def __init__(self, start: int) -> None:
