@@ -226,6 +226,25 @@ assert list(writer.read_part(part)) == list(writer.read_published(output)) == ro
     assert completed.returncode == 0, completed.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.csv", b'a\n"open\n'),
+        ("a.csv", b"a\n\xe9\n"),
+        ("a.parquet", b"no"),
+        ("a.jsonl.gz", b"no"),
+        ("a.jsonl.gz", gzip.compress(b'{"a":1}\n' * 100, mtime=0)[:-9]),
+        ("a.jsonl.zst", b"no"),
+    ],
+)
+def test_a_file_that_is_not_of_its_format_is_a_sentence_with_its_name(name: str, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(data)
+    reader = batch.Dataset(f"{tmp_path}/{name}").reader
+    spec = JobSpec("", reader.to_dict(), [batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()])
+    (message,) = io_operations.run(spec, 1, {"op": "plan"})
+    assert message["error"].startswith(f"{tmp_path}/{name} cannot be read: ") and "\n" not in message["error"]
+
+
 def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
     rows: Rows = [{"text": f"{index}"} for index in range(3)]
     for format in ("json", "csv", "parquet", "text"):
@@ -256,7 +275,7 @@ def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
         {"a": "", "b": "AA==", "c": "0.5"},
     ]
     (tmp_path / "bad.csv").write_text("a,b\n1\n")
-    with pytest.raises(ValueError, match=r"line 2 .* has 1 values for 2 columns"):
+    with pytest.raises(UserError, match=r"line 2 .* has 1 values for 2 columns"):
         len(batch.CsvReader(f"{tmp_path}/bad.csv"))
 
 
